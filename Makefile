@@ -1,0 +1,25 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: train test parity lint
+
+train: $(VENV)/.installed
+	$(BIN)/python -m train $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+
+parity: $(VENV)/.installed
+	$(BIN)/python -m parity_tests $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

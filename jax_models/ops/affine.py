@@ -1,0 +1,40 @@
+"""The products x W + b of every gate and projection."""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def carry_dtype(dtype) -> jnp.dtype:
+    """The dtype in which a recurrence computed in `dtype` accumulates: at least float32."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def affine(
+    x: Float[Array, "*batch in"],
+    kernel: Float[Array, "in out"],
+    bias: Float[Array, " out"] | None = None,
+) -> Float[Array, "*batch out"]:
+    """`x W + b`: operands in the kernel's dtype, the result in `carry_dtype` of it."""
+    accumulator = carry_dtype(kernel.dtype)
+    y = jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=accumulator)
+    if bias is None:
+        return y
+    return y + jnp.broadcast_to(bias.astype(accumulator), y.shape)
+
+
+def joined_affine(
+    kernel_ih: Float[Array, "in out"],
+    kernel_hh: Float[Array, "hidden out"],
+    bias_ih: Float[Array, " out"] | None = None,
+    bias_hh: Float[Array, " out"] | None = None,
+) -> Callable[[Float[Array, "batch in"], Float[Array, "batch hidden"]], Float[Array, "batch out"]]:
+    """The function `(x, h) ↦ x W_ih + b_ih + h W_hh + b_hh`, as one product `[x, h] W + b`."""
+    kernel = jnp.concatenate([kernel_ih, kernel_hh])
+    biases = [bias for bias in (bias_ih, bias_hh) if bias is not None]
+    bias = functools.reduce(jnp.add, biases) if biases else None
+    return lambda x, h: affine(
+        jnp.concatenate([a.astype(kernel.dtype) for a in (x, h)], axis=-1), kernel, bias
+    )

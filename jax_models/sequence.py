@@ -1,0 +1,225 @@
+"""The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
+
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jax_models.torch_weights import Layouts
+
+State = Any
+"""A pytree of arrays: a NamedTuple with named fields, which the layer's `init_state` defines."""
+
+
+class SequenceLayer(nnx.Module):
+    """A layer from sequences to sequences that carries a state.
+
+    `layer(x, state) -> (y, state)` runs over whole sequences, `layer.step(x_t, state)` over one
+    step. The state that comes out goes back in: a sequence cut anywhere gives the outputs of the
+    uncut one, and T steps equal one call.
+
+    A subclass sets `in_features`, `time_major` and `causal` (is there a `step`?) and defines
+    `init_state` and `sequence`; it sees only checked, batched, batch-major arguments.
+    """
+
+    in_features: int
+    time_major: bool = False
+    causal: bool = True
+
+    noncausal_reason: ClassVar[str] = (
+        "a bidirectional layer needs the whole sequence: call the layer itself, "
+        "or build it with bidirectional=False"
+    )
+
+    def init_state(self, batch_size: int) -> State:
+        """The state before the first step: zeros for `batch_size` rows."""
+        raise NotImplementedError
+
+    def sequence(
+        self,
+        x: Float[Array, "batch time in"],
+        state: State,
+        lengths: Int[Array, " batch"] | None,
+        reset: Bool[Array, "batch time"] | None,
+    ) -> tuple[Float[Array, "batch time out"], State]:
+        """The layer on checked, batch-major arguments. Inputs beyond `lengths` are zero."""
+        raise NotImplementedError
+
+    def torch_layouts(self) -> Layouts:
+        """The weight tables of this layer, by layout name; the first is the one to export to."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        x: Float[ArrayLike, "batch time in"],
+        state: State | None = None,
+        *,
+        lengths: Int[ArrayLike, " batch"] | None = None,
+        reset: Bool[ArrayLike, "batch time"] | None = None,
+    ) -> tuple[Float[Array, "batch time out"], State]:
+        """Run over whole sequences.
+
+        Args:
+            x: (batch, time, features), or (time, batch, features) where the layer was built with
+                `time_major=True`, or one unbatched sequence (time, features).
+            state: the state to start from, as `init_state` shapes it (an unbatched sequence's has
+                no batch axis); zeros when None.
+            lengths: how many steps of each row are real, 0 … time. Outputs beyond are zero, the
+                state is the one at the row's end, and a backward direction starts there.
+            reset: (batch, time) in both layouts, true at the first step of a document: the state
+                is zeroed before that step, so that documents packed into a row stay apart.
+
+        Returns:
+            The outputs, in x's layout, and the state after the last step.
+
+        Raises:
+            TypeError: x is not floating, lengths not integer, reset not bool, or the state has
+                another structure than `init_state` gives.
+            ValueError: a rank or size is wrong, or a length lies outside 0 … time.
+
+        """
+        x = checked_features(x, self.in_features, ranks=(2, 3), time_major=self.time_major)
+        batched = x.ndim == 3
+        if not batched:
+            x = x[None]
+        elif self.time_major:
+            x = jnp.swapaxes(x, 0, 1)
+        batch_size, time = x.shape[:2]
+        batch_shape = (batch_size,) if batched else ()
+        state = self._batched_state(state, batch_size, batched)
+        lengths = checked_lengths(lengths, batch_shape, time)
+        reset = checked_reset(reset, (*batch_shape, time))
+
+        y, state = self.sequence(mask_padding(x, lengths), state, lengths, reset)
+        y = mask_padding(y, lengths)
+        if not batched:
+            axes = state_batch_axes(self)
+            return y[0], jax.tree.map(jnp.squeeze, state, axes)
+        return (jnp.swapaxes(y, 0, 1) if self.time_major else y), state
+
+    def step(
+        self, x_t: Float[ArrayLike, "batch in"], state: State
+    ) -> tuple[Float[Array, "batch out"], State]:
+        """One step: (batch, features), or (features,) unbatched, and the state before it.
+
+        Raises:
+            NotImplementedError: the layer needs the whole sequence.
+            TypeError, ValueError: as for a whole sequence.
+
+        """
+        if not self.causal:
+            raise NotImplementedError(f"{type(self).__name__}.step: {self.noncausal_reason}")
+        x_t = checked_features(x_t, self.in_features, ranks=(1, 2), time_major=self.time_major)
+        time_axis = 0 if self.time_major or x_t.ndim == 1 else 1
+        y, state = self(jnp.expand_dims(x_t, time_axis), state)
+        return jnp.squeeze(y, time_axis), state
+
+    def _batched_state(self, state: State | None, batch_size: int, batched: bool) -> State:
+        if state is None:
+            return self.init_state(batch_size)
+        expected = jax.eval_shape(lambda: self.init_state(batch_size))
+        if not batched and jax.tree.structure(state) == jax.tree.structure(expected):
+            state = jax.tree.map(jnp.expand_dims, state, state_batch_axes(self))
+        return checked_state(state, expected)
+
+
+class HasState(Protocol):
+    """A layer or a model that carries a state."""
+
+    def init_state(self, batch_size: int) -> State:
+        """The state before the first step."""
+        ...
+
+
+def state_batch_axes(layer: HasState) -> Any:
+    """Which axis of each array of the layer's state counts the batch rows, as `vmap` takes it."""
+    one = jax.eval_shape(lambda: layer.init_state(1))
+    two = jax.eval_shape(lambda: layer.init_state(2))
+    return jax.tree.map(
+        lambda a, b: next(i for i in range(a.ndim) if a.shape[i] != b.shape[i]), one, two
+    )
+
+
+def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major: bool) -> Array:
+    """X as an array of one of the ranks (unbatched, batched) with `in_features` at the end."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
+    if x.ndim not in ranks or x.shape[-1] != in_features:
+        steps = {3: "(time, batch, {})" if time_major else "(batch, time, {})", 2: "(batch, {})"}
+        alone = {3: "(time, {})", 2: "({},)"}
+        expected = f"{steps[ranks[1]]} or {alone[ranks[1]]} unbatched"
+        raise ValueError(
+            f"x: expected shape {expected.replace('{}', str(in_features))}, got {x.shape}"
+        )
+    return x
+
+
+def checked_lengths(
+    lengths, batch_shape: tuple[int, ...], time: int
+) -> Int[Array, " batch"] | None:
+    """`lengths` as integers (batch,), a scalar for an unbatched sequence, or the fault."""
+    if lengths is None:
+        return None
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"lengths: expected an integer dtype, got {lengths.dtype}")
+    if lengths.shape != batch_shape:
+        raise ValueError(f"lengths: expected shape {batch_shape}, got {lengths.shape}")
+    if not isinstance(lengths, Tracer):
+        outside = np.asarray((lengths < 0) | (lengths > time))
+        if outside.any():
+            values = np.asarray(lengths)[outside].tolist()
+            raise ValueError(f"lengths: expected values in 0 … {time}, got {values}")
+    return lengths.reshape(-1)
+
+
+def checked_reset(reset, shape: tuple[int, ...]) -> Bool[Array, "batch time"] | None:
+    """`reset` as booleans (batch, time), (time,) for an unbatched sequence, or the fault."""
+    if reset is None:
+        return None
+    reset = jnp.asarray(reset)
+    if reset.dtype != jnp.bool_:
+        raise TypeError(f"reset: expected dtype bool, got {reset.dtype}")
+    if reset.shape != shape:
+        raise ValueError(f"reset: expected shape {shape}, got {reset.shape}")
+    return reset.reshape(-1, shape[-1])
+
+
+def checked_state(state: State, expected: State) -> State:
+    """`state` as arrays, if it has the structure and the shapes of `expected`, or the fault."""
+    if jax.tree.structure(state) != jax.tree.structure(expected):
+        raise TypeError(f"state: expected {_describe(expected)}, got {_describe(state)}")
+    state = jax.tree.map(jnp.asarray, state)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), like in zip(leaves, jax.tree.leaves(expected), strict=True):
+        name = f"state{jax.tree_util.keystr(path)}"
+        if leaf.shape != like.shape:
+            raise ValueError(f"{name}: expected shape {like.shape}, got {leaf.shape}")
+        if jnp.issubdtype(leaf.dtype, jnp.floating) != jnp.issubdtype(like.dtype, jnp.floating):
+            raise TypeError(f"{name}: expected a dtype like {like.dtype}, got {leaf.dtype}")
+    return state
+
+
+def _describe(state: State) -> str:
+    if hasattr(state, "_fields"):
+        return f"{type(state).__name__}({', '.join(state._fields)})"
+    if isinstance(state, tuple | list):
+        return f"a {type(state).__name__} of {len(state)}"
+    return f"a {type(state).__name__}"
+
+
+def mask_padding(
+    x: Shaped[Array, "batch time ..."], lengths: Int[Array, " batch"] | None
+) -> Shaped[Array, "batch time ..."]:
+    """X, zero from each row's length on."""
+    if lengths is None:
+        return x
+    active = jnp.arange(x.shape[1])[None, :] < lengths[:, None]
+    active = active.reshape(active.shape + (1,) * (x.ndim - 2))
+    return jnp.where(active, x, jnp.zeros_like(x))

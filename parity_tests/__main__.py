@@ -1,0 +1,185 @@
+"""`python -m parity_tests`: how far every JAX layer and its torch twin are from float64."""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform as machine
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from parity_tests.cases import CASES
+from parity_tests.compare import DTYPES, GROUPS, measure, problem
+from parity_tests.tolerance import FLOAT64, FLOOR_ULPS, Error, K
+from train.command_line import CommandLineError, one_line_errors, parse
+
+PROG = "python -m parity_tests"
+PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Run every twin pair forward and backward and compare both with the torch twin in float64.
+
+    A cell shows torch's error, JAX's error and their ratio, each relative to the result's size.
+    """
+
+    case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Only the cases with this in their names; may be given several times."""
+    platform: Literal["cpu", "gpu", "tpu"] | None = None
+    """Where JAX runs; by default every platform that this machine has."""
+    json: Path | None = None
+    """Write the measurements to this file, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One group of one row of the table."""
+
+    case: str
+    platform: str
+    dtype: str
+    group: str
+    error: Error
+
+    def to_dict(self) -> dict[str, object]:
+        """The measurement for JSON."""
+        return {
+            "case": self.case,
+            "platform": self.platform,
+            "dtype": self.dtype,
+            "group": self.group,
+            "torch_error": self.error.torch,
+            "jax_error": self.error.jax,
+            "ratio": self.error.ratio,
+            "bound": self.error.bound,
+            "unstable_reference": self.error.unstable,
+            "worst_tensor": self.error.worst,
+            "passed": self.error.passed,
+        }
+
+
+def available_platforms() -> list[str]:
+    """The platforms of this machine."""
+
+    def has(platform: str) -> bool:
+        try:
+            return bool(jax.devices(platform))
+        except RuntimeError:
+            return False
+
+    return [platform for platform in PLATFORMS if has(platform)]
+
+
+def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
+    """The cases and the platforms that the arguments ask for."""
+    names = [
+        name
+        for name in CASES
+        if not arguments.case or any(part.lower() in name.lower() for part in arguments.case)
+    ]
+    if not names:
+        raise CommandLineError(f"--case: no case has {' or '.join(arguments.case)} in its name")
+    platforms = available_platforms()
+    if arguments.platform is None:
+        return names, platforms
+    if arguments.platform not in platforms:
+        raise CommandLineError(
+            f"--platform: this machine has no {arguments.platform}, only {', '.join(platforms)}"
+        )
+    return names, [arguments.platform]
+
+
+def measurements(names: Iterable[str], platforms: Iterable[str]) -> list[Measurement]:
+    """Measure the cases. TPUs have no float64 of their own and are measured without."""
+    return [
+        Measurement(name, platform, dtype, group, error)
+        for name in names
+        for platform in platforms
+        for dtype, groups in measure(
+            problem(CASES[name]),
+            [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"],
+            platform,
+        ).items()
+        for group, error in groups.items()
+    ]
+
+
+def table(measured: list[Measurement]) -> Table:
+    """A row a case, platform and dtype."""
+    rows: dict[tuple[str, str, str], dict[str, Error]] = {}
+    for m in measured:
+        rows.setdefault((m.case, m.platform, m.dtype), {})[m.group] = m.error
+    result = Table(
+        title="errors against the float64 torch twin: torch, JAX, ratio",
+        caption=f"float64: JAX ≤ {FLOAT64:.0e}; "
+        f"else JAX ≤ {K:.0f} × torch or {K * FLOOR_ULPS:.0f} ulp, the larger",
+    )
+    for column in ("case", "on", "dtype", *GROUPS, "verdict"):
+        result.add_column(column, no_wrap=True)
+    for (case, platform, dtype), groups in rows.items():
+        cells = [cell(groups.get(group)) for group in GROUPS]
+        result.add_row(case, platform, dtype, *cells, verdict(groups.values()))
+    return result
+
+
+def cell(error: Error | None) -> str:
+    """A group's errors, torch's and JAX's, and their ratio."""
+    if error is None:
+        return "–"
+    ratio = error.jax / error.torch if error.torch else float("nan")
+    shown = f"{ratio:5.2f}" if ratio == ratio else "    –"
+    color = "" if error.passed else "[red]"
+    return f"{color}{error.torch:.1e} {error.jax:.1e} {shown}"
+
+
+def verdict(errors: Iterable[Error]) -> str:
+    """What the errors of a row say together."""
+    errors = list(errors)
+    passed = "[green]pass" if all(e.passed for e in errors) else "[red]FAIL"
+    return f"{passed}, unstable reference" if any(e.unstable for e in errors) else passed
+
+
+def versions() -> dict[str, str]:
+    """What was measured with."""
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
+    return {"python": machine.python_version(), **packages, "torch": torch.__version__}
+
+
+def main(args: Sequence[str]) -> int:
+    """Print the table; 1 if a row fails."""
+    arguments = parse(Arguments, args, prog=PROG)
+    jax.config.update("jax_enable_x64", True)
+    names, platforms = choose(arguments)
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise CommandLineError(f"--json: there is no folder {arguments.json.parent}")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    measured = measurements(
+        track(names, "measuring", console=Console(stderr=True), transient=True), platforms
+    )
+    console.print(table(measured))
+    failed = [m for m in measured if not m.error.passed]
+    for m in failed:
+        console.print(f"[red]FAIL[/] {m.case}, {m.dtype}, {m.group}: worst in {m.error.worst}")
+    for platform in PLATFORMS:
+        if arguments.platform is None and platform not in platforms:
+            console.print(f"{platform}: not on this machine")
+    if arguments.json is not None:
+        record = {"versions": versions(), "measurements": [m.to_dict() for m in measured]}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    with one_line_errors(PROG):
+        raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,267 @@
+"""What must hold of every layer, beside agreeing with its twin. All of it in float64."""
+
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+
+from jax_models import BidirectionalState, LanguageModel, from_torch, state_batch_axes, to_torch
+from parity_tests.cases import BATCH, TIME, Case
+from parity_tests.tolerance import assert_same
+from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
+
+CHECKS: dict[str, Callable[["Subject"], None]] = {}
+LENGTHS = np.array([TIME, 3, 0])
+PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
+
+
+def check(function: Callable[["Subject"], None]) -> Callable[["Subject"], None]:
+    """Make a function on a `Subject` one of the checks."""
+    CHECKS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+class Subject:
+    """A case's layer in float64, with inputs, a state, and the layer as a jitted function."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        self.twin = case.build_twin()
+        self.layer = case.build_layer(self.twin)
+        self.x = case.inputs()
+        self.state = case.state()
+        self.compiled = jax.jit(self.eager)
+
+    def call(self, x, state, lengths=None, reset=None):
+        """The layer, compiled; its results are numpy arrays."""
+        return jax.device_get(self.compiled(x, state, lengths, reset))
+
+    def eager(self, x, state, lengths=None, reset=None):
+        """The layer, not compiled."""
+        return self.layer(x, state, lengths=lengths, reset=reset)
+
+    def disturbed(self, where: np.ndarray) -> np.ndarray:
+        """The inputs, others `where` (batch, time) is true."""
+        if isinstance(self.layer, LanguageModel):
+            return np.where(where, (self.x + 1) % self.layer.config.vocab_size, self.x)
+        return np.where(where[..., None], self.x + 1.0, self.x)
+
+    def row(self, index: int, state):
+        """One row of a batched state, still batched."""
+        axes = state_batch_axes(self.layer)
+        return jax.tree.map(lambda s, axis: np.take(s, [index], axis), state, axes)
+
+    def by_direction(self, forward, backward):
+        """A state made of one state's forward parts and another's backward parts."""
+        if self.case.causal:
+            return forward
+        if isinstance(forward, BidirectionalState):
+            return BidirectionalState(forward.forward, backward.backward)
+        is_backward = np.arange(len(forward[0])) % 2 == 1
+        return jax.tree.map(
+            lambda f, b: np.where(is_backward[:, None, None], b, f), forward, backward
+        )
+
+
+def assert_same_state(actual, expected, what: str) -> None:
+    """Assert that two states have the same structure and, to rounding, the same values."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected), what
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_same(a, b, what)
+
+
+@check
+def state_goes_back_in(subject: Subject):
+    fresh = jax.device_get(subject.layer.init_state(BATCH))
+    _, state = subject.call(subject.x[:, :1], fresh)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    y, last = subject.call(subject.x, None)
+    y_fresh, last_fresh = subject.call(subject.x, fresh)
+    assert_same(y, y_fresh, "no state and the initial state")
+    assert_same_state(last, last_fresh, "no state and the initial state")
+
+
+@check
+def steps_equal_sequence(subject: Subject):
+    if not subject.case.causal:
+        with np.testing.assert_raises(NotImplementedError):
+            subject.layer.step(subject.x[:, 0], subject.state)
+        return
+    y, last = subject.call(subject.x, subject.state)
+    step, state = jax.jit(subject.layer.step), subject.state
+    for t in range(TIME):
+        y_t, state = step(subject.x[:, t], state)
+        assert_same(y_t, y[:, t], f"step {t}")
+    assert_same_state(state, last, "state after all steps")
+
+
+@check
+def cut_equals_uncut(subject: Subject):
+    if not subject.case.causal:
+        return
+    y, last = subject.call(subject.x, subject.state)
+    for cut in (0, 4):
+        y_head, state = subject.call(subject.x[:, :cut], subject.state)
+        y_tail, state = subject.call(subject.x[:, cut:], state)
+        assert_same(np.concatenate([y_head, y_tail], axis=1), y, f"outputs, cut at {cut}")
+        assert_same_state(state, last, f"state, cut at {cut}")
+
+
+@check
+def batch_rows_are_independent(subject: Subject):
+    y, last = subject.call(subject.x, subject.state)
+    others = np.broadcast_to(np.arange(BATCH)[:, None] > 0, (BATCH, TIME))
+    y_others, last_others = subject.call(subject.disturbed(others), subject.state)
+    assert (y_others[0] == y[0]).all(), "another row's input changes this row's output"
+    assert (y_others[1:] != y[1:]).any(axis=(1, 2)).all(), "a row's input does not change it"
+    assert_same_state(subject.row(0, last_others), subject.row(0, last), "row 0's state")
+    y_alone, last_alone = subject.call(subject.x[:1], subject.row(0, subject.state))
+    assert_same(y_alone, y[:1], "row 0 alone")
+    assert_same_state(last_alone, subject.row(0, last), "row 0's state alone")
+
+
+@check
+def future_has_no_influence_and_far_past_has(subject: Subject):
+    y, _ = subject.call(subject.x, subject.state)
+    half = TIME // 2
+    step = np.broadcast_to(np.arange(TIME), (BATCH, TIME))
+    later, _ = subject.call(subject.disturbed(step >= half), subject.state)
+    earlier, _ = subject.call(subject.disturbed(step == 0), subject.state)
+    if subject.case.causal:
+        assert (later[:, :half] == y[:, :half]).all(), "the future changes the past"
+    else:
+        assert (later[:, 0] != y[:, 0]).any(), "the last step does not reach the first"
+    assert (earlier[:, -1] != y[:, -1]).any(), "the first step does not reach the last"
+
+
+@check
+def padding_has_no_influence(subject: Subject):
+    y, last = subject.call(subject.x, subject.state, LENGTHS)
+    y_other, last_other = subject.call(subject.disturbed(PADDING), subject.state, LENGTHS)
+    assert (y_other == y).all(), "the padding changes the outputs"
+    assert_same_state(last_other, last, "state with other padding")
+    assert (y[PADDING] == 0).all(), "the outputs of the padding are not zero"
+    for row, length in enumerate(LENGTHS):
+        y_alone, last_alone = subject.call(
+            subject.x[row : row + 1, :length], subject.row(row, subject.state)
+        )
+        assert_same(y[row : row + 1, :length], y_alone, f"row {row} and the same row unpadded")
+        assert_same_state(subject.row(row, last), last_alone, f"state of row {row}")
+
+
+@check
+def documents_in_a_row_stay_apart(subject: Subject):
+    starts = {0: [3], 1: [0, 4], 2: [4]}
+    reset = np.zeros((BATCH, TIME), bool)
+    for row, steps in starts.items():
+        reset[row, steps] = True
+    lengths = np.array([TIME, TIME, 4])  # row 2's second document is padding
+    y, last = subject.call(subject.x, subject.state, lengths, reset)
+    zero = subject.row(0, jax.device_get(subject.layer.init_state(1)))
+    for row, length in enumerate(lengths):
+        edges = sorted({0, *starts[row], length})
+        given = subject.row(row, subject.state)
+        lasts = []
+        for start, end in itertools.pairwise(edge for edge in edges if edge <= length):
+            forward = zero if start in starts[row] else given
+            backward = given if end == length else zero
+            y_alone, last_alone = subject.call(
+                subject.x[row : row + 1, start:end], subject.by_direction(forward, backward)
+            )
+            assert_same(y[row : row + 1, start:end], y_alone, f"row {row}, steps {start} to {end}")
+            lasts.append(last_alone)
+        expected = subject.by_direction(lasts[-1], lasts[0])
+        assert_same_state(subject.row(row, last), expected, f"state of row {row}")
+
+
+@check
+def jit_equals_eager(subject: Subject):
+    y, last = subject.call(subject.x, subject.state)
+    y_eager, last_eager = subject.eager(subject.x, subject.state)
+    assert_same(y, y_eager, "outputs")
+    assert_same_state(last, last_eager, "states")
+
+
+@check
+def vmap_equals_loop(subject: Subject):
+    xs = np.stack([subject.x, subject.disturbed(np.full((BATCH, TIME), True))])
+    y, last = jax.device_get(jax.jit(jax.vmap(subject.eager, in_axes=(0, None)))(xs, subject.state))
+    for i, x in enumerate(xs):
+        y_i, last_i = subject.call(x, subject.state)
+        assert_same(y[i], y_i, f"outputs of {i}")
+        assert_same_state(jax.tree.map(lambda s: s[i], last), last_i, f"states of {i}")  # noqa: B023
+
+
+@check
+def gradients_of_padding_are_zero_and_finite(subject: Subject):
+    if isinstance(subject.layer, LanguageModel):
+        return
+
+    def loss(x, state):
+        y, last = subject.eager(x, state, LENGTHS)
+        return sum(jnp.sum(jnp.sin(a)) for a in (y, *jax.tree.leaves(last)))
+
+    x = np.where(PADDING[..., None], np.nan, subject.x)
+    gradient = np.asarray(jax.jit(jax.grad(loss))(x, subject.state))
+    assert (gradient[PADDING] == 0).all(), "padding has a gradient"
+    assert np.isfinite(gradient).all(), "NaN in the padding reaches the gradients"
+    assert (gradient[~PADDING] != 0).any(axis=-1).all(), "an input has no gradient"
+
+
+@check
+def weights_make_the_round_trip_bit_for_bit(subject: Subject):
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        twin = subject.case.twin().to(dtype)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.normal_()
+        name = str(dtype).removeprefix("torch.")
+        layer = from_torch(subject.case.abstract(jnp.dtype(name)), twin.state_dict())
+        back = to_torch(layer, subject.case.layout)
+        assert back.keys() == twin.state_dict().keys()
+        for key, tensor in twin.state_dict().items():
+            bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+            assert back[key].dtype.name == name
+            assert back[key].tobytes() == tensor.contiguous().view(bits).numpy().tobytes(), key
+        again = from_torch(subject.case.abstract(jnp.dtype(name)), back, subject.case.layout)
+        for a, b in zip(
+            jax.tree.leaves(nnx.state(layer)), jax.tree.leaves(nnx.state(again)), strict=True
+        ):
+            assert a.dtype == b.dtype
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@check
+def optimiser_follows_the_same_trajectory(subject: Subject):
+    """Ten steps of AdamW towards random targets, in optax and in torch.optim."""
+    case, twin, layer = subject.case, subject.twin, subject.layer
+    x = torch.tensor(np.asarray(subject.x))
+    target = np.random.default_rng(5).standard_normal(case.call(twin, x, None)[0].shape)
+    graphdef, params = nnx.split(layer)
+    optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-2), num_steps=10)
+
+    @jax.jit
+    def jax_step(params, optimizer_state):
+        def loss_fn(params):
+            return jnp.mean((nnx.merge(graphdef, params)(subject.x)[0] - target) ** 2)
+
+        loss, gradient = jax.value_and_grad(loss_fn)(params)
+        return *apply_gradient(optimizer, gradient, optimizer_state, params), loss
+
+    torch_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01)
+    optimizer_state = optimizer.init(params)
+    for step in range(10):
+        torch_optimizer.zero_grad()
+        torch_loss = ((case.call(twin, x, None)[0] - torch.tensor(target)) ** 2).mean()
+        torch_loss.backward()
+        torch_optimizer.step()
+        params, optimizer_state, loss = jax_step(params, optimizer_state)
+        assert_same(loss, torch_loss.item(), f"loss of step {step}")
+    weights = to_torch(nnx.merge(graphdef, params), case.layout)
+    for key, tensor in twin.state_dict().items():
+        assert_same(weights[key], tensor.numpy(), key)

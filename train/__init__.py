@@ -1,0 +1,1 @@
+"""Training of the language models: `python -m train`."""

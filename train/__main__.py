@@ -1,0 +1,177 @@
+"""`python -m train`: train a language model by character on a text."""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jax_models import LanguageModel, generate
+from train.command_line import CommandLineError, one_line_errors, parse
+from train.config import PRESETS, TrainConfig
+from train.curve import draw_curve
+from train.export import describe_difference, export
+from train.loop import Trainer, TrainState
+from train.run import Run, build_trainer
+from train.text import Vocabulary, batches, read_text, split
+
+PROG = "python -m train"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Train a language model by character on a text, or go on with a run."""
+
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig()
+    preset: Literal[tuple(PRESETS)] = "all-work"  # pyright: ignore[reportInvalidTypeForm]
+    """Where the options start from: the seed's experiment, or a model for --text FILE."""
+    out: Path | None = None
+    """The run's folder, new or empty; by default runs/PRESET, numbered if that is taken."""
+    resume: Path | None = None
+    """The folder of a run to go on with; its own config is where the options start from."""
+
+
+RESUME_MAY_CHANGE = {"text", "num_steps", "eval_every", "eval_batches", "checkpoint_every"}
+
+
+def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Arguments]:
+    """The arguments, and what they were before the command line changed them."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="all-work")
+    first.add_argument("--resume", type=Path)
+    start, _ = first.parse_known_args(args)
+    if start.resume is not None:
+        default = Arguments(Run.open(start.resume).config, resume=start.resume)
+    else:
+        default = Arguments(PRESETS.get(start.preset, TrainConfig()), preset=start.preset)
+    arguments = parse(Arguments, args, prog=PROG, default=default)
+    for name in ("num_steps", "batch_size", "window", "eval_every", "eval_batches"):
+        value = getattr(arguments.config, name)
+        if value < 1:
+            raise CommandLineError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    return arguments, default
+
+
+def resume(folder: Path, before: TrainConfig, config: TrainConfig) -> Run:
+    """The run in the folder, with the config as the arguments change it."""
+    changed = {
+        field.name
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != getattr(before, field.name)
+    }
+    if changed - RESUME_MAY_CHANGE:
+        raise CommandLineError(
+            f"--resume: cannot change {', '.join(sorted(changed - RESUME_MAY_CHANGE))} of a run, "
+            f"only {', '.join(sorted(RESUME_MAY_CHANGE))}"
+        )
+    run = Run.open(folder)
+    run.config = config
+    return run
+
+
+def free_folder(folder: Path) -> Path:
+    """The folder, or the first with a number behind that does not exist."""
+    names = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
+    return next(path for path in itertools.chain([folder], names) if not path.exists())
+
+
+def train(run: Run, trainer: Trainer, parts: dict[str, np.ndarray], console: Console) -> TrainState:
+    """Train to the config's last step, from the newest checkpoint if there is one."""
+    config = run.config
+    resuming = run.checkpoints.latest_step is not None
+    state = run.restore(trainer) if resuming else trainer.initial_state()
+    sampler = partial(batches, window=config.window, batch_size=config.batch_size)
+    training = sampler(parts["train"], seed=config.seed)
+    evaluation = {
+        name: np.stack([sampler(part, seed=config.seed + 1)[i] for i in range(config.eval_batches)])
+        for name, part in parts.items()
+    }
+    start_step, start_time = int(state.step), time.perf_counter()
+    progress = Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    console.print(f"{'step':>7}  {'train loss':>10}  {'val loss':>8}  {'seconds':>7}")
+    with progress:
+        bar = progress.add_task("", total=config.num_steps, completed=start_step)
+        for step in range(start_step, config.num_steps + 1):
+            if step % config.eval_every == 0 or step == config.num_steps:
+                losses = {
+                    name: float(trainer.evaluate(state.params, batches))
+                    for name, batches in evaluation.items()
+                }
+                seconds = time.perf_counter() - start_time
+                run.log({"step": step, **losses, "seconds": round(seconds, 2)})
+                console.print(
+                    f"{step:7d}  {losses['train']:10.4f}  {losses['val']:8.4f}  {seconds:7.1f}"
+                )
+            if step % config.checkpoint_every == 0 or step == config.num_steps:
+                run.checkpoints.save(step, state)
+            if step < config.num_steps:
+                state, _ = trainer.step(state, trainer.put(training[step]))
+                progress.update(bar, completed=step + 1)
+    run.checkpoints.close()
+    return state
+
+
+def report(run: Run, model: LanguageModel, console: Console) -> None:
+    """Draw the curve, write a sample, export to the twin and compare."""
+    curve, weights = run.folder / "curve.png", run.folder / "twin.safetensors"
+    draw_curve(run.metrics(), curve)
+    export(model, weights)
+    prompt = run.vocabulary.characters[0]
+    tokens = generate(
+        model,
+        run.vocabulary.encode(prompt)[None],
+        300,
+        key=jax.random.key(run.config.seed),
+    )
+    console.rule("a sample")
+    console.print(prompt + run.vocabulary.decode(tokens), markup=False, highlight=False)
+    console.rule()
+    console.print(describe_difference(model, weights), highlight=False)
+    console.print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n", highlight=False)
+    console.print(f"go on writing: python -m train.generate --run {run.folder}", highlight=False)
+
+
+def main(args: Sequence[str]) -> None:
+    """Train as the arguments say."""
+    arguments, before = parse_arguments(args)
+    config = arguments.config
+    text = read_text(config.text)
+    if arguments.resume is not None:
+        run = resume(arguments.resume, before.config, config)
+        vocabulary = run.vocabulary
+    else:
+        run = None
+        vocabulary = Vocabulary.of(text)
+        model_config = dataclasses.replace(config.model, vocab_size=len(vocabulary))
+        config = dataclasses.replace(config, model=model_config)
+    parts = split(vocabulary.encode(text), config.window)
+    trainer = build_trainer(config)
+    if run is None:
+        folder = arguments.out or free_folder(Path("runs") / arguments.preset)
+        run = Run.create(folder, config, vocabulary)
+    run.write_config()
+    console = Console()
+    state = train(run, trainer, parts, console)
+    report(run, trainer.model(state.params), console)
+
+
+if __name__ == "__main__":
+    with one_line_errors(PROG):
+        main(sys.argv[1:])

@@ -1,0 +1,64 @@
+"""What the command lines share: arguments from dataclasses, faults as one line and exit code 2."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NoReturn, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+
+
+class CommandLineError(Exception):
+    """A fault of the person's input, told in one line."""
+
+
+def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | None = None) -> T:
+    """The dataclass that the arguments describe; `--help` prints and exits.
+
+    Raises:
+        CommandLineError: an argument is unknown or has no such value.
+
+    """
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(
+                config_type,
+                prog=prog,
+                args=args,
+                default=tyro.MISSING_NONPROP if default is None else default,
+                config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise CommandLineError(_message(errors.getvalue())) from None
+
+
+def _message(box: str) -> str:
+    """The text of the first section of tyro's framed report."""
+    rows = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()]
+    section = []
+    for row in rows[1:]:
+        if set(row) <= {"─"}:
+            break
+        section.append(row)
+    return " ".join(section)
+
+
+@contextlib.contextmanager
+def one_line_errors(prog: str) -> Iterator[None]:
+    """Turn a fault of the input into `prog: error: …` on standard error and exit code 2."""
+    try:
+        yield
+    except CommandLineError as error:
+        fail(prog, str(error))
+
+
+def fail(prog: str, message: str) -> NoReturn:
+    """Print one line on standard error and exit with code 2."""
+    print(f"{prog}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)

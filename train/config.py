@@ -1,0 +1,93 @@
+"""The configuration of a run, its presets, and its file."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, cast
+
+import tyro
+
+from jax_models import LanguageModelConfig, RNNLanguageModelConfig
+from train.optimizer import OptimizerConfig
+
+MODEL_CONFIGS = {config.__name__: config for config in LanguageModelConfig.__subclasses__()}
+ModelConfig = Union[tuple(MODEL_CONFIGS.values())]  # noqa: UP007
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A run: a language model by character on a text."""
+
+    model: Annotated[LanguageModelConfig, tyro.conf.arg(constructor=cast(Any, ModelConfig))] = (
+        RNNLanguageModelConfig()
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+    text: Path | None = None
+    """A UTF-8 file: nine tenths to train on, the last to validate on. None: the seed's text."""
+    num_steps: int = 2000
+    """Steps of the optimiser."""
+    batch_size: int = 4
+    """Windows a step, over all devices."""
+    window: int = 8
+    """Characters of a window."""
+    eval_every: int = 100
+    """Steps between evaluations."""
+    eval_batches: int = 200
+    """Random batches of each part in an evaluation."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; the last step has one in any case."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; the parameters are float32."""
+    seed: int = 2001
+    """Of the weights, of the batches, and of dropout."""
+
+
+_SHAKESPEARE = TrainConfig(
+    model=RNNLanguageModelConfig(
+        cell="lstm", embedding_features=64, hidden_features=256, context_length=None
+    ),
+    optimizer=OptimizerConfig(learning_rate=4e-3, schedule="cosine", warmup_steps=20),
+    text=Path("input.txt"),
+    num_steps=1000,
+    batch_size=32,
+    window=128,
+    eval_every=200,
+    eval_batches=20,
+)
+
+PRESETS = {
+    "all-work": TrainConfig(),
+    "lstm": _SHAKESPEARE,
+    "gru": dataclasses.replace(
+        _SHAKESPEARE, model=dataclasses.replace(_SHAKESPEARE.model, cell="gru")
+    ),
+    "rnn": dataclasses.replace(
+        _SHAKESPEARE,
+        model=dataclasses.replace(_SHAKESPEARE.model, cell="rnn"),
+        optimizer=dataclasses.replace(_SHAKESPEARE.optimizer, learning_rate=1e-3, clip_norm=1.0),
+    ),
+}
+
+
+def to_json(config: TrainConfig) -> str:
+    """The config as text that `from_json` reads."""
+    fields = dataclasses.asdict(config)
+    fields["model"] = {"type": type(config.model).__name__, **fields["model"]}
+    return json.dumps(fields, indent=2, default=str) + "\n"
+
+
+def from_json(text: str) -> TrainConfig:
+    """The config that `to_json` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError: the text is none.
+
+    """
+    fields: dict[str, Any] = json.loads(text)
+    model = dict(fields["model"])
+    optimizer = dict(fields["optimizer"])
+    optimizer["betas"] = tuple(optimizer["betas"])
+    fields["model"] = MODEL_CONFIGS[model.pop("type")](**model)
+    fields["optimizer"] = OptimizerConfig(**optimizer)
+    fields["text"] = None if fields["text"] is None else Path(fields["text"])
+    return TrainConfig(**fields)

@@ -1,0 +1,84 @@
+"""`python -m train.export`: a run's weights for its torch twin, and proof that they fit."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jax_models import LanguageModel, to_torch
+from train.command_line import one_line_errors, parse
+from train.run import Run
+
+PROG = "python -m train.export"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Write a run's weights under the keys of its torch twin, and compare the two."""
+
+    run: Path
+    """The folder of the run."""
+    out: Path | None = None
+    """The safetensors file to write; by default twin.safetensors in the run's folder."""
+
+
+def export(model: LanguageModel, path: Path) -> None:
+    """Write the model's weights as a safetensors file of the twin's state_dict."""
+    weights = {key: np.ascontiguousarray(value) for key, value in to_torch(model).items()}
+    save_file(weights, path)
+
+
+def largest_difference(model: LanguageModel, path: Path) -> float:
+    """The largest difference between the model's logits and those of the twin with these weights.
+
+    Both run in float32 on the same random tokens.
+
+    Raises:
+        ImportError: torch is not installed.
+
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    import torch_ref
+
+    config = model.config
+    twin = getattr(torch_ref, type(config).__name__.removesuffix("Config")).from_config(config)
+    twin.load_state_dict(load_file(path))
+    tokens = np.random.default_rng(0).integers(
+        0, config.vocab_size, (8, min(config.context_length or 128, 128))
+    )
+    with torch.no_grad():
+        twin_logits, _ = twin.eval()(torch.tensor(tokens))
+    with jax.default_matmul_precision("highest"):
+        logits, _ = nnx.view(model, deterministic=True, raise_if_not_found=False)(tokens)
+    return float(np.abs(np.asarray(logits, np.float32) - twin_logits.numpy()).max())
+
+
+def describe_difference(model: LanguageModel, path: Path) -> str:
+    """The comparison with the twin, in words."""
+    try:
+        difference = largest_difference(model, path)
+    except ImportError:
+        return "torch is not installed: the twin was not run"
+    return f"largest difference between the JAX and the torch twin's logits: {difference:.1e}"
+
+
+def main(args: Sequence[str]) -> None:
+    """Export as the arguments say."""
+    arguments = parse(Arguments, args, prog=PROG)
+    model = Run.open(arguments.run).model()
+    path = arguments.out or arguments.run / "twin.safetensors"
+    export(model, path)
+    print(f"wrote {path}")
+    print(describe_difference(model, path))
+
+
+if __name__ == "__main__":
+    with one_line_errors(PROG):
+        main(sys.argv[1:])

@@ -1,0 +1,64 @@
+"""`python -m train.generate`: continue a prompt with a run's model."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jax_models import stream
+from train.command_line import CommandLineError, one_line_errors, parse
+from train.run import Run
+
+PROG = "python -m train.generate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Continue a prompt, character by character from the model's carried state."""
+
+    run: Path
+    """The folder of the run."""
+    prompt: str = "\n"
+    """The text to continue."""
+    num_tokens: int = 500
+    """Characters to write."""
+    temperature: float = 1.0
+    """Flattens (> 1) or sharpens (< 1) the distribution."""
+    top_k: int | None = None
+    """Draw from the k likeliest characters only."""
+    greedy: bool = False
+    """Take the likeliest character each time."""
+    seed: int = 0
+    """The same seed gives the same text."""
+
+
+def main(args: Sequence[str]) -> None:
+    """Print the prompt and its continuation."""
+    arguments = parse(Arguments, args, prog=PROG)
+    run = Run.open(arguments.run)
+    if not arguments.prompt:
+        raise CommandLineError("--prompt: expected at least one character")
+    prompt = run.vocabulary.encode(arguments.prompt)[None]
+    model = run.model()
+    try:
+        tokens = stream(
+            model,
+            prompt,
+            arguments.num_tokens,
+            key=jax.random.key(arguments.seed),
+            temperature=0.0 if arguments.greedy else arguments.temperature,
+            top_k=arguments.top_k,
+        )
+    except ValueError as error:
+        raise CommandLineError(str(error)) from None
+    print(arguments.prompt, end="", flush=True)
+    for token in tokens:
+        print(run.vocabulary.decode(token), end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    with one_line_errors(PROG):
+        main(sys.argv[1:])

@@ -1,0 +1,108 @@
+"""The training step, the evaluation, and where their arrays live."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jax_models import LanguageModel
+from train.optimizer import apply_gradient
+
+
+class TrainState(NamedTuple):
+    """What a step changes, and a checkpoint keeps."""
+
+    step: Int[Array, ""]
+    params: nnx.State
+    optimizer_state: Any
+
+
+def token_loss(model: LanguageModel, tokens: Int[Array, "batch window+1"]) -> Float[Array, ""]:
+    """Mean cross-entropy of each token given those before it in its row, in nats."""
+    logits, _ = model(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), tokens[:, 1:]
+    )
+    return jnp.mean(losses)
+
+
+class Trainer:
+    """A model and an optimiser as pure functions over a `TrainState`, data-parallel.
+
+    Every device has the whole state; a batch's rows are divided over all devices.
+
+    Raises:
+        ValueError: the batch does not divide over the devices.
+
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: optax.GradientTransformation,
+        *,
+        batch_size: int,
+        seed: int,
+        devices: Sequence[Any] | None = None,
+    ):
+        devices = jax.devices() if devices is None else devices
+        if batch_size % len(devices):
+            raise ValueError(
+                f"batch_size: expected a multiple of the {len(devices)} devices, got {batch_size}"
+            )
+        mesh = jax.make_mesh(
+            (len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices
+        )
+        self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.by_rows = NamedSharding(mesh, PartitionSpec("data"))
+        self.graphdef, params, self.rest = nnx.split(model, nnx.Param, ...)
+        self.optimizer = optimizer
+        self.dropout_key = jax.random.key(seed)
+        self.initial_state: Callable[[], TrainState] = lambda: jax.device_put(
+            TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)),
+            self.replicated,
+            may_alias=False,  # the step uses its state up; the model keeps its arrays
+        )
+
+    def model(self, params: nnx.State) -> LanguageModel:
+        """The model with these parameters, for training."""
+        return nnx.merge(self.graphdef, params, self.rest, copy=True)
+
+    def put(self, batch: np.ndarray) -> Int[Array, "batch window+1"]:
+        """A batch on the devices."""
+        return jax.device_put(batch, self.by_rows)
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def step(
+        self, state: TrainState, tokens: Int[Array, "batch window+1"]
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        """One step of the optimiser; also the loss before it. The given state is used up.
+
+        The dropout masks are a function of the seed and of the step alone.
+        """
+
+        def loss_fn(params):
+            model = self.model(params)
+            nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, state.step))
+            return token_loss(model, tokens)
+
+        loss, gradient = jax.value_and_grad(loss_fn)(state.params)
+        params, optimizer_state = apply_gradient(
+            self.optimizer, gradient, state.optimizer_state, state.params
+        )
+        return TrainState(state.step + 1, params, optimizer_state), loss
+
+    @partial(jax.jit, static_argnums=0)
+    def evaluate(
+        self, params: nnx.State, batches: Int[Array, "n batch window+1"]
+    ) -> Float[Array, ""]:
+        """The mean loss over batches, without dropout."""
+        model = nnx.view(self.model(params), deterministic=True, raise_if_not_found=False)
+        return jnp.mean(jax.lax.map(partial(token_loss, model), batches))

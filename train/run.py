@@ -1,0 +1,126 @@
+"""A run's folder: config, vocabulary, metrics, checkpoints. It is enough to go on from."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import LanguageModel
+from train.checkpoints import Checkpoints
+from train.command_line import CommandLineError
+from train.config import TrainConfig, from_json, to_json
+from train.loop import Trainer, TrainState
+from train.optimizer import build_optimizer
+from train.text import Vocabulary
+
+
+class Run:
+    """A run, open in its folder."""
+
+    def __init__(self, folder: Path, config: TrainConfig, vocabulary: Vocabulary):
+        self.folder = folder
+        self.config = config
+        self.vocabulary = vocabulary
+        self.checkpoints = Checkpoints(folder / "checkpoints")
+
+    @classmethod
+    def create(cls, folder: Path, config: TrainConfig, vocabulary: Vocabulary) -> "Run":
+        """A new run in a folder that is empty or does not exist.
+
+        Raises:
+            CommandLineError: the folder has something in it, or cannot be made.
+
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise CommandLineError(f"{folder}: the folder is not empty (go on with --resume?)")
+        except OSError as error:
+            raise CommandLineError(f"{folder}: {error.strerror}") from None
+        run = cls(folder, config, vocabulary)
+        _write(folder / "vocabulary.json", json.dumps(vocabulary.characters) + "\n")
+        run.write_config()
+        return run
+
+    @classmethod
+    def open(cls, folder: Path) -> "Run":
+        """The run that a folder holds.
+
+        Raises:
+            CommandLineError: it holds none, or files of it are missing or damaged.
+
+        """
+        for name in ("config.json", "vocabulary.json"):
+            if not (folder / name).is_file():
+                raise CommandLineError(f"{folder}: not the folder of a run, it has no {name}")
+        try:
+            config = from_json((folder / "config.json").read_text(encoding="utf-8"))
+            vocabulary = Vocabulary(json.loads((folder / "vocabulary.json").read_text("utf-8")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CommandLineError(f"{folder}: damaged config or vocabulary: {error}") from None
+        return cls(folder, config, vocabulary)
+
+    def write_config(self) -> None:
+        """Write the config, whole or not at all."""
+        _write(self.folder / "config.json", to_json(self.config))
+
+    def restore(self, trainer: Trainer) -> TrainState:
+        """The state of the newest checkpoint.
+
+        Raises:
+            CommandLineError: there is none, or it does not fit the config or cannot be read.
+
+        """
+        try:
+            return self.checkpoints.restore(trainer.initial_state())
+        except FileNotFoundError:
+            raise CommandLineError(f"{self.folder}: the run has no complete checkpoint") from None
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            line = str(error).strip().splitlines()[0]
+            raise CommandLineError(
+                f"{self.folder}: the checkpoint cannot be read: {line}"
+            ) from None
+
+    def model(self) -> LanguageModel:
+        """The trained model, on one device."""
+        trainer = build_trainer(self.config, jax.devices()[:1])
+        return trainer.model(self.restore(trainer).params)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Append a line to `metrics.jsonl`."""
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`; of two for one step, the later."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        by_step = {record["step"]: record for record in map(json.loads, lines)}
+        return [by_step[step] for step in sorted(by_step)]
+
+
+def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> Trainer:
+    """The model and the optimiser of a config, on all devices by default.
+
+    Raises:
+        CommandLineError: the config cannot be built.
+
+    """
+    try:
+        model = config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+        optimizer = build_optimizer(config.optimizer, config.num_steps)
+        return Trainer(
+            model, optimizer, batch_size=config.batch_size, seed=config.seed, devices=devices
+        )
+    except ValueError as error:
+        raise CommandLineError(str(error)) from None
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
