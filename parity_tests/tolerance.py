@@ -25,6 +25,8 @@ K = 4.0
 FLOOR_ULPS = 1.0
 FLOAT64 = 1e-12
 UNSTABLE = 1e-2
+LONG_TRAJECTORY = 1e-10
+"""For 2,000 steps of training in float64, whose rounding errors grow with the steps."""
 
 
 def rms(x: np.ndarray) -> float:

@@ -53,12 +53,19 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Arguments]:
     if start.resume is not None:
         default = Arguments(Run.open(start.resume).config, resume=start.resume)
     else:
-        default = Arguments(PRESETS.get(start.preset, TrainConfig()), preset=start.preset)
+        preset = start.preset if start.preset in PRESETS else "all-work"
+        default = Arguments(PRESETS[preset], preset=preset)
     arguments = parse(Arguments, args, prog=PROG, default=default)
     for name in ("num_steps", "batch_size", "window", "eval_every", "eval_batches"):
         value = getattr(arguments.config, name)
         if value < 1:
             raise CommandLineError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    limit = arguments.config.model.context_length
+    if limit is not None and arguments.config.window > limit:
+        raise CommandLineError(
+            f"--window: expected at most --model.context-length {limit}, "
+            f"got {arguments.config.window}"
+        )
     return arguments, default
 
 
@@ -169,7 +176,8 @@ def main(args: Sequence[str]) -> None:
     run.write_config()
     console = Console()
     state = train(run, trainer, parts, console)
-    report(run, trainer.model(state.params), console)
+    params = jax.device_put(state.params, jax.devices()[0])
+    report(run, trainer.model(params), console)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | 
                 prog=prog,
                 args=args,
                 default=tyro.MISSING_NONPROP if default is None else default,
-                config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+                config=(tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as stop:
         if not stop.code:

@@ -46,7 +46,7 @@ _SHAKESPEARE = TrainConfig(
     model=RNNLanguageModelConfig(
         cell="lstm", embedding_features=64, hidden_features=256, context_length=None
     ),
-    optimizer=OptimizerConfig(learning_rate=4e-3, schedule="cosine", warmup_steps=20),
+    optimizer=OptimizerConfig(learning_rate=4e-3, schedule="cosine"),
     text=Path("input.txt"),
     num_steps=1000,
     batch_size=32,

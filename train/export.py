@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jax_models import LanguageModel, to_torch
-from train.command_line import one_line_errors, parse
+from train.command_line import CommandLineError, one_line_errors, parse
 from train.run import Run
 
 PROG = "python -m train.export"
@@ -72,8 +72,11 @@ def describe_difference(model: LanguageModel, path: Path) -> str:
 def main(args: Sequence[str]) -> None:
     """Export as the arguments say."""
     arguments = parse(Arguments, args, prog=PROG)
-    model = Run.open(arguments.run).model()
     path = arguments.out or arguments.run / "twin.safetensors"
+    run = Run.open(arguments.run)
+    if not path.absolute().parent.is_dir():
+        raise CommandLineError(f"--out: there is no folder {path.parent}")
+    model = run.model()
     export(model, path)
     print(f"wrote {path}")
     print(describe_difference(model, path))

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_models import LanguageModel
+from jax_models.ops import carry_dtype
 from train.optimizer import apply_gradient
 
 
@@ -28,7 +29,7 @@ def token_loss(model: LanguageModel, tokens: Int[Array, "batch window+1"]) -> Fl
     """Mean cross-entropy of each token given those before it in its row, in nats."""
     logits, _ = model(tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), tokens[:, 1:]
+        logits.astype(carry_dtype(logits.dtype)), tokens[:, 1:]
     )
     return jnp.mean(losses)
 

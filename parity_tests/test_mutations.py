@@ -1,0 +1,165 @@
+"""Faults on purpose: each must be found by the check that is there to find it."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_models import LSTM, LSTMState
+from parity_tests import checks
+from parity_tests.cases import CASES, Case
+from parity_tests.checks import CHECKS, Subject
+from parity_tests.compare import measure, problem
+from train import optimizer
+
+CELLS = ("RNNScratch tanh", "LSTMScratch", "GRUScratch", "torch.nn.LSTM proj, 1 layer")
+lstm_op = importlib.import_module("jax_models.ops.lstm")
+masked_scan = lstm_op.masked_scan
+
+
+def swap_first_gates(layer):
+    """The first two gates change places."""
+    for param in (layer.cells[0].kernel_ih, layer.cells[0].kernel_hh, layer.cells[0].bias_ih):
+        first, second, *rest = jnp.split(param[...], len(layer.gate_names), axis=-1)
+        param[...] = jnp.concatenate([second, first, *rest], axis=-1)
+
+
+def drop_bias(layer):
+    """The recurrent bias is forgotten."""
+    layer.cells[0].bias_hh[...] = jnp.zeros_like(layer.cells[0].bias_hh[...])
+
+
+def fold_bias(layer):
+    """The recurrent bias moves to the input's: the same, but in a GRU's candidate."""
+    cell = layer.cells[0]
+    cell.bias_ih[...] = cell.bias_ih[...] + cell.bias_hh[...]
+    drop_bias(layer)
+
+
+def transpose_square(layer):
+    """A square recurrent matrix is not transposed, or once too often."""
+    kernel = layer.cells[0].kernel_hh
+    side = kernel.shape[0]
+    kernel[...] = kernel[...].at[:, :side].set(kernel[...][:, :side].T)
+
+
+FAULTY_WEIGHTS = [
+    *((name, swap_first_gates) for name in ("LSTMScratch", "GRUScratch", CELLS[-1])),
+    *((name, drop_bias) for name in CELLS),
+    ("GRUScratch", fold_bias),
+    *((name, transpose_square) for name in CELLS),
+]
+
+
+def failures(measured) -> set[str]:
+    return {dtype for dtype, groups in measured.items() for e in groups.values() if not e.passed}
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTY_WEIGHTS)
+def test_faulty_weights_are_found(monkeypatch, name, fault):
+    build = Case.build_layer
+
+    def build_faulty(self, *args):
+        layer = build(self, *args)
+        fault(layer)
+        return layer
+
+    monkeypatch.setattr(Case, "build_layer", build_faulty)
+    assert failures(measure(problem(CASES[name]), ["float64", "float32"])) == {"float64", "float32"}
+
+
+def test_cell_for_hidden_state_is_found(monkeypatch):
+    sequence = LSTM.sequence
+
+    def swapped(self, x, state, lengths, reset):
+        return sequence(self, x, LSTMState(h=state.c, c=state.h), lengths, reset)
+
+    monkeypatch.setattr(LSTM, "sequence", swapped)
+    assert failures(measure(problem(CASES["LSTMScratch"]), ["float64"]))
+
+
+def scan_with(**changes):
+    """The scan, with other masks than it is given."""
+    return lambda step, state, xs, **masks: masked_scan(step, state, xs, **{**masks, **changes})
+
+
+def forget_state(step, state, xs, **masks):
+    return masked_scan(step, jax.tree.map(jnp.zeros_like, state), xs, **masks)
+
+
+def mix_rows(step, state, xs, **masks):
+    return masked_scan(step, state, xs + 1e-6 * jnp.roll(xs, 1, axis=0), **masks)
+
+
+def forget_far_past(step, state, xs, **masks):
+    def short_step(state, x):
+        new, y = step(jax.tree.map(jnp.zeros_like, state), x)
+        return new, y
+
+    return masked_scan(short_step, state, xs, **masks)
+
+
+def leak_future(step, state, xs, **masks):
+    return masked_scan(step, state, xs + 1e-6 * jnp.roll(xs, -1, axis=1), **masks)
+
+
+def leak_padding(step, state, xs, *, lengths=None, **masks):
+    longer = None if lengths is None else jnp.minimum(lengths + 1, xs.shape[1])
+    return masked_scan(step, state, xs, lengths=longer, **masks)
+
+
+FAULTY_SCANS = [
+    ("steps equal sequence", forget_state),
+    ("cut equals uncut", forget_state),
+    ("batch rows are independent", mix_rows),
+    ("future has no influence and far past has", leak_future),
+    ("future has no influence and far past has", forget_far_past),
+    ("padding has no influence", leak_padding),
+    ("padding has no influence", scan_with(lengths=None)),
+    ("documents in a row stay apart", scan_with(reset=None)),
+]
+
+
+@pytest.mark.parametrize(("check", "fault"), FAULTY_SCANS)
+def test_faulty_scan_is_found(monkeypatch, check, fault):
+    subject = Subject(CASES["torch.nn.LSTM, 1 layer"])
+    CHECKS[check](subject)
+    monkeypatch.setattr(lstm_op, "masked_scan", fault)
+    with pytest.raises(AssertionError):
+        CHECKS[check](Subject(CASES["torch.nn.LSTM, 1 layer"]))
+
+
+def test_nan_from_the_padding_is_found(monkeypatch):
+    sequence = importlib.import_module("jax_models.sequence")
+    monkeypatch.setattr(sequence, "mask_padding", lambda x, lengths: x)
+    with pytest.raises(AssertionError):
+        CHECKS["gradients of padding are zero and finite"](Subject(CASES["LSTMScratch"]))
+
+
+@pytest.mark.parametrize(
+    "change", [{"weight_decay": 0.0101}, {"eps": 1e-7}, {"b2": 0.9991}, {"nesterov": True}]
+)
+def test_another_optimiser_is_found(monkeypatch, change):
+    adamw = optimizer.optax.adamw
+
+    def changed(rate, b1, b2, **options):
+        return adamw(rate, **{"b1": b1, "b2": b2, **options, **change})
+
+    monkeypatch.setattr(optimizer.optax, "adamw", changed)
+    with pytest.raises(AssertionError):
+        CHECKS["optimiser follows the same trajectory"](Subject(CASES["RNNScratch tanh"]))
+
+
+def test_inexact_round_trip_is_found(monkeypatch):
+    export = checks.to_torch
+
+    @functools.wraps(export)
+    def inexact(*args):
+        return {key: np.nextafter(a, a.dtype.type(1)) for key, a in export(*args).items()}
+
+    monkeypatch.setattr(checks, "to_torch", inexact)
+    with pytest.raises(AssertionError):
+        CHECKS["weights make the round trip bit for bit"](Subject(CASES["RNNScratch tanh"]))

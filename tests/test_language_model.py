@@ -1,0 +1,115 @@
+"""Language models and generation as a user calls them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, stream
+from jax_models.generation import sample
+
+KEY = jax.random.key(0)
+
+
+def model(**fields) -> RNNLanguageModel:
+    return RNNLanguageModel(RNNLanguageModelConfig(**fields), rngs=nnx.Rngs(0))
+
+
+def tokens(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 20, shape)
+
+
+@pytest.mark.parametrize("context_length", [8, None])
+def test_generation_equals_recomputing_the_whole_text(context_length):
+    """Past the context length the model sees the last tokens alone, at the first positions."""
+    lm = model(context_length=context_length, cell="gru")
+    prompt = tokens(2, 5)
+    text = prompt
+    for _ in range(12):
+        window = text if context_length is None else text[:, -context_length:]
+        logits, _ = lm(window)
+        text = np.concatenate([text, np.asarray(logits[:, -1:].argmax(axis=-1))], axis=1)
+    greedy = generate(lm, prompt, 12, key=KEY, temperature=0)
+    np.testing.assert_array_equal(greedy, text[:, 5:])
+
+
+def test_a_long_prompt_counts_by_its_end():
+    lm = model()
+    prompt = tokens(1, 30)
+    np.testing.assert_array_equal(
+        generate(lm, prompt, 5, key=KEY), generate(lm, prompt[:, -8:], 5, key=KEY)
+    )
+
+
+def test_the_key_decides_the_text():
+    lm = model(context_length=None)
+    prompt = tokens(1, 3)
+    first = generate(lm, prompt, 40, key=KEY)
+    np.testing.assert_array_equal(first, generate(lm, prompt, 40, key=KEY))
+    assert (first != generate(lm, prompt, 40, key=jax.random.key(1))).any()
+
+
+def test_sampling_follows_the_distribution():
+    logits = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), (20_000, 4))
+
+    def frequencies(**options):
+        drawn = np.asarray(sample(logits, KEY, **options))
+        return np.bincount(drawn, minlength=4) / len(drawn)
+
+    np.testing.assert_allclose(frequencies(), [0.5, 0.3, 0.15, 0.05], atol=0.015)
+    np.testing.assert_allclose(frequencies(top_k=2), [0.625, 0.375, 0, 0], atol=0.015)
+    squared = np.array([0.25, 0.09, 0.0225, 0.0025])
+    np.testing.assert_allclose(frequencies(temperature=0.5), squared / squared.sum(), atol=0.015)
+    np.testing.assert_array_equal(frequencies(temperature=0), [1, 0, 0, 0])
+
+
+def test_decoding_compiles_once():
+    lm = model(context_length=None, hidden_features=21)
+    generate(lm, tokens(1, 4), 2, key=KEY)
+    from jax_models.generation import _advance
+
+    compiled = _advance._cache_size()
+    generate(lm, tokens(1, 4), 50, key=KEY)
+    assert _advance._cache_size() == compiled
+
+
+def test_positions_restart_with_documents_and_end_with_the_context():
+    lm = model()
+    packed = tokens(1, 12)
+    reset = np.zeros((1, 12), bool)
+    reset[0, 7] = True
+    logits, state = lm(packed, reset=reset)
+    np.testing.assert_allclose(logits[:, 7:], lm(packed[:, 7:])[0], rtol=1e-5, atol=1e-6)
+    assert state.position.tolist() == [5]
+    _, state = lm(packed[:, :8])
+    beyond, _ = lm.step(packed[:, 8], state)
+    assert np.isnan(beyond).all()
+
+
+REFUSED = {
+    "too long a text": (lambda lm: lm(tokens(1, 9)), ValueError, "at most context_length=8 steps"),
+    "floating tokens": (lambda lm: lm(np.zeros((1, 3))), TypeError, "tokens: expected an integer"),
+    "rank of tokens": (lambda lm: lm(tokens(3)), ValueError, r"tokens: expected shape \(batch, t"),
+    "rank of a token": (lambda lm: lm.step(tokens(1, 1), None), ValueError, "token: expected shap"),
+    "state": (lambda lm: lm(tokens(1, 3), (1, 2)), TypeError, "state: expected LanguageModelState"),
+    "empty prompt": (lambda lm: stream(lm, tokens(1, 0), 3, key=KEY), ValueError, "prompt: expec"),
+    "no tokens": (lambda lm: stream(lm, tokens(1, 1), 0, key=KEY), ValueError, "num_tokens: expec"),
+    "temperature": (
+        lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=-1.0),
+        ValueError,
+        "temperature: expected at least 0",
+    ),
+    "top_k": (
+        lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, top_k=0),
+        ValueError,
+        "top_k: expected at least 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call(model())

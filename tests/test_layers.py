@@ -1,0 +1,210 @@
+"""Layers as a user calls them: layouts, dtypes, dropout, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.nnx import bridge
+
+from jax_models import GRU, LSTM, RNN, Bidirectional, LSTMState, RNNState, state_batch_axes
+
+LAYERS = {"RNN": RNN, "LSTM": LSTM, "GRU": GRU}
+
+
+def lstm(**kwargs) -> LSTM:
+    return LSTM(5, 6, rngs=nnx.Rngs(0), **kwargs)
+
+
+def inputs(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def test_time_major_is_batch_major_transposed():
+    x = inputs(3, 7, 5)
+    reset = np.zeros((3, 7), bool)
+    reset[1, 4] = True
+    lengths = np.array([7, 6, 2])
+    y, state = lstm()(x, lengths=lengths, reset=reset)
+    time_major = lstm(time_major=True)
+    y_time, state_time = time_major(x.swapaxes(0, 1), lengths=lengths, reset=reset)
+    np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
+    np.testing.assert_array_equal(state_time.c, state.c)
+    y_t, _ = time_major.step(x[:, 0], time_major.init_state(3))
+    np.testing.assert_allclose(y_t, y[:, 0], rtol=1e-6)
+
+
+def test_unbatched_is_a_batch_of_one():
+    x = inputs(7, 5)
+    layer = lstm(num_layers=2)
+    y, state = layer(x, lengths=5)
+    y_batch, state_batch = layer(x[None], lengths=np.array([5]))
+    np.testing.assert_array_equal(y, y_batch[0])
+    assert state.h.shape == (2, 6)
+    y_t, after = layer.step(x[0], state)
+    y_t_batch, _ = layer.step(x[:1], state_batch)
+    np.testing.assert_allclose(y_t, y_t_batch[0], rtol=1e-6)
+    assert after.c.shape == (2, 6)
+    assert state_batch_axes(layer) == LSTMState(h=1, c=1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_bfloat16_computes_in_it_and_carries_float32(name):
+    layer = LAYERS[name](5, 6, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    y, state = layer(inputs(2, 3, 5))
+    assert y.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in state} == {jnp.dtype(jnp.float32)}
+    assert layer.cells[0].kernel_ih.dtype == jnp.float32
+
+
+def test_dropout_is_between_layers_in_training_only():
+    layer = lstm(num_layers=2, dropout_rate=0.5)
+    x = inputs(2, 3, 5)
+    assert not np.array_equal(layer(x)[0], layer(x)[0])
+    evaluating = nnx.view(layer, deterministic=True)
+    np.testing.assert_array_equal(evaluating(x)[0], evaluating(x)[0])
+    single = lstm(dropout_rate=0.5)
+    np.testing.assert_array_equal(single(x)[0], single(x)[0])
+
+
+def test_weights_start_uniform_as_torchs():
+    layer = LSTM(64, 100, rngs=nnx.Rngs(0))
+    for array in layer.cells[0].arrays().values():
+        assert float(jnp.abs(array).max()) == pytest.approx(0.1, rel=0.02)
+        assert float(jnp.std(array)) == pytest.approx(0.1 / 3**0.5, rel=0.1)
+        assert float(jnp.mean(array)) == pytest.approx(0, abs=0.01)
+
+
+def test_step_inside_lax_scan_equals_sequence():
+    layer, x = lstm(), inputs(2, 6, 5)
+    _, ys = jax.lax.scan(
+        lambda state, x_t: layer.step(x_t, state)[::-1], layer.init_state(2), x.swapaxes(0, 1)
+    )
+    np.testing.assert_allclose(ys.swapaxes(0, 1), layer(x)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_nan_stays_in_its_row():
+    x = inputs(3, 4, 5)
+    x[1, 2, 0] = np.nan
+    y, state = lstm(bidirectional=True)(x)
+    assert np.isfinite(y[np.array([0, 2])]).all()
+    assert np.isfinite(state.h[:, np.array([0, 2])]).all()
+    assert np.isnan(y[1]).any()
+
+
+def test_linen_model_through_the_bridge():
+    class Classifier(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y, state = bridge.to_linen(LSTM, 5, 6)(x)
+            return nn.Dense(2)(state.h[-1])
+
+    x = inputs(3, 4, 5)
+    model = Classifier()
+    variables = model.init(jax.random.key(0), x)
+    gradient = jax.grad(lambda v: jnp.sum(model.apply(v, x) ** 2))(variables)
+    assert model.apply(variables, x).shape == (3, 2)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient["params"]))
+
+
+REFUSED = {
+    "rank of x": (lambda: lstm()(inputs(5)), ValueError, r"x: expected shape \(batch, time, 5\)"),
+    "features of x": (lambda: lstm()(inputs(2, 3, 4)), ValueError, r"got \(2, 3, 4\)"),
+    "dtype of x": (lambda: lstm()(np.ones((2, 3, 5), int)), TypeError, "x: expected a floating"),
+    "time-major x": (
+        lambda: lstm(time_major=True)(inputs(2, 3, 4)),
+        ValueError,
+        r"\(time, batch, 5\)",
+    ),
+    "step of a sequence": (
+        lambda: lstm().step(inputs(2, 3, 5), lstm().init_state(2)),
+        ValueError,
+        r"x: expected shape \(batch, 5\) or \(5,\) unbatched, got \(2, 3, 5\)",
+    ),
+    "pair for a state": (
+        lambda: lstm()(inputs(2, 3, 5), (np.zeros((1, 2, 6)), np.zeros((1, 2, 6)))),
+        TypeError,
+        r"state: expected LSTMState\(h, c\), got a tuple of 2",
+    ),
+    "another layer's state": (
+        lambda: lstm()(inputs(2, 3, 5), RNNState(np.zeros((1, 2, 6)))),
+        TypeError,
+        r"expected LSTMState\(h, c\), got RNNState\(h\)",
+    ),
+    "another batch's state": (
+        lambda: lstm()(inputs(2, 3, 5), lstm().init_state(3)),
+        ValueError,
+        r"state.h: expected shape \(1, 2, 6\), got \(1, 3, 6\)",
+    ),
+    "state of integers": (
+        lambda: lstm()(
+            inputs(2, 3, 5), LSTMState(np.zeros((1, 2, 6), int), np.zeros((1, 2, 6), int))
+        ),
+        TypeError,
+        "state.h: expected a dtype like float32",
+    ),
+    "shape of lengths": (
+        lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1, 2, 3])),
+        ValueError,
+        r"lengths: expected shape \(2,\), got \(3,\)",
+    ),
+    "dtype of lengths": (
+        lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1.0, 2.0])),
+        TypeError,
+        "lengths: expected an integer",
+    ),
+    "too long lengths": (
+        lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1, 4])),
+        ValueError,
+        r"lengths: expected values in 0 … 3, got \[4\]",
+    ),
+    "shape of reset": (
+        lambda: lstm()(inputs(2, 3, 5), reset=np.zeros((3, 2), bool)),
+        ValueError,
+        r"reset: expected shape \(2, 3\), got \(3, 2\)",
+    ),
+    "dtype of reset": (
+        lambda: lstm()(inputs(2, 3, 5), reset=np.zeros((2, 3))),
+        TypeError,
+        "reset: expected dtype bool",
+    ),
+    "step of both ways": (
+        lambda: lstm(bidirectional=True).step(inputs(2, 5), None),
+        NotImplementedError,
+        "LSTM.step: a bidirectional layer needs the whole sequence: call the layer itself",
+    ),
+    "no features": (lambda: RNN(0, 6, rngs=nnx.Rngs(0)), ValueError, "in_features: expected a pos"),
+    "no layers": (lambda: lstm(num_layers=0), ValueError, "num_layers: expected a positive"),
+    "nonlinearity": (
+        lambda: RNN(5, 6, nonlinearity="gelu", rngs=nnx.Rngs(0)),  # pyright: ignore[reportArgumentType]
+        ValueError,
+        r"nonlinearity: expected one of \['relu', 'tanh'\], got 'gelu'",
+    ),
+    "wide projection": (lambda: lstm(proj_features=6), ValueError, "proj_features: expected betw"),
+    "bias of no projection": (lambda: lstm(proj_bias=True), ValueError, "proj_bias: expected Fal"),
+    "certain dropout": (lambda: lstm(dropout_rate=1.0), ValueError, "dropout_rate: expected 0 ≤"),
+    "stacks of two sizes": (
+        lambda: Bidirectional(lstm(), LSTM(4, 6, rngs=nnx.Rngs(0))),
+        ValueError,
+        "backward: expected in_features=5 as forward has, got 4",
+    ),
+    "stack of both ways": (
+        lambda: Bidirectional(lstm(bidirectional=True), lstm()),
+        ValueError,
+        "forward: expected a layer of one direction",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_lengths_under_jit_are_not_looked_at():
+    run = jax.jit(lambda x, lengths: lstm()(x, lengths=lengths))
+    y, _ = run(inputs(2, 3, 5), np.array([3, 1]))
+    np.testing.assert_array_equal(y[1, 1:], 0)
