@@ -146,7 +146,7 @@ def state_batch_axes(layer: HasState) -> Any:
 
 
 def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major: bool) -> Array:
-    """X as an array of one of the ranks (unbatched, batched) with `in_features` at the end."""
+    """The features as an array of one of the ranks (unbatched, batched), or the fault."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
@@ -217,7 +217,7 @@ def _describe(state: State) -> str:
 def mask_padding(
     x: Shaped[Array, "batch time ..."], lengths: Int[Array, " batch"] | None
 ) -> Shaped[Array, "batch time ..."]:
-    """X, zero from each row's length on."""
+    """The sequences, zero from each row's length on."""
     if lengths is None:
         return x
     active = jnp.arange(x.shape[1])[None, :] < lengths[:, None]

@@ -103,7 +103,7 @@ def _abstract(case: Case, dtype):
 
 
 def in_every_dtype(x: np.ndarray) -> np.ndarray:
-    """X rounded to bfloat16, so that every dtype starts from the same numbers."""
+    """The numbers rounded to bfloat16, so that every dtype starts from the same."""
     return x.astype(jnp.bfloat16).astype(np.float64)
 
 

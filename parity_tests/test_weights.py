@@ -29,7 +29,9 @@ def test_all_faults_are_listed_and_the_layer_is_left_alone():
     weights["extra"] = torch.zeros(1)
     layer = lstm()
     before = snapshot(layer)
-    with pytest.raises(ValueError, match="state_dict does not fit LSTM in layout 'torch.nn'") as e:
+    with pytest.raises(
+        ValueError, match=r"state_dict does not fit LSTM in layout 'torch\.nn'"
+    ) as e:
         from_torch(layer, weights)
     for line in (
         "weight_ih_l0: expected shape (24, 5), got (5, 24)",

@@ -97,7 +97,7 @@ def test_linen_model_through_the_bridge():
     class Classifier(nn.Module):
         @nn.compact
         def __call__(self, x):
-            y, state = bridge.to_linen(LSTM, 5, 6)(x)
+            _, state = bridge.to_linen(LSTM, 5, 6)(x)
             return nn.Dense(2)(state.h[-1])
 
     x = inputs(3, 4, 5)
@@ -177,7 +177,7 @@ REFUSED = {
     "no features": (lambda: RNN(0, 6, rngs=nnx.Rngs(0)), ValueError, "in_features: expected a pos"),
     "no layers": (lambda: lstm(num_layers=0), ValueError, "num_layers: expected a positive"),
     "nonlinearity": (
-        lambda: RNN(5, 6, nonlinearity="gelu", rngs=nnx.Rngs(0)),  # pyright: ignore[reportArgumentType]
+        lambda: RNN(5, 6, nonlinearity="gelu", rngs=nnx.Rngs(0)),
         ValueError,
         r"nonlinearity: expected one of \['relu', 'tanh'\], got 'gelu'",
     ),

@@ -208,6 +208,11 @@ REFUSED = {
         lambda d, f: ["--text", write(d / "l", b"caf\xe9 ")],
         "not UTF-8 at byte 3",
     ),
+    "preset without its text": (
+        "train",
+        lambda d, f: ["--preset", "gru"],
+        "--text: the preset gru needs a text file",
+    ),
     "unknown preset": ("train", lambda d, f: ["--preset", "nix"], "invalid choice 'nix'"),
     "unknown option": ("train", lambda d, f: ["--nix", "3"], "Unrecognized options: --nix"),
     "word for a number": ("train", lambda d, f: ["--num-steps", "x"], "--num-steps: invalid"),

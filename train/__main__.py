@@ -56,6 +56,8 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Arguments]:
         preset = start.preset if start.preset in PRESETS else "all-work"
         default = Arguments(PRESETS[preset], preset=preset)
     arguments = parse(Arguments, args, prog=PROG, default=default)
+    if arguments.preset != "all-work" and arguments.config.text is None:
+        raise CommandLineError(f"--text: the preset {arguments.preset} needs a text file")
     for name in ("num_steps", "batch_size", "window", "eval_every", "eval_batches"):
         value = getattr(arguments.config, name)
         if value < 1:

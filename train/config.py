@@ -47,7 +47,6 @@ _SHAKESPEARE = TrainConfig(
         cell="lstm", embedding_features=64, hidden_features=256, context_length=None
     ),
     optimizer=OptimizerConfig(learning_rate=4e-3, schedule="cosine"),
-    text=Path("input.txt"),
     num_steps=1000,
     batch_size=32,
     window=128,
