@@ -85,6 +85,6 @@ def reverse_time(
     """Each row's first `lengths` steps in reverse order; the padding stays where it is."""
     if lengths is None:
         return jnp.flip(x, axis=1)
-    t = jnp.arange(x.shape[1])[None, :]
+    t = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :]
     index = jnp.where(t < lengths[:, None], lengths[:, None] - 1 - t, t)
     return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)

@@ -9,7 +9,8 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
-from jax_models.language_model import LanguageModel, LanguageModelState
+from jax_models.language_model import LanguageModel, LanguageModelState, checked_tokens
+from jax_models.ops import carry_dtype
 
 
 def sample(
@@ -21,8 +22,10 @@ def sample(
 ) -> Int[Array, " batch"]:
     """Draw tokens from softmax(logits / temperature), over the `top_k` likeliest if given.
 
-    A temperature of 0 is greedy: the likeliest token.
+    A temperature of 0 is greedy: the likeliest token. Drawn in at least float32.
     """
+    logits = logits.astype(carry_dtype(logits.dtype))
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     if temperature == 0:
         return jnp.argmax(logits, axis=-1)
     if top_k is not None:
@@ -58,7 +61,7 @@ def stream(
         ValueError: the prompt is empty or of the wrong rank, or an option is out of range.
 
     """
-    prompt = jnp.asarray(prompt)
+    prompt = checked_tokens("prompt", prompt, model.config.vocab_size)
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt: expected shape (batch, time ≥ 1), got {prompt.shape}")
     if num_tokens < 1:

@@ -6,7 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -53,7 +55,8 @@ class LanguageModel(nnx.Module):
 
     The contract is a sequence layer's: state in and out, `step`, `lengths`, `reset`. A model with a
     `context_length` counts positions from its state, or from the last `reset`; beyond that length,
-    as for tokens outside the vocabulary, its logits are NaN. Subclasses set the attributes.
+    as under `jit` for tokens outside the vocabulary, its logits are NaN. Subclasses set the
+    attributes.
     """
 
     config: LanguageModelConfig
@@ -86,12 +89,11 @@ class LanguageModel(nnx.Module):
         Raises:
             TypeError: tokens or lengths are not integers, reset not bool, or the state has another
                 structure than `init_state` gives.
-            ValueError: a rank or size is wrong, or the sequence exceeds `context_length`.
+            ValueError: a rank or size is wrong, a token is not in the vocabulary, or the sequence
+                exceeds `context_length`.
 
         """
-        tokens = jnp.asarray(tokens)
-        if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise TypeError(f"tokens: expected an integer dtype, got {tokens.dtype}")
+        tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
         batch_size, time = tokens.shape
@@ -112,7 +114,7 @@ class LanguageModel(nnx.Module):
         logits = mask_padding(self.head(self.norm(x)), lengths)
 
         counts = jnp.concatenate([start.position[:, None], positions + 1], axis=1)
-        last = jnp.full(batch_size, time) if lengths is None else lengths
+        last = jnp.full(batch_size, time, jnp.int32) if lengths is None else lengths
         position = jnp.take_along_axis(counts, last[:, None], axis=1)[:, 0]
         return logits, LanguageModelState(layers, position)
 
@@ -127,6 +129,20 @@ class LanguageModel(nnx.Module):
         return logits[:, 0], state
 
 
+def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:
+    """Tokens as an array, if they are integers in 0 … vocab_size − 1; traced ones end as NaN."""
+    values = tokens if isinstance(tokens, Tracer) else np.asarray(tokens)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected an integer dtype, got {values.dtype}")
+    outside = (values < 0) | (values >= vocab_size)
+    if isinstance(values, np.ndarray):
+        if outside.any():
+            found = sorted(set(values[outside].tolist()))[:10]
+            raise ValueError(f"{name}: expected values in 0 … {vocab_size - 1}, got {found}")
+        return jnp.asarray(values)
+    return jnp.where(outside, vocab_size, values)
+
+
 def positions_after(
     start: Int[Array, " batch"], time: int, reset: Bool[Array, "batch time"] | None
 ) -> Int[Array, "batch time"]:
@@ -137,6 +153,9 @@ def positions_after(
         return positions
     last_reset = jax.lax.cummax(jnp.where(reset, steps, -1), axis=1)
     return jnp.where(last_reset >= 0, steps - last_reset, positions)
+
+
+CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +176,16 @@ class RNNLanguageModelConfig(LanguageModelConfig):
     """Layers of it."""
     dropout_rate: float = 0.0
     """Dropout between the layers."""
+
+    def __post_init__(self):
+        """Refuse sizes and cells that there are not."""
+        for name in ("vocab_size", "embedding_features", "hidden_features", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {getattr(self, name)}")
+        if self.context_length is not None and self.context_length < 1:
+            raise ValueError(f"context_length: expected at least 1, got {self.context_length}")
+        if self.cell not in CELLS:
+            raise ValueError(f"cell: expected one of {sorted(CELLS)}, got {self.cell!r}")
 
     def build(self, **kwargs: Any) -> "RNNLanguageModel":
         """`RNNLanguageModel(self, …)`."""
@@ -207,7 +236,7 @@ class RNNLanguageModel(LanguageModel):
             if config.context_length is not None
             else None
         )
-        self.layers = {"rnn": RNN, "lstm": LSTM, "gru": GRU}[config.cell](
+        self.layers = CELLS[config.cell](
             config.embedding_features,
             config.hidden_features,
             num_layers=config.num_layers,

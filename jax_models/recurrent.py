@@ -47,7 +47,9 @@ class Cell(nnx.Module):
 
     def arrays(self) -> dict[str, Array]:
         """The weights that there are, by name."""
-        return {name: w.get_value() for name, w in vars(self).items() if isinstance(w, nnx.Param)}
+        names = ("kernel_ih", "kernel_hh", "bias_ih", "bias_hh", "kernel_hr", "bias_hr")
+        weights = {name: getattr(self, name) for name in names}
+        return {name: w.get_value() for name, w in weights.items() if w is not None}
 
 
 class RecurrentStack(SequenceLayer):
@@ -84,8 +86,11 @@ class RecurrentStack(SequenceLayer):
             "num_layers": num_layers,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {size}")
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
+            if value is not None and not jnp.issubdtype(value, jnp.floating):
+                raise ValueError(f"{name}: expected a floating dtype, got {jnp.dtype(value)}")
         if not 0 <= dropout_rate < 1:
             raise ValueError(f"dropout_rate: expected 0 ≤ rate < 1, got {dropout_rate}")
         self.in_features = in_features
@@ -96,8 +101,8 @@ class RecurrentStack(SequenceLayer):
         self.num_directions = 2 if bidirectional else 1
         self.causal = not bidirectional
         self.time_major = time_major
-        self.dtype = dtype
-        self.param_dtype = param_dtype
+        self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.param_dtype = jnp.dtype(param_dtype)
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs) if dropout_rate else None
         self.cells = nnx.List(
             Cell(

@@ -39,7 +39,8 @@ class RNN(RecurrentStack):
         ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown.
 
     Layouts: `torch.nn` (torch.nn.RNN), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (the RNN
-    with U, W and b). Source: Elman 1990; torch.nn.RNN.
+    with U, W and b; to train on as it would, with `recurrent_bias=False`: of two biases each gets
+    the gradient that the one had). Source: Elman 1990; torch.nn.RNN.
 
     """
 

@@ -166,17 +166,18 @@ def checked_lengths(
     """`lengths` as integers (batch,), a scalar for an unbatched sequence, or the fault."""
     if lengths is None:
         return None
-    lengths = jnp.asarray(lengths)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"lengths: expected an integer dtype, got {lengths.dtype}")
-    if lengths.shape != batch_shape:
-        raise ValueError(f"lengths: expected shape {batch_shape}, got {lengths.shape}")
-    if not isinstance(lengths, Tracer):
-        outside = np.asarray((lengths < 0) | (lengths > time))
+    values = lengths if isinstance(lengths, Tracer) else np.asarray(lengths)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"lengths: expected an integer dtype, got {values.dtype}")
+    if values.shape != batch_shape:
+        raise ValueError(f"lengths: expected shape {batch_shape}, got {values.shape}")
+    if isinstance(values, np.ndarray):
+        outside = (values < 0) | (values > time)
         if outside.any():
-            values = np.asarray(lengths)[outside].tolist()
-            raise ValueError(f"lengths: expected values in 0 … {time}, got {values}")
-    return lengths.reshape(-1)
+            raise ValueError(
+                f"lengths: expected values in 0 … {time}, got {values[outside].tolist()}"
+            )
+    return jnp.asarray(values, jnp.int32).reshape(-1)
 
 
 def checked_reset(reset, shape: tuple[int, ...]) -> Bool[Array, "batch time"] | None:
@@ -220,6 +221,6 @@ def mask_padding(
     """The sequences, zero from each row's length on."""
     if lengths is None:
         return x
-    active = jnp.arange(x.shape[1])[None, :] < lengths[:, None]
+    active = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]
     active = active.reshape(active.shape + (1,) * (x.ndim - 2))
     return jnp.where(active, x, jnp.zeros_like(x))

@@ -104,7 +104,8 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
     """Load a torch `state_dict` into a layer, in place, and return the layer.
 
     Args:
-        layer: a layer of this package, built with the sizes and options of the torch module.
+        layer: a layer of this package, built with the sizes and options of the torch module. Its
+            parameters may be abstract (`nnx.eval_shape`), if it has no dropout.
         state_dict: torch tensors (or arrays) by key, as `module.state_dict()` gives them.
         layout: the layout's name; by default the one whose keys these are.
 
@@ -112,12 +113,18 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
     the parameter cannot hold exactly is refused. A parameter keeps its dtype and its sharding.
 
     Raises:
+        TypeError: the state_dict is no mapping.
         ValueError: the layout is unknown, or keys are missing, unexpected, of another shape or of
             a wider dtype: all of them are listed, and the layer is left as it was.
 
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict: expected a mapping of keys to tensors, as module.state_dict() gives it, "
+            f"got {type(state_dict).__name__}"
+        )
     params = _params(layer)
-    layouts = layer.torch_layouts()
+    layouts = _layouts(layer)
     name = layout if layout is not None else _detect(layouts, set(state_dict), layer)
     table = _table(layouts, name, params, layer)
 
@@ -134,7 +141,8 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
             elif not np.can_cast(value.dtype, like.dtype, "safe"):
                 faults.append(
                     f"{key}: {value.dtype} does not fit into {like.dtype} exactly: build the layer "
-                    f"with param_dtype={value.dtype}, or cast the state_dict first"
+                    f"with param_dtype={value.dtype} (float64 needs jax_enable_x64), or cast the "
+                    "state_dict first"
                 )
     known = {key for row in table for key in row.keys}
     faults += [f"unexpected key {key}" for key in state_dict if key not in known]
@@ -169,7 +177,7 @@ def to_torch(layer: HasLayouts, layout: str | None = None) -> dict[str, np.ndarr
 
     """
     params = _params(layer)
-    layouts = layer.torch_layouts()
+    layouts = _layouts(layer)
     table = _table(layouts, layout if layout is not None else next(iter(layouts)), params, layer)
     state_dict = {}
     for row in table:
@@ -183,6 +191,16 @@ def to_torch(layer: HasLayouts, layout: str | None = None) -> dict[str, np.ndarr
 def _params(layer) -> dict[str, nnx.Param]:
     flat = nnx.to_flat_state(nnx.state(layer, nnx.Param))
     return {".".join(map(str, path)): param for path, param in flat}
+
+
+def _layouts(layer: HasLayouts) -> Layouts:
+    layouts = layer.torch_layouts()
+    if not layouts:
+        raise ValueError(
+            f"layer: no torch module has the options of this {type(layer).__name__} "
+            "(its layers, directions and biases together)"
+        )
+    return layouts
 
 
 def _table(layouts: Layouts, name: str, params: dict[str, nnx.Param], layer) -> Table:
@@ -207,7 +225,7 @@ def _detect(layouts: Layouts, keys: set[str], layer) -> str:
         layouts_seen = "\n  ".join(f"{name}: {sorted(known[name])}" for name in known)
         raise ValueError(
             f"state_dict: its keys {sorted(keys)} are of no layout that {type(layer).__name__} "
-            f"with these options has:\n  {layouts_seen}"
+            f"with these options (layers, directions, biases, projection) has:\n  {layouts_seen}"
         )
     return best
 

@@ -50,7 +50,7 @@ FAULTY_WEIGHTS = [
     *((name, swap_first_gates) for name in ("LSTMScratch", "GRUScratch", CELLS[-1])),
     *((name, drop_bias) for name in CELLS),
     ("GRUScratch", fold_bias),
-    *((name, transpose_square) for name in CELLS),
+    *((name, transpose_square) for name in (*CELLS, "RNN U W b")),
 ]
 
 
@@ -130,6 +130,48 @@ def test_faulty_scan_is_found(monkeypatch, check, fault):
     monkeypatch.setattr(lstm_op, "masked_scan", fault)
     with pytest.raises(AssertionError):
         CHECKS[check](Subject(CASES["torch.nn.LSTM, 1 layer"]))
+
+
+def no_reversal(x, lengths):
+    return x
+
+
+def reversal_of_the_padding_too(x, lengths):
+    return jnp.flip(x, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "fault"),
+    [
+        ("padding has no influence", "reverse_time", reversal_of_the_padding_too),
+        ("documents in a row stay apart", "document_ends", lambda reset: reset),
+        ("future has no influence and far past has", "reverse_time", no_reversal),
+    ],
+)
+def test_faulty_backward_stack_is_found(monkeypatch, check, name, fault):
+    bidirectional = importlib.import_module("jax_models.bidirectional")
+    monkeypatch.setattr(bidirectional, name, fault)
+    with pytest.raises(AssertionError):
+        CHECKS[check](Subject(CASES["RNNBidirectional 1 layer"]))
+
+
+@pytest.mark.parametrize(
+    ("check", "fault"),
+    [
+        (
+            "steps equal sequence",
+            lambda start, time, reset: jnp.zeros((len(start), time), start.dtype),
+        ),
+        ("documents in a row stay apart", None),
+    ],
+)
+def test_faulty_positions_are_found(monkeypatch, check, fault):
+    language_model = importlib.import_module("jax_models.language_model")
+    right = language_model.positions_after
+    ignore_reset = lambda start, time, reset: right(start, time, None)  # noqa: E731
+    monkeypatch.setattr(language_model, "positions_after", fault or ignore_reset)
+    with pytest.raises(AssertionError):
+        CHECKS[check](Subject(CASES["RNNLanguageModel"]))
 
 
 def test_nan_from_the_padding_is_found(monkeypatch):

@@ -1,5 +1,6 @@
 """The seed's own experiment in both frameworks: same weights, same batches, same losses."""
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,9 @@ def torch_losses(twin, rows, *, learning_rate: float, clip_norm: float | None) -
 def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
     """The losses of our training step, and the trained model."""
     config = OptimizerConfig(learning_rate=learning_rate, clip_norm=clip_norm)
-    trainer = Trainer(model, build_optimizer(config, len(rows)), batch_size=4, seed=0)
+    trainer = Trainer(
+        model, build_optimizer(config, len(rows)), batch_size=4, seed=0, devices=jax.devices()
+    )
     state, losses = trainer.initial_state(), []
     for batch in rows:
         state, loss = trainer.step(state, trainer.put(batch))

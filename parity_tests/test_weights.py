@@ -62,12 +62,25 @@ def test_a_layout_is_found_by_its_keys():
 
 
 def test_keys_of_no_layout_and_unknown_layouts():
-    with pytest.raises(ValueError, match="are of no layout that LSTM with these options has"):
+    with pytest.raises(ValueError, match="are of no layout that LSTM with these options"):
         from_torch(lstm(), {"kernel": np.zeros(3)})
     with pytest.raises(ValueError, match=r"has \['scratch', 'torch.nn'\], not 'keras'"):
         to_torch(lstm(), layout="keras")
     with pytest.raises(ValueError, match="not 'scratch'"):
         to_torch(lstm(num_layers=2), layout="scratch")
+
+
+def test_a_layer_that_torch_has_not():
+    layer = lstm(proj_features=3, proj_bias=True, num_layers=2)
+    with pytest.raises(ValueError, match="no torch module has the options of this LSTM"):
+        to_torch(layer)
+    with pytest.raises(ValueError, match="no torch module has the options of this LSTM"):
+        from_torch(layer, torch.nn.LSTM(5, 6).state_dict())
+
+
+def test_a_module_is_no_state_dict():
+    with pytest.raises(TypeError, match=r"as module.state_dict\(\) gives it, got LSTM"):
+        from_torch(lstm(), torch.nn.LSTM(5, 6))  # pyright: ignore[reportArgumentType]
 
 
 def test_weights_of_a_narrower_dtype_are_widened_exactly():

@@ -50,8 +50,10 @@ def test_the_key_decides_the_text():
     assert (first != generate(lm, prompt, 40, key=jax.random.key(1))).any()
 
 
-def test_sampling_follows_the_distribution():
-    logits = jnp.broadcast_to(jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])), (20_000, 4))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sampling_follows_the_distribution(dtype):
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])).astype(dtype)
+    logits = jnp.broadcast_to(logits, (20_000, 4))
 
     def frequencies(**options):
         drawn = np.asarray(sample(logits, KEY, **options))
@@ -62,6 +64,20 @@ def test_sampling_follows_the_distribution():
     squared = np.array([0.25, 0.09, 0.0225, 0.0025])
     np.testing.assert_allclose(frequencies(temperature=0.5), squared / squared.sum(), atol=0.015)
     np.testing.assert_array_equal(frequencies(temperature=0), [1, 0, 0, 0])
+
+
+def test_sampling_keeps_the_tail_in_bfloat16():
+    """Gumbel noise in bfloat16 would give the last token a thirtieth of its share."""
+    logits = jnp.log(jnp.array([0.999, 0.001])).astype(jnp.bfloat16)
+    drawn = np.asarray(sample(jnp.broadcast_to(logits, (400_000, 2)), KEY))
+    assert 0.0007 < drawn.mean() < 0.0013
+
+
+def test_tokens_outside_the_vocabulary_are_nan_under_jit():
+    lm = model()
+    logits, _ = jax.jit(lambda tokens: lm(tokens))(np.array([[1, -1], [2, 20]]))
+    assert np.isfinite(logits[:, 0]).all()
+    assert np.isnan(logits[:, 1]).all()
 
 
 def test_decoding_compiles_once():
@@ -91,6 +107,14 @@ REFUSED = {
     "too long a text": (lambda lm: lm(tokens(1, 9)), ValueError, "at most context_length=8 steps"),
     "floating tokens": (lambda lm: lm(np.zeros((1, 3))), TypeError, "tokens: expected an integer"),
     "rank of tokens": (lambda lm: lm(tokens(3)), ValueError, r"tokens: expected shape \(batch, t"),
+    "unknown tokens": (
+        lambda lm: lm(np.array([[1, -1, 20]])),
+        ValueError,
+        r"tokens: expected values in 0 … 19, got \[-1, 20\]",
+    ),
+    "unknown cell": (lambda lm: model(cell="foo"), ValueError, "cell: expected one of"),
+    "no vocabulary": (lambda lm: model(vocab_size=0), ValueError, "vocab_size: expected a posi"),
+    "no context": (lambda lm: model(context_length=0), ValueError, "context_length: expected at"),
     "rank of a token": (lambda lm: lm.step(tokens(1, 1), None), ValueError, "token: expected shap"),
     "state": (lambda lm: lm(tokens(1, 3), (1, 2)), TypeError, "state: expected LanguageModelState"),
     "empty prompt": (lambda lm: stream(lm, tokens(1, 0), 3, key=KEY), ValueError, "prompt: expec"),

@@ -183,6 +183,16 @@ REFUSED = {
     ),
     "wide projection": (lambda: lstm(proj_features=6), ValueError, "proj_features: expected betw"),
     "bias of no projection": (lambda: lstm(proj_bias=True), ValueError, "proj_bias: expected Fal"),
+    "dtype of integers": (
+        lambda: lstm(dtype=jnp.int32),
+        ValueError,
+        "dtype: expected a floating dtype, got int32",
+    ),
+    "half a feature": (
+        lambda: RNN(5.0, 6, rngs=nnx.Rngs(0)),
+        ValueError,
+        "in_features: expected a positive integer, got 5.0",
+    ),
     "certain dropout": (lambda: lstm(dropout_rate=1.0), ValueError, "dropout_rate: expected 0 ≤"),
     "stacks of two sizes": (
         lambda: Bidirectional(lstm(), LSTM(4, 6, rngs=nnx.Rngs(0))),
@@ -204,7 +214,49 @@ def test_refuses(name):
         call()
 
 
-def test_lengths_under_jit_are_not_looked_at():
-    run = jax.jit(lambda x, lengths: lstm()(x, lengths=lengths))
-    y, _ = run(inputs(2, 3, 5), np.array([3, 1]))
-    np.testing.assert_array_equal(y[1, 1:], 0)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
+@pytest.mark.parametrize("x64", [False, True])
+def test_lengths_of_any_integers_inside_and_outside_jit(dtype, x64):
+    with jax.enable_x64(x64):
+        layer, x, lengths = lstm(bidirectional=True), inputs(2, 3, 5), np.array([3, 1], dtype)
+        given = jnp.asarray(lengths)
+        for y in (
+            layer(x, lengths=lengths)[0],
+            jax.jit(lambda x, lengths: layer(x, lengths=lengths)[0])(x, lengths),
+            jax.jit(lambda x: layer(x, lengths=given)[0])(x),
+            Bidirectional(lstm(), lstm())(x, lengths=lengths)[0],
+        ):
+            np.testing.assert_array_equal(y[1, 1:], 0)
+            assert np.abs(y[1, 0]).min() > 0
+
+
+def test_dtypes_may_be_names():
+    with jax.enable_x64(True):
+        layer = lstm(dtype="float64", param_dtype="float64")
+        assert layer.init_state(1).h.dtype == jnp.float64
+        assert layer(inputs(2, 3, 5))[0].dtype == jnp.float64
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_state_is_carried_in_float32_under_bfloat16(name):
+    """Rounding the state to bfloat16 between steps loses much of what a long sequence keeps."""
+    exact = LAYERS[name](5, 6, rngs=nnx.Rngs(0))
+    layer = LAYERS[name](5, 6, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    weights = nnx.state(exact)
+    rounded_weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), weights)
+    nnx.update(exact, rounded_weights)
+    nnx.update(layer, rounded_weights)
+    x = np.asarray(jnp.asarray(inputs(64, 30, 5), jnp.bfloat16).astype(jnp.float32))
+
+    def last_state(layer, carry):
+        state = layer.init_state(64)
+        for t in range(30):
+            _, state = step(layer, x[:, t], state)
+            state = jax.tree.map(carry, state)
+        return jnp.concatenate([leaf.ravel() for leaf in state[-1:]])
+
+    step = nnx.jit(lambda layer, x_t, state: layer.step(x_t, state))
+    expected = last_state(exact, lambda s: s)
+    ours = last_state(layer, lambda s: s) - expected
+    rounded = last_state(layer, lambda s: s.astype(jnp.bfloat16).astype(jnp.float32)) - expected
+    assert float(jnp.std(ours)) < 0.8 * float(jnp.std(rounded))

@@ -41,14 +41,14 @@ class Arguments:
     """The folder of a run to go on with; its own config is where the options start from."""
 
 
-RESUME_MAY_CHANGE = {"text", "num_steps", "eval_every", "eval_batches", "checkpoint_every"}
+RESUME_MAY_CHANGE = {"text", "num_steps", "eval_every", "eval_batches"}
 
 
 def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Arguments]:
     """The arguments, and what they were before the command line changed them."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", default="all-work")
-    first.add_argument("--resume", type=Path)
+    first.add_argument("--preset", nargs="?", default="all-work")
+    first.add_argument("--resume", nargs="?", type=Path)
     start, _ = first.parse_known_args(args)
     if start.resume is not None:
         default = Arguments(Run.open(start.resume).config, resume=start.resume)
@@ -56,19 +56,18 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Arguments]:
         preset = start.preset if start.preset in PRESETS else "all-work"
         default = Arguments(PRESETS[preset], preset=preset)
     arguments = parse(Arguments, args, prog=PROG, default=default)
-    if arguments.preset != "all-work" and arguments.config.text is None:
+    for fault in arguments.config.faults():
+        raise CommandLineError(fault)
+    if arguments.resume is not None and arguments.out is not None:
+        raise CommandLineError("--out: a run is resumed in its own folder")
+    if arguments.resume is None and preset_needs_text(arguments):
         raise CommandLineError(f"--text: the preset {arguments.preset} needs a text file")
-    for name in ("num_steps", "batch_size", "window", "eval_every", "eval_batches"):
-        value = getattr(arguments.config, name)
-        if value < 1:
-            raise CommandLineError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-    limit = arguments.config.model.context_length
-    if limit is not None and arguments.config.window > limit:
-        raise CommandLineError(
-            f"--window: expected at most --model.context-length {limit}, "
-            f"got {arguments.config.window}"
-        )
     return arguments, default
+
+
+def preset_needs_text(arguments: Arguments) -> bool:
+    """Is this a preset for a text, and no text given?"""
+    return arguments.preset != "all-work" and arguments.config.text is None
 
 
 def resume(folder: Path, before: TrainConfig, config: TrainConfig) -> Run:
@@ -84,6 +83,14 @@ def resume(folder: Path, before: TrainConfig, config: TrainConfig) -> Run:
             f"only {', '.join(sorted(RESUME_MAY_CHANGE))}"
         )
     run = Run.open(folder)
+    latest = run.checkpoints.latest_step or 0
+    if config.num_steps < latest:
+        raise CommandLineError(f"--num-steps: the run has done {latest} steps already")
+    if config.num_steps != before.num_steps and config.optimizer.schedule != "constant":
+        raise CommandLineError(
+            f"--num-steps: the run's {config.optimizer.schedule} schedule ends at step "
+            f"{before.num_steps}; only a constant rate can go on"
+        )
     run.config = config
     return run
 
@@ -128,7 +135,6 @@ def train(run: Run, trainer: Trainer, parts: dict[str, np.ndarray], console: Con
                 console.print(
                     f"{step:7d}  {losses['train']:10.4f}  {losses['val']:8.4f}  {seconds:7.1f}"
                 )
-            if step % config.checkpoint_every == 0 or step == config.num_steps:
                 run.checkpoints.save(step, state)
             if step < config.num_steps:
                 state, _ = trainer.step(state, trainer.put(training[step]))
@@ -168,8 +174,16 @@ def main(args: Sequence[str]) -> None:
     else:
         run = None
         vocabulary = Vocabulary.of(text)
-        model_config = dataclasses.replace(config.model, vocab_size=len(vocabulary))
-        config = dataclasses.replace(config, model=model_config)
+        if config.model.vocab_size not in (before.config.model.vocab_size, len(vocabulary)):
+            raise CommandLineError(
+                f"--model.vocab-size: the text has {len(vocabulary)} distinct characters, "
+                f"got {config.model.vocab_size}"
+            )
+        config = dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, vocab_size=len(vocabulary)),
+            text=None if config.text is None else config.text.absolute(),
+        )
     parts = split(vocabulary.encode(text), config.window)
     trainer = build_trainer(config)
     if run is None:

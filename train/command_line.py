@@ -2,9 +2,10 @@
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import tyro
 
@@ -54,11 +55,17 @@ def one_line_errors(prog: str) -> Iterator[None]:
     """Turn a fault of the input into `prog: error: …` on standard error and exit code 2."""
     try:
         yield
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     except CommandLineError as error:
-        fail(prog, str(error))
-
-
-def fail(prog: str, message: str) -> NoReturn:
-    """Print one line on standard error and exit with code 2."""
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    else:
+        return
     print(f"{prog}: error: {message}", file=sys.stderr)
     raise SystemExit(2)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast
 
@@ -31,15 +32,25 @@ class TrainConfig:
     window: int = 8
     """Characters of a window."""
     eval_every: int = 100
-    """Steps between evaluations."""
+    """Steps between evaluations, each with a checkpoint."""
     eval_batches: int = 200
     """Random batches of each part in an evaluation."""
-    checkpoint_every: int = 1000
-    """Steps between checkpoints; the last step has one in any case."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; the parameters are float32."""
     seed: int = 2001
     """Of the weights, of the batches, and of dropout."""
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with the values, an option each."""
+        for name in ("num_steps", "batch_size", "window", "eval_every", "eval_batches"):
+            if getattr(self, name) < 1:
+                option = "--" + name.replace("_", "-")
+                yield f"{option}: expected at least 1, got {getattr(self, name)}"
+        if not 0 <= self.seed < 2**31:
+            yield f"--seed: expected 0 … 2³¹ − 1, got {self.seed}"
+        limit = self.model.context_length
+        if limit is not None and self.window > limit:
+            yield f"--window: expected at most --model.context-length {limit}, got {self.window}"
 
 
 _SHAKESPEARE = TrainConfig(
@@ -89,4 +100,7 @@ def from_json(text: str) -> TrainConfig:
     fields["model"] = MODEL_CONFIGS[model.pop("type")](**model)
     fields["optimizer"] = OptimizerConfig(**optimizer)
     fields["text"] = None if fields["text"] is None else Path(fields["text"])
-    return TrainConfig(**fields)
+    config = TrainConfig(**fields)
+    for fault in config.faults():
+        raise ValueError(fault)
+    return config

@@ -37,10 +37,18 @@ def main(args: Sequence[str]) -> None:
         count = (len(part) - 1) // config.window
         starts = config.window * np.arange(count)[:, None]
         windows = part[starts + np.arange(config.window + 1)[None, :]]
-        whole = count - count % config.batch_size or count
-        batches = windows[:whole].reshape(-1, min(config.batch_size, whole), config.window + 1)
-        loss = float(trainer.evaluate(params, batches))
-        print(f"{name}: {loss:.4f} nats per character over {batches[..., 1:].size:,} characters")
+        whole = count - count % config.batch_size
+        groups = [
+            windows[:whole].reshape(-1, config.batch_size, config.window + 1),
+            windows[whole:][None],
+        ]
+        total = sum(
+            float(trainer.evaluate(params, group)) * group[..., 1:].size
+            for group in groups
+            if group.size
+        )
+        size = windows[:, 1:].size
+        print(f"{name}: {total / size:.4f} nats per character over {size:,} characters")
 
 
 if __name__ == "__main__":

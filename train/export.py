@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from jax_models import LanguageModel, to_torch
-from train.command_line import CommandLineError, one_line_errors, parse
+from train.command_line import one_line_errors, parse
 from train.run import Run
 
 PROG = "python -m train.export"
@@ -29,8 +29,7 @@ class Arguments:
 
 def export(model: LanguageModel, path: Path) -> None:
     """Write the model's weights as a safetensors file of the twin's state_dict."""
-    weights = {key: np.ascontiguousarray(value) for key, value in to_torch(model).items()}
-    save_file(weights, path)
+    path.write_bytes(save(to_torch(model)))
 
 
 def largest_difference(model: LanguageModel, path: Path) -> float:
@@ -74,8 +73,6 @@ def main(args: Sequence[str]) -> None:
     arguments = parse(Arguments, args, prog=PROG)
     path = arguments.out or arguments.run / "twin.safetensors"
     run = Run.open(arguments.run)
-    if not path.absolute().parent.is_dir():
-        raise CommandLineError(f"--out: there is no folder {path.parent}")
     model = run.model()
     export(model, path)
     print(f"wrote {path}")

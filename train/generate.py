@@ -20,8 +20,8 @@ class Arguments:
 
     run: Path
     """The folder of the run."""
-    prompt: str = "\n"
-    """The text to continue."""
+    prompt: str | None = None
+    """The text to continue; by default the vocabulary's first character."""
     num_tokens: int = 500
     """Characters to write."""
     temperature: float = 1.0
@@ -38,14 +38,17 @@ def main(args: Sequence[str]) -> None:
     """Print the prompt and its continuation."""
     arguments = parse(Arguments, args, prog=PROG)
     run = Run.open(arguments.run)
-    if not arguments.prompt:
+    prompt = run.vocabulary.characters[0] if arguments.prompt is None else arguments.prompt
+    if not prompt:
         raise CommandLineError("--prompt: expected at least one character")
-    prompt = run.vocabulary.encode(arguments.prompt)[None]
+    if not 0 <= arguments.seed < 2**31:
+        raise CommandLineError(f"--seed: expected 0 … 2³¹ − 1, got {arguments.seed}")
+    tokens = run.vocabulary.encode(prompt)[None]
     model = run.model()
     try:
-        tokens = stream(
+        continuation = stream(
             model,
-            prompt,
+            tokens,
             arguments.num_tokens,
             key=jax.random.key(arguments.seed),
             temperature=0.0 if arguments.greedy else arguments.temperature,
@@ -53,8 +56,8 @@ def main(args: Sequence[str]) -> None:
         )
     except ValueError as error:
         raise CommandLineError(str(error)) from None
-    print(arguments.prompt, end="", flush=True)
-    for token in tokens:
+    print(prompt, end="", flush=True)
+    for token in continuation:
         print(run.vocabulary.decode(token), end="", flush=True)
     print()
 

@@ -37,7 +37,7 @@ def token_loss(model: LanguageModel, tokens: Int[Array, "batch window+1"]) -> Fl
 class Trainer:
     """A model and an optimiser as pure functions over a `TrainState`, data-parallel.
 
-    Every device has the whole state; a batch's rows are divided over all devices.
+    Every device has the whole state; a batch's rows are divided over the devices.
 
     Raises:
         ValueError: the batch does not divide over the devices.
@@ -51,9 +51,8 @@ class Trainer:
         *,
         batch_size: int,
         seed: int,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Any],
     ):
-        devices = jax.devices() if devices is None else devices
         if batch_size % len(devices):
             raise ValueError(
                 f"batch_size: expected a multiple of the {len(devices)} devices, got {batch_size}"

@@ -1,6 +1,7 @@
 """Optimisers by config, defined as torch.optim defines them."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -32,9 +33,19 @@ def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTr
     """The optimiser of a run of `num_steps` steps.
 
     Raises:
-        ValueError: the warm-up is as long as the run.
+        ValueError: a value is out of range, or the warm-up is as long as the run.
 
     """
+    positive = {"learning_rate": config.learning_rate, "epsilon": config.epsilon}
+    if config.clip_norm is not None:
+        positive["clip_norm"] = config.clip_norm
+    for name, value in positive.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}: expected a positive number, got {value}")
+    if not 0 <= config.weight_decay < math.inf:
+        raise ValueError(f"weight_decay: expected at least 0, got {config.weight_decay}")
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise ValueError(f"betas: expected two numbers in [0, 1), got {config.betas}")
     if not 0 <= config.warmup_steps < num_steps:
         raise ValueError(
             f"warmup_steps: expected at least 0 and fewer than the {num_steps} steps of the run, "

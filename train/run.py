@@ -1,5 +1,6 @@
 """A run's folder: config, vocabulary, metrics, checkpoints. It is enough to go on from."""
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -61,7 +62,11 @@ class Run:
         try:
             config = from_json((folder / "config.json").read_text(encoding="utf-8"))
             vocabulary = Vocabulary(json.loads((folder / "vocabulary.json").read_text("utf-8")))
-        except (KeyError, TypeError, ValueError) as error:
+            if len(vocabulary) != config.model.vocab_size:
+                raise ValueError(
+                    f"{len(vocabulary)} characters for a model of {config.model.vocab_size}"
+                )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CommandLineError(f"{folder}: damaged config or vocabulary: {error}") from None
         return cls(folder, config, vocabulary)
 
@@ -97,26 +102,35 @@ class Run:
             file.write(json.dumps(metrics) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; of two for one step, the later."""
-        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        by_step = {record["step"]: record for record in map(json.loads, lines)}
+        """The whole lines of `metrics.jsonl`; of two for one step, the later."""
+        by_step = {}
+        for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # a killed run's last line
+                record = json.loads(line)
+                by_step[record["step"]] = record
         return [by_step[step] for step in sorted(by_step)]
 
 
 def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> Trainer:
-    """The model and the optimiser of a config, on all devices by default.
+    """The model and the optimiser of a config.
+
+    By default on all devices, or as many as the batch divides over.
 
     Raises:
         CommandLineError: the config cannot be built.
 
     """
+    if devices is None:
+        n = len(jax.devices())
+        n = max(count for count in range(1, n + 1) if config.batch_size % count == 0)
+        devices = jax.devices()[:n]
     try:
         model = config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
         optimizer = build_optimizer(config.optimizer, config.num_steps)
         return Trainer(
             model, optimizer, batch_size=config.batch_size, seed=config.seed, devices=devices
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CommandLineError(str(error)) from None
 
 

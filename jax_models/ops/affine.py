@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 def carry_dtype(dtype) -> jnp.dtype:
     """The dtype in which a recurrence computed in `dtype` accumulates: at least float32."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
 def affine(

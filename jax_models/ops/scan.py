@@ -36,7 +36,7 @@ def masked_scan(
     """
     active = None
     if lengths is not None:
-        active = jnp.arange(xs.shape[1])[None, :] < lengths[:, None]
+        active = jnp.arange(xs.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]
     if reset is not None:
         if active is not None:
             reset = reset & active
