@@ -156,20 +156,19 @@ def test_faulty_backward_stack_is_found(monkeypatch, check, name, fault):
 
 
 @pytest.mark.parametrize(
-    ("check", "fault"),
-    [
-        (
-            "steps equal sequence",
-            lambda start, time, reset: jnp.zeros((len(start), time), start.dtype),
-        ),
-        ("documents in a row stay apart", None),
-    ],
+    ("check", "forgotten"),
+    [("steps equal sequence", "start"), ("documents in a row stay apart", "reset")],
 )
-def test_faulty_positions_are_found(monkeypatch, check, fault):
+def test_faulty_positions_are_found(monkeypatch, check, forgotten):
     language_model = importlib.import_module("jax_models.language_model")
     right = language_model.positions_after
-    ignore_reset = lambda start, time, reset: right(start, time, None)  # noqa: E731
-    monkeypatch.setattr(language_model, "positions_after", fault or ignore_reset)
+
+    def faulty(start, time, reset):
+        if forgotten == "start":
+            return right(jnp.zeros_like(start), time, reset)
+        return right(start, time, None)
+
+    monkeypatch.setattr(language_model, "positions_after", faulty)
     with pytest.raises(AssertionError):
         CHECKS[check](Subject(CASES["RNNLanguageModel"]))
 
