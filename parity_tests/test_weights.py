@@ -1,5 +1,6 @@
 """What weight tables refuse, and how they say so."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -40,8 +41,7 @@ def test_all_faults_are_listed_and_the_layer_is_left_alone():
         "unexpected key extra",
     ):
         assert line in str(e.value)
-    for a, b in zip(snapshot(layer), before, strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(snapshot(layer), before)
 
 
 def test_a_layout_is_found_by_its_keys():

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
+import chex
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from safetensors.torch import load_file
 
 import parity_tests.__main__ as parity_command
@@ -120,8 +121,7 @@ def test_resuming_gives_the_weights_of_one_run(text_file, tmp_path):
     resumed = Run.open(tmp_path / "cut")
     assert resumed.config.num_steps == 10
     assert (tmp_path / "cut" / "metrics.jsonl").read_text().startswith(with_start)
-    for a, b in zip(jax.tree.leaves(params(whole)), jax.tree.leaves(params(resumed)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(params(whole), params(resumed))
 
 
 def test_a_cosine_ends_where_it_was_to_end(text_file, tmp_path):
@@ -159,9 +159,7 @@ def test_a_killed_run_is_resumed(text_file, tmp_path):
     assert metrics[-1]["train"] < whole.metrics()[-1]["train"]
 
 
-def params(run: Run):
-    from flax import nnx
-
+def params(run: Run) -> nnx.State:
     return nnx.state(run.model(), nnx.Param)
 
 
