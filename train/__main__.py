@@ -60,14 +60,10 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Arguments]:
         raise CommandLineError(fault)
     if arguments.resume is not None and arguments.out is not None:
         raise CommandLineError("--out: a run is resumed in its own folder")
-    if arguments.resume is None and preset_needs_text(arguments):
+    is_new = arguments.resume is None
+    if is_new and arguments.preset != "all-work" and arguments.config.text is None:
         raise CommandLineError(f"--text: the preset {arguments.preset} needs a text file")
     return arguments, default
-
-
-def preset_needs_text(arguments: Arguments) -> bool:
-    """Is this a preset for a text, and no text given?"""
-    return arguments.preset != "all-work" and arguments.config.text is None
 
 
 def resume(folder: Path, before: TrainConfig, config: TrainConfig) -> Run:
