@@ -17,12 +17,17 @@ def affine(
     kernel: Float[Array, "in out"],
     bias: Float[Array, " out"] | None = None,
 ) -> Float[Array, "*batch out"]:
-    """`x W + b`: operands in the kernel's dtype, the result in `carry_dtype` of it."""
+    """`x W + b`: operands in the kernel's dtype, the result in `carry_dtype` of it.
+
+    One product of two axes: of more, XLA's CPU backend takes the kernel's gradient from copies that
+    it fills against the order of memory.
+    """
     accumulator = carry_dtype(kernel.dtype)
-    y = jnp.matmul(x.astype(kernel.dtype), kernel, preferred_element_type=accumulator)
-    if bias is None:
-        return y
-    return y + jnp.broadcast_to(bias.astype(accumulator), y.shape)
+    rows = x.reshape(-1, x.shape[-1]).astype(kernel.dtype)
+    y = jnp.matmul(rows, kernel, preferred_element_type=accumulator)
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(accumulator), y.shape)
+    return y.reshape(*x.shape[:-1], kernel.shape[1])
 
 
 def joined_affine(

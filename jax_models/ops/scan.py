@@ -34,14 +34,7 @@ def masked_scan(
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
 
     """
-    active = None
-    if lengths is not None:
-        active = jnp.arange(xs.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]
-    if reset is not None:
-        if active is not None:
-            reset = reset & active
-        if reverse:
-            reset = document_ends(reset)
+    active, reset = step_masks(xs.shape[1], lengths, reset, reverse=reverse)
 
     def masked_step(state, inputs):
         x, active, reset = inputs
@@ -57,6 +50,25 @@ def masked_scan(
     inputs = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (xs, active, reset))
     state, ys = jax.lax.scan(masked_step, state, inputs, reverse=reverse)
     return jnp.swapaxes(ys, 0, 1), state
+
+
+def step_masks(
+    time: int,
+    lengths: Int[Array, " batch"] | None,
+    reset: Bool[Array, "batch time"] | None,
+    *,
+    reverse: bool = False,
+) -> tuple[Bool[Array, "batch time"] | None, Bool[Array, "batch time"] | None]:
+    """Which steps are real, and before which the state restarts in the direction of the scan."""
+    active = None
+    if lengths is not None:
+        active = jnp.arange(time, dtype=lengths.dtype)[None, :] < lengths[:, None]
+    if reset is not None:
+        if active is not None:
+            reset = reset & active
+        if reverse:
+            reset = document_ends(reset)
+    return active, reset
 
 
 def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:

@@ -1,0 +1,179 @@
+"""The diagonal linear recurrence, in the forms that suit each device."""
+
+import math
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models.ops.affine import carry_dtype
+from jax_models.ops.scan import step_masks
+
+LinearRecurrenceMethod = Literal["auto", "associative", "sequential", "chunked"]
+
+
+def linear_recurrence(
+    a: Float[Array, "batch time features"],
+    b: Float[Array, "batch time features"],
+    h0: Float[Array, "batch features"] | None = None,
+    *,
+    lengths: Int[Array, " batch"] | None = None,
+    reset: Bool[Array, "batch time"] | None = None,
+    reverse: bool = False,
+    method: LinearRecurrenceMethod = "auto",
+) -> tuple[Float[Array, "batch time features"], Float[Array, "batch features"]]:
+    """`h_t = a_t ⊙ h_{t−1} + b_t` for t = 0 … T−1, or `a_t ⊙ h_{t+1} + b_t` with `reverse`.
+
+    The gradient is the same recurrence run the other way, and is computed so, by the same method:
+
+        g_t = ∂L/∂h_t + a_{t+1} ⊙ g_{t+1},   ∂L/∂b_t = g_t,   ∂L/∂a_t = g_t ⊙ h_{t−1}
+
+    which keeps a and h, and nothing else, for the backward pass.
+
+    Args:
+        a: the factors of the state. The parallel methods form products of them, so |a| ≤ 1 keeps
+            every method finite; a = 0 and a = 1 are exact.
+        b: the inputs, in a's dtype.
+        h0: the state before the first step (with `reverse`, after the last); zeros when None.
+        lengths: row b takes only the steps t < lengths[b].
+        reset: the first steps of packed documents, where the state restarts from zero.
+        reverse: run from the last step to the first.
+        method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
+            deep; "chunked", √T chunks side by side, √T steps each, then the states between them;
+            "auto", sequential on a CPU and associative elsewhere.
+
+    Returns:
+        All h and the last one, in at least float32, in which they are accumulated. The h beyond
+        `lengths` carry no meaning.
+
+    Raises:
+        ValueError: the shapes differ, or there is no such method.
+
+    """
+    if a.shape != b.shape or a.ndim != 3:
+        raise ValueError(
+            f"a, b: expected one shape (batch, time, features), got {a.shape} and {b.shape}"
+        )
+    if method not in get_args(LinearRecurrenceMethod):
+        raise ValueError(
+            f"method: expected one of {get_args(LinearRecurrenceMethod)}, got {method!r}"
+        )
+    dtype = carry_dtype(b.dtype)
+    state_shape = (a.shape[0], a.shape[2])
+    if h0 is None:
+        h0 = jnp.zeros(state_shape, dtype)
+    elif h0.shape != state_shape:
+        raise ValueError(f"h0: expected shape {state_shape}, got {h0.shape}")
+    h0 = h0.astype(dtype)
+    if a.shape[1] == 0:
+        return b.astype(dtype), h0
+    active, reset = step_masks(a.shape[1], lengths, reset, reverse=reverse)
+    if reset is not None:
+        a = jnp.where(reset[..., None], 0, a)
+    if active is not None:
+        a, b = jnp.where(active[..., None], a, 1), jnp.where(active[..., None], b, 0)
+    h = jnp.asarray(_differentiable(method, reverse, a.astype(dtype), b.astype(dtype), h0))
+    return h, h[:, 0 if reverse else -1]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(method: LinearRecurrenceMethod, reverse: bool, a, b, h0):
+    return _solve(method, a, b, h0, reverse=reverse)
+
+
+def _forward(method: LinearRecurrenceMethod, reverse: bool, a, b, h0):
+    h = _solve(method, a, b, h0, reverse=reverse)
+    return h, (a, h, h0)
+
+
+def _backward(method: LinearRecurrenceMethod, reverse: bool, residuals, h_gradient):
+    a, h, h0 = residuals
+    g = _solve(method, a, h_gradient, jnp.zeros_like(h0), reverse=not reverse, ahead=True)
+    if reverse:
+        before = jnp.concatenate([h[:, 1:], h0[:, None]], axis=1)
+    else:
+        before = jnp.concatenate([h0[:, None], h[:, :-1]], axis=1)
+    first = -1 if reverse else 0
+    return g * before, g, a[:, first] * g[:, first]
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bool = False):
+    """All h. With `ahead`, the factor into step t is that of the step before it in the scan.
+
+    The first step's factor then does not exist: any will do, because h0 is zero.
+    """
+    if method == "sequential":
+        return _sequential(a, b, h0, reverse=reverse, ahead=ahead)
+    if method == "auto":
+        return lax.platform_dependent(
+            a,
+            b,
+            h0,
+            cpu=partial(_sequential, reverse=reverse, ahead=ahead),
+            default=lambda *args: _solve("associative", *args, reverse=reverse, ahead=ahead),
+        )
+    if ahead:
+        a = jnp.roll(a, -1 if reverse else 1, axis=1)
+    if reverse:
+        a, b = jnp.flip(a, axis=1), jnp.flip(b, axis=1)
+    h = (_associative if method == "associative" else _chunked)(a, b, h0)
+    return jnp.flip(h, axis=1) if reverse else h
+
+
+def _sequential(a, b, h0, *, reverse: bool, ahead: bool):
+    """One step after the other, each h_t in the place of its b_t."""
+    time = a.shape[1]
+    behind = (1 if reverse else -1) if ahead else 0
+
+    def step(i, carry):
+        h, hs = carry
+        t = time - 1 - i if reverse else i
+        a_t = lax.dynamic_index_in_dim(a, t + behind, axis=1, keepdims=False)
+        b_t = lax.dynamic_index_in_dim(hs, t, axis=1, keepdims=False)
+        h = lax.optimization_barrier(a_t * h + b_t)  # else XLA may read b_t again, from a copy
+        return h, lax.dynamic_update_index_in_dim(hs, h, t, axis=1)
+
+    return lax.fori_loop(0, time, step, (h0, b))[1]
+
+
+def _combine(first, second):
+    """Two steps as one: `h ↦ a₂ (a₁ h + b₁) + b₂`."""
+    (a1, b1), (a2, b2) = first, second
+    return a1 * a2, a2 * b1 + b2
+
+
+def _associative(a, b, h0):
+    a, b = lax.associative_scan(_combine, (a, b), axis=1)
+    return a * h0[:, None] + b
+
+
+def _chunked(a, b, h0):
+    """Chunks side by side from a zero state, then the states between them."""
+    batch, time, features = a.shape
+    size = math.isqrt(time - 1) + 1
+    count = -(-time // size)
+    padding = ((0, 0), (0, count * size - time), (0, 0))
+    a = jnp.pad(a, padding, constant_values=1).reshape(batch, count, size, features)
+    b = jnp.pad(b, padding).reshape(batch, count, size, features)
+
+    def step(before, now):
+        after = _combine(before, now)
+        return after, after
+
+    identity = (
+        jnp.ones((batch, count, features), a.dtype),
+        jnp.zeros((batch, count, features), a.dtype),
+    )
+    (chunk_a, chunk_b), (a, b) = lax.scan(
+        step, identity, (jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 2, 0))
+    )
+    ends = _associative(chunk_a, chunk_b, h0)
+    starts = jnp.concatenate([h0[:, None], ends[:, :-1]], axis=1)
+    h = a * starts[None] + b
+    return jnp.moveaxis(h, 0, 2).reshape(batch, count * size, features)[:, :time]

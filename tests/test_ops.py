@@ -1,0 +1,257 @@
+"""The operators by themselves: every method, every length, every extreme."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_models.ops import WKVState, decay, linear_recurrence, wkv
+from parity_tests.tolerance import FLOAT64, K, assert_same, rms, ulp
+
+METHODS = ("sequential", "associative", "chunked", "auto")
+WKV_METHODS = ("sequential", "associative", "auto")
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def recurrence_inputs(batch: int, time: int, features: int):
+    """Factors of 0, 1, next to 1, and in between; inputs; an initial state."""
+    rng = np.random.default_rng(0)
+    a = rng.uniform(0, 1, (batch, time, features))
+    kinds = rng.integers(0, 4, a.shape)
+    a = np.choose(kinds, [a, np.where(rng.uniform(size=a.shape) < 0.3, 0.0, a), 1.0, 1 - 1e-7 * a])
+    return a, rng.standard_normal(a.shape), rng.standard_normal((batch, features))
+
+
+def loop(a, b, h0, *, reverse=False):
+    """The recurrence and, for random gradients of h, those of a, b and h0: numpy, float64."""
+    steps = range(a.shape[1])[:: -1 if reverse else 1]
+    h, before, last = np.empty_like(b), np.empty_like(b), h0
+    for t in steps:
+        before[:, t] = last
+        last = h[:, t] = a[:, t] * last + b[:, t]
+    cotangent = np.random.default_rng(1).standard_normal(h.shape)
+    g, carried = np.empty_like(h), np.zeros_like(h0)
+    for t in reversed(steps):
+        g[:, t] = cotangent[:, t] + carried
+        carried = a[:, t] * g[:, t]
+    return cotangent, h, (g * before, g, carried)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("time", "reverse"), [(1, False), (2, True), (13, False), (64, True)])
+def test_linear_recurrence_is_the_loop(x64, method, time, reverse):
+    inputs = recurrence_inputs(3, time, 5)
+    cotangent, h, gradients = loop(*inputs, reverse=reverse)
+
+    @jax.jit
+    def both(*inputs):
+        (h, last), pullback = jax.vjp(
+            lambda *x: linear_recurrence(*x, reverse=reverse, method=method), *inputs
+        )
+        return h, last, pullback((cotangent, jnp.zeros_like(last)))
+
+    ours, last, our_gradients = both(*inputs)
+    assert_same(ours, h, "h")
+    assert_same(last, h[:, 0 if reverse else -1], "last h")
+    for ours, expected in zip(our_gradients, gradients, strict=True):
+        assert_same(ours, expected, "gradient")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_linear_recurrence_over_65536_steps(method):
+    """In float32, where memories last for a million steps: as exact as the plain loop is."""
+    rng = np.random.default_rng(0)
+    a = np.float32(1 - 10 ** rng.uniform(-6, -1, (1, 65536, 8)))
+    b, h0 = np.float32(rng.standard_normal(a.shape)), np.ones((1, 8), np.float32)
+    _, exact, _ = loop(*(x.astype(np.float64) for x in (a, b, h0)))
+    _, plain, _ = loop(a, b, h0)
+    ours, _ = jax.jit(lambda *x: linear_recurrence(*x, method=method))(a, b, h0)
+    assert rms(np.asarray(ours) - exact) <= K * rms(plain - exact)
+
+
+@pytest.mark.parametrize("method", ["auto", "sequential"])
+def test_memory_of_65536_steps(method):
+    """Forward and backward need at most 8 times the inputs' size."""
+    shape = jax.ShapeDtypeStruct((1, 65536, 256), jnp.float32)
+
+    def gradients(a, b, cotangent):
+        return jax.vjp(lambda a, b: linear_recurrence(a, b, method=method)[0], a, b)[1](cotangent)
+
+    memory = jax.jit(gradients).lower(shape, shape, shape).compile().memory_analysis()
+    total = sum(getattr(memory, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
+    assert total <= 8 * 2 * 4 * 65536 * 256
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_linear_recurrence_of_bfloat16_accumulates_in_float32(method):
+    a, b, h0 = (jnp.asarray(x, jnp.bfloat16) for x in recurrence_inputs(2, 50, 4))
+    h, last = linear_recurrence(a, b, h0, method=method)
+    exact, _ = linear_recurrence(*(x.astype(jnp.float32) for x in (a, b, h0)), method=method)
+    assert h.dtype == last.dtype == jnp.float32
+    np.testing.assert_array_equal(h, exact)
+    gradient = jax.grad(lambda b: jnp.sum(linear_recurrence(a, b, h0, method=method)[0]))(b)
+    assert gradient.dtype == jnp.bfloat16
+
+
+def test_what_the_operators_refuse():
+    a = jnp.ones((2, 3, 4))
+    with pytest.raises(ValueError, match=r"a, b: expected one shape .* got \(2, 3, 4\) and \(2, 4"):
+        linear_recurrence(a, jnp.ones((2, 4, 4)))
+    with pytest.raises(ValueError, match=r"h0: expected shape \(2, 4\), got \(4,\)"):
+        linear_recurrence(a, a, jnp.ones(4))
+    with pytest.raises(ValueError, match=r"method: expected one of .*'chunked'.*, got 'fast'"):
+        linear_recurrence(a, a, method="fast")
+    with pytest.raises(ValueError, match="k, v: expected one shape"):
+        wkv(a, a[:, :1], w=jnp.ones(4), u=jnp.ones(4))
+    with pytest.raises(ValueError, match="method: expected one of"):
+        wkv(a, a, w=jnp.ones(4), u=jnp.ones(4), method="chunked")
+
+
+def test_no_steps_leave_the_state_alone():
+    empty, state = jnp.ones((2, 0, 4)), jnp.ones((2, 4))
+    h, last = linear_recurrence(empty, empty, state)
+    assert h.shape == (2, 0, 4)
+    np.testing.assert_array_equal(last, state)
+    y, last = wkv(empty, empty, WKVState(state, state, state), w=jnp.ones(4), u=jnp.ones(4))
+    assert y.shape == (2, 0, 4)
+    np.testing.assert_array_equal(last.max, state)
+
+
+def direct_wkv(k, v, w, u):
+    """RWKV's formula as it is printed: a sum over the past at every step."""
+    y = np.empty_like(v)
+    for t in range(k.shape[1]):
+        age = np.arange(t - 1, -1, -1)[None, :, None]
+        weights = np.concatenate([np.exp(-age * w + k[:, :t]), np.exp(u + k[:, t : t + 1])], axis=1)
+        y[:, t] = (weights * v[:, : t + 1]).sum(axis=1) / weights.sum(axis=1)
+    return y
+
+
+def wkv_inputs(batch: int, time: int, features: int, scale: float = 1.0):
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, batch, time, features))
+    return (
+        scale * k,
+        v,
+        scale * rng.uniform(0.01, 2, features),
+        scale * rng.standard_normal(features),
+    )
+
+
+@pytest.mark.parametrize("method", WKV_METHODS)
+@pytest.mark.parametrize("time", [1, 2, 17])
+def test_wkv_is_the_printed_formula(x64, method, time):
+    k, v, w, u = wkv_inputs(3, time, 5)
+    y, state = wkv(k, v, w=w, u=u, method=method)
+    assert_same(y, direct_wkv(k, v, w, u), "y")
+    age = np.arange(time - 1, -1, -1)[None, :, None]
+    assert_same(
+        state.den * np.exp(state.max), np.exp(k - age * w).sum(axis=1), "the sum of the weights"
+    )
+
+
+@pytest.mark.parametrize("method", WKV_METHODS)
+def test_wkv_gradient_is_that_of_the_printed_formula(x64, method):
+    """By central differences of the formula, along random directions."""
+    inputs = wkv_inputs(2, 9, 3)
+    rng = np.random.default_rng(1)
+    cotangent = rng.standard_normal(inputs[0].shape)
+    gradients = jax.grad(
+        lambda k, v, w, u: jnp.sum(wkv(k, v, w=w, u=u, method=method)[0] * cotangent),
+        argnums=(0, 1, 2, 3),
+    )(*inputs)
+    for index, gradient in enumerate(gradients):
+        direction = rng.standard_normal(inputs[index].shape)
+        ends = []
+        for step in (1e-5, -1e-5):
+            moved = [x + step * direction if i == index else x for i, x in enumerate(inputs)]
+            ends.append(np.sum(direct_wkv(*moved) * cotangent))
+        slope = (ends[0] - ends[1]) / 2e-5
+        assert np.sum(np.asarray(gradient) * direction) == pytest.approx(slope, rel=1e-7)
+
+
+@pytest.mark.parametrize("method", WKV_METHODS)
+def test_wkv_is_finite_at_the_extremes(method):
+    """For k, w and u anywhere in ±10⁴, in float32, forward and backward; y within v's range."""
+    rng = np.random.default_rng(0)
+    for scale in (1.0, 100.0, 1e4):
+        k, v = (np.float32(rng.uniform(-scale, scale, (4, 300, 16))) for _ in range(2))
+        v /= scale
+        w, u = (np.float32(rng.uniform(-scale, scale, 16)) for _ in range(2))
+        k[0], k[1], k[2, ::2], w[:2], u[:2] = (
+            scale,
+            -scale,
+            -scale,
+            (scale, -scale),
+            (-scale, scale),
+        )
+
+        def loss(k, v, w, u):
+            y, state = wkv(k, v, w=w, u=u, method=method)
+            return jnp.sum(jnp.sin(y)), (y, state)
+
+        gradients, (y, state) = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(
+            k, v, w, u
+        )
+        for leaf in jax.tree.leaves((gradients, y, state)):
+            assert np.isfinite(leaf).all()
+        assert np.abs(y).max() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("method", WKV_METHODS)
+def test_wkv_in_float32_is_as_exact_as_the_plain_scan(method):
+    inputs = [np.float32(x) for x in wkv_inputs(2, 400, 8)]
+    exact = direct_wkv(*(x.astype(np.float64) for x in inputs))
+    k, v, w, u = inputs
+    y, _ = wkv(k, v, w=w, u=u, method=method)
+    assert rms(np.asarray(y) - exact) <= K * ulp(np.float32) * rms(exact)
+
+
+def test_decay_at_both_ends_and_in_between(x64):
+    exponent = np.array([0.0, 1e-12, 0.3, 1.0, 8.0])
+    for a in (0.0, 1e-300, 0.5, 1 - 1e-7, 1 - 1e-12, 1.0):
+        p, m = decay(jnp.full(5, a), exponent)
+        assert_same(p, a**exponent, f"{a} to the power")
+        if a not in (0.0, 1.0):
+            with np.errstate(divide="ignore"):
+                z = -np.expm1(
+                    2 * exponent * np.log1p(a - 1) if a > 0.5 else np.log(a) * 2 * exponent
+                )
+            assert_same(m, np.sqrt(z), f"√(1 − {a}²)")
+    np.testing.assert_array_equal(decay(jnp.zeros(5), exponent)[1], [0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(decay(jnp.ones(5), exponent)[1], np.zeros(5))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_decay_has_finite_gradients_and_exact_ones_inside(x64, dtype):
+    epsilon = np.finfo(dtype).eps
+    a = np.array([0, np.finfo(dtype).tiny, epsilon, 0.3, 0.9, 1 - 1e-3, 1 - 1e-6, 1 - epsilon, 1])
+    exponent = np.array([0, np.finfo(dtype).tiny, 1e-3, 0.5, 1.0, 4.0, 8.0])
+    a, exponent = (x.astype(dtype).ravel() for x in np.meshgrid(a, exponent))
+    inside = (a > 2 * epsilon) & (a < 1 - 2 * epsilon) & (exponent >= 0.5)
+    log = np.log(a[inside].astype(np.float64))
+    slope = exponent[inside] * np.exp((exponent[inside] - 1) * log)
+    ratio = np.exp(exponent[inside] * log) / np.sqrt(-np.expm1(2 * exponent[inside] * log))
+    tolerance = FLOAT64 if dtype == np.float64 else 100 * epsilon
+    for output, expected in enumerate((slope, -ratio * slope)):
+        outputs, pullback = jax.vjp(decay, a, exponent)
+        cotangents = [jnp.full_like(y, i == output) for i, y in enumerate(outputs)]
+        for gradient in pullback(tuple(cotangents)):
+            assert gradient.dtype == dtype
+            assert np.isfinite(gradient).all()
+        np.testing.assert_allclose(pullback(tuple(cotangents))[0][inside], expected, rtol=tolerance)
+
+
+def test_decay_outside_is_the_nearest_end():
+    exponent = jnp.full(4, 2.0)
+    outside, ends = jnp.array([-0.5, 1.5, -1e-9, 1 + 1e-6]), jnp.array([0.0, 1.0, 0.0, 1.0])
+    for ours, expected in zip(decay(outside, exponent), decay(ends, exponent), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    gradient = jax.grad(lambda a: jnp.sum(decay(a, exponent)[1]))(outside)
+    assert np.isfinite(gradient).all()
+    assert (gradient[np.array([1, 3])] < 0).all(), "nothing leads back from beyond 1"
