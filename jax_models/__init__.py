@@ -1,37 +1,84 @@
 """Recurrent sequence models in Flax NNX, each with a PyTorch twin."""
 
 from jax_models.bidirectional import Bidirectional, BidirectionalState
+from jax_models.bounds import project
 from jax_models.generation import generate, stream
 from jax_models.gru import GRU, GRUState
-from jax_models.language_model import (
-    LanguageModel,
-    LanguageModelConfig,
-    LanguageModelState,
-    RNNLanguageModel,
-    RNNLanguageModelConfig,
+from jax_models.hawk import (
+    RGLRU,
+    CausalConv1D,
+    CausalConv1DState,
+    Hawk,
+    HawkState,
+    RGLRUState,
 )
+from jax_models.hawk_language_model import (
+    GatedMLP,
+    HawkBlock,
+    HawkLanguageModel,
+    HawkLanguageModelConfig,
+)
+from jax_models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
 from jax_models.lstm import LSTM, LSTMState
+from jax_models.norm import LayerNorm, RMSNorm
 from jax_models.rnn import RNN, RNNState
+from jax_models.rnn_language_model import RNNLanguageModel, RNNLanguageModelConfig
+from jax_models.rwkv import (
+    RWKVBlock,
+    RWKVBlockState,
+    RWKVChannelMix,
+    RWKVChannelMixState,
+    RWKVTimeMix,
+    RWKVTimeMixState,
+    WKVState,
+)
+from jax_models.rwkv_language_model import RWKVLanguageModel, RWKVLanguageModelConfig
 from jax_models.sequence import SequenceLayer, state_batch_axes
+from jax_models.stack import Stack
+from jax_models.torch_files import read_pth
 from jax_models.torch_weights import from_torch, to_torch
 
 __all__ = [
     "GRU",
     "LSTM",
+    "RGLRU",
     "RNN",
     "Bidirectional",
     "BidirectionalState",
+    "CausalConv1D",
+    "CausalConv1DState",
     "GRUState",
+    "GatedMLP",
+    "Hawk",
+    "HawkBlock",
+    "HawkLanguageModel",
+    "HawkLanguageModelConfig",
+    "HawkState",
     "LSTMState",
     "LanguageModel",
     "LanguageModelConfig",
     "LanguageModelState",
+    "LayerNorm",
+    "RGLRUState",
+    "RMSNorm",
     "RNNLanguageModel",
     "RNNLanguageModelConfig",
     "RNNState",
+    "RWKVBlock",
+    "RWKVBlockState",
+    "RWKVChannelMix",
+    "RWKVChannelMixState",
+    "RWKVLanguageModel",
+    "RWKVLanguageModelConfig",
+    "RWKVTimeMix",
+    "RWKVTimeMixState",
     "SequenceLayer",
+    "Stack",
+    "WKVState",
     "from_torch",
     "generate",
+    "project",
+    "read_pth",
     "state_batch_axes",
     "stream",
     "to_torch",

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models.ops import carry_dtype
-from jax_models.sequence import SequenceLayer, State
+from jax_models.sequence import SequenceLayer, State, checked_size
 from jax_models.torch_weights import Layouts, Table, gates, same, transposed
 
 
@@ -80,29 +80,15 @@ class RecurrentStack(SequenceLayer):
         proj_features: int | None = None,
         proj_bias: bool = False,
     ):
-        sizes = {
-            "in_features": in_features,
-            "hidden_features": hidden_features,
-            "num_layers": num_layers,
-        }
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
-        for name, value in {"dtype": dtype, "param_dtype": param_dtype}.items():
-            if value is not None and not jnp.issubdtype(value, jnp.floating):
-                raise ValueError(f"{name}: expected a floating dtype, got {jnp.dtype(value)}")
+        super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         if not 0 <= dropout_rate < 1:
             raise ValueError(f"dropout_rate: expected 0 ≤ rate < 1, got {dropout_rate}")
-        self.in_features = in_features
-        self.hidden_features = hidden_features
+        self.hidden_features = checked_size("hidden_features", hidden_features)
         self.proj_features = proj_features
         self.out_features = proj_features or hidden_features
-        self.num_layers = num_layers
+        self.num_layers = checked_size("num_layers", num_layers)
         self.num_directions = 2 if bidirectional else 1
         self.causal = not bidirectional
-        self.time_major = time_major
-        self.dtype = None if dtype is None else jnp.dtype(dtype)
-        self.param_dtype = jnp.dtype(param_dtype)
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs) if dropout_rate else None
         self.cells = nnx.List(
             Cell(
@@ -139,7 +125,7 @@ class RecurrentStack(SequenceLayer):
 
     def sequence(self, x, state, lengths, reset):
         """All layers, one after the other; of each the directions, side by side."""
-        dtype = self.dtype or jnp.result_type(x, self.cells[0].kernel_ih[...])
+        dtype = self.computation_dtype(x)
         state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
         x = x.astype(dtype)
         last_states = []

@@ -30,11 +30,25 @@ class SequenceLayer(nnx.Module):
     in_features: int
     time_major: bool = False
     causal: bool = True
+    dtype: jnp.dtype | None
+    param_dtype: jnp.dtype
 
     noncausal_reason: ClassVar[str] = (
         "a bidirectional layer needs the whole sequence: call the layer itself, "
         "or build it with bidirectional=False"
     )
+
+    def __init__(
+        self, in_features: int, *, time_major: bool = False, dtype=None, param_dtype=jnp.float32
+    ):
+        self.in_features = checked_size("in_features", in_features)
+        self.time_major = time_major
+        self.dtype = None if dtype is None else checked_dtype("dtype", dtype)
+        self.param_dtype = checked_dtype("param_dtype", param_dtype)
+
+    def computation_dtype(self, x: Float[Array, "..."]) -> jnp.dtype:
+        """The `dtype` that the layer was built with, or else that of x and the parameters."""
+        return self.dtype or jnp.result_type(x, self.param_dtype)
 
     def init_state(self, batch_size: int) -> State:
         """The state before the first step: zeros for `batch_size` rows."""
@@ -143,6 +157,20 @@ def state_batch_axes(layer: HasState) -> Any:
     return jax.tree.map(
         lambda a, b: next(i for i in range(a.ndim) if a.shape[i] != b.shape[i]), one, two
     )
+
+
+def checked_size(name: str, size: int) -> int:
+    """A size, if it is a positive integer."""
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+    return size
+
+
+def checked_dtype(name: str, dtype) -> jnp.dtype:
+    """A dtype, if it is floating."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{name}: expected a floating dtype, got {jnp.dtype(dtype)}")
+    return jnp.dtype(dtype)
 
 
 def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major: bool) -> Array:

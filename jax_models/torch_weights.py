@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
+from jax_models.bounds import bounds
+
 Arrays = tuple[np.ndarray, ...]
 
 
@@ -32,7 +34,11 @@ Layouts = dict[str, Table]
 
 
 class HasLayouts(Protocol):
-    """A layer that knows its torch layouts."""
+    """A layer that knows its torch layouts.
+
+    One that is easily given another model's weights may also have `foreign_format(keys)`, which
+    says whose they are.
+    """
 
     def torch_layouts(self) -> Layouts:
         """The weight tables of this layer, by layout name; the first is the one to export to."""
@@ -84,6 +90,11 @@ def layer_norm(param: str, key: str) -> Table:
     return [same(f"{param}.scale", f"{key}.weight"), same(f"{param}.bias", f"{key}.bias")]
 
 
+def rms_norm(param: str, key: str) -> Table:
+    """`nnx.RMSNorm` and `torch.nn.RMSNorm`."""
+    return [same(f"{param}.scale", f"{key}.weight")]
+
+
 def embedding(param: str, key: str) -> Table:
     """`nnx.Embed` and `torch.nn.Embedding`."""
     return [same(f"{param}.embedding", f"{key}.weight")]
@@ -115,7 +126,8 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
     Raises:
         TypeError: the state_dict is no mapping.
         ValueError: the layout is unknown, or keys are missing, unexpected, of another shape or of
-            a wider dtype: all of them are listed, and the layer is left as it was.
+            a wider dtype, or hold values outside a parameter's bounds: all of them are listed, and
+            the layer is left as it was.
 
     """
     if not isinstance(state_dict, Mapping):
@@ -123,6 +135,9 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
             f"state_dict: expected a mapping of keys to tensors, as module.state_dict() gives it, "
             f"got {type(state_dict).__name__}"
         )
+    foreign_format = getattr(layer, "foreign_format", None)
+    if foreign_format is not None and (foreign := foreign_format(state_dict)):
+        raise ValueError(f"state_dict: {foreign}")
     params = _params(layer)
     layouts = _layouts(layer)
     name = layout if layout is not None else _detect(layouts, set(state_dict), layer)
@@ -146,18 +161,23 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
                 )
     known = {key for row in table for key in row.keys}
     faults += [f"unexpected key {key}" for key in state_dict if key not in known]
-    if faults:
-        raise ValueError(
-            f"state_dict does not fit {type(layer).__name__} in layout {name!r}:\n  "
-            + "\n  ".join(faults)
-        )
+    _refuse(faults, layer, name)
 
+    loaded = {}
     for row in table:
         values = row.to_jax(*(arrays[key] for key in row.keys))
-        for path, value in zip(row.params, values, strict=True):
-            old = params[path].get_value()
-            own = np.array(value, dtype=old.dtype)  # jax may keep the memory that it is given
-            params[path].set_value(jax.device_put(own, getattr(old, "sharding", None)))
+        loaded |= zip(row.params, values, strict=True)
+        faults += [
+            f"{', '.join(row.keys)}: {fault}"
+            for path, value in zip(row.params, values, strict=True)
+            if (fault := _out_of_bounds(params[path], value))
+        ]
+    _refuse(faults, layer, name)
+
+    for path, value in loaded.items():
+        old = params[path].get_value()
+        own = np.array(value, dtype=old.dtype)  # jax may keep the memory that it is given
+        params[path].set_value(jax.device_put(own, getattr(old, "sharding", None)))
     return layer
 
 
@@ -186,6 +206,23 @@ def to_torch(layer: HasLayouts, layout: str | None = None) -> dict[str, np.ndarr
             key: np.array(value, order="C") for key, value in zip(row.keys, values, strict=True)
         }
     return state_dict
+
+
+def _refuse(faults: list[str], layer, layout: str) -> None:
+    if faults:
+        raise ValueError(
+            f"state_dict does not fit {type(layer).__name__} in layout {layout!r}:\n  "
+            + "\n  ".join(faults)
+        )
+
+
+def _out_of_bounds(param: nnx.Param, value: np.ndarray) -> str | None:
+    interval = bounds(param)
+    if interval is None:
+        return None
+    low, high = interval
+    count = np.count_nonzero(~((value >= low) & (value <= high)))  # NaN is outside
+    return f"{count} of {value.size} values outside [{low:g}, {high:g}]" if count else None
 
 
 def _params(layer) -> dict[str, nnx.Param]:

@@ -17,10 +17,21 @@ import torch_ref
 from jax_models import (
     GRU,
     LSTM,
+    RGLRU,
     RNN,
     Bidirectional,
+    CausalConv1D,
+    Hawk,
+    HawkBlock,
+    HawkLanguageModelConfig,
     LanguageModel,
+    LanguageModelConfig,
     RNNLanguageModelConfig,
+    RWKVBlock,
+    RWKVChannelMix,
+    RWKVLanguageModelConfig,
+    RWKVTimeMix,
+    WKVState,
     from_torch,
 )
 
@@ -28,6 +39,21 @@ BATCH, TIME = 3, 7
 
 TorchState = tuple[Tensor, ...]
 """The leaves of the JAX layer's state, in its order, as tensors."""
+
+
+def in_every_dtype(x: np.ndarray) -> np.ndarray:
+    """The numbers rounded to bfloat16, so that every dtype starts from the same."""
+    return x.astype(jnp.bfloat16).astype(np.float64)
+
+
+def moderate_decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """An `a` well inside (0, 1), exact in bfloat16."""
+    return in_every_dtype(rng.uniform(0.2, 0.9, shape))
+
+
+def slow_decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """An `a` within 2⁻¹⁰ to 2⁻²³ of 1, exact in float32."""
+    return 1 - 2.0 ** -rng.integers(10, 24, shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +71,8 @@ class Case:
     call: Callable[..., tuple[Tensor, TorchState]]
     packs: bool = False
     """Does the twin take `lengths`?"""
+    decays: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = moderate_decays
+    """Draws the `a` of every RG-LRU in the twin."""
 
     def build_twin(self, seed: int = 0) -> nn.Module:
         """The twin in float64, every weight and bias random and exact in bfloat16."""
@@ -55,6 +83,9 @@ class Case:
                 scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
                 draw = scale * rng.standard_normal(tuple(parameter.shape))
                 parameter.copy_(torch.from_numpy(in_every_dtype(draw)))
+            for module in twin.modules():
+                if isinstance(module, torch_ref.RGLRU):
+                    module.a.copy_(torch.from_numpy(self.decays(rng, tuple(module.a.shape))))
         return twin
 
     def build_layer(self, twin: nn.Module, dtype=jnp.float64):
@@ -75,13 +106,18 @@ class Case:
         """A random state in the structure of the layer's, exact in bfloat16; positions stay 0."""
         rng = np.random.default_rng(seed)
         shapes = jax.eval_shape(lambda: self.abstract().init_state(batch))
-        return jax.tree.map(
+        state = jax.tree.map(
             lambda s: (
                 in_every_dtype(0.5 * rng.standard_normal(s.shape))
                 if jnp.issubdtype(s.dtype, jnp.floating)
                 else np.zeros(s.shape, s.dtype)
             ),
             shapes,
+        )
+        return jax.tree.map(
+            lambda s: s._replace(den=np.abs(s.den) + 1) if isinstance(s, WKVState) else s,
+            state,
+            is_leaf=lambda s: isinstance(s, WKVState),
         )
 
     def abstract(self, dtype=jnp.float64):
@@ -100,11 +136,6 @@ def _abstract(case: Case, dtype):
     return nnx.split(
         nnx.eval_shape(lambda: case.layer(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
     )
-
-
-def in_every_dtype(x: np.ndarray) -> np.ndarray:
-    """The numbers rounded to bfloat16, so that every dtype starts from the same."""
-    return x.astype(jnp.bfloat16).astype(np.float64)
 
 
 def call_torch_nn(twin, x, state, lengths=None):
@@ -141,6 +172,38 @@ def call_cell(twin, x, state, lengths=None):
 def call_language_model(twin, tokens, state, lengths=None):
     """RNNLanguageModel: tokens to logits. The twin neither takes nor returns a state."""
     return twin(tokens)[0], ()
+
+
+def call_steps(twin, x, state, lengths=None):
+    """The one-step classes of seed 000, whose state is a tensor or a tuple of them."""
+    state = twin.init_state(x.shape[0]) if state is None else state
+    ys = []
+    for x_t in x.unbind(1):
+        y, state = twin(x_t, state)
+        ys.append(y)
+    return torch.stack(ys, dim=1), state
+
+
+def call_rglru(twin, x, state, lengths=None):
+    """The seed's RGLRU, whose output is its state."""
+    state = twin.init_state(x.shape[0]) if state is None else state[0]
+    ys = [state := twin(x_t, state) for x_t in x.unbind(1)]
+    return torch.stack(ys, dim=1), (state,)
+
+
+def call_causal_conv(twin, x, state, lengths=None):
+    """The seed's CausalConv1d, whose state is one tensor."""
+    state = twin.init_state(x.shape[0]) if state is None else state[0]
+    ys = []
+    for x_t in x.unbind(1):
+        y, state = twin(x_t, state)
+        ys.append(y)
+    return torch.stack(ys, dim=1), (state,)
+
+
+def call_sequence(twin, x, state, lengths=None):
+    """Classes with our own contract, their state a tuple."""
+    return twin(x, state)
 
 
 def two_stacks(num_layers: int, **kwargs) -> Bidirectional:
@@ -252,9 +315,64 @@ def torch_nn_cases() -> list[Case]:
     return cases
 
 
-def language_model_case(name: str, layout: str, **fields) -> Case:
+def hawk_cases() -> list[Case]:
+    """The classes of seed 000, at decays inside (0, 1) and close to 1."""
+    hawk = partial(Case, layout="hawk")
+    conv = partial(hawk, call=call_causal_conv)
+    return [
+        hawk("RGLRU", partial(torch_ref.RGLRU, 5), partial(RGLRU, 5), call=call_rglru),
+        hawk(
+            "RGLRU close to a = 1",
+            partial(torch_ref.RGLRU, 6),
+            partial(RGLRU, 6),
+            call=call_rglru,
+            decays=slow_decays,
+        ),
+        *(
+            conv(
+                f"CausalConv1D, kernel {size}",
+                partial(torch_ref.CausalConv1d, 5, size),
+                partial(CausalConv1D, 5, size),
+            )
+            for size in (1, 2, 4)
+        ),
+        *(
+            hawk(
+                f"Hawk, kernel {size}",
+                partial(torch_ref.Hawk, 5, size),
+                partial(Hawk, 5, kernel_size=size),
+                call=call_steps,
+            )
+            for size in (1, 2, 4)
+        ),
+        hawk(
+            "HawkBlock",
+            partial(torch_ref.HawkBlock, 5, 7),
+            partial(HawkBlock, 5, 7),
+            call=call_steps,
+        ),
+    ]
+
+
+def rwkv_cases() -> list[Case]:
+    """RWKV-4's parts."""
+    rwkv = partial(Case, layout="blinkdl", call=call_sequence)
+    return [
+        rwkv("RWKVTimeMix", partial(torch_ref.RWKVTimeMix, 5), partial(RWKVTimeMix, 5)),
+        rwkv(
+            "RWKVTimeMix by associative scan",
+            partial(torch_ref.RWKVTimeMix, 5),
+            partial(RWKVTimeMix, 5, method="associative"),
+        ),
+        rwkv(
+            "RWKVChannelMix", partial(torch_ref.RWKVChannelMix, 5, 7), partial(RWKVChannelMix, 5, 7)
+        ),
+        rwkv("RWKVBlock", partial(torch_ref.RWKVBlock, 5, 7, first=True), partial(RWKVBlock, 5, 7)),
+    ]
+
+
+def language_model_case(config: LanguageModelConfig, name: str, layout: str) -> Case:
     """A language model of this config and the twin that the config describes."""
-    config = RNNLanguageModelConfig(**fields)
     twin = getattr(torch_ref, type(config).__name__.removesuffix("Config"))
     return Case(
         name,
@@ -266,21 +384,38 @@ def language_model_case(name: str, layout: str, **fields) -> Case:
 
 
 def language_model_cases() -> list[Case]:
-    """The seed's model, and the same around torch.nn's recurrences."""
+    """A model of every kind."""
+    rnn = partial(RNNLanguageModelConfig, vocab_size=11)
     return [
-        language_model_case("RNNLanguageModel", "scratch"),
+        language_model_case(RNNLanguageModelConfig(), "RNNLanguageModel", "scratch"),
         language_model_case(
+            rnn(context_length=None, cell="lstm", num_layers=2),
             "RNNLanguageModel of LSTM",
             "torch.nn",
-            vocab_size=11,
-            context_length=None,
-            cell="lstm",
-            num_layers=2,
         ),
         language_model_case(
-            "RNNLanguageModel of GRU", "torch.nn", vocab_size=11, context_length=9, cell="gru"
+            rnn(context_length=9, cell="gru"), "RNNLanguageModel of GRU", "torch.nn"
+        ),
+        language_model_case(
+            HawkLanguageModelConfig(vocab_size=11, features=6, num_layers=2, mlp_features=8),
+            "HawkLanguageModel",
+            "hawk",
+        ),
+        language_model_case(
+            RWKVLanguageModelConfig(vocab_size=11, features=6, num_layers=2, hidden_features=8),
+            "RWKVLanguageModel",
+            "blinkdl",
         ),
     ]
 
 
-CASES = {case.name: case for case in [*seed_cases(), *torch_nn_cases(), *language_model_cases()]}
+CASES = {
+    case.name: case
+    for case in [
+        *seed_cases(),
+        *torch_nn_cases(),
+        *hawk_cases(),
+        *rwkv_cases(),
+        *language_model_cases(),
+    ]
+}

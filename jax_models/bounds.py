@@ -1,0 +1,35 @@
+"""Parameters that must stay inside an interval: how they say so, and how training keeps them in."""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Params = TypeVar("Params")
+
+
+def bounds(param: nnx.Variable) -> tuple[float, float] | None:
+    """The interval of a parameter made as `nnx.Param(value, bounds=(low, high))`."""
+    return param.get_metadata().get("bounds")
+
+
+def project(params: Params) -> Params:
+    """Parameters with every one that has bounds moved to the nearest values inside them.
+
+    Call it after each step of an optimiser, as projected gradient descent does:
+
+        params = project(optax.apply_updates(params, updates))
+
+    Args:
+        params: a tree with `nnx.Param`s as `nnx.split` or `nnx.state` give it.
+
+    """
+
+    def inside(param):
+        interval = bounds(param) if isinstance(param, nnx.Variable) else None
+        if interval is None:
+            return param
+        return param.replace(jnp.clip(param.get_value(), *interval))
+
+    return jax.tree.map(inside, params, is_leaf=lambda node: isinstance(node, nnx.Variable))

@@ -1,0 +1,43 @@
+"""Normalisation as torch computes it."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class LayerNorm(nnx.LayerNorm):
+    """`(x − mean) / √(var + 1e-5) · scale + bias` over the features, in at least float32.
+
+    The variance is that of the centred values, not a difference of squares. It works under
+    `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
+    """
+
+    def __init__(self, features: int, *, dtype=None, param_dtype=jnp.float32, rngs: nnx.Rngs):
+        super().__init__(
+            features,
+            epsilon=1e-5,
+            use_fast_variance=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(self, x, **kwargs):
+        """Normalise the last axis of x."""
+        with jax.numpy_dtype_promotion("standard"):
+            return super().__call__(x, **kwargs)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """`x / √(mean(x²) + 1e-6) · scale` over the features, in at least float32.
+
+    It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
+    """
+
+    def __init__(self, features: int, *, dtype=None, param_dtype=jnp.float32, rngs: nnx.Rngs):
+        super().__init__(features, epsilon=1e-6, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, x, mask=None):
+        """Normalise the last axis of x."""
+        with jax.numpy_dtype_promotion("standard"):
+            return super().__call__(x, mask)

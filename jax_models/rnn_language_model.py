@@ -1,0 +1,129 @@
+"""The recurrent language model (seed 001)."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models.gru import GRU
+from jax_models.language_model import LanguageModel, LanguageModelConfig
+from jax_models.linear import Linear
+from jax_models.lstm import LSTM
+from jax_models.norm import LayerNorm
+from jax_models.rnn import RNN
+from jax_models.sequence import checked_size
+from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
+
+CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU}
+
+
+@dataclasses.dataclass(frozen=True)
+class RNNLanguageModelConfig(LanguageModelConfig):
+    """The recurrent language model; the defaults are the seed's."""
+
+    vocab_size: int = 20
+    """Number of distinct tokens."""
+    context_length: int | None = 8  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Positions that the model knows. None: it has no positions, and no limit."""
+    embedding_features: int = 10
+    """Size of the token and position embeddings."""
+    hidden_features: int = 20
+    """Size of the hidden state."""
+    cell: Literal["rnn", "lstm", "gru"] = "rnn"
+    """The recurrence."""
+    num_layers: int = 1
+    """Layers of it."""
+    dropout_rate: float = 0.0
+    """Dropout between the layers."""
+
+    def __post_init__(self):
+        """Refuse sizes and cells that there are not."""
+        for name in ("vocab_size", "embedding_features", "hidden_features", "num_layers"):
+            checked_size(name, getattr(self, name))
+        if self.context_length is not None and self.context_length < 1:
+            raise ValueError(f"context_length: expected at least 1, got {self.context_length}")
+        if self.cell not in CELLS:
+            raise ValueError(f"cell: expected one of {sorted(CELLS)}, got {self.cell!r}")
+
+    def build(self, **kwargs: Any) -> "RNNLanguageModel":
+        """`RNNLanguageModel(self, …)`."""
+        return RNNLanguageModel(self, **kwargs)
+
+
+class RNNLanguageModel(LanguageModel):
+    """Token and position embeddings → RNN, LSTM or GRU → LayerNorm → Linear (seed 001).
+
+    Args:
+        config: the sizes.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+
+    Layouts: `scratch`, the seed's RNNLanguageModel, where the cell is one layer of `rnn`;
+    `torch.nn`, the same around a torch.nn.RNN, LSTM or GRU.
+
+    """
+
+    def __init__(
+        self,
+        config: RNNLanguageModelConfig,
+        *,
+        dtype=None,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        normal = nnx.initializers.normal(1.0)
+        uniform = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # ±1/√in
+        self.config = config
+        self.embedding = nnx.Embed(
+            config.vocab_size,
+            config.embedding_features,
+            embedding_init=normal,
+            rngs=rngs,
+            **dtypes,
+        )
+        self.pos_embedding = (
+            nnx.Embed(
+                config.context_length,
+                config.embedding_features,
+                embedding_init=normal,
+                rngs=rngs,
+                **dtypes,
+            )
+            if config.context_length is not None
+            else None
+        )
+        self.layers = CELLS[config.cell](
+            config.embedding_features,
+            config.hidden_features,
+            num_layers=config.num_layers,
+            dropout_rate=config.dropout_rate,
+            rngs=rngs,
+            **dtypes,
+        )
+        self.norm = LayerNorm(config.hidden_features, rngs=rngs, **dtypes)
+        self.head = Linear(
+            config.hidden_features, config.vocab_size, kernel_init=uniform, rngs=rngs, **dtypes
+        )
+
+    def torch_layouts(self) -> Layouts:
+        """The seed's keys around each layout of the recurrence."""
+        outside = [
+            *embedding("embedding", "embedding"),
+            *(
+                embedding("pos_embedding", "pos_embedding")
+                if self.pos_embedding is not None
+                else []
+            ),
+            *layer_norm("norm", "layer_norm"),
+            *linear("head", "proj"),
+        ]
+        inside = self.layers.torch_layouts()
+        names = ["scratch", "torch.nn"] if isinstance(self.layers, RNN) else ["torch.nn"]
+        return {
+            name: outside + nested(inside[name], "layers", "rnn")
+            for name in names
+            if name in inside
+        }

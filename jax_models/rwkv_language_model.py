@@ -1,0 +1,147 @@
+"""The RWKV-4 language model, and which RWKV a state_dict is of."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models.language_model import LanguageModel, LanguageModelConfig
+from jax_models.linear import Linear
+from jax_models.norm import LayerNorm
+from jax_models.rwkv import RWKVBlock, orthogonal
+from jax_models.sequence import checked_size
+from jax_models.stack import Stack
+from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
+
+
+@dataclasses.dataclass(frozen=True)
+class RWKVLanguageModelConfig(LanguageModelConfig):
+    """The RWKV-4 language model."""
+
+    vocab_size: int = 256
+    """Number of distinct tokens."""
+    features: int = 192
+    """Width of the model."""
+    num_layers: int = 3
+    """Residual blocks."""
+    hidden_features: int = 768
+    """Width of the channel mixes; four times `features` in RWKV-4."""
+
+    def __post_init__(self):
+        """Refuse sizes that are not positive."""
+        for field in dataclasses.fields(self):
+            checked_size(field.name, getattr(self, field.name))
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> "RWKVLanguageModelConfig":
+        """The config of a BlinkDL RWKV-4 checkpoint, read from its shapes.
+
+        Raises:
+            ValueError: it is a checkpoint of another RWKV version, or of no RWKV.
+
+        """
+        if version := other_version(state_dict):
+            raise ValueError(f"state_dict: {version}")
+        needed = ("emb.weight", "blocks.0.ffn.key.weight")
+        if missing := [key for key in needed if key not in state_dict]:
+            raise ValueError(f"state_dict: not of an RWKV-4, it has no {' and no '.join(missing)}")
+        vocab_size, features = state_dict["emb.weight"].shape
+        layers = {key.split(".")[1] for key in state_dict if key.startswith("blocks.")}
+        return cls(
+            vocab_size=int(vocab_size),
+            features=int(features),
+            num_layers=len(layers),
+            hidden_features=int(state_dict["blocks.0.ffn.key.weight"].shape[0]),
+        )
+
+    def build(self, **kwargs: Any) -> "RWKVLanguageModel":
+        """`RWKVLanguageModel(self, …)`."""
+        return RWKVLanguageModel(self, **kwargs)
+
+
+MARKS = {
+    "RWKV-7": ("att.r_k", "att.k_k", "att.x_r"),
+    "RWKV-6": ("att.time_maa_x", "att.time_maa_w1", "att.time_decay_w1"),
+    "RWKV-5": ("att.ln_x.weight", "att.time_faaaa", "att.gate.weight"),
+}
+"""Ends of keys that an RWKV has from this version on, the newest first."""
+
+
+def other_version(keys: Iterable[str]) -> str | None:
+    """What to say of the keys of an RWKV that is not RWKV-4; None of all others."""
+    ends = {
+        key.split(".", 2)[2] for key in keys if key.startswith("blocks.") and key.count(".") > 2
+    }
+    for version, marks in MARKS.items():
+        if found := sorted(ends & set(marks)):
+            return f"a checkpoint of {version} (it has {found[0]}), this model is RWKV-4"
+    return None
+
+
+class RWKVLanguageModel(LanguageModel):
+    """Token embedding → RWKV-4 blocks → LayerNorm → Linear.
+
+    Args:
+        config: the sizes; `RWKVLanguageModelConfig.from_state_dict` reads them from a checkpoint.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+        rngs: draws the parameters, as RWKV-4 does.
+
+    Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-4).
+
+    """
+
+    def __init__(
+        self,
+        config: RWKVLanguageModelConfig,
+        *,
+        dtype=None,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.config = config
+        self.embedding = nnx.Embed(
+            config.vocab_size,
+            config.features,
+            embedding_init=nnx.initializers.orthogonal(
+                1e-4 * max(config.vocab_size, config.features) ** 0.5
+            ),
+            **options,
+        )
+        self.pos_embedding = None
+        self.layers = Stack(
+            RWKVBlock(
+                config.features,
+                config.hidden_features,
+                layer_index=index,
+                num_layers=config.num_layers,
+                **options,
+            )
+            for index in range(config.num_layers)
+        )
+        self.norm = LayerNorm(config.features, **options)
+        self.head = Linear(
+            config.features,
+            config.vocab_size,
+            use_bias=False,
+            kernel_init=lambda *args, **kwargs: 0.5 * orthogonal(*args, **kwargs),
+            **options,
+        )
+
+    def torch_layouts(self) -> Layouts:
+        """`blinkdl`: the keys of an RWKV-4 checkpoint."""
+        return {
+            "blinkdl": [
+                *embedding("embedding", "emb"),
+                *nested(self.layers.torch_layouts()["blinkdl"], "layers", "blocks"),
+                *layer_norm("norm", "ln_out"),
+                *linear("head", "head", bias=False),
+            ]
+        }
+
+    def foreign_format(self, keys: Iterable[str]) -> str | None:
+        """The RWKV version, if the keys are of another."""
+        return other_version(keys)

@@ -1,0 +1,155 @@
+"""Hawk beyond parity: where `a` may lie, where it starts, and long sequences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+import torch_ref
+from jax_models import RGLRU, CausalConv1D, Hawk, HawkBlock, from_torch, project, to_torch
+from parity_tests.tolerance import K, rms
+from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
+
+
+def seed_weights(features: int = 4) -> dict[str, torch.Tensor]:
+    """A random Hawk's state_dict."""
+    return {key: value.clone() for key, value in torch_ref.Hawk(features).state_dict().items()}
+
+
+def test_weights_with_a_outside_are_refused_by_name_and_count():
+    weights = seed_weights()
+    weights["rglru.a"] = torch.tensor([-0.1, 0.5, 1.1, float("nan")])
+    layer = Hawk(4, rngs=nnx.Rngs(0))
+    before = to_torch(layer)
+    with pytest.raises(ValueError, match=r"rglru\.a: 3 of 4 values outside \[0, 1\]"):
+        from_torch(layer, weights)
+    for key, array in to_torch(layer).items():
+        np.testing.assert_array_equal(array, before[key])
+
+
+def test_a_of_zero_and_one_load_and_run():
+    """A = 0 forgets everything and a = 1 lets nothing in, as in the twin; gradients are finite."""
+    twin, x = torch_ref.Hawk(4), torch.randn(2, 9, 4)
+    with torch.no_grad():
+        twin.rglru.a[:2] = torch.tensor([0.0, 1.0])
+    layer = from_torch(Hawk(4, rngs=nnx.Rngs(0)), twin.state_dict())
+    graphdef, params = nnx.split(layer)
+
+    def loss(params, x):
+        y, state = nnx.merge(graphdef, params)(x)
+        return jnp.sum(y**2), (y, state)
+
+    gradients, (y, state) = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x.numpy())
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    np.testing.assert_array_equal(state.rglru.h[:, 1], 0)
+    torch_y = torch_ref.hawk_language_model.over_time(twin, x)
+    torch_y.square().sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in twin.parameters())
+    np.testing.assert_allclose(y, torch_y.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_training_keeps_a_inside():
+    layer = RGLRU(8, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+    x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
+    optimizer = build_optimizer(OptimizerConfig(learning_rate=1.0), num_steps=4)
+    state = optimizer.init(params)
+    outside = []
+    for sign in (1, -1, 1, -1):
+        gradient = jax.grad(lambda p: sign * jnp.sum(nnx.merge(graphdef, p)(x)[0] ** 2))(params)  # noqa: B023
+        updates, _ = optimizer.update(gradient, state, params)
+        a = optax.apply_updates(params, updates)["a"][...]
+        outside.append(bool((a < 0).any() or (a > 1).any()))
+        params, state = apply_gradient(optimizer, gradient, state, params)
+        assert ((params["a"][...] >= 0) & (params["a"][...] <= 1)).all()
+    assert any(outside), "the steps never left the interval: this tests nothing"
+
+
+def test_an_a_outside_counts_as_the_nearest_end_and_project_moves_it_there():
+    layer = RGLRU(3, rngs=nnx.Rngs(0))
+    layer.a[...] = jnp.array([-0.5, 0.5, 1.5])
+    x = np.random.default_rng(0).standard_normal((2, 5, 3)).astype(np.float32)
+    y, _ = layer(x)
+    assert np.isfinite(y).all()
+    nnx.update(layer, project(nnx.state(layer, nnx.Param)))
+    np.testing.assert_array_equal(layer.a[...], [0.0, 0.5, 1.0])
+    np.testing.assert_array_equal(layer(x)[0], y)
+
+
+def test_a_starts_as_in_the_paper():
+    for c in (8.0, 2.0):
+        a_to_c = np.asarray(RGLRU(4000, c=c, rngs=nnx.Rngs(0)).a[...]) ** c
+        assert 0.9 <= a_to_c.min() < 0.901
+        assert 0.998 < a_to_c.max() <= 0.999 + 1e-6
+        assert a_to_c.mean() == pytest.approx(0.9495, abs=0.002)
+    with torch.no_grad():
+        twin = torch_ref.RGLRU(4000).a ** 8
+        assert twin.min() >= 0.9 - 1e-5
+        assert twin.max() <= 0.999 + 1e-5
+
+
+@pytest.mark.parametrize("method", ["sequential", "associative", "chunked"])
+def test_long_memories_survive_float32(method):
+    """4,096 steps at decays next to 1, against float64: as exact as the twin's step by step."""
+    twin = torch_ref.RGLRU(8)
+    with torch.no_grad():
+        twin.a.copy_(1 - 2.0 ** -torch.arange(13.0, 21))
+    weights, x = twin.state_dict(), torch.randn(1, 4096, 8)
+
+    def run_twin(dtype):
+        state = twin.to(dtype).init_state(1)
+        with torch.no_grad():
+            return torch.stack([state := twin(x_t, state) for x_t in x.to(dtype).unbind(1)], 1)
+
+    plain = run_twin(torch.float32).double().numpy()
+    exact = run_twin(torch.float64).numpy()
+    layer = from_torch(RGLRU(8, method=method, rngs=nnx.Rngs(0)), weights)
+    ours = np.asarray(layer(x.numpy())[0], np.float64)
+    assert rms(ours - exact) <= K * rms(plain - exact)
+
+
+def test_bfloat16_computes_in_it_and_carries_float32():
+    layer = HawkBlock(8, 12, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    y, state = layer(np.ones((2, 3, 8), np.float32))
+    assert y.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+
+
+def test_time_major_and_unbatched():
+    x = np.random.default_rng(0).standard_normal((2, 5, 4)).astype(np.float32)
+    layer = Hawk(4, rngs=nnx.Rngs(0))
+    y, _ = layer(x)
+    y_time, _ = Hawk(4, time_major=True, rngs=nnx.Rngs(0))(x.swapaxes(0, 1))
+    np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
+    y_row, state_row = layer(x[0])
+    np.testing.assert_allclose(y_row, y[0], rtol=1e-5, atol=1e-6)
+    assert state_row.conv.inputs.shape == (4, 3)
+    assert layer.step(x[0, 0], state_row)[0].shape == (4,)
+
+
+def test_nan_stays_in_its_row():
+    x = np.random.default_rng(0).standard_normal((3, 6, 4)).astype(np.float32)
+    x[1, 2, 0] = np.nan
+    y, state = HawkBlock(4, 8, rngs=nnx.Rngs(0))(x)
+    assert np.isnan(y[1]).any()
+    for leaf in (y, *jax.tree.leaves(state)):
+        assert np.isfinite(np.delete(leaf, 1, axis=0)).all()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda r: RGLRU(0, rngs=r), "features: expected a positive integer, got 0"),
+        (lambda r: RGLRU(4, c=-1.0, rngs=r), "c: expected a positive number, got -1.0"),
+        (lambda r: CausalConv1D(4, 0, rngs=r), "kernel_size: expected a positive integer, got 0"),
+        (lambda r: Hawk(4, kernel_size=2.5, rngs=r), "kernel_size: expected a positive integer"),
+        (lambda r: HawkBlock(4, 0, rngs=r), "mlp_features: expected a positive integer"),
+        (lambda r: RGLRU(4, method="fast", rngs=r)(jnp.ones((1, 2, 4))), "method: expected one of"),
+    ],
+)
+def test_refuses(build, message):
+    with pytest.raises(ValueError, match=message):
+        build(nnx.Rngs(0))

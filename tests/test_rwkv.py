@@ -1,0 +1,196 @@
+"""RWKV-4 beyond parity: its checkpoints, its initialisation, its extremes."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import torch_ref
+from jax_models import (
+    RWKVBlock,
+    RWKVChannelMix,
+    RWKVLanguageModelConfig,
+    RWKVTimeMix,
+    from_torch,
+    read_pth,
+    to_torch,
+)
+
+SIZES = {"vocab_size": 11, "features": 6, "num_layers": 3, "hidden_features": 24}
+
+
+def checkpoint() -> dict[str, torch.Tensor]:
+    """A random RWKV-4's state_dict in bfloat16, as BlinkDL's are."""
+    twin = torch_ref.RWKVLanguageModel(*SIZES.values())
+    return {key: torch.randn_like(value).bfloat16() for key, value in twin.state_dict().items()}
+
+
+def test_a_pth_loads_runs_and_comes_back(tmp_path):
+    weights = checkpoint()
+    torch.save(weights, tmp_path / "RWKV-4.pth")
+    read = read_pth(tmp_path / "RWKV-4.pth")
+    config = RWKVLanguageModelConfig.from_state_dict(read)
+    assert config == RWKVLanguageModelConfig(**SIZES)
+    model = from_torch(config.build(rngs=nnx.Rngs(0)), read)
+    back = to_torch(model)
+    assert back.keys() == weights.keys()
+    for key, tensor in weights.items():
+        np.testing.assert_array_equal(back[key], tensor.float().numpy())
+
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 9))
+    twin = torch_ref.RWKVLanguageModel.from_config(config)
+    twin.load_state_dict(weights)
+    logits, _ = model(tokens)
+    expected, _ = twin(torch.tensor(tokens))
+    np.testing.assert_allclose(logits, expected.detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
+class Trap:
+    """A pickle that would run something."""
+
+    def __reduce__(self):
+        """Print instead of an object."""
+        return print, ("the pickle ran",)
+
+
+def test_a_pth_that_needs_more_than_weights_is_refused(tmp_path, capsys):
+    torch.save({"emb.weight": torch.zeros(2), "trap": Trap()}, tmp_path / "trap.pth")
+    with pytest.raises(ValueError, match=r"trap\.pth: refused, it holds more .*print"):
+        read_pth(tmp_path / "trap.pth")
+    (tmp_path / "old.pth").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(ValueError, match=r"old\.pth: refused"):
+        read_pth(tmp_path / "old.pth")
+    assert "the pickle ran" not in capsys.readouterr().out
+
+
+def test_a_pth_that_is_none(tmp_path):
+    torch.save([torch.zeros(2)], tmp_path / "list.pth")
+    with pytest.raises(ValueError, match=r"list\.pth: expected a state_dict, got a list"):
+        read_pth(tmp_path / "list.pth")
+    torch.save(checkpoint(), tmp_path / "whole.pth")
+    (tmp_path / "cut.pth").write_bytes((tmp_path / "whole.pth").read_bytes()[:2000])
+    (tmp_path / "empty.pth").touch()
+    for name in ("cut", "empty"):
+        with pytest.raises(ValueError, match=rf"{name}\.pth: (refused|not a whole file)"):
+            read_pth(tmp_path / f"{name}.pth")
+    with pytest.raises(FileNotFoundError):
+        read_pth(tmp_path / "none.pth")
+
+
+@pytest.mark.parametrize(
+    ("version", "keys"),
+    [
+        ("RWKV-5", ["blocks.0.att.ln_x.weight", "blocks.0.att.time_mix_k"]),
+        (
+            "RWKV-5",
+            ["blocks.0.att.time_faaaa", "blocks.0.att.gate.weight", "blocks.0.att.ln_x.bias"],
+        ),
+        (
+            "RWKV-6",
+            ["blocks.0.att.time_maa_x", "blocks.0.att.time_faaaa", "blocks.0.att.ln_x.weight"],
+        ),
+        ("RWKV-7", ["blocks.0.att.x_r", "blocks.0.att.r_k", "blocks.0.att.ln_x.weight"]),
+    ],
+)
+def test_other_versions_are_named(version, keys):
+    weights = checkpoint() | {f"blocks.0.att.{key}": torch.zeros(6) for key in keys}
+    model = RWKVLanguageModelConfig(**SIZES).build(rngs=nnx.Rngs(0))
+    for call in (
+        lambda: RWKVLanguageModelConfig.from_state_dict(weights),
+        lambda: from_torch(model, weights),
+    ):
+        with pytest.raises(ValueError, match=rf"a checkpoint of {version} \(it has .*is RWKV-4"):
+            call()
+
+
+def test_what_is_no_rwkv_is_refused():
+    with pytest.raises(ValueError, match=r"not of an RWKV-4, it has no emb\.weight and no blocks"):
+        RWKVLanguageModelConfig.from_state_dict(torch.nn.LSTM(2, 3).state_dict())
+
+
+def blinkdl_start(features: int, layer: int, num_layers: int) -> dict[str, np.ndarray]:
+    """How RWKV-LM's code starts decays, bonuses and mixtures, channel by channel."""
+    up, down = layer / (num_layers - 1), 1 - layer / num_layers
+    channels, power = range(features), 0.7 + 1.3 * up
+    return {
+        "time_decay": np.array([8 * (h / (features - 1)) ** power - 5 for h in channels]),
+        "time_first": np.array([np.log(0.3) + ((h + 1) % 3 - 1) * 0.5 for h in channels]),
+        "time_mix_k": np.array([(h / features) ** down for h in channels]),
+        "time_mix_v": np.array([(h / features) ** down + 0.3 * up for h in channels]),
+        "time_mix_r": np.array([(h / features) ** (0.5 * down) for h in channels]),
+    }
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_starts_as_rwkv_4(layer):
+    block = RWKVBlock(16, layer_index=layer, num_layers=4, rngs=nnx.Rngs(0))
+    for name, expected in blinkdl_start(16, layer, 4).items():
+        np.testing.assert_allclose(getattr(block.att, name)[...], expected, rtol=1e-5, atol=1e-6)
+        if name in ("time_mix_k", "time_mix_r"):
+            np.testing.assert_allclose(
+                getattr(block.ffn, name)[...], blinkdl_start(16, layer, 4)["time_mix_k"], rtol=1e-5
+            )
+    for zero in (block.att.key, block.att.receptance, block.att.output, block.ffn.value):
+        assert not zero.kernel[...].any()
+    value, key = block.att.value.kernel[...], block.ffn.key.kernel[...]
+    np.testing.assert_allclose(value.T @ value, np.eye(16), atol=1e-5)
+    assert key.shape == (16, 64)
+    np.testing.assert_allclose(key @ key.T, 4 * np.eye(16), atol=1e-4)
+    assert (block.ln0 is None) == (layer > 0)
+
+
+def test_the_embedding_and_the_head_start_as_rwkv_4():
+    config = RWKVLanguageModelConfig(vocab_size=9, features=16, num_layers=2, hidden_features=64)
+    model = config.build(rngs=nnx.Rngs(0))
+    embedding, head = model.embedding.embedding[...], model.head.kernel[...]
+    np.testing.assert_allclose(embedding @ embedding.T, 1e-8 * 16 * np.eye(9), atol=1e-12)
+    np.testing.assert_allclose(head.T @ head, 0.25 * np.eye(9), atol=1e-5)
+
+
+def test_a_reset_starts_from_an_empty_state():
+    """Not from zeros: their exponent, 0, would drown keys of −200."""
+    layer = RWKVTimeMix(4, rngs=nnx.Rngs(0))
+    key = np.random.default_rng(0).standard_normal((4, 4))
+    layer.key.kernel[...] = jnp.asarray(-200 * np.abs(key), jnp.float32)
+    layer.output.kernel[...] = jnp.eye(4)
+    x = np.random.default_rng(1).uniform(0.5, 1, (1, 6, 4)).astype(np.float32)
+    reset = np.array([[False, False, False, True, False, False]])
+    y, state = layer(x, reset=reset)
+    alone, alone_state = layer(x[:, 3:])
+    assert np.abs(alone).min() > 0
+    np.testing.assert_allclose(y[:, 3:], alone, rtol=1e-5)
+    np.testing.assert_allclose(state.wkv.max, alone_state.wkv.max, rtol=1e-6)
+
+
+def test_nan_stays_in_its_row():
+    x = np.random.default_rng(0).standard_normal((3, 6, 4)).astype(np.float32)
+    x[1, 2, 0] = np.nan
+    block = RWKVBlock(4, rngs=nnx.Rngs(0))
+    twin = torch_ref.RWKVBlock(4, 16, first=True)
+    for parameter in twin.parameters():
+        torch.nn.init.normal_(parameter)
+    y, state = from_torch(block, twin.state_dict())(x)
+    assert np.isnan(y[1]).any()
+    for leaf in (y, *jax.tree.leaves(state)):
+        assert np.isfinite(np.delete(leaf, 1, axis=0)).all()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda r: RWKVTimeMix(0, rngs=r), "features: expected a positive integer, got 0"),
+        (lambda r: RWKVChannelMix(4, 0, rngs=r), "hidden_features: expected a positive integer"),
+        (
+            lambda r: RWKVBlock(4, layer_index=3, num_layers=3, rngs=r),
+            r"layer_index: expected 0 … num_layers − 1 = 2, got 3",
+        ),
+        (lambda r: RWKVBlock(4, num_layers=0, rngs=r), "num_layers: expected a positive integer"),
+    ],
+)
+def test_refuses(build, message):
+    with pytest.raises(ValueError, match=message):
+        build(nnx.Rngs(0))
