@@ -111,6 +111,29 @@ def test_every_cell_trains_and_exports(text_file, tmp_path, capsys, cell):
     assert capsys.readouterr().out.startswith("naïve café")
 
 
+@pytest.mark.parametrize(
+    ("preset", "sizes"),
+    [
+        ("hawk", "--model.features 12 --model.mlp-features 16 --model.kernel-size 2"),
+        ("rwkv", "--model.features 12 --model.hidden-features 16"),
+    ],
+)
+def test_every_linear_recurrence_trains_resumes_and_exports(
+    text_file, tmp_path, capsys, preset, sizes
+):
+    small = "--model.num-layers 2 --window 12 --batch-size 8 --eval-every 5 --num-steps 10"
+    constant = "--optimizer.schedule constant --optimizer.warmup-steps 0"
+    options = ["--preset", preset, "--text", str(text_file), *f"{sizes} {small} {constant}".split()]
+    whole = start(tmp_path / "whole", *options)
+    start(tmp_path / "cut", *options, "--num-steps", "6")
+    train_command.main(["--resume", str(tmp_path / "cut"), "--num-steps", "10"])
+    chex.assert_trees_all_equal(params(whole), params(Run.open(tmp_path / "cut")))
+    out = capsys.readouterr().out
+    assert float(out.split("twin's logits: ")[1].split()[0]) < 1e-4
+    generate.main(["--run", str(tmp_path / "whole"), "--prompt", "naïve café"])
+    assert capsys.readouterr().out.startswith("naïve café")
+
+
 def test_resuming_gives_the_weights_of_one_run(text_file, tmp_path):
     dropout = ["--model.num-layers", "2", "--model.dropout-rate", "0.3"]
     constant = ["--optimizer.schedule", "constant"]

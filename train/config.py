@@ -8,7 +8,12 @@ from typing import Annotated, Any, Literal, Union, cast
 
 import tyro
 
-from jax_models import LanguageModelConfig, RNNLanguageModelConfig
+from jax_models import (
+    HawkLanguageModelConfig,
+    LanguageModelConfig,
+    RNNLanguageModelConfig,
+    RWKVLanguageModelConfig,
+)
 from train.optimizer import OptimizerConfig
 
 MODEL_CONFIGS = {config.__name__: config for config in LanguageModelConfig.__subclasses__()}
@@ -65,6 +70,12 @@ _SHAKESPEARE = TrainConfig(
     eval_batches=20,
 )
 
+_SHAKESPEARE_WARM = dataclasses.replace(
+    _SHAKESPEARE,
+    optimizer=dataclasses.replace(_SHAKESPEARE.optimizer, warmup_steps=40),
+    num_steps=700,
+)
+
 PRESETS = {
     "all-work": TrainConfig(),
     "lstm": _SHAKESPEARE,
@@ -76,6 +87,8 @@ PRESETS = {
         model=dataclasses.replace(_SHAKESPEARE.model, cell="rnn"),
         optimizer=dataclasses.replace(_SHAKESPEARE.optimizer, learning_rate=1e-3, clip_norm=1.0),
     ),
+    "hawk": dataclasses.replace(_SHAKESPEARE_WARM, model=HawkLanguageModelConfig()),
+    "rwkv": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKVLanguageModelConfig()),
 }
 
 

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_models import project
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -72,10 +74,10 @@ def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTr
 def apply_gradient(
     optimizer: optax.GradientTransformation, gradient, optimizer_state: optax.OptState, params
 ) -> tuple[Any, optax.OptState]:
-    """The parameters and the optimiser's state after one step."""
+    """The parameters after one step, inside their bounds, and the optimiser's state."""
     with jax.numpy_dtype_promotion("standard"):  # optax does not work under "strict"
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
-        return optax.apply_updates(params, updates), optimizer_state
+        return project(optax.apply_updates(params, updates)), optimizer_state
 
 
 def clip_by_global_norm(max_norm: float, epsilon: float = 1e-6) -> optax.GradientTransformation:
