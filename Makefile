@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test parity lint
+.PHONY: train test parity lint benchmark
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
@@ -14,6 +14,9 @@ test: $(VENV)/.installed
 parity: $(VENV)/.installed
 	$(BIN)/python -m parity_tests $(ARGS)
 
+benchmark: $(VENV)/.benchmarks
+	$(BIN)/python -m benchmarks.recurrences $(ARGS)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -22,4 +25,9 @@ lint: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(VENV)/.benchmarks: $(VENV)/.installed benchmarks/requirements.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,benchmark]"
+	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	touch $@
