@@ -92,6 +92,7 @@ class HawkBlock(SequenceLayer):
 
     def sequence(self, x, state, lengths, reset):
         """The equation."""
+        x = x.astype(self.computation_dtype(x))
         y, state = self.hawk.sequence(self.temporal_pre_norm(x), state, lengths, reset)
         x = x + y
         return x + self.mlp(self.channel_pre_norm(x)), state

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -69,12 +70,12 @@ class RWKVTimeMix(SequenceLayer):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.method: ops.WKVMethod = method
         depth, height = _depth_and_height(layer_index, num_layers)
-        channel = jnp.arange(features)
+        channel = np.arange(features)
         width = channel / max(features - 1, 1)
         mix = (channel / features) ** height
 
         def param(value) -> nnx.Param:
-            return nnx.Param(value.astype(param_dtype))
+            return nnx.Param(jnp.asarray(value, param_dtype))
 
         self.time_decay = param(8 * width ** (0.7 + 1.3 * depth) - 5)
         self.time_first = param(math.log(0.3) + 0.5 * ((channel + 1) % 3 - 1))
@@ -174,7 +175,7 @@ class RWKVChannelMix(SequenceLayer):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.hidden_features = checked_size("hidden_features", hidden_features)
         _, height = _depth_and_height(layer_index, num_layers)
-        start = ((jnp.arange(features) / features) ** height).astype(param_dtype)
+        start = jnp.asarray((np.arange(features) / features) ** height, param_dtype)
         self.time_mix_k = nnx.Param(start)
         self.time_mix_r = nnx.Param(start)
         options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
