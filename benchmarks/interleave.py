@@ -10,7 +10,8 @@ import importlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ ENVIRONMENT = {
 class Prepared:
     """A contender, ready to be timed."""
 
-    run: Callable[[], Any]
+    call: Callable[[], Any]
     """One call, to its end."""
     result: Callable[[], list[np.ndarray]]
     """What it computes."""
@@ -51,33 +52,32 @@ class Measured:
 
 
 def measure(
-    module: str, contenders: Sequence[tuple[str, str]], arguments: tuple, oracle: list[np.ndarray]
+    module: ModuleType, arrays: list[np.ndarray], oracle: list[np.ndarray], *, backward: bool
 ) -> list[Measured]:
-    """Time `prepare(name, *arguments)` of a module for all (framework, name).
+    """Time the contenders of a module, `JAX` and `TORCH`: factories of functions by name.
 
-    A contender whose package is not installed is left out.
+    The arrays are the functions' arguments and, last, the gradient of their output. A contender
+    whose package is not installed is left out.
     """
     os.environ |= ENVIRONMENT
     context = multiprocessing.get_context("spawn")
     workers, compiled = {}, {}
-    for framework, name in contenders:
-        if framework not in workers:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, module), daemon=True)
-            process.start()
-            workers[framework] = ours
-        workers[framework].send(("prepare", name, arguments))
-        answer = workers[framework].recv()
-        if isinstance(answer, ImportError):
-            print(f"{name}: left out, {answer}")
-        elif isinstance(answer, Exception):
-            raise answer
-        else:
-            compiled[framework, name] = answer
+    for framework in ("JAX", "TORCH"):
+        workers[framework], theirs = context.Pipe()
+        arguments = (theirs, module.__name__, framework, arrays, backward)
+        context.Process(target=_work, args=arguments, daemon=True).start()
+        for name in getattr(module, framework):
+            answer = workers[framework].recv()
+            if isinstance(answer, ImportError):
+                print(f"{name}: left out, {answer}")
+            elif isinstance(answer, Exception):
+                raise answer
+            else:
+                compiled[framework, name] = answer
     times = {key: [] for key in compiled}
     for _ in range(5):
         for framework, name in compiled:
-            workers[framework].send(("burst", name))
+            workers[framework].send(name)
             times[framework, name] += workers[framework].recv()
     for worker in workers.values():
         worker.send(None)
@@ -98,27 +98,66 @@ def relative_error(x: np.ndarray, oracle: np.ndarray) -> float:
     return float(np.sqrt(np.mean((x - oracle) ** 2) / np.mean(oracle**2)))
 
 
-def _work(connection, module: str) -> None:
-    prepare = importlib.import_module(module).prepare
+def _work(connection, module: str, framework: str, arrays, backward: bool) -> None:
+    prepare = {"JAX": _prepare_jax, "TORCH": _prepare_torch}[framework]
     prepared: dict[str, Prepared] = {}
-    while (message := connection.recv()) is not None:
-        if message[0] == "prepare":
-            _, name, arguments = message
-            try:
-                contender = prepared[name] = prepare(name, *arguments)
-                connection.send((contender.compile_s, contender.memory, contender.result()))
-            except Exception as error:
-                connection.send(error)
-        else:
-            connection.send(_burst(prepared[message[1]].run))
+    for name, factory in getattr(importlib.import_module(module), framework).items():
+        try:
+            contender = prepared[name] = prepare(factory(), arrays, backward)
+            connection.send((contender.compile_s, contender.memory, contender.result()))
+        except Exception as error:
+            connection.send(error)
+    while (name := connection.recv()) is not None:
+        connection.send(_burst(prepared[name].call))
 
 
-def _burst(run: Callable[[], Any]) -> list[float]:
+def _prepare_jax(function, arrays: list[np.ndarray], backward: bool) -> Prepared:
+    import jax
+
+    def run(*arguments):
+        if not backward:
+            return [function(*arguments[:-1])]
+        y, pullback = jax.vjp(function, *arguments[:-1])
+        return [y, *pullback(arguments[-1])]
+
+    arguments = [jax.device_put(x) for x in arrays]
+    start = time.perf_counter()
+    compiled = jax.jit(run).lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    parts = ("argument", "output", "temp")
+    return Prepared(
+        call=lambda: jax.block_until_ready(compiled(*arguments)),
+        result=lambda: [np.asarray(x) for x in compiled(*arguments)],
+        compile_s=seconds,
+        memory=sum(getattr(memory, f"{part}_size_in_bytes") for part in parts),
+    )
+
+
+def _prepare_torch(function, arrays: list[np.ndarray], backward: bool) -> Prepared:
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    *arguments, cotangent = (torch.from_numpy(x) for x in arrays)
+
+    def run():
+        if not backward:
+            with torch.no_grad():
+                return [function(*arguments)]
+        leaves = [x.detach().requires_grad_() for x in arguments]
+        y = function(*leaves)
+        y.backward(cotangent)
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    return Prepared(run, lambda: [x.numpy() for x in run()], compile_s=None, memory=None)
+
+
+def _burst(call: Callable[[], Any]) -> list[float]:
     """The seconds of some calls after a first that warms the caches: for a second, at least two."""
-    run()
+    call()
     times = []
     while len(times) < 2 or (sum(times) < 1 and len(times) < 50):
         start = time.perf_counter()
-        run()
+        call()
         times.append(time.perf_counter() - start)
     return times

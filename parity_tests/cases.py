@@ -282,7 +282,10 @@ def seed_cases() -> list[Case]:
 
 
 def torch_nn_cases() -> list[Case]:
-    """torch.nn.RNN, LSTM and GRU: nonlinearity or projection × layers × directions × bias."""
+    """torch.nn.RNN, LSTM and GRU: nonlinearity or projection × layers × directions.
+
+    The smallest and the largest also without biases.
+    """
     families = {
         "RNN tanh": (nn.RNN, RNN, {"nonlinearity": "tanh"}, {"nonlinearity": "tanh"}),
         "RNN relu": (nn.RNN, RNN, {"nonlinearity": "relu"}, {"nonlinearity": "relu"}),
@@ -294,7 +297,7 @@ def torch_nn_cases() -> list[Case]:
     for family, (twin, layer, twin_options, options) in families.items():
         for num_layers in (1, 3):
             for bidirectional in (False, True):
-                for bias in (True, False):
+                for bias in (True, False) if bidirectional == (num_layers > 1) else (True,):
                     stack = {"num_layers": num_layers, "bidirectional": bidirectional}
                     name = (
                         f"torch.nn.{family}, {num_layers} layer{'s' if num_layers > 1 else ''}"

@@ -19,6 +19,7 @@ from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 CHECKS: dict[str, Callable[["Subject"], None]] = {}
 LENGTHS = np.array([TIME, 3, 0])
 PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
+NO_RESET = np.zeros((BATCH, TIME), bool)  # the masks share what is compiled for both
 
 
 def check(function: Callable[["Subject"], None]) -> Callable[["Subject"], None]:
@@ -105,10 +106,13 @@ def cut_equals_uncut(subject: Subject):
     if not subject.case.causal:
         return
     y, last = subject.call(subject.x, subject.state)
-    y_head, state = subject.call(subject.x[:, :4], subject.state)
-    y_tail, state = subject.call(subject.x[:, 4:], state)
-    assert_same(np.concatenate([y_head, y_tail], axis=1), y, "outputs")
-    assert_same_state(state, last, "state")
+    for row in range(BATCH):
+        x = subject.x[row : row + 1]
+        y_head, state = subject.call(x[:, :4], subject.row(row, subject.state))
+        y_tail, state = subject.call(x[:, 4:], state)
+        y_cut = np.concatenate([y_head, y_tail], axis=1)
+        assert_same(y_cut, y[row : row + 1], f"outputs of row {row}")
+        assert_same_state(state, subject.row(row, last), f"state of row {row}")
 
 
 @check
@@ -140,8 +144,8 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
 
 @check
 def padding_has_no_influence(subject: Subject):
-    y, last = subject.call(subject.x, subject.state, LENGTHS)
-    y_other, last_other = subject.call(subject.disturbed(PADDING), subject.state, LENGTHS)
+    y, last = subject.call(subject.x, subject.state, LENGTHS, NO_RESET)
+    y_other, last_other = subject.call(subject.disturbed(PADDING), subject.state, LENGTHS, NO_RESET)
     assert (y_other == y).all(), "the padding changes the outputs"
     assert_same_state(last_other, last, "state with other padding")
     assert (y[PADDING] == 0).all(), "the outputs of the padding are not zero"
@@ -156,7 +160,7 @@ def padding_has_no_influence(subject: Subject):
 @check
 def documents_in_a_row_stay_apart(subject: Subject):
     starts = {0: [3], 1: [0, 4], 2: [4]}
-    reset = np.zeros((BATCH, TIME), bool)
+    reset = NO_RESET.copy()
     for row, steps in starts.items():
         reset[row, steps] = True
     lengths = np.array([TIME, TIME, 4])  # row 2's second document is padding

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_models import LSTM, LSTMState
+from jax_models import LSTM, LSTMState, ops
 from parity_tests import checks
 from parity_tests.cases import CASES, Case
 from parity_tests.checks import CHECKS, Subject
@@ -138,6 +138,55 @@ def no_reversal(x, lengths):
 
 def reversal_of_the_padding_too(x, lengths):
     return jnp.flip(x, axis=1)
+
+
+def without(function, mask: str):
+    """The function, deaf to one of its masks."""
+    return lambda *args, **kwargs: function(*args, **{**kwargs, mask: None})
+
+
+@pytest.mark.parametrize("module", ["causal_conv", "rg_lru", "rwkv"])
+@pytest.mark.parametrize(
+    ("check", "mask"),
+    [("documents in a row stay apart", "reset"), ("padding has no influence", "lengths")],
+)
+def test_a_forgotten_mask_is_found(monkeypatch, module, check, mask):
+    conv = importlib.import_module("jax_models.ops.causal_conv")
+    rg_lru = importlib.import_module("jax_models.ops.rg_lru")
+    name, owner, function = {
+        "causal_conv": ("CausalConv1D, kernel 4", conv, "delayed"),
+        "rg_lru": ("RGLRU", rg_lru, "linear_recurrence"),
+        "rwkv": ("RWKVTimeMix", ops, "wkv"),
+    }[module]
+    monkeypatch.setattr(owner, function, without(getattr(owner, function), mask))
+    with pytest.raises(AssertionError):
+        CHECKS[check](Subject(CASES[name]))
+
+
+def test_cancellation_close_to_one_is_found(monkeypatch):
+    """√(1 − a²) as it is printed loses its digits in float32."""
+
+    def printed(a, exponent):
+        p = jnp.broadcast_to(a, exponent.shape) ** exponent
+        return p, jnp.sqrt(1 - p**2)
+
+    monkeypatch.setattr(importlib.import_module("jax_models.ops.rg_lru"), "decay", printed)
+    assert failures(measure(problem(CASES["RGLRU close to a = 1"]), ["float32"])) == {"float32"}
+
+
+@pytest.mark.parametrize("fault", ["bonus", "decay", "shift"])
+def test_faulty_time_mix_is_found(monkeypatch, fault):
+    right = ops.wkv
+
+    def faulty(k, v, state, *, w, u, **options):
+        if fault == "bonus":
+            return right(k, v, state, w=w, u=jnp.zeros_like(u), **options)
+        if fault == "decay":
+            return right(k, v, state, w=w + 1e-9, u=u, **options)
+        return right(k, jnp.roll(v, 1, axis=1), state, w=w, u=u, **options)
+
+    monkeypatch.setattr(ops, "wkv", faulty)
+    assert failures(measure(problem(CASES["RWKVTimeMix"]), ["float64"])) == {"float64"}
 
 
 @pytest.mark.parametrize(
