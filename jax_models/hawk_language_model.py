@@ -124,11 +124,6 @@ class HawkLanguageModelConfig(LanguageModelConfig):
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
 
-    def __post_init__(self):
-        """Refuse sizes that are not positive."""
-        for field in dataclasses.fields(self):
-            checked_size(field.name, getattr(self, field.name))
-
     def build(self, **kwargs: Any) -> "HawkLanguageModel":
         """`HawkLanguageModel(self, …)`."""
         return HawkLanguageModel(self, **kwargs)

@@ -17,6 +17,7 @@ from jax_models.sequence import (
     State,
     checked_lengths,
     checked_reset,
+    checked_size,
     checked_state,
     mask_padding,
 )
@@ -29,6 +30,12 @@ class LanguageModelConfig:
 
     vocab_size: int
     """Number of distinct tokens."""
+
+    def __post_init__(self):
+        """Refuse sizes that are not positive."""
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                checked_size(field.name, getattr(self, field.name))
 
     @property
     def context_length(self) -> int | None:

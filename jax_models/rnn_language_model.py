@@ -12,7 +12,6 @@ from jax_models.linear import Linear
 from jax_models.lstm import LSTM
 from jax_models.norm import LayerNorm
 from jax_models.rnn import RNN
-from jax_models.sequence import checked_size
 from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
 
 CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU}
@@ -39,8 +38,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
 
     def __post_init__(self):
         """Refuse sizes and cells that there are not."""
-        for name in ("vocab_size", "embedding_features", "hidden_features", "num_layers"):
-            checked_size(name, getattr(self, name))
+        super().__post_init__()
         if self.context_length is not None and self.context_length < 1:
             raise ValueError(f"context_length: expected at least 1, got {self.context_length}")
         if self.cell not in CELLS:

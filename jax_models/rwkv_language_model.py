@@ -11,7 +11,6 @@ from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.linear import Linear
 from jax_models.norm import LayerNorm
 from jax_models.rwkv import RWKVBlock, orthogonal
-from jax_models.sequence import checked_size
 from jax_models.stack import Stack
 from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
 
@@ -28,11 +27,6 @@ class RWKVLanguageModelConfig(LanguageModelConfig):
     """Residual blocks."""
     hidden_features: int = 768
     """Width of the channel mixes; four times `features` in RWKV-4."""
-
-    def __post_init__(self):
-        """Refuse sizes that are not positive."""
-        for field in dataclasses.fields(self):
-            checked_size(field.name, getattr(self, field.name))
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any]) -> "RWKVLanguageModelConfig":

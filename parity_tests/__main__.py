@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from parity_tests.cases import CASES
-from parity_tests.compare import DTYPES, GROUPS, measure, problem
+from parity_tests.cases import CASES, DTYPES
+from parity_tests.compare import GROUPS, measure, problem
 from parity_tests.tolerance import FLOAT64, FLOOR_ULPS, Error, K
 from train.command_line import CommandLineError, one_line_errors, parse
 

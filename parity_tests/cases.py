@@ -36,6 +36,7 @@ from jax_models import (
 )
 
 BATCH, TIME = 3, 7
+DTYPES = ("float64", "float32", "bfloat16")
 
 TorchState = tuple[Tensor, ...]
 """The leaves of the JAX layer's state, in its order, as tensors."""
@@ -73,6 +74,10 @@ class Case:
     """Does the twin take `lengths`?"""
     decays: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = moderate_decays
     """Draws the `a` of every RG-LRU in the twin."""
+    dtypes: tuple[str, ...] = DTYPES
+    """Those that the comparison with the twin runs in."""
+    reach: int | None = None
+    """Steps that an output sees, its own among them. None: all before it."""
 
     def build_twin(self, seed: int = 0) -> nn.Module:
         """The twin in float64, every weight and bias random and exact in bfloat16."""
@@ -83,9 +88,8 @@ class Case:
                 scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
                 draw = scale * rng.standard_normal(tuple(parameter.shape))
                 parameter.copy_(torch.from_numpy(in_every_dtype(draw)))
-            for module in twin.modules():
-                if isinstance(module, torch_ref.RGLRU):
-                    module.a.copy_(torch.from_numpy(self.decays(rng, tuple(module.a.shape))))
+            for a in rg_lru_decays(twin):
+                a.copy_(torch.from_numpy(self.decays(rng, tuple(a.shape))))
         return twin
 
     def build_layer(self, twin: nn.Module, dtype=jnp.float64):
@@ -136,6 +140,11 @@ def _abstract(case: Case, dtype):
     return nnx.split(
         nnx.eval_shape(lambda: case.layer(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
     )
+
+
+def rg_lru_decays(twin: nn.Module) -> list[Tensor]:
+    """The `a` of every RG-LRU in the twin, to be written to."""
+    return [m.a.detach() for m in twin.modules() if isinstance(m, torch_ref.RGLRU)]
 
 
 def call_torch_nn(twin, x, state, lengths=None):
@@ -330,12 +339,14 @@ def hawk_cases() -> list[Case]:
             partial(RGLRU, 6),
             call=call_rglru,
             decays=slow_decays,
+            dtypes=("float64", "float32"),  # between 1 − 2⁻⁸ and 1 bfloat16 has no number
         ),
         *(
             conv(
                 f"CausalConv1D, kernel {size}",
                 partial(torch_ref.CausalConv1d, 5, size),
                 partial(CausalConv1D, 5, size),
+                reach=size,
             )
             for size in (1, 2, 4)
         ),
@@ -368,7 +379,10 @@ def rwkv_cases() -> list[Case]:
             partial(RWKVTimeMix, 5, method="associative"),
         ),
         rwkv(
-            "RWKVChannelMix", partial(torch_ref.RWKVChannelMix, 5, 7), partial(RWKVChannelMix, 5, 7)
+            "RWKVChannelMix",
+            partial(torch_ref.RWKVChannelMix, 5, 7),
+            partial(RWKVChannelMix, 5, 7),
+            reach=2,
         ),
         rwkv("RWKVBlock", partial(torch_ref.RWKVBlock, 5, 7, first=True), partial(RWKVBlock, 5, 7)),
     ]

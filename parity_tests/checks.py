@@ -10,9 +10,15 @@ import torch
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 
-import torch_ref
-from jax_models import BidirectionalState, LanguageModel, from_torch, state_batch_axes, to_torch
-from parity_tests.cases import BATCH, TIME, Case
+from jax_models import (
+    BidirectionalState,
+    LanguageModel,
+    from_torch,
+    project,
+    state_batch_axes,
+    to_torch,
+)
+from parity_tests.cases import BATCH, TIME, Case, rg_lru_decays
 from parity_tests.tolerance import assert_same
 from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 
@@ -50,7 +56,7 @@ class Subject:
         """The inputs, others `where` (batch, time) is true."""
         if isinstance(self.layer, LanguageModel):
             return np.where(where, (self.x + 1) % self.layer.config.vocab_size, self.x)
-        return np.where(where[..., None], self.x + 1.0, self.x)
+        return np.where(where[..., None], self.x + np.linspace(0.5, 1.5, self.x.shape[-1]), self.x)
 
     def row(self, index: int, state):
         """One row of a batched state, still batched."""
@@ -134,12 +140,15 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
     half = TIME // 2
     step = np.broadcast_to(np.arange(TIME), (BATCH, TIME))
     later, _ = subject.call(subject.disturbed(step >= half), subject.state)
-    earlier, _ = subject.call(subject.disturbed(step == 0), subject.state)
+    first = 0 if subject.case.reach is None else TIME - subject.case.reach
+    earlier, _ = subject.call(subject.disturbed(step == first), subject.state)
+    forgotten, _ = subject.call(subject.disturbed(step < first), subject.state)
     if subject.case.causal:
         assert (later[:, :half] == y[:, :half]).all(), "the future changes the past"
     else:
         assert (later[:, 0] != y[:, 0]).any(), "the last step does not reach the first"
     assert (earlier[:, -1] != y[:, -1]).any(), "the first step does not reach the last"
+    assert (forgotten[:, -1] == y[:, -1]).all(), "a step reaches further than it should"
 
 
 @check
@@ -223,9 +232,8 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.normal_()
-            for module in twin.modules():
-                if isinstance(module, torch_ref.RGLRU):
-                    module.a.uniform_()  # another `a` is refused
+            for a in rg_lru_decays(twin):
+                a.uniform_()  # another is refused
         name = str(dtype).removeprefix("torch.")
         layer = from_torch(subject.case.abstract(jnp.dtype(name)), twin.state_dict())
         back = to_torch(layer, subject.case.layout)
@@ -258,7 +266,8 @@ def optimiser_follows_the_same_trajectory(subject: Subject):
             return jnp.mean((nnx.merge(graphdef, unravel(params))(subject.x)[0] - target) ** 2)
 
         loss, gradient = jax.value_and_grad(loss_fn)(params)
-        return *apply_gradient(optimizer, gradient, optimizer_state, params), loss
+        params, optimizer_state = apply_gradient(optimizer, gradient, optimizer_state, params)
+        return ravel_pytree(project(unravel(params)))[0], optimizer_state, loss
 
     torch_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01)
     optimizer_state = optimizer.init(params)
@@ -267,6 +276,8 @@ def optimiser_follows_the_same_trajectory(subject: Subject):
         torch_loss = ((case.call(twin, x, None)[0] - torch.tensor(target)) ** 2).mean()
         torch_loss.backward()
         torch_optimizer.step()
+        for a in rg_lru_decays(twin):
+            a.clamp_(0, 1)
         params, optimizer_state, loss = jax_step(params, optimizer_state)
         assert_same(loss, torch_loss.item(), f"loss of step {step}")
     weights = to_torch(nnx.merge(graphdef, unravel(params)), case.layout)

@@ -11,10 +11,9 @@ import torch
 from flax import nnx
 
 from jax_models import to_torch
-from parity_tests.cases import Case, in_every_dtype
+from parity_tests.cases import DTYPES, Case, in_every_dtype
 from parity_tests.tolerance import Error, group_error
 
-DTYPES = ("float64", "float32", "bfloat16")
 GROUPS = ("outputs", "final state", "input gradient", "weight gradients")
 
 Results = dict[str, dict[str, np.ndarray]]
@@ -126,11 +125,14 @@ def run_jax(problem: Problem, dtype: str, oracle: Results, platform: str = "cpu"
 def measure(
     problem: Problem, dtypes: Iterable[str] = DTYPES, platform: str = "cpu"
 ) -> dict[str, dict[str, Error]]:
-    """The errors by dtype and group; tokens have no group of input gradients."""
+    """The errors by dtype, of those that the case has, and group.
+
+    Tokens have no group of input gradients.
+    """
     oracle = run_torch(problem, "float64")
     torch32 = run_torch(problem, "float32")
     measured = {}
-    for dtype in dtypes:
+    for dtype in (dtype for dtype in dtypes if dtype in problem.case.dtypes):
         known = {"float64": oracle, "float32": torch32}
         torch_results = known[dtype] if dtype in known else run_torch(problem, dtype)
         jax_results = run_jax(problem, dtype, oracle, platform)

@@ -73,7 +73,7 @@ _SHAKESPEARE = TrainConfig(
 _SHAKESPEARE_WARM = dataclasses.replace(
     _SHAKESPEARE,
     optimizer=dataclasses.replace(_SHAKESPEARE.optimizer, warmup_steps=40),
-    num_steps=700,
+    num_steps=600,
 )
 
 PRESETS = {
