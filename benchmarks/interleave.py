@@ -153,10 +153,10 @@ def _prepare_torch(function, arrays: list[np.ndarray], backward: bool) -> Prepar
 
 
 def _burst(call: Callable[[], Any]) -> list[float]:
-    """The seconds of some calls after a first that warms the caches: for a second, at least two."""
+    """The seconds of some calls after a first that warms the caches: for 0.4 s, at least two."""
     call()
     times = []
-    while len(times) < 2 or (sum(times) < 1 and len(times) < 50):
+    while len(times) < 2 or (sum(times) < 0.4 and len(times) < 50):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)

@@ -5,11 +5,12 @@ output and of the gradients (the largest of them), against plain loops in float6
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,16 @@ def table(title: str, rows: list[tuple[Measured, Measured]], size: int) -> Table
     return result
 
 
+def versions() -> dict[str, str | int]:
+    """What the figures were measured with."""
+    found: dict[str, str | int] = {"cores": len(os.sched_getaffinity(0))}
+    found["python"] = platform.python_version()
+    for package in ("jax", "torch", "recurrentgemma", "transformers"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
 def main() -> None:
     """Measure, print, and keep the figures if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recurrences", description=__doc__)
@@ -92,11 +103,9 @@ def main() -> None:
                 }
                 for forward, both in rows
             ]
-    if options.json:
-        packages = ("jax", "torch", "recurrentgemma", "transformers")
-        about = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
-        about |= {package: version(package) for package in packages}
-        options.json.write_text(json.dumps({"with": about, "figures": figures}, indent=1) + "\n")
+            if options.json:
+                report = {"with": versions(), "figures": figures}
+                options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 
 from jax_models.ops import wkv
 
-SHAPES = [(8, 512, 512), (1, 4096, 768)]
+SHAPES = [(8, 512, 512), (32, 128, 192)]
 
 
 def inputs(shape: tuple[int, ...]) -> list[np.ndarray]:

@@ -17,12 +17,14 @@ def bounds(param: nnx.Variable) -> tuple[float, float] | None:
 def project(params: Params) -> Params:
     """Parameters with every one that has bounds moved to the nearest values inside them.
 
-    Call it after each step of an optimiser, as projected gradient descent does:
+    It changes nothing in place. Call it after each step of an optimiser, as projected gradient
+    descent does:
 
         params = project(optax.apply_updates(params, updates))
 
     Args:
-        params: a tree with `nnx.Param`s as `nnx.split` or `nnx.state` give it.
+        params: a tree of `nnx.Param`s as `nnx.split` or `nnx.state` give it. Bare arrays have no
+            bounds, and come back as they are.
 
     """
 

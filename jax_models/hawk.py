@@ -1,6 +1,6 @@
 """Hawk and its RG-LRU (seed 000; Griffin, arXiv 2402.19427)."""
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.linear import Linear
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
-from jax_models.sequence import SequenceLayer, checked_size
+from jax_models.sequence import SequenceLayer, checked_choice, checked_size
 from jax_models.torch_weights import Layouts, Weight, linear, nested, same
 
 
@@ -37,7 +37,7 @@ class RGLRU(SequenceLayer):
         rngs: draws the parameters; a^c starts uniform in [0.9, 0.999].
 
     Raises:
-        ValueError: features is not positive, or c is not.
+        ValueError: features is not positive, or c is not, or there is no such method.
 
     Layouts: `hawk` (the seed's RGLRU). Weights whose `a` lies outside [0, 1] are refused.
 
@@ -58,12 +58,18 @@ class RGLRU(SequenceLayer):
         if not c > 0:
             raise ValueError(f"c: expected a positive number, got {c}")
         self.c = c
-        self.method: ops.LinearRecurrenceMethod = method
+        self.method: ops.LinearRecurrenceMethod = checked_choice(
+            "method", method, get_args(ops.LinearRecurrenceMethod)
+        )
         options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.input_gate = Linear(features, features, **options)
         self.recurrence_gate = Linear(features, features, **options)
-        a_to_c = jax.random.uniform(rngs.params(), (features,), param_dtype, 0.9, 0.999)
-        self.a = nnx.Param(a_to_c ** (1 / c), bounds=(0.0, 1.0))
+        a_to_c = jax.random.uniform(
+            rngs.params(), (features,), carry_dtype(param_dtype), 0.9, 0.999
+        )
+        below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would let nothing in
+        a = jnp.minimum(a_to_c ** (1 / c), below_one).astype(param_dtype)
+        self.a = nnx.Param(a, bounds=(0.0, 1.0))
 
     def init_state(self, batch_size: int) -> RGLRUState:
         """Zeros, (batch, features), in at least float32."""
@@ -180,6 +186,7 @@ class Hawk(SequenceLayer):
         features: size of x_t and y_t.
         kernel_size: of the convolution.
         c: of the RG-LRU.
+        method: of the RG-LRU.
         time_major: x and y are (time, batch, features).
         dtype: of the computation; by default that of x and the parameters.
         param_dtype: of the parameters.
@@ -198,6 +205,7 @@ class Hawk(SequenceLayer):
         *,
         kernel_size: int = 4,
         c: float = 8.0,
+        method: ops.LinearRecurrenceMethod = "auto",
         time_major: bool = False,
         dtype=None,
         param_dtype=jnp.float32,
@@ -208,7 +216,7 @@ class Hawk(SequenceLayer):
         self.gate_proj = Linear(features, features, use_bias=False, **options)
         self.recurrent_proj = Linear(features, features, use_bias=False, **options)
         self.conv = CausalConv1D(features, kernel_size, **options)
-        self.rglru = RGLRU(features, c=c, **options)
+        self.rglru = RGLRU(features, c=c, method=method, **options)
         self.out_proj = Linear(features, features, use_bias=False, **options)
 
     def init_state(self, batch_size: int) -> HawkState:

@@ -1,7 +1,8 @@
 """RWKV-4 (seed 001; arXiv 2305.13048), under BlinkDL's names."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,28 @@ from jax_models import ops
 from jax_models.linear import Linear
 from jax_models.norm import LayerNorm
 from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
-from jax_models.sequence import SequenceLayer, checked_size
+from jax_models.sequence import SequenceLayer, checked_choice, checked_size
 from jax_models.torch_weights import Layouts, Weight, layer_norm, linear, nested, same
+
+MARKS = {
+    "RWKV-7": ("r_k", "k_k", "x_r"),
+    "RWKV-6": ("time_maa_x", "time_maa_w1", "time_decay_w1"),
+    "RWKV-5": ("ln_x.weight", "time_faaaa", "gate.weight"),
+}
+"""Ends of keys that an RWKV has from this version on, the newest first."""
+
+
+def other_version(keys: Iterable[object]) -> str | None:
+    """What to say of the keys of an RWKV that is not RWKV-4; None of all others."""
+    for version, marks in MARKS.items():
+        for key in map(str, keys):
+            if any(f".{key}".endswith(f".{mark}") for mark in marks):
+                return f"a checkpoint of {version} (it has {key}), this model is RWKV-4"
+    return None
+
+
+LARGEST_DECAY = 80.0
+"""Of time_decay: beyond it nothing remains of the past already, and w would overflow."""
 
 
 class RWKVTimeMixState(NamedTuple):
@@ -68,7 +89,7 @@ class RWKVTimeMix(SequenceLayer):
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.method: ops.WKVMethod = method
+        self.method: ops.WKVMethod = checked_choice("method", method, get_args(ops.WKVMethod))
         depth, height = _depth_and_height(layer_index, num_layers)
         channel = np.arange(features)
         width = channel / max(features - 1, 1)
@@ -89,6 +110,8 @@ class RWKVTimeMix(SequenceLayer):
         self.receptance = Linear(features, features, kernel_init=zeros, **options)
         self.output = Linear(features, features, kernel_init=zeros, **options)
 
+    foreign_format = staticmethod(other_version)
+
     def init_state(self, batch_size: int) -> RWKVTimeMixState:
         """No last input and empty sums, in at least float32."""
         dtype = carry_dtype(self.dtype or self.param_dtype)
@@ -107,7 +130,7 @@ class RWKVTimeMix(SequenceLayer):
             k,
             v,
             state.wkv,
-            w=jnp.exp(self.time_decay[...].astype(carry_dtype(dtype))),
+            w=jnp.exp(jnp.minimum(self.time_decay[...].astype(carry_dtype(dtype)), LARGEST_DECAY)),
             u=self.time_first[...],
             lengths=lengths,
             reset=reset,
@@ -265,6 +288,8 @@ class RWKVBlock(SequenceLayer):
         self.att = RWKVTimeMix(features, **place, **options)
         self.ln2 = LayerNorm(features, **options)
         self.ffn = RWKVChannelMix(features, hidden_features, **place, **options)
+
+    foreign_format = staticmethod(other_version)
 
     def init_state(self, batch_size: int) -> RWKVBlockState:
         """The initial states of the two parts."""

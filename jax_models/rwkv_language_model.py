@@ -1,7 +1,7 @@
-"""The RWKV-4 language model, and which RWKV a state_dict is of."""
+"""The RWKV-4 language model."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flax import nnx
 from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.linear import Linear
 from jax_models.norm import LayerNorm
-from jax_models.rwkv import RWKVBlock, orthogonal
+from jax_models.rwkv import RWKVBlock, orthogonal, other_version
 from jax_models.stack import Stack
 from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
 
@@ -33,45 +33,32 @@ class RWKVLanguageModelConfig(LanguageModelConfig):
         """The config of a BlinkDL RWKV-4 checkpoint, read from its shapes.
 
         Raises:
+            TypeError: the state_dict is no mapping.
             ValueError: it is a checkpoint of another RWKV version, or of no RWKV.
 
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
         if version := other_version(state_dict):
             raise ValueError(f"state_dict: {version}")
         needed = ("emb.weight", "blocks.0.ffn.key.weight")
         if missing := [key for key in needed if key not in state_dict]:
             raise ValueError(f"state_dict: not of an RWKV-4, it has no {' and no '.join(missing)}")
-        vocab_size, features = state_dict["emb.weight"].shape
-        layers = {key.split(".")[1] for key in state_dict if key.startswith("blocks.")}
+        shapes = [tuple(state_dict[key].shape) for key in needed]
+        if any(len(shape) != 2 for shape in shapes):
+            raise ValueError(f"state_dict: expected matrices {' and '.join(needed)}, got {shapes}")
+        (vocab_size, features), (hidden_features, _) = shapes
+        layers = {str(key).split(".")[1] for key in state_dict if str(key).startswith("blocks.")}
         return cls(
             vocab_size=int(vocab_size),
             features=int(features),
             num_layers=len(layers),
-            hidden_features=int(state_dict["blocks.0.ffn.key.weight"].shape[0]),
+            hidden_features=int(hidden_features),
         )
 
     def build(self, **kwargs: Any) -> "RWKVLanguageModel":
         """`RWKVLanguageModel(self, …)`."""
         return RWKVLanguageModel(self, **kwargs)
-
-
-MARKS = {
-    "RWKV-7": ("att.r_k", "att.k_k", "att.x_r"),
-    "RWKV-6": ("att.time_maa_x", "att.time_maa_w1", "att.time_decay_w1"),
-    "RWKV-5": ("att.ln_x.weight", "att.time_faaaa", "att.gate.weight"),
-}
-"""Ends of keys that an RWKV has from this version on, the newest first."""
-
-
-def other_version(keys: Iterable[str]) -> str | None:
-    """What to say of the keys of an RWKV that is not RWKV-4; None of all others."""
-    ends = {
-        key.split(".", 2)[2] for key in keys if key.startswith("blocks.") and key.count(".") > 2
-    }
-    for version, marks in MARKS.items():
-        if found := sorted(ends & set(marks)):
-            return f"a checkpoint of {version} (it has {found[0]}), this model is RWKV-4"
-    return None
 
 
 class RWKVLanguageModel(LanguageModel):
@@ -86,6 +73,8 @@ class RWKVLanguageModel(LanguageModel):
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-4).
 
     """
+
+    foreign_format = staticmethod(other_version)
 
     def __init__(
         self,
@@ -135,7 +124,3 @@ class RWKVLanguageModel(LanguageModel):
                 *linear("head", "head", bias=False),
             ]
         }
-
-    def foreign_format(self, keys: Iterable[str]) -> str | None:
-        """The RWKV version, if the keys are of another."""
-        return other_version(keys)

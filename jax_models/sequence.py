@@ -1,6 +1,6 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from jax_models.torch_weights import Layouts
 
 State = Any
 """A pytree of arrays: a NamedTuple with named fields, which the layer's `init_state` defines."""
+
+
+Choice = TypeVar("Choice")
 
 
 class SequenceLayer(nnx.Module):
@@ -161,9 +164,16 @@ def state_batch_axes(layer: HasState) -> Any:
 
 def checked_size(name: str, size: int) -> int:
     """A size, if it is a positive integer."""
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"{name}: expected a positive integer, got {size!r}")
     return size
+
+
+def checked_choice(name: str, value: Choice, choices: tuple[Choice, ...]) -> Choice:
+    """A value, if it is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
+    return value
 
 
 def checked_dtype(name: str, dtype) -> jnp.dtype:
@@ -217,7 +227,7 @@ def checked_reset(reset, shape: tuple[int, ...]) -> Bool[Array, "batch time"] | 
         raise TypeError(f"reset: expected dtype bool, got {reset.dtype}")
     if reset.shape != shape:
         raise ValueError(f"reset: expected shape {shape}, got {reset.shape}")
-    return reset.reshape(-1, shape[-1])
+    return reset if reset.ndim == 2 else reset[None]
 
 
 def checked_state(state: State, expected: State) -> State:

@@ -16,12 +16,17 @@ class Stack(SequenceLayer):
     Args:
         layers: at least one; each returns as many features as the next one reads.
 
+    Raises:
+        ValueError: there is no layer.
+
     Layouts: those that all layers have, under `{i}`.
 
     """
 
     def __init__(self, layers: Iterable[SequenceLayer]):
         self.layers = nnx.List(layers)
+        if not self.layers:
+            raise ValueError("layers: expected at least one, got none")
         self.in_features = self.layers[0].in_features
         self.causal = all(layer.causal for layer in self.layers)
 

@@ -185,28 +185,23 @@ def call_language_model(twin, tokens, state, lengths=None):
 
 def call_steps(twin, x, state, lengths=None):
     """The one-step classes of seed 000, whose state is a tensor or a tuple of them."""
-    state = twin.init_state(x.shape[0]) if state is None else state
+    zero = twin.init_state(x.shape[0])
+    single = isinstance(zero, Tensor)
+    if state is None:
+        state = zero
+    elif single:
+        (state,) = state
     ys = []
     for x_t in x.unbind(1):
         y, state = twin(x_t, state)
         ys.append(y)
-    return torch.stack(ys, dim=1), state
+    return torch.stack(ys, dim=1), (state,) if single else state
 
 
 def call_rglru(twin, x, state, lengths=None):
     """The seed's RGLRU, whose output is its state."""
     state = twin.init_state(x.shape[0]) if state is None else state[0]
     ys = [state := twin(x_t, state) for x_t in x.unbind(1)]
-    return torch.stack(ys, dim=1), (state,)
-
-
-def call_causal_conv(twin, x, state, lengths=None):
-    """The seed's CausalConv1d, whose state is one tensor."""
-    state = twin.init_state(x.shape[0]) if state is None else state[0]
-    ys = []
-    for x_t in x.unbind(1):
-        y, state = twin(x_t, state)
-        ys.append(y)
     return torch.stack(ys, dim=1), (state,)
 
 
@@ -330,7 +325,7 @@ def torch_nn_cases() -> list[Case]:
 def hawk_cases() -> list[Case]:
     """The classes of seed 000, at decays inside (0, 1) and close to 1."""
     hawk = partial(Case, layout="hawk")
-    conv = partial(hawk, call=call_causal_conv)
+    conv = partial(hawk, call=call_steps)
     return [
         hawk("RGLRU", partial(torch_ref.RGLRU, 5), partial(RGLRU, 5), call=call_rglru),
         hawk(

@@ -95,6 +95,20 @@ def test_a_starts_as_in_the_paper():
         assert twin.max() <= 0.999 + 1e-5
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_no_channel_starts_dead_in_a_narrow_dtype(dtype):
+    a = RGLRU(4000, param_dtype=dtype, rngs=nnx.Rngs(0)).a[...]
+    assert a.dtype == dtype
+    assert (a < 1).all()
+
+
+def test_no_steps_and_a_reset():
+    layer = Hawk(4, rngs=nnx.Rngs(0))
+    y, state = layer(np.ones((2, 0, 4), np.float32), reset=np.zeros((2, 0), bool))
+    assert y.shape == (2, 0, 4)
+    assert not state.rglru.h.any()
+
+
 @pytest.mark.parametrize("method", ["sequential", "associative", "chunked"])
 def test_long_memories_survive_float32(method):
     """1,024 steps at decays next to 1, against float64: as exact as the twin's step by step."""
@@ -151,7 +165,7 @@ def test_nan_stays_in_its_row():
         (lambda r: CausalConv1D(4, 0, rngs=r), "kernel_size: expected a positive integer, got 0"),
         (lambda r: Hawk(4, kernel_size=2.5, rngs=r), "kernel_size: expected a positive integer"),
         (lambda r: HawkBlock(4, 0, rngs=r), "mlp_features: expected a positive integer"),
-        (lambda r: RGLRU(4, method="fast", rngs=r)(jnp.ones((1, 2, 4))), "method: expected one of"),
+        (lambda r: Hawk(4, method="fast", rngs=r), "method: expected one of .* got 'fast'"),
     ],
 )
 def test_refuses(build, message):

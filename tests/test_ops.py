@@ -127,6 +127,12 @@ def test_what_the_operators_refuse():
         wkv(a, a[:, :1], w=jnp.ones(4), u=jnp.ones(4))
     with pytest.raises(ValueError, match="method: expected one of"):
         wkv(a, a, w=jnp.ones(4), u=jnp.ones(4), method="chunked")
+    with pytest.raises(TypeError, match="a: expected a floating dtype, got complex64"):
+        linear_recurrence(a.astype(jnp.complex64), a)
+    with pytest.raises(ValueError, match=r"w: expected shape \(4,\), got \(1,\)"):
+        wkv(a, a, w=jnp.ones(1), u=jnp.ones(4))
+    with pytest.raises(ValueError, match=r"state\.num: expected shape \(2, 4\), got \(1, 4\)"):
+        wkv(a, a, WKVState(*jnp.ones((3, 1, 4))), w=jnp.ones(4), u=jnp.ones(4))
 
 
 def test_no_steps_leave_the_state_alone():
@@ -220,6 +226,38 @@ def test_wkv_is_finite_at_the_extremes(method):
         for leaf in jax.tree.leaves((gradients, y, state)):
             assert np.isfinite(leaf).all()
         assert np.abs(y).max() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("method", WKV_METHODS)
+def test_wkv_gradients_stay_small_over_4000_growing_steps(method):
+    """Exponents of 10⁷ are known to ±1 only in float32: rounding must not be raised to a power."""
+    rng = np.random.default_rng(0)
+    k, v = (np.float32(rng.uniform(-1, 1, (1, 4000, 4))) for _ in range(2))
+    w, u = np.full(4, -9999.7, np.float32), np.zeros(4, np.float32)
+    gradients = jax.jit(
+        jax.grad(lambda k, v: jnp.sum(jnp.sin(wkv(k, v, w=w, u=u, method=method)[0])), (0, 1))
+    )(k, v)
+    assert np.abs(gradients[0]).max() < 1e2
+    assert np.abs(gradients[1]).max() <= 4000 * K, "the first v reaches every y, by its share ≤ 1"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_nan_does_not_cross_a_reset(method):
+    x = np.random.default_rng(0).standard_normal((2, 6, 3)).astype(np.float32)
+    x[0, 1] = np.nan
+    reset = np.zeros((2, 6), bool)
+    reset[0, 3] = True
+    runs = [lambda x: linear_recurrence(jnp.full_like(x, 0.5), x, reset=reset, method=method)]
+    if method in WKV_METHODS:
+        vectors = {"w": jnp.ones(3), "u": jnp.ones(3)}
+        runs.append(lambda x: wkv(x, x, **vectors, reset=reset, method=method))
+    for run in runs:
+        y, last = run(x)
+        assert np.isnan(y[0, 1:3]).all()
+        for leaf in (y[0, :1], y[0, 3:], y[1], *jax.tree.leaves(last)):
+            assert np.isfinite(leaf).all()
+        gradient = np.asarray(jax.grad(lambda x: jnp.sum(run(x)[0][:, 3:]))(x))  # noqa: B023
+        assert np.isfinite(np.delete(gradient, np.s_[:3], axis=1)).all()
 
 
 @pytest.mark.parametrize("method", WKV_METHODS)

@@ -72,9 +72,11 @@ def test_a_pth_that_is_none(tmp_path):
     with pytest.raises(ValueError, match=r"list\.pth: expected a state_dict, got a list"):
         read_pth(tmp_path / "list.pth")
     torch.save(checkpoint(), tmp_path / "whole.pth")
-    (tmp_path / "cut.pth").write_bytes((tmp_path / "whole.pth").read_bytes()[:2000])
-    (tmp_path / "empty.pth").touch()
-    for name in ("cut", "empty"):
+    whole = (tmp_path / "whole.pth").read_bytes()
+    damaged = {"empty": b"", "text": b"hello world\n"}
+    damaged |= {f"cut{end}": whole[:end] for end in (1, 100, 2000, len(whole) // 2, -1)}
+    for name, content in damaged.items():
+        (tmp_path / f"{name}.pth").write_bytes(content)
         with pytest.raises(ValueError, match=rf"{name}\.pth: (refused|not a whole file)"):
             read_pth(tmp_path / f"{name}.pth")
     with pytest.raises(FileNotFoundError):
@@ -107,7 +109,20 @@ def test_other_versions_are_named(version, keys):
             call()
 
 
+def test_a_decay_beyond_float32_forgets_at_once():
+    layer = RWKVTimeMix(4, rngs=nnx.Rngs(0))
+    layer.time_decay[...] = jnp.full(4, 1e4)
+    x = np.random.default_rng(0).standard_normal((1, 5, 4)).astype(np.float32)
+    graphdef, params = nnx.split(layer)
+    gradients = jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(x)[0] ** 2))(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
 def test_what_is_no_rwkv_is_refused():
+    with pytest.raises(TypeError, match="state_dict: expected a mapping, got NoneType"):
+        RWKVLanguageModelConfig.from_state_dict(None)
+    with pytest.raises(ValueError, match=r"a checkpoint of RWKV-5 \(it has att\.ln_x\.weight\)"):
+        from_torch(RWKVBlock(4, rngs=nnx.Rngs(0)), {"att.ln_x.weight": torch.zeros(4)})
     with pytest.raises(ValueError, match=r"not of an RWKV-4, it has no emb\.weight and no blocks"):
         RWKVLanguageModelConfig.from_state_dict(torch.nn.LSTM(2, 3).state_dict())
 
@@ -189,6 +204,7 @@ def test_nan_stays_in_its_row():
             r"layer_index: expected 0 … num_layers − 1 = 2, got 3",
         ),
         (lambda r: RWKVBlock(4, num_layers=0, rngs=r), "num_layers: expected a positive integer"),
+        (lambda r: RWKVTimeMix(4, method="chunked", rngs=r), "method: expected one of"),
     ],
 )
 def test_refuses(build, message):

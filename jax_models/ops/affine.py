@@ -12,6 +12,19 @@ def carry_dtype(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
+def floating_carry_dtype(**arrays: Array) -> jnp.dtype:
+    """`carry_dtype` of arrays together, if all of them are floating.
+
+    Raises:
+        TypeError: one is not.
+
+    """
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name}: expected a floating dtype, got {array.dtype}")
+    return carry_dtype(jnp.result_type(*arrays.values()))
+
+
 def affine(
     x: Float[Array, "*batch in"],
     kernel: Float[Array, "in out"],

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.ops.affine import carry_dtype
+
 
 class CausalConv1DState(NamedTuple):
     """What a causal convolution carries: the last kernel_size − 1 inputs, oldest first."""
@@ -55,4 +57,4 @@ def delayed(
         ]
         of_last = jnp.take_along_axis(document, index, axis=1)
         last = jnp.where((of_last == of_last[:, -1:])[..., None], last, 0)
-    return taps, CausalConv1DState(jnp.swapaxes(last, 1, 2).astype(state.inputs.dtype))
+    return taps, CausalConv1DState(jnp.swapaxes(last, 1, 2).astype(carry_dtype(x.dtype)))

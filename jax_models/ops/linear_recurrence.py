@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.affine import carry_dtype
+from jax_models.ops.affine import floating_carry_dtype
 from jax_models.ops.scan import step_masks
 
 LinearRecurrenceMethod = Literal["auto", "associative", "sequential", "chunked"]
@@ -31,12 +31,13 @@ def linear_recurrence(
 
         g_t = ∂L/∂h_t + a_{t+1} ⊙ g_{t+1},   ∂L/∂b_t = g_t,   ∂L/∂a_t = g_t ⊙ h_{t−1}
 
-    which keeps a and h, and nothing else, for the backward pass.
+    which keeps a and h, and nothing else, for the backward pass. There is no forward-mode gradient.
+    Where a_t is 0 nothing of h_{t−1} remains, even of a NaN.
 
     Args:
         a: the factors of the state. The parallel methods form products of them, so |a| ≤ 1 keeps
             every method finite; a = 0 and a = 1 are exact.
-        b: the inputs, in a's dtype.
+        b: the inputs.
         h0: the state before the first step (with `reverse`, after the last); zeros when None.
         lengths: row b takes only the steps t < lengths[b].
         reset: the first steps of packed documents, where the state restarts from zero.
@@ -50,6 +51,7 @@ def linear_recurrence(
         `lengths` carry no meaning.
 
     Raises:
+        TypeError: a, b or h0 is not floating.
         ValueError: the shapes differ, or there is no such method.
 
     """
@@ -61,12 +63,12 @@ def linear_recurrence(
         raise ValueError(
             f"method: expected one of {get_args(LinearRecurrenceMethod)}, got {method!r}"
         )
-    dtype = carry_dtype(b.dtype)
     state_shape = (a.shape[0], a.shape[2])
     if h0 is None:
-        h0 = jnp.zeros(state_shape, dtype)
-    elif h0.shape != state_shape:
+        h0 = jnp.zeros(state_shape, a.dtype)
+    if h0.shape != state_shape:
         raise ValueError(f"h0: expected shape {state_shape}, got {h0.shape}")
+    dtype = floating_carry_dtype(a=a, b=b, h0=h0)
     h0 = h0.astype(dtype)
     if a.shape[1] == 0:
         return b.astype(dtype), h0
@@ -97,7 +99,7 @@ def _backward(method: LinearRecurrenceMethod, reverse: bool, residuals, h_gradie
     else:
         before = jnp.concatenate([h0[:, None], h[:, :-1]], axis=1)
     first = -1 if reverse else 0
-    return g * before, g, a[:, first] * g[:, first]
+    return g * before, g, _affine(a[:, first], g[:, first], 0)
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -136,21 +138,26 @@ def _sequential(a, b, h0, *, reverse: bool, ahead: bool):
         t = time - 1 - i if reverse else i
         a_t = lax.dynamic_index_in_dim(a, t + behind, axis=1, keepdims=False)
         b_t = lax.dynamic_index_in_dim(hs, t, axis=1, keepdims=False)
-        h = lax.optimization_barrier(a_t * h + b_t)  # else XLA may read b_t again, from a copy
+        h = lax.optimization_barrier(_affine(a_t, h, b_t))  # XLA would copy hs to read b_t again
         return h, lax.dynamic_update_index_in_dim(hs, h, t, axis=1)
 
     return lax.fori_loop(0, time, step, (h0, b))[1]
 
 
+def _affine(a, h, b):
+    """`a h + b`, and b where a is 0, whatever h is."""
+    return jnp.where(a == 0, b, a * h + b)
+
+
 def _combine(first, second):
     """Two steps as one: `h ↦ a₂ (a₁ h + b₁) + b₂`."""
     (a1, b1), (a2, b2) = first, second
-    return a1 * a2, a2 * b1 + b2
+    return _affine(a2, a1, 0), _affine(a2, b1, b2)
 
 
 def _associative(a, b, h0):
     a, b = lax.associative_scan(_combine, (a, b), axis=1)
-    return a * h0[:, None] + b
+    return _affine(a, h0[:, None], b)
 
 
 def _chunked(a, b, h0):
@@ -175,5 +182,5 @@ def _chunked(a, b, h0):
     )
     ends = _associative(chunk_a, chunk_b, h0)
     starts = jnp.concatenate([h0[:, None], ends[:, :-1]], axis=1)
-    h = a * starts[None] + b
+    h = _affine(a, starts[None], b)
     return jnp.moveaxis(h, 0, 2).reshape(batch, count * size, features)[:, :time]

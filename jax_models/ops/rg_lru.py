@@ -59,7 +59,7 @@ def decay(
     of which the first is infinite at a = 0 (if e < 1) and the last at m = 0, where a = 1 or e = 0.
     With ε the dtype's spacing at 1, the derivatives are taken as if a ≥ ε and m ≥ √ε, a distance
     from the ends at which 1 − p² is no longer told from zero: there they are finite, elsewhere
-    exact. An `a` outside [0, 1] gets the derivative at the end next to it, which leads back.
+    exact. An `a` outside [0, 1] gets the derivative at the end next to it.
     """
     log_a = jnp.broadcast_to(jnp.log(jnp.clip(a, 0, 1)), exponent.shape)
     log = jnp.where(exponent == 0, 0, exponent * log_a)  # 0⁰ = 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.affine import carry_dtype
+from jax_models.ops.affine import carry_dtype, floating_carry_dtype
 from jax_models.ops.scan import document_ends, step_masks
 
 WKVMethod = Literal["auto", "associative", "sequential"]
@@ -54,7 +54,7 @@ def wkv(
 
         ∂L/∂N_{t−1} = exp(−w) ∂L/∂N_t + (∂L/∂y_t) / (D_{t−1} + exp(u + k_t))
 
-    and ∂L/∂D_{t−1} the same with −y_t ∂L/∂y_t.
+    and ∂L/∂D_{t−1} the same with −y_t ∂L/∂y_t. There is no forward-mode gradient.
 
     Args:
         k: the keys.
@@ -71,7 +71,8 @@ def wkv(
         All y (those beyond `lengths` carry no meaning) and the last state, in at least float32.
 
     Raises:
-        ValueError: the shapes differ, or there is no such method.
+        TypeError: k or v is not floating.
+        ValueError: a shape is wrong, or there is no such method.
 
     Source: Peng et al. 2023 (arXiv 2305.13048), its appendix on numerical stability.
 
@@ -82,9 +83,16 @@ def wkv(
         )
     if method not in get_args(WKVMethod):
         raise ValueError(f"method: expected one of {get_args(WKVMethod)}, got {method!r}")
-    dtype = carry_dtype(k.dtype)
+    batch, _, features = k.shape
     if state is None:
-        state = empty_wkv_state(k.shape[0], k.shape[2], dtype)
+        state = empty_wkv_state(batch, features, carry_dtype(k.dtype))
+    vectors = {"w": w, "u": u}
+    sums = {f"state.{name}": array for name, array in state._asdict().items()}
+    for name, array in (vectors | sums).items():
+        shape = (features,) if name in vectors else (batch, features)
+        if array.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
+    dtype = floating_carry_dtype(k=k, v=v)
     w, u, k, v, num, den, max = (x.astype(dtype) for x in (w, u, k, v, *state))
     state = WKVState(num, den, max)
     if k.shape[1] == 0:
@@ -116,7 +124,7 @@ def _backward(method: WKVMethod, residuals, gradients):
         return x if active is None else jnp.where(active[..., None], x, jnp.zeros_like(x))
 
     # `after` at t is ∂L/∂(N_t, D_t) as exp(max) · (num, den). Its max is minus an exponent of the
-    # future, so that every exponential below is of a number ≤ 0.
+    # future: every exponential below is of a number ≤ 0, or above it by rounding alone.
     bonus = k + _like(u, k)
     weighed = _add(before, WKVState(v, jnp.ones_like(v), bonus))
     gradient = where_active(y_gradient / weighed.den)
@@ -131,7 +139,7 @@ def _backward(method: WKVMethod, residuals, gradients):
         reverse=True,
     )
     if reset is not None:
-        first = _restart(first, reset[:, 0])
+        first = _empty_where(reset[:, 0][..., None], first)
 
     # last.max is one of the k_t, or state.max, less the decay since: its gradient goes there.
     index = jnp.arange(k.shape[1])[None, :, None]
@@ -141,14 +149,14 @@ def _backward(method: WKVMethod, residuals, gradients):
     max_gradient = last_gradient.max - _inner(last_gradient, last)
 
     now = jnp.exp(bonus - weighed.max) * gradient
-    scale = where_active(jnp.exp(k + after.max))
+    scale = where_active(_exp(k + after.max))
     u_gradient = now * (v - y)
     k_gradient = u_gradient + scale * (after.num * v + after.den)
     k_gradient += jnp.where(index == newest[:, None], max_gradient[:, None], 0)
     v_gradient = now + scale * after.num
-    kept = where_active(jnp.exp(after.max - _like(w, k) + before.max) * _inner(after, before))
+    kept = where_active(_exp(after.max - _like(w, k) + before.max) * _inner(after, before))
     aged = max_gradient * (count - 1 - newest).astype(w.dtype)
-    scale = jnp.exp(first.max + state.max)
+    scale = _exp(first.max + state.max)
     state_gradient = WKVState(
         scale * first.num,
         scale * first.den,
@@ -160,6 +168,11 @@ def _backward(method: WKVMethod, residuals, gradients):
 
 
 _wkv.defvjp(_forward, _backward)
+
+
+def _exp(x):
+    """The exponential of a number that only rounding lifts above 0."""
+    return jnp.exp(jnp.minimum(x, 0))
 
 
 def _sum_steps(x):
@@ -191,10 +204,10 @@ def _add(x: WKVState, y: WKVState) -> WKVState:
     )
 
 
-def _restart(sums: WKVState, where: Bool[Array, "*steps"]) -> WKVState:
-    """Empty sums at these steps."""
+def _empty_where(condition: Bool[Array, "..."], sums: WKVState) -> WKVState:
+    """Sums to which nothing was added, where the condition holds."""
     empty = (0.0, 0.0, NEVER)
-    return WKVState(*(jnp.where(where[..., None], e, s) for s, e in zip(sums, empty, strict=True)))
+    return WKVState(*(jnp.where(condition, e, s) for e, s in zip(empty, sums, strict=True)))
 
 
 def _decaying_sums(
@@ -233,7 +246,7 @@ def _sequential(output, steps: WKVState, w, start: WKVState, active, restart, *,
             (steps, active, restart),
         )
         if restart is not None:
-            before = _restart(before, restarts)
+            before = _empty_where(restarts[..., None], before)
         outputs = jax.tree.map(
             lambda ys, y: lax.dynamic_update_index_in_dim(ys, y, t, axis=1),
             outputs,
@@ -254,14 +267,15 @@ def _associative(output, steps: WKVState, w, start: WKVState, active, restart, *
 
     def combine(x, y):
         (x_decay, x), (y_decay, y) = x, y
+        x = _empty_where(y_decay == jnp.inf, x)
         return x_decay + y_decay, _add(x._replace(max=x.max - y_decay), y)
 
     decay, terms = _like(w, steps.max[:1]), steps
     if active is not None:
         decay = jnp.where(active[..., None], decay, 0)
-        terms = _restart(terms, ~active)
+        terms = _empty_where(~active[..., None], terms)
     if restart is not None:
-        decay = jnp.where(restart[..., None], -NEVER, decay)
+        decay = jnp.where(restart[..., None], jnp.inf, decay)
     sums = lax.associative_scan(combine, (decay, terms), axis=1, reverse=reverse)
     first = jax.tree.map(lambda s: s[:, None], start)
     _, after = combine((jnp.zeros_like(first.max), first), sums)
@@ -270,6 +284,6 @@ def _associative(output, steps: WKVState, w, start: WKVState, active, restart, *
     else:
         before = jax.tree.map(lambda f, s: jnp.concatenate([f, s[:, :-1]], axis=1), first, after)
     if restart is not None:
-        before = _restart(before, restart)
+        before = _empty_where(restart[..., None], before)
     last = jax.tree.map(lambda s: s[:, 0 if reverse else -1], after)
     return output(before, steps), last
