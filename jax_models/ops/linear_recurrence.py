@@ -38,7 +38,8 @@ def linear_recurrence(
         a: the factors of the state. The parallel methods form products of them, so |a| ≤ 1 keeps
             every method finite; a = 0 and a = 1 are exact.
         b: the inputs.
-        h0: the state before the first step (with `reverse`, after the last); zeros when None.
+        h0: the state before the first step (with `reverse`, after the last); zeros when None. It is
+            taken in the dtype of the accumulation.
         lengths: row b takes only the steps t < lengths[b].
         reset: the first steps of packed documents, where the state restarts from zero.
         reverse: run from the last step to the first.
@@ -51,7 +52,7 @@ def linear_recurrence(
         `lengths` carry no meaning.
 
     Raises:
-        TypeError: a, b or h0 is not floating.
+        TypeError: a or b is not floating.
         ValueError: the shapes differ, or there is no such method.
 
     """
@@ -63,12 +64,12 @@ def linear_recurrence(
         raise ValueError(
             f"method: expected one of {get_args(LinearRecurrenceMethod)}, got {method!r}"
         )
+    dtype = floating_carry_dtype(a=a, b=b)
     state_shape = (a.shape[0], a.shape[2])
     if h0 is None:
-        h0 = jnp.zeros(state_shape, a.dtype)
+        h0 = jnp.zeros(state_shape, dtype)
     if h0.shape != state_shape:
         raise ValueError(f"h0: expected shape {state_shape}, got {h0.shape}")
-    dtype = floating_carry_dtype(a=a, b=b, h0=h0)
     h0 = h0.astype(dtype)
     if a.shape[1] == 0:
         return b.astype(dtype), h0
