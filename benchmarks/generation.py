@@ -1,7 +1,6 @@
 """`python -m benchmarks.generation`: time and memory of a generated token, early and late."""
 
 import argparse
-import itertools
 import statistics
 import time
 
@@ -40,7 +39,7 @@ def main() -> None:
     for name in ("lstm", "hawk", "rwkv"):
         model = PRESETS[name].model.build(rngs=nnx.Rngs(0))
         times = token_times(model, options.num_tokens)
-        early = statistics.median(itertools.islice(times, 10, 10 + WINDOW))
+        early = statistics.median(times[10 : 10 + WINDOW])
         late = statistics.median(times[-WINDOW:])
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.init_state(1)))
         result.add_row(name, f"{early:.0f}", f"{late:.0f}", f"{size / 1024:.1f} KiB")

@@ -8,6 +8,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.ops import RNNState
 from jax_models.recurrent import RecurrentStack
+from jax_models.sequence import checked_choice
 from jax_models.torch_weights import Layouts, same, summed
 
 
@@ -63,10 +64,7 @@ class RNN(RecurrentStack):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        if nonlinearity not in ops.NONLINEARITIES:
-            raise ValueError(
-                f"nonlinearity: expected one of {sorted(ops.NONLINEARITIES)}, got {nonlinearity!r}"
-            )
+        checked_choice("nonlinearity", nonlinearity, tuple(sorted(ops.NONLINEARITIES)))
         super().__init__(
             in_features,
             hidden_features,

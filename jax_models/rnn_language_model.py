@@ -12,6 +12,7 @@ from jax_models.linear import Linear
 from jax_models.lstm import LSTM
 from jax_models.norm import LayerNorm
 from jax_models.rnn import RNN
+from jax_models.sequence import checked_choice
 from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
 
 CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU}
@@ -41,8 +42,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
         super().__post_init__()
         if self.context_length is not None and self.context_length < 1:
             raise ValueError(f"context_length: expected at least 1, got {self.context_length}")
-        if self.cell not in CELLS:
-            raise ValueError(f"cell: expected one of {sorted(CELLS)}, got {self.cell!r}")
+        checked_choice("cell", self.cell, tuple(sorted(CELLS)))
 
     def build(self, **kwargs: Any) -> "RNNLanguageModel":
         """`RNNLanguageModel(self, …)`."""

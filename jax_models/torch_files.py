@@ -1,6 +1,5 @@
 """Weights from a file of PyTorch's, without running what is in it."""
 
-import io
 import os
 import pickle
 from collections.abc import Mapping
@@ -25,18 +24,15 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
     except ImportError:
         raise ImportError("read_pth needs PyTorch: pip install torch") from None
     name = Path(path).name
-    try:
-        with Path(path).open("rb") as file:
-            content = io.BytesIO(file.read())
-        weights = torch.load(content, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except pickle.UnpicklingError as error:
-        lines = str(error).splitlines()
-        reason = next((line.strip() for line in lines if "WeightsUnpickler" in line), error)
-        raise ValueError(f"{name}: refused, it holds more than weights: {reason}") from None
-    except Exception as error:  # damage shows as any of a dozen
-        raise ValueError(f"{name}: not a whole file of torch.save: {error!r}") from None
+    with Path(path).open("rb") as file:
+        try:
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            lines = str(error).splitlines()
+            reason = next((line.strip() for line in lines if "WeightsUnpickler" in line), error)
+            raise ValueError(f"{name}: refused, it holds more than weights: {reason}") from None
+        except Exception as error:  # damage shows as any of a dozen
+            raise ValueError(f"{name}: not a whole file of torch.save: {error!r}") from None
     if not isinstance(weights, Mapping):
         raise ValueError(f"{name}: expected a state_dict, got a {type(weights).__name__}")
     return dict(weights)

@@ -325,7 +325,6 @@ def torch_nn_cases() -> list[Case]:
 def hawk_cases() -> list[Case]:
     """The classes of seed 000, at decays inside (0, 1) and close to 1."""
     hawk = partial(Case, layout="hawk")
-    conv = partial(hawk, call=call_steps)
     return [
         hawk("RGLRU", partial(torch_ref.RGLRU, 5), partial(RGLRU, 5), call=call_rglru),
         hawk(
@@ -337,10 +336,11 @@ def hawk_cases() -> list[Case]:
             dtypes=("float64", "float32"),  # between 1 − 2⁻⁸ and 1 bfloat16 has no number
         ),
         *(
-            conv(
+            hawk(
                 f"CausalConv1D, kernel {size}",
                 partial(torch_ref.CausalConv1d, 5, size),
                 partial(CausalConv1D, 5, size),
+                call=call_steps,
                 reach=size,
             )
             for size in (1, 2, 4)

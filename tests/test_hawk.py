@@ -10,7 +10,7 @@ from flax import nnx
 import torch_ref
 import train.optimizer
 from jax_models import RGLRU, CausalConv1D, Hawk, HawkBlock, from_torch, project, to_torch
-from parity_tests.tolerance import K, rms
+from parity_tests.tolerance import K, assert_same, rms
 from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 
 
@@ -32,23 +32,24 @@ def test_weights_with_a_outside_are_refused_by_name_and_count():
 
 def test_a_of_zero_and_one_load_and_run():
     """A = 0 forgets everything and a = 1 lets nothing in, as in the twin; gradients are finite."""
-    twin, x = torch_ref.Hawk(4), torch.randn(2, 9, 4)
+    twin, x = torch_ref.Hawk(4).double(), torch.randn(2, 9, 4).double()
     with torch.no_grad():
         twin.rglru.a[:2] = torch.tensor([0.0, 1.0])
-    layer = from_torch(Hawk(4, rngs=nnx.Rngs(0)), twin.state_dict())
-    graphdef, params = nnx.split(layer)
 
     def loss(params, x):
         y, state = nnx.merge(graphdef, params)(x)
         return jnp.sum(y**2), (y, state)
 
-    gradients, (y, state) = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x.numpy())
+    with jax.enable_x64(True):
+        layer = from_torch(Hawk(4, param_dtype=jnp.float64, rngs=nnx.Rngs(0)), twin.state_dict())
+        graphdef, params = nnx.split(layer)
+        gradients, (y, state) = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x.numpy())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
     np.testing.assert_array_equal(state.rglru.h[:, 1], 0)
     torch_y = torch_ref.hawk_language_model.over_time(twin, x)
     torch_y.square().sum().backward()
     assert all(weight.grad.isfinite().all() for weight in twin.parameters())
-    np.testing.assert_allclose(y, torch_y.detach().numpy(), rtol=1e-4, atol=1e-6)
+    assert_same(y, torch_y.detach().numpy(), "outputs")
 
 
 @pytest.mark.parametrize("projects", [True, False])

@@ -100,7 +100,7 @@ def _backward(method: LinearRecurrenceMethod, reverse: bool, residuals, h_gradie
     else:
         before = jnp.concatenate([h0[:, None], h[:, :-1]], axis=1)
     first = -1 if reverse else 0
-    return g * before, g, _affine(a[:, first], g[:, first], 0)
+    return g * before, g, _advance(a[:, first], g[:, first], 0)
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -139,13 +139,13 @@ def _sequential(a, b, h0, *, reverse: bool, ahead: bool):
         t = time - 1 - i if reverse else i
         a_t = lax.dynamic_index_in_dim(a, t + behind, axis=1, keepdims=False)
         b_t = lax.dynamic_index_in_dim(hs, t, axis=1, keepdims=False)
-        h = lax.optimization_barrier(_affine(a_t, h, b_t))  # XLA would copy hs to read b_t again
+        h = lax.optimization_barrier(_advance(a_t, h, b_t))  # XLA would copy hs to read b_t again
         return h, lax.dynamic_update_index_in_dim(hs, h, t, axis=1)
 
     return lax.fori_loop(0, time, step, (h0, b))[1]
 
 
-def _affine(a, h, b):
+def _advance(a, h, b):
     """`a h + b`, and b where a is 0, whatever h is."""
     return jnp.where(a == 0, b, a * h + b)
 
@@ -153,12 +153,12 @@ def _affine(a, h, b):
 def _combine(first, second):
     """Two steps as one: `h ↦ a₂ (a₁ h + b₁) + b₂`."""
     (a1, b1), (a2, b2) = first, second
-    return _affine(a2, a1, 0), _affine(a2, b1, b2)
+    return _advance(a2, a1, 0), _advance(a2, b1, b2)
 
 
 def _associative(a, b, h0):
     a, b = lax.associative_scan(_combine, (a, b), axis=1)
-    return _affine(a, h0[:, None], b)
+    return _advance(a, h0[:, None], b)
 
 
 def _chunked(a, b, h0):
@@ -183,5 +183,5 @@ def _chunked(a, b, h0):
     )
     ends = _associative(chunk_a, chunk_b, h0)
     starts = jnp.concatenate([h0[:, None], ends[:, :-1]], axis=1)
-    h = _affine(a, starts[None], b)
+    h = _advance(a, starts[None], b)
     return jnp.moveaxis(h, 0, 2).reshape(batch, count * size, features)[:, :time]
