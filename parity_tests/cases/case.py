@@ -1,0 +1,127 @@
+"""What a row of the registry says."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+from torch import Tensor, nn
+
+import torch_ref
+from jax_models import LanguageModel, WKVState, from_torch
+
+BATCH, TIME = 3, 7
+DTYPES = ("float64", "float32", "bfloat16")
+
+TorchState = tuple[Tensor, ...]
+"""The leaves of the JAX layer's state, in its order, as tensors."""
+
+
+def in_every_dtype(x: np.ndarray) -> np.ndarray:
+    """The numbers rounded to bfloat16, so that every dtype starts from the same."""
+    return x.astype(jnp.bfloat16).astype(np.float64)
+
+
+def moderate_decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """An `a` well inside (0, 1), exact in bfloat16."""
+    return in_every_dtype(rng.uniform(0.2, 0.9, shape))
+
+
+def slow_decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """An `a` within 2⁻¹⁰ to 2⁻²³ of 1, exact in float32."""
+    return 1 - 2.0 ** -rng.integers(10, 24, shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A torch twin, its JAX layer, and how the one is called like the other.
+
+    `call(twin, x, state, lengths) -> (y, state)` takes and returns what the JAX layer does: x and y
+    batch-major, the state's leaves with the layer's shapes. A state of None is the twin's own zero.
+    """
+
+    name: str
+    twin: Callable[[], nn.Module]
+    layer: Callable[..., Any]
+    layout: str
+    call: Callable[..., tuple[Tensor, TorchState]]
+    packs: bool = False
+    """Does the twin take `lengths`?"""
+    decays: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = moderate_decays
+    """Draws the `a` of every RG-LRU in the twin."""
+    dtypes: tuple[str, ...] = DTYPES
+    """Those that the comparison with the twin runs in."""
+    reach: int | None = None
+    """Steps that an output sees, its own among them. None: all before it."""
+
+    def build_twin(self, seed: int = 0) -> nn.Module:
+        """The twin in float64, every weight and bias random and exact in bfloat16."""
+        rng = np.random.default_rng(seed)
+        twin = self.twin().double()
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
+                draw = scale * rng.standard_normal(tuple(parameter.shape))
+                parameter.copy_(torch.from_numpy(in_every_dtype(draw)))
+            for a in rg_lru_decays(twin):
+                a.copy_(torch.from_numpy(self.decays(rng, tuple(a.shape))))
+        return twin
+
+    def build_layer(self, twin: nn.Module, dtype=jnp.float64):
+        """The JAX layer in `dtype` with the twin's weights."""
+        torch_dtype = getattr(torch, jnp.dtype(dtype).name)
+        weights = {key: value.to(torch_dtype) for key, value in twin.state_dict().items()}
+        return from_torch(self.abstract(dtype), weights, self.layout)
+
+    def inputs(self, seed: int = 1, batch: int = BATCH, time: int = TIME) -> np.ndarray:
+        """Random inputs: features exact in bfloat16, or tokens."""
+        rng = np.random.default_rng(seed)
+        layer = self.abstract()
+        if isinstance(layer, LanguageModel):
+            return rng.integers(0, layer.config.vocab_size, (batch, time))
+        return in_every_dtype(rng.standard_normal((batch, time, layer.in_features)))
+
+    def state(self, seed: int = 2, batch: int = BATCH):
+        """A random state in the structure of the layer's, exact in bfloat16; positions stay 0."""
+        rng = np.random.default_rng(seed)
+        shapes = jax.eval_shape(lambda: self.abstract().init_state(batch))
+        state = jax.tree.map(
+            lambda s: (
+                in_every_dtype(0.5 * rng.standard_normal(s.shape))
+                if jnp.issubdtype(s.dtype, jnp.floating)
+                else np.zeros(s.shape, s.dtype)
+            ),
+            shapes,
+        )
+        return jax.tree.map(
+            lambda s: s._replace(den=np.abs(s.den) + 1) if isinstance(s, WKVState) else s,
+            state,
+            is_leaf=lambda s: isinstance(s, WKVState),
+        )
+
+    def abstract(self, dtype=jnp.float64):
+        """The JAX layer without its weights, a new one at each call."""
+        return nnx.merge(*_abstract(self, jnp.dtype(dtype)), copy=True)
+
+    @property
+    def causal(self) -> bool:
+        """Does the JAX layer have a `step`?"""
+        layer = self.abstract()
+        return getattr(layer, "layers", layer).causal
+
+
+@functools.cache
+def _abstract(case: Case, dtype):
+    return nnx.split(
+        nnx.eval_shape(lambda: case.layer(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    )
+
+
+def rg_lru_decays(twin: nn.Module) -> list[Tensor]:
+    """The `a` of every RG-LRU in the twin, to be written to."""
+    return [m.a.detach() for m in twin.modules() if isinstance(m, torch_ref.RGLRU)]
