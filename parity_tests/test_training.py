@@ -51,7 +51,7 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
 def test_seed_experiment_follows_torch(num_steps, clip_norm, tolerance):
     vocabulary = Vocabulary.of(ALL_WORK)
     part = split(vocabulary.encode(ALL_WORK), window=8)["train"]
-    loader = batches(part, window=8, batch_size=4, seed=7)
+    loader = batches(part, batch_size=4, seed=7)
     rows = [loader[i] for i in range(num_steps)]
     torch.manual_seed(2001)
     twin = CASE.twin().double()

@@ -1,13 +1,15 @@
 """Runs from the command line to the folder and back."""
 
+import dataclasses
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import chex
+import jax
 import numpy as np
 import pytest
 import torch
@@ -18,31 +20,17 @@ import parity_tests.__main__ as parity_command
 import torch_ref
 import train.__main__ as train_command
 from train import evaluate, export, generate
-from train.command_line import CommandLineError, one_line_errors
+from train.command_line import CommandLineError
+from train.config import PRESETS, TrainConfig
 from train.run import Run
-from train.text import ALL_WORK, Vocabulary, batches, read_text
+from train.text import ALL_WORK, Vocabulary
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
-COMMANDS = {
-    "train": train_command.main,
-    "generate": generate.main,
-    "evaluate": evaluate.main,
-    "export": export.main,
-    "parity": parity_command.main,
-}
 
 
 def start(folder: Path, *args: str) -> Run:
     train_command.main(["--out", str(folder), "--eval-batches", "20", *args])
     return Run.open(folder)
-
-
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory) -> Path:
-    """The folder of the seed's experiment, run to its end."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    start(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -52,10 +40,22 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-def small(text: Path, *args: str) -> list[str]:
+def small(text: Path, *args: str, length: str = "--num-steps 10") -> list[str]:
     """A small LSTM on a text."""
     options = "--preset lstm --model.hidden-features 16 --window 12 --batch-size 8 --eval-every 5"
-    return [*options.split(), "--num-steps", "10", "--text", str(text), *args]
+    return [*options.split(), *length.split(), "--text", str(text), *args]
+
+
+BY_ROWS = ["--val-rows", "30", "--model.num-layers", "2", "--model.dropout-rate", "0.5"]
+CONSTANT = ["--optimizer.schedule", "constant"]
+
+
+@pytest.fixture(scope="session")
+def by_rows(text_file, tmp_path_factory) -> Path:
+    """The folder of half an epoch over rows drawn from the whole text, with dropout."""
+    folder = tmp_path_factory.mktemp("by_rows") / "run"
+    start(folder, *small(text_file, *BY_ROWS, *CONSTANT, length="--num-epochs 0.5"))
+    return folder
 
 
 def test_seed_experiment_reaches_the_seeds_loss(finished):
@@ -87,6 +87,26 @@ def test_evaluates_on_the_whole_text(finished, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["train", "val"]
     assert all(0.1 < float(line.split()[1]) < 0.3 for line in lines)
+
+
+def test_evaluates_as_the_seed_does(by_rows, text_file, capsys):
+    """Token by token from each prefix, over the first 29 tokens of the rows that it drew."""
+    evaluate.main(["--run", str(by_rows), "--num-tokens", "29"])
+    line = capsys.readouterr().out.splitlines()[1]
+    found = re.fullmatch(r"val: (.*) nats .*, mean probability (.*), over 29 characters", line)
+    assert found is not None
+
+    run = Run.open(by_rows)
+    model = nnx.view(run.model(), deterministic=True)
+    tokens = run.vocabulary.encode(text_file.read_text(encoding="utf-8"))
+    order = np.random.default_rng(0).permutation((len(tokens) - 1) // 12)
+    p = []
+    for t in range(29):
+        row, length = order[t // 12] * 12, t % 12 + 1
+        logits, _ = model(tokens[None, row : row + length])
+        p.append(float(jax.nn.softmax(logits[0, -1])[tokens[row + length]]))
+    expected = [-np.mean(np.log(p)), np.mean(p)]
+    np.testing.assert_allclose([float(n) for n in found.groups()], expected, rtol=0, atol=6e-5)
 
 
 def test_exported_weights_are_the_twins(finished, tmp_path, capsys):
@@ -136,15 +156,33 @@ def test_every_linear_recurrence_trains_resumes_and_exports(
 
 def test_resuming_gives_the_weights_of_one_run(text_file, tmp_path):
     dropout = ["--model.num-layers", "2", "--model.dropout-rate", "0.3"]
-    constant = ["--optimizer.schedule", "constant"]
-    whole = start(tmp_path / "whole", *small(text_file, *dropout, *constant))
-    start(tmp_path / "cut", *small(text_file, *dropout, *constant, "--num-steps", "6"))
+    whole = start(tmp_path / "whole", *small(text_file, *dropout, *CONSTANT))
+    start(tmp_path / "cut", *small(text_file, *dropout, *CONSTANT, "--num-steps", "6"))
     with_start = (tmp_path / "cut" / "metrics.jsonl").read_text()
     train_command.main(["--resume", str(tmp_path / "cut"), "--num-steps", "10"])
     resumed = Run.open(tmp_path / "cut")
     assert resumed.config.num_steps == 10
     assert (tmp_path / "cut" / "metrics.jsonl").read_text().startswith(with_start)
     chex.assert_trees_all_equal(params(whole), params(resumed))
+
+
+def test_epochs_become_steps(by_rows, text_file, tmp_path):
+    """169 of 199 rows are to train on: half of them, eight a step, are 11 steps."""
+    whole = Run.open(by_rows)
+    assert (whole.config.num_steps, whole.config.num_epochs) == (11, None)
+    start(tmp_path / "cut", *small(text_file, *BY_ROWS, *CONSTANT, length="--num-steps 6"))
+    train_command.main(["--resume", str(tmp_path / "cut"), "--num-epochs", "0.5"])
+    resumed = Run.open(tmp_path / "cut")
+    assert resumed.config == whole.config
+    chex.assert_trees_all_equal(params(whole), params(resumed))
+
+
+def test_steps_replace_a_presets_epochs(monkeypatch, text_file):
+    monkeypatch.setitem(PRESETS, "gru", dataclasses.replace(PRESETS["gru"], num_epochs=40.0))
+    args = ["--preset", "gru", "--text", str(text_file)]
+    assert train_command.parse_arguments(args)[0].config.num_epochs == 40
+    config = train_command.parse_arguments([*args, "--num-steps", "1000"])[0].config
+    assert (config.num_steps, config.num_epochs) == (1000, None)
 
 
 def test_a_cosine_ends_where_it_was_to_end(text_file, tmp_path):
@@ -186,9 +224,22 @@ def params(run: Run) -> nnx.State:
     return nnx.state(run.model(), nnx.Param)
 
 
-def test_bfloat16_trains(text_file, tmp_path):
-    run = start(tmp_path / "run", *small(text_file, "--dtype", "bfloat16", "--num-steps", "60"))
-    metrics = run.metrics()
+def test_half_a_line_costs_no_other(tmp_path):
+    run = Run.create(tmp_path / "run", TrainConfig(), Vocabulary.of(ALL_WORK))
+    run.log({"step": 0})
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": ')
+    run.log({"step": 1})
+    run.log({"step": 2})
+    assert run.metrics() == [{"step": 0}, {"step": 1}, {"step": 2}]
+    assert (run.folder / "metrics.jsonl").read_text().count("\n") == 4
+
+
+def test_bfloat16_trains_with_the_seeds_optimizer(text_file, tmp_path):
+    optimizer = {"clip-norm": "0.2", "betas": "0.9 0.98", "weight-decay": "0.4"}
+    options = " ".join(f"--optimizer.{name} {value}" for name, value in optimizer.items())
+    args = small(text_file, *options.split(), *BY_ROWS, "--dtype", "bfloat16")
+    metrics = start(tmp_path / "run", *args, "--num-steps", "60").metrics()
     assert metrics[-1]["train"] < metrics[0]["train"] - 0.3
 
 
@@ -215,187 +266,11 @@ assert jax.device_count() == int(sys.argv[1])
     assert losses[0][-1] < losses[0][0]
 
 
-def test_batches_are_windows_in_an_order_of_their_seed():
-    tokens = np.arange(100, dtype=np.int32)
-    loader = batches(tokens, window=7, batch_size=4, seed=1)
-    rows = np.concatenate([loader[i] for i in range(300)])
-    assert (np.diff(rows, axis=1) == 1).all()
-    assert set(rows[:, 0]) == set(range(93))
-    again = batches(tokens, window=7, batch_size=4, seed=1)
-    np.testing.assert_array_equal(again[299], loader[299])
-    assert (batches(tokens, window=7, batch_size=4, seed=2)[0] != loader[0]).any()
-
-
-def test_every_character_is_a_token():
-    text = "añ\U0001f600b\r\n\t"
-    vocabulary = Vocabulary.of(text)
-    assert vocabulary.decode(vocabulary.encode(text)) == text
-    assert len(vocabulary) == len(set(text))
-
-
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the text is not part of the repository")
 def test_tiny_shakespeare_is_learned_from_the_start(tmp_path):
     run = start(tmp_path / "run", *small(SHAKESPEARE, "--num-steps", "60", "--eval-every", "60"))
     assert run.metrics()[-1]["val"] < 3.2
     assert len(run.vocabulary) == 65
-
-
-def write(path: Path, content: bytes) -> str:
-    path.write_bytes(content)
-    return str(path)
-
-
-def damaged(finished: Path, folder: Path, name: str, content: str | None) -> str:
-    shutil.copytree(finished, folder)
-    if content is None:
-        shutil.rmtree(folder / name)
-    else:
-        (folder / name).write_text(content)
-    return str(folder)
-
-
-REFUSED = {
-    "missing text": ("train", lambda d, f: ["--text", str(d / "no.txt")], "no.txt: No such file"),
-    "folder for a text": ("train", lambda d, f: ["--text", str(d)], "Is a directory"),
-    "empty text": ("train", lambda d, f: ["--text", write(d / "e", b"")], "the file is empty"),
-    "short text": ("train", lambda d, f: ["--text", write(d / "s", b"abc")], "text is too short"),
-    "latin-1 text": (
-        "train",
-        lambda d, f: ["--text", write(d / "l", b"caf\xe9 ")],
-        "not UTF-8 at byte 3",
-    ),
-    "preset without its text": (
-        "train",
-        lambda d, f: ["--preset", "gru"],
-        "--text: the preset gru needs a text file",
-    ),
-    "unknown preset": ("train", lambda d, f: ["--preset", "nix"], "invalid choice 'nix'"),
-    "unknown option": ("train", lambda d, f: ["--nix", "3"], "Unrecognized options: --nix"),
-    "word for a number": ("train", lambda d, f: ["--num-steps", "x"], "--num-steps: invalid"),
-    "no steps": ("train", lambda d, f: ["--num-steps", "0"], "--num-steps: expected at least 1"),
-    "long warm-up": (
-        "train",
-        lambda d, f: ["--optimizer.warmup-steps", "9000"],
-        "warmup_steps: expected at least 0 and fewer than the 2000 steps",
-    ),
-    "negative seed": ("train", lambda d, f: ["--seed", "-1"], "--seed: expected 0"),
-    "rate of NaN": (
-        "train",
-        lambda d, f: ["--optimizer.learning-rate", "nan"],
-        "learning_rate: expected a positive number, got nan",
-    ),
-    "vocabulary of another size": (
-        "train",
-        lambda d, f: ["--model.vocab-size", "77"],
-        "--model.vocab-size: the text has 20 distinct characters, got 77",
-    ),
-    "wide window": (
-        "train",
-        lambda d, f: ["--window", "9"],
-        "--window: expected at most --model.context-length 8, got 9",
-    ),
-    "folder in use": ("train", lambda d, f: ["--out", str(f)], "the folder is not empty"),
-    "resume nothing": ("train", lambda d, f: ["--resume", str(d)], "not the folder of a run"),
-    "resume elsewhere": (
-        "train",
-        lambda d, f: ["--resume", str(f), "--out", str(d / "o")],
-        "--out: a run is resumed in its own folder",
-    ),
-    "resume into the past": (
-        "train",
-        lambda d, f: ["--resume", str(f), "--num-steps", "5"],
-        "--num-steps: the run has done 2000 steps already",
-    ),
-    "resume without a folder": ("train", lambda d, f: ["--resume"], "--resume"),
-    "resume another model": (
-        "train",
-        lambda d, f: ["--resume", str(f), "--model.cell", "gru"],
-        "cannot change model of a run",
-    ),
-    "no run": ("generate", lambda d, f: ["--run", str(d)], "it has no config.json"),
-    "damaged config": (
-        "generate",
-        lambda d, f: ["--run", damaged(f, d / "r", "config.json", '{"model"')],
-        "damaged config or vocabulary",
-    ),
-    "damaged vocabulary": (
-        "generate",
-        lambda d, f: ["--run", damaged(f, d / "r", "vocabulary.json", "5")],
-        "damaged config or vocabulary",
-    ),
-    "config of no model": (
-        "generate",
-        lambda d, f: [
-            "--run",
-            damaged(
-                f,
-                d / "r",
-                "config.json",
-                (f / "config.json").read_text().replace('"rnn"', '"foo"'),
-            ),
-        ],
-        "cell: expected one of",
-    ),
-    "large seed": (
-        "generate",
-        lambda d, f: ["--run", str(f), "--seed", "9" * 20],
-        "--seed: expected 0",
-    ),
-    "no checkpoint": (
-        "evaluate",
-        lambda d, f: ["--run", damaged(f, d / "r", "checkpoints", None)],
-        "the run has no complete checkpoint",
-    ),
-    "unknown characters": (
-        "generate",
-        lambda d, f: ["--run", str(f), "--prompt", "Zoë"],
-        "not in the vocabulary: 'Z', 'ë'",
-    ),
-    "empty prompt": ("generate", lambda d, f: ["--run", str(f), "--prompt", ""], "--prompt: expe"),
-    "top-k of none": ("generate", lambda d, f: ["--run", str(f), "--top-k", "0"], "top_k: expec"),
-    "no folder to export to": (
-        "export",
-        lambda d, f: ["--run", str(f), "--out", str(d / "no" / "w")],
-        "No such file or directory",
-    ),
-    "folder to export to": (
-        "export",
-        lambda d, f: ["--run", str(f), "--out", str(d)],
-        "Is a directory",
-    ),
-    "folder for a report": (
-        "parity",
-        lambda d, f: ["--case", "GRUScratch", "--json", str(d)],
-        "Is a directory",
-    ),
-    "unknown case": ("parity", lambda d, f: ["--case", "nix"], "--case: no case has nix"),
-    "missing platform": ("parity", lambda d, f: ["--platform", "tpu"], "this machine has no tpu"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_in_one_line(name, finished, tmp_path, capsys):
-    command, args, message = REFUSED[name]
-    before = sorted(finished.rglob("*"))
-    with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
-        COMMANDS[command](args(tmp_path, finished))
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("prog: error: ")
-    assert message in error
-    assert error.count("\n") == 1
-    assert sorted(finished.rglob("*")) == before
-
-
-def test_a_module_ends_with_code_2_and_no_traceback():
-    done = subprocess.run(
-        [sys.executable, "-m", "train", "--text", "no-such-file.txt"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr == ("python -m train: error: no-such-file.txt: No such file or directory\n")
 
 
 def test_parity_report(tmp_path, capsys):
@@ -413,10 +288,3 @@ def test_parity_report_fails_where_a_case_fails(monkeypatch, capsys):
     monkeypatch.setattr(tolerance, "FLOAT64", 0.0)
     assert parity_command.main(["--case", "RNNScratch tanh"]) == 1
     assert "FAIL" in capsys.readouterr().out
-
-
-def test_read_text_of_nothing_is_the_seeds():
-    text = read_text(None)
-    assert (len(text), len(set(text))) == (451, 20)
-    with pytest.raises(CommandLineError):
-        read_text(Path("no-such-file.txt"))

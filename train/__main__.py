@@ -23,7 +23,7 @@ from train.curve import draw_curve
 from train.export import describe_difference, export
 from train.loop import Trainer, TrainState
 from train.run import Run, build_trainer
-from train.text import Vocabulary, batches, read_text, split
+from train.text import Vocabulary, Windows, batches, read_text, split
 
 PROG = "python -m train"
 
@@ -41,12 +41,13 @@ class Arguments:
     """The folder of a run to go on with; its own config is where the options start from."""
 
 
-RESUME_MAY_CHANGE = {"text", "num_steps", "eval_every", "eval_batches"}
+RESUME_MAY_CHANGE = {"text", "num_steps", "num_epochs", "eval_every", "eval_batches"}
 
 
-def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Arguments]:
-    """The arguments, and what they were before the command line changed them."""
+def parse_arguments(args: Sequence[str]) -> tuple[Arguments, TrainConfig]:
+    """The arguments, and the config from which the command line started."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--num-steps", "--num_steps", nargs="?")
     first.add_argument("--preset", nargs="?", default="all-work")
     first.add_argument("--resume", nargs="?", type=Path)
     start, _ = first.parse_known_args(args)
@@ -55,19 +56,25 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, Arguments]:
     else:
         preset = start.preset if start.preset in PRESETS else "all-work"
         default = Arguments(PRESETS[preset], preset=preset)
+    if start.num_steps is not None:  # in the place of a preset's epochs
+        config = dataclasses.replace(default.config, num_epochs=None)
+        default = dataclasses.replace(default, config=config)
     arguments = parse(Arguments, args, prog=PROG, default=default)
     for fault in arguments.config.faults():
         raise CommandLineError(fault)
+    if start.num_steps is not None and arguments.config.num_epochs is not None:
+        raise CommandLineError("--num-epochs: expected without --num-steps")
     if arguments.resume is not None and arguments.out is not None:
         raise CommandLineError("--out: a run is resumed in its own folder")
-    is_new = arguments.resume is None
-    if is_new and arguments.preset != "all-work" and arguments.config.text is None:
+    if arguments.resume is not None:
+        refuse_changes(default.config, arguments.config)
+    elif arguments.preset != "all-work" and arguments.config.text is None:
         raise CommandLineError(f"--text: the preset {arguments.preset} needs a text file")
-    return arguments, default
+    return arguments, default.config
 
 
-def resume(folder: Path, before: TrainConfig, config: TrainConfig) -> Run:
-    """The run in the folder, with the config as the arguments change it."""
+def refuse_changes(before: TrainConfig, config: TrainConfig) -> None:
+    """Raise where a run that is resumed would become another."""
     changed = {
         field.name
         for field in dataclasses.fields(config)
@@ -78,8 +85,11 @@ def resume(folder: Path, before: TrainConfig, config: TrainConfig) -> Run:
             f"--resume: cannot change {', '.join(sorted(changed - RESUME_MAY_CHANGE))} of a run, "
             f"only {', '.join(sorted(RESUME_MAY_CHANGE))}"
         )
-    run = Run.open(folder)
-    latest = run.checkpoints.latest_step or 0
+
+
+def extend(run: Run, config: TrainConfig) -> None:
+    """Let the run go on with the config, to its last step."""
+    before, latest = run.config, run.checkpoints.latest_step or 0
     if config.num_steps < latest:
         raise CommandLineError(f"--num-steps: the run has done {latest} steps already")
     if config.num_steps != before.num_steps and config.optimizer.schedule != "constant":
@@ -88,7 +98,6 @@ def resume(folder: Path, before: TrainConfig, config: TrainConfig) -> Run:
             f"{before.num_steps}; only a constant rate can go on"
         )
     run.config = config
-    return run
 
 
 def free_folder(folder: Path) -> Path:
@@ -97,12 +106,12 @@ def free_folder(folder: Path) -> Path:
     return next(path for path in itertools.chain([folder], names) if not path.exists())
 
 
-def train(run: Run, trainer: Trainer, parts: dict[str, np.ndarray], console: Console) -> TrainState:
+def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Console) -> TrainState:
     """Train to the config's last step, from the newest checkpoint if there is one."""
     config = run.config
     resuming = run.checkpoints.latest_step is not None
     state = run.restore(trainer) if resuming else trainer.initial_state()
-    sampler = partial(batches, window=config.window, batch_size=config.batch_size)
+    sampler = partial(batches, batch_size=config.batch_size)
     training = sampler(parts["train"], seed=config.seed)
     evaluation = {
         name: np.stack([sampler(part, seed=config.seed + 1)[i] for i in range(config.eval_batches)])
@@ -123,7 +132,7 @@ def train(run: Run, trainer: Trainer, parts: dict[str, np.ndarray], console: Con
         for step in range(start_step, config.num_steps + 1):
             if step % config.eval_every == 0 or step == config.num_steps:
                 losses = {
-                    name: float(trainer.evaluate(state.params, batches))
+                    name: float(trainer.evaluate(state.params, batches).mean())
                     for name, batches in evaluation.items()
                 }
                 seconds = time.perf_counter() - start_time
@@ -164,13 +173,14 @@ def main(args: Sequence[str]) -> None:
     arguments, before = parse_arguments(args)
     config = arguments.config
     text = read_text(config.text)
-    if arguments.resume is not None:
-        run = resume(arguments.resume, before.config, config)
-        vocabulary = run.vocabulary
+    run = None if arguments.resume is None else Run.open(arguments.resume)
+    vocabulary = Vocabulary.of(text) if run is None else run.vocabulary
+    parts = split(vocabulary.encode(text), config.window, config.val_rows)
+    config = config.with_steps(len(parts["train"].rows))
+    if run is not None:
+        extend(run, config)
     else:
-        run = None
-        vocabulary = Vocabulary.of(text)
-        if config.model.vocab_size not in (before.config.model.vocab_size, len(vocabulary)):
+        if config.model.vocab_size not in (before.model.vocab_size, len(vocabulary)):
             raise CommandLineError(
                 f"--model.vocab-size: the text has {len(vocabulary)} distinct characters, "
                 f"got {config.model.vocab_size}"
@@ -180,7 +190,6 @@ def main(args: Sequence[str]) -> None:
             model=dataclasses.replace(config.model, vocab_size=len(vocabulary)),
             text=None if config.text is None else config.text.absolute(),
         )
-    parts = split(vocabulary.encode(text), config.window)
     trainer = build_trainer(config)
     if run is None:
         folder = arguments.out or free_folder(Path("runs") / arguments.preset)

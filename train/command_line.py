@@ -50,6 +50,12 @@ def _message(box: str) -> str:
     return " ".join(section)
 
 
+def seed_faults(seed: int) -> Iterator[str]:
+    """What is wrong with `--seed`."""
+    if not 0 <= seed < 2**31:
+        yield f"--seed: expected 0 … 2³¹ − 1, got {seed}"
+
+
 @contextlib.contextmanager
 def one_line_errors(prog: str) -> Iterator[None]:
     """Turn a fault of the input into `prog: error: …` on standard error and exit code 2."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast
@@ -14,6 +15,7 @@ from jax_models import (
     RNNLanguageModelConfig,
     RWKVLanguageModelConfig,
 )
+from train.command_line import seed_faults
 from train.optimizer import OptimizerConfig
 
 MODEL_CONFIGS = {config.__name__: config for config in LanguageModelConfig.__subclasses__()}
@@ -29,9 +31,15 @@ class TrainConfig:
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     text: Path | None = None
-    """A UTF-8 file: nine tenths to train on, the last to validate on. None: the seed's text."""
+    """A UTF-8 file. None: the seed's text."""
+    val_rows: int | None = None
+    """Rows of `window` characters to validate on, drawn from the whole text; the others are to
+    train on, each once an epoch. None: the last tenth of the text, and all windows of the first
+    nine."""
     num_steps: int = 2000
     """Steps of the optimiser."""
+    num_epochs: float | None = None
+    """Passes over the training part, instead of the steps: each as many windows as fill it."""
     batch_size: int = 4
     """Windows a step, over all devices."""
     window: int = 8
@@ -47,15 +55,23 @@ class TrainConfig:
 
     def faults(self) -> Iterator[str]:
         """What is wrong with the values, an option each."""
-        for name in ("num_steps", "batch_size", "window", "eval_every", "eval_batches"):
-            if getattr(self, name) < 1:
-                option = "--" + name.replace("_", "-")
-                yield f"{option}: expected at least 1, got {getattr(self, name)}"
-        if not 0 <= self.seed < 2**31:
-            yield f"--seed: expected 0 … 2³¹ − 1, got {self.seed}"
+        for name in ("val_rows", "num_steps", "batch_size", "window", "eval_every", "eval_batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield f"--{name.replace('_', '-')}: expected at least 1, got {value}"
+        if self.num_epochs is not None and not 0 < self.num_epochs < math.inf:
+            yield f"--num-epochs: expected a positive number, got {self.num_epochs}"
+        yield from seed_faults(self.seed)
         limit = self.model.context_length
         if limit is not None and self.window > limit:
             yield f"--window: expected at most --model.context-length {limit}, got {self.window}"
+
+    def with_steps(self, train_rows: int) -> "TrainConfig":
+        """The config with its epochs told in steps, for a training part of so many rows."""
+        if self.num_epochs is None:
+            return self
+        num_steps = math.ceil(self.num_epochs * train_rows / self.batch_size)
+        return dataclasses.replace(self, num_steps=num_steps, num_epochs=None)
 
 
 _SHAKESPEARE = TrainConfig(

@@ -1,14 +1,17 @@
-"""`python -m train.evaluate`: the loss of a run's model on all of a text."""
+"""`python -m train.evaluate`: how well a run's model predicts a text."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+from flax import nnx
 
-from train.command_line import one_line_errors, parse
+from train.command_line import CommandLineError, one_line_errors, parse
+from train.loop import Trainer
 from train.run import Run, build_trainer
 from train.text import read_text, split
 
@@ -17,38 +20,47 @@ PROG = "python -m train.evaluate"
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Mean loss, in nats per character, over both parts of a text cut into windows."""
+    """Mean loss, and mean probability of the character that comes next, over both parts of a text.
+
+    Each part is cut into rows of the run's window, and a prediction sees its own row alone.
+    """
 
     run: Path
     """The folder of the run."""
     text: Path | None = None
     """A UTF-8 file; by default the text that the run was trained on."""
+    num_tokens: int | None = None
+    """How many characters of each part to predict, row by row from its first. None: all."""
+
+
+def losses(trainer: Trainer, params: nnx.State, rows: np.ndarray, batch_size: int) -> np.ndarray:
+    """The loss of each token that the rows predict, in order."""
+    whole = len(rows) - len(rows) % batch_size
+    groups = [rows[:whole].reshape(-1, batch_size, rows.shape[1]), rows[whole:][None]]
+    return np.concatenate(
+        [np.ravel(trainer.evaluate(params, group)) for group in groups if group.size]
+    )
 
 
 def main(args: Sequence[str]) -> None:
-    """Print the losses."""
+    """Print the losses and the probabilities."""
     arguments = parse(Arguments, args, prog=PROG)
+    num_tokens = arguments.num_tokens
+    if num_tokens is not None and num_tokens < 1:
+        raise CommandLineError(f"--num-tokens: expected at least 1, got {num_tokens}")
     run = Run.open(arguments.run)
     config = run.config
     trainer = build_trainer(config, jax.devices()[:1])
     params = run.restore(trainer).params
     tokens = run.vocabulary.encode(read_text(arguments.text or config.text))
-    for name, part in split(tokens, config.window).items():
-        count = (len(part) - 1) // config.window
-        starts = config.window * np.arange(count)[:, None]
-        windows = part[starts + np.arange(config.window + 1)[None, :]]
-        whole = count - count % config.batch_size
-        groups = [
-            windows[:whole].reshape(-1, config.batch_size, config.window + 1),
-            windows[whole:][None],
-        ]
-        total = sum(
-            float(trainer.evaluate(params, group)) * group[..., 1:].size
-            for group in groups
-            if group.size
+    for name, part in split(tokens, config.window, config.val_rows).items():
+        num_rows = None if num_tokens is None else math.ceil(num_tokens / config.window)
+        rows = part.rows[:num_rows]
+        loss = losses(trainer, params, rows, config.batch_size)[:num_tokens].astype(np.float64)
+        print(
+            f"{name}: {loss.mean():.4f} nats per character, "
+            f"mean probability {np.exp(-loss).mean():.4f}, over {loss.size:,} characters"
         )
-        size = windows[:, 1:].size
-        print(f"{name}: {total / size:.4f} nats per character over {size:,} characters")
 
 
 if __name__ == "__main__":

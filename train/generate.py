@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from jax_models import stream
-from train.command_line import CommandLineError, one_line_errors, parse
+from train.command_line import CommandLineError, one_line_errors, parse, seed_faults
 from train.run import Run
 
 PROG = "python -m train.generate"
@@ -41,8 +41,8 @@ def main(args: Sequence[str]) -> None:
     prompt = run.vocabulary.characters[0] if arguments.prompt is None else arguments.prompt
     if not prompt:
         raise CommandLineError("--prompt: expected at least one character")
-    if not 0 <= arguments.seed < 2**31:
-        raise CommandLineError(f"--seed: expected 0 … 2³¹ − 1, got {arguments.seed}")
+    for fault in seed_faults(arguments.seed):
+        raise CommandLineError(fault)
     tokens = run.vocabulary.encode(prompt)[None]
     model = run.model()
     try:

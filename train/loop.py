@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from jax_models import LanguageModel
@@ -25,13 +26,14 @@ class TrainState(NamedTuple):
     optimizer_state: Any
 
 
-def token_loss(model: LanguageModel, tokens: Int[Array, "batch window+1"]) -> Float[Array, ""]:
-    """Mean cross-entropy of each token given those before it in its row, in nats."""
+def token_losses(
+    model: LanguageModel, tokens: Int[Array, "batch window+1"]
+) -> Float[Array, "batch window"]:
+    """−log p of each token given those before it in its row, in nats and at least float32."""
     logits, _ = model(tokens[:, :-1])
-    losses = optax.softmax_cross_entropy_with_integer_labels(
+    return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(carry_dtype(logits.dtype)), tokens[:, 1:]
     )
-    return jnp.mean(losses)
 
 
 class Trainer:
@@ -91,7 +93,7 @@ class Trainer:
         def loss_fn(params):
             model = self.model(params)
             nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, state.step))
-            return token_loss(model, tokens)
+            return jnp.mean(token_losses(model, tokens))
 
         loss, gradient = jax.value_and_grad(loss_fn)(state.params)
         params, optimizer_state = apply_gradient(
@@ -101,8 +103,8 @@ class Trainer:
 
     @partial(jax.jit, static_argnums=0)
     def evaluate(
-        self, params: nnx.State, batches: Int[Array, "n batch window+1"]
-    ) -> Float[Array, ""]:
-        """The mean loss over batches, without dropout."""
+        self, params: nnx.State, batches: Int[ArrayLike, "n batch window+1"]
+    ) -> Float[Array, "n batch window"]:
+        """Each token's loss, without dropout."""
         model = nnx.view(self.model(params), deterministic=True, raise_if_not_found=False)
-        return jnp.mean(jax.lax.map(partial(token_loss, model), batches))
+        return jax.lax.map(partial(token_losses, model), batches)

@@ -97,15 +97,19 @@ class Run:
         return trainer.model(self.restore(trainer).params)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Append a line to `metrics.jsonl`."""
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+        """Append a line to `metrics.jsonl`, after ending one that a killed run left."""
+        with (self.folder / "metrics.jsonl").open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.write(b"\n")
+            file.write(json.dumps(metrics).encode() + b"\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The whole lines of `metrics.jsonl`; of two for one step, the later."""
         by_step = {}
         for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # a killed run's last line
+            with contextlib.suppress(json.JSONDecodeError):  # half a line
                 record = json.loads(line)
                 by_step[record["step"]] = record
         return [by_step[step] for step in sorted(by_step)]

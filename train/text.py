@@ -72,42 +72,67 @@ def read_text(path: Path | None) -> str:
     return text
 
 
-def split(tokens: np.ndarray, window: int) -> dict[str, np.ndarray]:
-    """The first nine tenths to train on, the rest to validate on, as the seed splits.
-
-    Raises:
-        CommandLineError: a part is shorter than a window and the token after it.
-
-    """
-    n = int(0.9 * len(tokens))
-    parts = {"train": tokens[:n], "val": tokens[n:]}
-    for name, part in parts.items():
-        if len(part) <= window:
-            raise CommandLineError(
-                f"the text is too short: its {name} part has {len(part)} characters, and a window "
-                f"of {window} takes {window + 1}"
-            )
-    return parts
-
-
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Every window of a text with the token after it: item i is tokens[i : i + window + 1]."""
+    """Windows of a text, each with the token after it: item i begins at starts[i]."""
 
     tokens: np.ndarray
     window: int
+    starts: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.tokens) - self.window
+        return len(self.starts)
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self.tokens[index : index + self.window + 1]
+    def __getitem__(self, index: int | slice) -> np.ndarray:
+        return self.tokens[self.starts[index][..., None] + np.arange(self.window + 1)]
+
+    @property
+    def rows(self) -> "Windows":
+        """Those that begin at multiples of `window`: no two of them predict one token."""
+        return dataclasses.replace(self, starts=self.starts[self.starts % self.window == 0])
 
 
-def batches(tokens: np.ndarray, *, window: int, batch_size: int, seed: int) -> Sequence[np.ndarray]:
-    """Endless batches (batch_size, window + 1) of random windows.
+def split(tokens: np.ndarray, window: int, val_rows: int | None = None) -> dict[str, Windows]:
+    """The windows to train on and those to validate on; no token is predicted in both.
+
+    By default all windows of the first nine tenths and all of the rest, as seed 001 splits. With
+    `val_rows` as seed 002 does: the text is cut into rows of `window`, and so many of them, drawn
+    at random but the same for every run, are to validate on.
+
+    Raises:
+        CommandLineError: the text is too short for both parts.
+
+    """
+    if val_rows is None:
+        n = int(0.9 * len(tokens))
+        halves = {"train": tokens[:n], "val": tokens[n:]}
+        for name, half in halves.items():
+            if len(half) <= window:
+                raise CommandLineError(
+                    f"the text is too short: its {name} part has {len(half)} characters, and a "
+                    f"window of {window} takes {window + 1}"
+                )
+        return {
+            name: Windows(half, window, np.arange(len(half) - window))
+            for name, half in halves.items()
+        }
+    rows = (len(tokens) - 1) // window
+    if val_rows >= rows:
+        raise CommandLineError(
+            f"--val-rows: expected fewer than the {rows} rows of {window} characters that the text "
+            f"has, got {val_rows}"
+        )
+    starts = window * np.random.default_rng(0).permutation(rows)
+    return {
+        "train": Windows(tokens, window, starts[val_rows:]),
+        "val": Windows(tokens, window, starts[:val_rows]),
+    }
+
+
+def batches(windows: Windows, *, batch_size: int, seed: int) -> Sequence[np.ndarray]:
+    """Endless batches (batch_size, window + 1): all windows in a random order, and again.
 
     Batch i is a function of the seed and of i alone: to resume after i batches, go on with batch i.
     """
-    windows = grain.MapDataset.source(Windows(tokens, window))
-    return cast(Sequence[np.ndarray], windows.shuffle(seed=seed).repeat().batch(batch_size))
+    source = grain.MapDataset.source(windows)
+    return cast(Sequence[np.ndarray], source.shuffle(seed=seed).repeat().batch(batch_size))

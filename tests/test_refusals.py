@@ -1,0 +1,201 @@
+"""What the commands refuse: one line, exit code 2, nothing written."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parity_tests.__main__ as parity_command
+import train.__main__ as train_command
+from train import evaluate, export, generate
+from train.command_line import one_line_errors
+
+COMMANDS = {
+    "train": train_command.main,
+    "generate": generate.main,
+    "evaluate": evaluate.main,
+    "export": export.main,
+    "parity": parity_command.main,
+}
+
+
+def write(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    return str(path)
+
+
+def damaged(finished: Path, folder: Path, name: str, content: str | None) -> str:
+    shutil.copytree(finished, folder)
+    if content is None:
+        shutil.rmtree(folder / name)
+    else:
+        (folder / name).write_text(content)
+    return str(folder)
+
+
+REFUSED = {
+    "missing text": ("train", lambda d, f: ["--text", str(d / "no.txt")], "no.txt: No such file"),
+    "folder for a text": ("train", lambda d, f: ["--text", str(d)], "Is a directory"),
+    "empty text": ("train", lambda d, f: ["--text", write(d / "e", b"")], "the file is empty"),
+    "short text": ("train", lambda d, f: ["--text", write(d / "s", b"abc")], "text is too short"),
+    "latin-1 text": (
+        "train",
+        lambda d, f: ["--text", write(d / "l", b"caf\xe9 ")],
+        "not UTF-8 at byte 3",
+    ),
+    "preset without its text": (
+        "train",
+        lambda d, f: ["--preset", "gru"],
+        "--text: the preset gru needs a text file",
+    ),
+    "unknown preset": ("train", lambda d, f: ["--preset", "nix"], "invalid choice 'nix'"),
+    "unknown option": ("train", lambda d, f: ["--nix", "3"], "Unrecognized options: --nix"),
+    "word for a number": ("train", lambda d, f: ["--num-steps", "x"], "--num-steps: invalid"),
+    "no steps": ("train", lambda d, f: ["--num-steps", "0"], "--num-steps: expected at least 1"),
+    "no epochs": ("train", lambda d, f: ["--num-epochs", "nan"], "--num-epochs: expected a posi"),
+    "epochs and steps": (
+        "train",
+        lambda d, f: ["--num-epochs", "2", "--num-steps", "9"],
+        "--num-epochs: expected without --num-steps",
+    ),
+    "no row to validate on": ("train", lambda d, f: ["--val-rows", "0"], "--val-rows: expected at"),
+    "no row to train on": (
+        "train",
+        lambda d, f: ["--val-rows", "56"],
+        "--val-rows: expected fewer than the 56 rows of 8 characters that the text has, got 56",
+    ),
+    "long warm-up": (
+        "train",
+        lambda d, f: ["--optimizer.warmup-steps", "9000"],
+        "warmup_steps: expected at least 0 and fewer than the 2000 steps",
+    ),
+    "warm-up beyond the epochs": (
+        "train",
+        lambda d, f: ["--optimizer.warmup-steps", "50", "--num-epochs", "1"],
+        "warmup_steps: expected at least 0 and fewer than the 13 steps",
+    ),
+    "negative seed": ("train", lambda d, f: ["--seed", "-1"], "--seed: expected 0"),
+    "rate of NaN": (
+        "train",
+        lambda d, f: ["--optimizer.learning-rate", "nan"],
+        "learning_rate: expected a positive number, got nan",
+    ),
+    "vocabulary of another size": (
+        "train",
+        lambda d, f: ["--model.vocab-size", "77"],
+        "--model.vocab-size: the text has 20 distinct characters, got 77",
+    ),
+    "wide window": (
+        "train",
+        lambda d, f: ["--window", "9"],
+        "--window: expected at most --model.context-length 8, got 9",
+    ),
+    "folder in use": ("train", lambda d, f: ["--out", str(f)], "the folder is not empty"),
+    "resume nothing": ("train", lambda d, f: ["--resume", str(d)], "not the folder of a run"),
+    "resume elsewhere": (
+        "train",
+        lambda d, f: ["--resume", str(f), "--out", str(d / "o")],
+        "--out: a run is resumed in its own folder",
+    ),
+    "resume into the past": (
+        "train",
+        lambda d, f: ["--resume", str(f), "--num-steps", "5"],
+        "--num-steps: the run has done 2000 steps already",
+    ),
+    "resume without a folder": ("train", lambda d, f: ["--resume"], "--resume"),
+    "resume another model": (
+        "train",
+        lambda d, f: ["--resume", str(f), "--model.cell", "gru"],
+        "cannot change model of a run",
+    ),
+    "no run": ("generate", lambda d, f: ["--run", str(d)], "it has no config.json"),
+    "damaged config": (
+        "generate",
+        lambda d, f: ["--run", damaged(f, d / "r", "config.json", '{"model"')],
+        "damaged config or vocabulary",
+    ),
+    "damaged vocabulary": (
+        "generate",
+        lambda d, f: ["--run", damaged(f, d / "r", "vocabulary.json", "5")],
+        "damaged config or vocabulary",
+    ),
+    "config of no model": (
+        "generate",
+        lambda d, f: [
+            "--run",
+            damaged(
+                f,
+                d / "r",
+                "config.json",
+                (f / "config.json").read_text().replace('"rnn"', '"foo"'),
+            ),
+        ],
+        "cell: expected one of",
+    ),
+    "large seed": (
+        "generate",
+        lambda d, f: ["--run", str(f), "--seed", "9" * 20],
+        "--seed: expected 0",
+    ),
+    "no tokens": (
+        "evaluate",
+        lambda d, f: ["--run", str(f), "--num-tokens", "0"],
+        "--num-tokens: expected at least 1, got 0",
+    ),
+    "no checkpoint": (
+        "evaluate",
+        lambda d, f: ["--run", damaged(f, d / "r", "checkpoints", None)],
+        "the run has no complete checkpoint",
+    ),
+    "unknown characters": (
+        "generate",
+        lambda d, f: ["--run", str(f), "--prompt", "Zoë"],
+        "not in the vocabulary: 'Z', 'ë'",
+    ),
+    "empty prompt": ("generate", lambda d, f: ["--run", str(f), "--prompt", ""], "--prompt: expe"),
+    "top-k of none": ("generate", lambda d, f: ["--run", str(f), "--top-k", "0"], "top_k: expec"),
+    "no folder to export to": (
+        "export",
+        lambda d, f: ["--run", str(f), "--out", str(d / "no" / "w")],
+        "No such file or directory",
+    ),
+    "folder to export to": (
+        "export",
+        lambda d, f: ["--run", str(f), "--out", str(d)],
+        "Is a directory",
+    ),
+    "folder for a report": (
+        "parity",
+        lambda d, f: ["--case", "GRUScratch", "--json", str(d)],
+        "Is a directory",
+    ),
+    "unknown case": ("parity", lambda d, f: ["--case", "nix"], "--case: no case has nix"),
+    "missing platform": ("parity", lambda d, f: ["--platform", "tpu"], "this machine has no tpu"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_in_one_line(name, finished, tmp_path, capsys):
+    command, args, message = REFUSED[name]
+    before = sorted(finished.rglob("*"))
+    with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
+        COMMANDS[command](args(tmp_path, finished))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("prog: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(finished.rglob("*")) == before
+
+
+def test_a_module_ends_with_code_2_and_no_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "train", "--text", "no-such-file.txt"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == ("python -m train: error: no-such-file.txt: No such file or directory\n")
