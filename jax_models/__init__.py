@@ -1,8 +1,11 @@
 """Recurrent sequence models in Flax NNX, each with a PyTorch twin."""
 
+from jax_models.attention import SelfAttentionBlock, SelfAttentionState
 from jax_models.bidirectional import Bidirectional, BidirectionalState
 from jax_models.bounds import project
+from jax_models.constant import Constant
 from jax_models.generation import generate, stream
+from jax_models.gp_model import GPModel, GPModelConfig
 from jax_models.gru import GRU, GRUState
 from jax_models.hawk import (
     RGLRU,
@@ -18,7 +21,17 @@ from jax_models.hawk_language_model import (
     HawkLanguageModel,
     HawkLanguageModelConfig,
 )
+from jax_models.hyena import (
+    AuthenticHyenaBlock,
+    AuthenticHyenaFilter,
+    HyenaBlock,
+    HyenaFilter,
+    HyenaState,
+    LongConvState,
+)
+from jax_models.hyper_lstm import HyperLSTM, HyperLSTMState
 from jax_models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
+from jax_models.layer_norm_lstm import LayerNormLSTM
 from jax_models.lstm import LSTM, LSTMState
 from jax_models.norm import LayerNorm, RMSNorm
 from jax_models.rnn import RNN, RNNState
@@ -43,10 +56,15 @@ __all__ = [
     "LSTM",
     "RGLRU",
     "RNN",
+    "AuthenticHyenaBlock",
+    "AuthenticHyenaFilter",
     "Bidirectional",
     "BidirectionalState",
     "CausalConv1D",
     "CausalConv1DState",
+    "Constant",
+    "GPModel",
+    "GPModelConfig",
     "GRUState",
     "GatedMLP",
     "Hawk",
@@ -54,11 +72,18 @@ __all__ = [
     "HawkLanguageModel",
     "HawkLanguageModelConfig",
     "HawkState",
+    "HyenaBlock",
+    "HyenaFilter",
+    "HyenaState",
+    "HyperLSTM",
+    "HyperLSTMState",
     "LSTMState",
     "LanguageModel",
     "LanguageModelConfig",
     "LanguageModelState",
     "LayerNorm",
+    "LayerNormLSTM",
+    "LongConvState",
     "RGLRUState",
     "RMSNorm",
     "RNNLanguageModel",
@@ -72,6 +97,8 @@ __all__ = [
     "RWKVLanguageModelConfig",
     "RWKVTimeMix",
     "RWKVTimeMixState",
+    "SelfAttentionBlock",
+    "SelfAttentionState",
     "SequenceLayer",
     "Stack",
     "WKVState",

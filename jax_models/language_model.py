@@ -15,11 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.sequence import (
     SequenceLayer,
     State,
+    at_end,
     checked_lengths,
     checked_reset,
     checked_size,
     checked_state,
     mask_padding,
+    positions_after,
 )
 from jax_models.torch_weights import Layouts
 
@@ -76,6 +78,13 @@ class LanguageModel(nnx.Module):
         """The weight tables of this model, by layout name."""
         raise NotImplementedError
 
+    def embed(
+        self, tokens: Int[Array, "batch time"], positions: Int[Array, "batch time"]
+    ) -> Float[Array, "batch time features"]:
+        """What the layers read: the embeddings of the tokens and, if there are any, positions."""
+        x = self.embedding(tokens)
+        return x if self.pos_embedding is None else x + self.pos_embedding(positions)
+
     def init_state(self, batch_size: int) -> LanguageModelState:
         """The state before the first token."""
         return LanguageModelState(
@@ -108,21 +117,17 @@ class LanguageModel(nnx.Module):
             raise ValueError(f"tokens: expected at most context_length={limit} steps, got {time}")
         lengths = checked_lengths(lengths, (batch_size,), time)
         reset = checked_reset(reset, tokens.shape)
-        start = self.init_state(batch_size)
-        if state is not None:
-            start = checked_state(state, start)
+        if state is None:
+            start, before = None, jnp.zeros(batch_size, jnp.int32)
+        else:
+            expected = jax.eval_shape(lambda: self.init_state(batch_size))
+            start, before = checked_state(state, expected)
 
-        positions = positions_after(start.position, time, reset)
-        x = self.embedding(tokens)
-        if self.pos_embedding is not None:
-            x = x + self.pos_embedding(positions)
-        x, layers = self.layers(x, start.layers, lengths=lengths, reset=reset)
+        positions = positions_after(before, time, reset)
+        x, layers = self.layers(self.embed(tokens, positions), start, lengths=lengths, reset=reset)
         logits = mask_padding(self.head(self.norm(x)), lengths)
 
-        counts = jnp.concatenate([start.position[:, None], positions + 1], axis=1)
-        last = jnp.full(batch_size, time, jnp.int32) if lengths is None else lengths
-        position = jnp.take_along_axis(counts, last[:, None], axis=1)[:, 0]
-        return logits, LanguageModelState(layers, position)
+        return logits, LanguageModelState(layers, at_end(before, positions + 1, lengths))
 
     def step(
         self, token: Int[ArrayLike, " batch"], state: LanguageModelState
@@ -147,15 +152,3 @@ def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:
             raise ValueError(f"{name}: expected values in 0 … {vocab_size - 1}, got {found}")
         return jnp.asarray(values)
     return jnp.where(outside, vocab_size, values)
-
-
-def positions_after(
-    start: Int[Array, " batch"], time: int, reset: Bool[Array, "batch time"] | None
-) -> Int[Array, "batch time"]:
-    """Each step's position, counted on from `start`, and from 0 at each `reset`."""
-    steps = jnp.arange(time, dtype=start.dtype)[None, :]
-    positions = start[:, None] + steps
-    if reset is None:
-        return positions
-    last_reset = jax.lax.cummax(jnp.where(reset, steps, -1), axis=1)
-    return jnp.where(last_reset >= 0, steps - last_reset, positions)

@@ -2,6 +2,9 @@
 
 from flax import nnx
 
+torch_uniform = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+"""How `torch.nn.Linear` draws its matrix: uniform in ±1/√in."""
+
 
 class Linear(nnx.Linear):
     """`nnx.Linear` with all axes but the last as one: the same numbers, a faster backward pass.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jax_models.dropout import Dropout
 from jax_models.ops import carry_dtype
 from jax_models.sequence import SequenceLayer, State, checked_size
 from jax_models.torch_weights import Layouts, Table, gates, same, transposed
@@ -81,15 +82,13 @@ class RecurrentStack(SequenceLayer):
         proj_bias: bool = False,
     ):
         super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        if not 0 <= dropout_rate < 1:
-            raise ValueError(f"dropout_rate: expected 0 ≤ rate < 1, got {dropout_rate}")
         self.hidden_features = checked_size("hidden_features", hidden_features)
         self.proj_features = proj_features
         self.out_features = proj_features or hidden_features
         self.num_layers = checked_size("num_layers", num_layers)
         self.num_directions = 2 if bidirectional else 1
         self.causal = not bidirectional
-        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs) if dropout_rate else None
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.cells = nnx.List(
             Cell(
                 in_features if layer == 0 else self.num_directions * self.out_features,
@@ -130,7 +129,7 @@ class RecurrentStack(SequenceLayer):
         x = x.astype(dtype)
         last_states = []
         for layer in range(self.num_layers):
-            if layer and self.dropout is not None:
+            if layer:
                 x = self.dropout(x)
             outputs = []
             for direction in range(self.num_directions):

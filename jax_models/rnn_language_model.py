@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_models.gru import GRU
 from jax_models.language_model import LanguageModel, LanguageModelConfig
-from jax_models.linear import Linear
+from jax_models.linear import Linear, torch_uniform
 from jax_models.lstm import LSTM
 from jax_models.norm import LayerNorm
 from jax_models.rnn import RNN
@@ -73,7 +73,6 @@ class RNNLanguageModel(LanguageModel):
     ):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         normal = nnx.initializers.normal(1.0)
-        uniform = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # ±1/√in
         self.config = config
         self.embedding = nnx.Embed(
             config.vocab_size,
@@ -103,7 +102,11 @@ class RNNLanguageModel(LanguageModel):
         )
         self.norm = LayerNorm(config.hidden_features, rngs=rngs, **dtypes)
         self.head = Linear(
-            config.hidden_features, config.vocab_size, kernel_init=uniform, rngs=rngs, **dtypes
+            config.hidden_features,
+            config.vocab_size,
+            kernel_init=torch_uniform,
+            rngs=rngs,
+            **dtypes,
         )
 
     def torch_layouts(self) -> Layouts:

@@ -26,19 +26,25 @@ class SequenceLayer(nnx.Module):
     step. The state that comes out goes back in: a sequence cut anywhere gives the outputs of the
     uncut one, and T steps equal one call.
 
-    A subclass sets `in_features`, `time_major` and `causal` (is there a `step`?) and defines
-    `init_state` and `sequence`; it sees only checked, batched, batch-major arguments.
+    A subclass sets `in_features`, `time_major`, `causal` (is there a `step`?) and `resettable` (can
+    documents be packed?) and defines `init_state` and `sequence`; it sees only checked, batched,
+    batch-major arguments.
     """
 
     in_features: int
     time_major: bool = False
     causal: bool = True
+    resettable: bool = True
     dtype: jnp.dtype | None
     param_dtype: jnp.dtype
 
     noncausal_reason: ClassVar[str] = (
         "a bidirectional layer needs the whole sequence: call the layer itself, "
         "or build it with bidirectional=False"
+    )
+    unresettable_reason: ClassVar[str] = (
+        "a long convolution cannot keep documents in a row apart: give each document a row of its "
+        "own, and their `lengths`"
     )
 
     def __init__(
@@ -56,6 +62,10 @@ class SequenceLayer(nnx.Module):
     def init_state(self, batch_size: int) -> State:
         """The state before the first step: zeros for `batch_size` rows."""
         raise NotImplementedError
+
+    def start(self, batch_size: int) -> State | None:
+        """What `sequence` gets where no state is given; None where a layer then has less to do."""
+        return self.init_state(batch_size)
 
     def sequence(
         self,
@@ -98,8 +108,11 @@ class SequenceLayer(nnx.Module):
             TypeError: x is not floating, lengths not integer, reset not bool, or the state has
                 another structure than `init_state` gives.
             ValueError: a rank or size is wrong, or a length lies outside 0 … time.
+            NotImplementedError: `reset` is given to a layer that is not resettable.
 
         """
+        if reset is not None and not self.resettable:
+            raise NotImplementedError(f"{type(self).__name__}: reset: {self.unresettable_reason}")
         x = checked_features(x, self.in_features, ranks=(2, 3), time_major=self.time_major)
         batched = x.ndim == 3
         if not batched:
@@ -138,7 +151,7 @@ class SequenceLayer(nnx.Module):
 
     def _batched_state(self, state: State | None, batch_size: int, batched: bool) -> State:
         if state is None:
-            return self.init_state(batch_size)
+            return self.start(batch_size)
         expected = jax.eval_shape(lambda: self.init_state(batch_size))
         if not batched and jax.tree.structure(state) == jax.tree.structure(expected):
             state = jax.tree.map(jnp.expand_dims, state, state_batch_axes(self))
@@ -262,3 +275,26 @@ def mask_padding(
     active = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]
     active = active.reshape(active.shape + (1,) * (x.ndim - 2))
     return jnp.where(active, x, jnp.zeros_like(x))
+
+
+def positions_after(
+    start: Int[Array, " batch"], time: int, reset: Bool[Array, "batch time"] | None
+) -> Int[Array, "batch time"]:
+    """Each step's position, counted on from `start`, and from 0 at each `reset`."""
+    steps = jnp.arange(time, dtype=start.dtype)[None, :]
+    positions = start[:, None] + steps
+    if reset is None:
+        return positions
+    last_reset = jax.lax.cummax(jnp.where(reset, steps, -1), axis=1)
+    return jnp.where(last_reset >= 0, steps - last_reset, positions)
+
+
+def at_end(
+    start: Int[Array, " batch"],
+    values: Int[Array, "batch time"],
+    lengths: Int[Array, " batch"] | None,
+) -> Int[Array, " batch"]:
+    """Each row's value at its last step; `start` where it has no step."""
+    ends = jnp.full(len(start), values.shape[1], jnp.int32) if lengths is None else lengths
+    values = jnp.concatenate([start[:, None], values], axis=1)
+    return jnp.take_along_axis(values, ends[:, None], axis=1)[:, 0]

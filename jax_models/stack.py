@@ -29,10 +29,15 @@ class Stack(SequenceLayer):
             raise ValueError("layers: expected at least one, got none")
         self.in_features = self.layers[0].in_features
         self.causal = all(layer.causal for layer in self.layers)
+        self.resettable = all(layer.resettable for layer in self.layers)
 
     def init_state(self, batch_size: int) -> State:
         """The layers' initial states."""
         return tuple(layer.init_state(batch_size) for layer in self.layers)
+
+    def start(self, batch_size: int) -> State:
+        """What the layers start from."""
+        return tuple(layer.start(batch_size) for layer in self.layers)
 
     def sequence(self, x, state, lengths, reset):
         """All layers, the lowest first."""

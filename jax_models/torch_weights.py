@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jax_models.bounds import bounds
+from jax_models.constant import Constant
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -77,6 +78,24 @@ def summed(params: tuple[str, str], key: str) -> Weight:
     return Weight(
         params, (key,), lambda a: (a, np.full_like(a, -0.0)), lambda a, b: (np.add(a, b),)
     )
+
+
+def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
+    """The parameter is the key's array without some axes of size 1."""
+    return Weight(
+        (param,), (key,), lambda a: (np.squeeze(a, axes),), lambda a: (np.expand_dims(a, axes),)
+    )
+
+
+def tied(param: str, keys: tuple[str, str]) -> Weight:
+    """Both keys' arrays are the parameter; import refuses two that differ."""
+
+    def one(a: np.ndarray, b: np.ndarray) -> Arrays:
+        if a.tobytes() != b.tobytes():
+            raise ValueError("two different arrays, where the model has one for both")
+        return (a,)
+
+    return Weight((param,), keys, one, lambda a: (a, a))
 
 
 def linear(param: str, key: str, *, bias: bool = True) -> Table:
@@ -165,7 +184,11 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
 
     loaded = {}
     for row in table:
-        values = row.to_jax(*(arrays[key] for key in row.keys))
+        try:
+            values = row.to_jax(*(arrays[key] for key in row.keys))
+        except ValueError as error:
+            faults.append(f"{', '.join(row.keys)}: {error}")
+            continue
         loaded |= zip(row.params, values, strict=True)
         faults += [
             f"{', '.join(row.keys)}: {fault}"
@@ -216,7 +239,7 @@ def _refuse(faults: list[str], layer, layout: str) -> None:
         )
 
 
-def _out_of_bounds(param: nnx.Param, value: np.ndarray) -> str | None:
+def _out_of_bounds(param: nnx.Variable, value: np.ndarray) -> str | None:
     interval = bounds(param)
     if interval is None:
         return None
@@ -225,8 +248,8 @@ def _out_of_bounds(param: nnx.Param, value: np.ndarray) -> str | None:
     return f"{count} of {value.size} values outside [{low:g}, {high:g}]" if count else None
 
 
-def _params(layer) -> dict[str, nnx.Param]:
-    flat = nnx.to_flat_state(nnx.state(layer, nnx.Param))
+def _params(layer) -> dict[str, nnx.Variable]:
+    flat = nnx.to_flat_state(nnx.state(layer, (nnx.Param, Constant)))
     return {".".join(map(str, path)): param for path, param in flat}
 
 
@@ -240,7 +263,7 @@ def _layouts(layer: HasLayouts) -> Layouts:
     return layouts
 
 
-def _table(layouts: Layouts, name: str, params: dict[str, nnx.Param], layer) -> Table:
+def _table(layouts: Layouts, name: str, params: dict[str, nnx.Variable], layer) -> Table:
     if name not in layouts:
         raise ValueError(
             f"layout: {type(layer).__name__} with these options has {sorted(layouts)}, not {name!r}"

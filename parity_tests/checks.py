@@ -144,7 +144,7 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
     earlier, _ = subject.call(subject.disturbed(step == first), subject.state)
     forgotten, _ = subject.call(subject.disturbed(step < first), subject.state)
     if subject.case.causal:
-        assert (later[:, :half] == y[:, :half]).all(), "the future changes the past"
+        assert_same(later[:, :half], y[:, :half], "the past, with another future")
     else:
         assert (later[:, 0] != y[:, 0]).any(), "the last step does not reach the first"
     assert (earlier[:, -1] != y[:, -1]).any(), "the first step does not reach the last"
@@ -153,8 +153,9 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
 
 @check
 def padding_has_no_influence(subject: Subject):
-    y, last = subject.call(subject.x, subject.state, LENGTHS, NO_RESET)
-    y_other, last_other = subject.call(subject.disturbed(PADDING), subject.state, LENGTHS, NO_RESET)
+    reset = NO_RESET if subject.case.resettable else None
+    y, last = subject.call(subject.x, subject.state, LENGTHS, reset)
+    y_other, last_other = subject.call(subject.disturbed(PADDING), subject.state, LENGTHS, reset)
     assert (y_other == y).all(), "the padding changes the outputs"
     assert_same_state(last_other, last, "state with other padding")
     assert (y[PADDING] == 0).all(), "the outputs of the padding are not zero"
@@ -168,6 +169,10 @@ def padding_has_no_influence(subject: Subject):
 
 @check
 def documents_in_a_row_stay_apart(subject: Subject):
+    if not subject.case.resettable:
+        with np.testing.assert_raises(NotImplementedError):
+            subject.layer(subject.x, reset=NO_RESET)
+        return
     starts = {0: [3], 1: [0, 4], 2: [4]}
     reset = NO_RESET.copy()
     for row, steps in starts.items():
@@ -216,12 +221,13 @@ def gradients_of_padding_are_zero_and_finite(subject: Subject):
 
     def loss(x, state):
         y, last = subject.eager(x, state, LENGTHS)
-        return sum(jnp.sum(jnp.sin(a)) for a in (y, *jax.tree.leaves(last)))
+        floating = (a for a in jax.tree.leaves(last) if jnp.issubdtype(a.dtype, jnp.floating))
+        return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating))
 
     x = np.where(PADDING[..., None], np.nan, subject.x)
     gradient = np.asarray(jax.jit(jax.grad(loss))(x, subject.state))
-    assert (gradient[PADDING] == 0).all(), "padding has a gradient"
     assert np.isfinite(gradient).all(), "NaN in the padding reaches the gradients"
+    assert_same(np.where(PADDING[..., None], 0, gradient), gradient, "no gradient of the padding")
     assert (gradient[~PADDING] != 0).any(axis=-1).all(), "an input has no gradient"
 
 
@@ -252,24 +258,30 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
 
 @check
 def optimiser_follows_the_same_trajectory(subject: Subject):
-    """Ten steps of AdamW towards random targets, in optax and in torch.optim."""
+    """Ten steps of AdamW towards random targets, in optax and in torch.optim.
+
+    AdamW's epsilon is above the rounding errors of a gradient that is zero, as that of attention's
+    key bias is: it would be the direction of a step.
+    """
     case, twin = subject.case, subject.case.build_twin()
     x = torch.tensor(subject.x)
     target = np.random.default_rng(5).standard_normal(case.call(twin, x, None)[0].shape)
-    graphdef, tree = nnx.split(subject.layer)
+    graphdef, tree, rest = nnx.split(subject.layer, nnx.Param, ...)
     params, unravel = ravel_pytree(tree)
-    optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-2), num_steps=10)
+    optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-2, epsilon=1e-5), num_steps=10)
 
     @jax.jit
     def jax_step(params, optimizer_state):
         def loss_fn(params):
-            return jnp.mean((nnx.merge(graphdef, unravel(params))(subject.x)[0] - target) ** 2)
+            return jnp.mean(
+                (nnx.merge(graphdef, unravel(params), rest)(subject.x)[0] - target) ** 2
+            )
 
         loss, gradient = jax.value_and_grad(loss_fn)(params)
         params, optimizer_state = apply_gradient(optimizer, gradient, optimizer_state, params)
         return ravel_pytree(project(unravel(params)))[0], optimizer_state, loss
 
-    torch_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01)
+    torch_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01, eps=1e-5)
     optimizer_state = optimizer.init(params)
     for step in range(10):
         torch_optimizer.zero_grad()
@@ -280,6 +292,6 @@ def optimiser_follows_the_same_trajectory(subject: Subject):
             a.clamp_(0, 1)
         params, optimizer_state, loss = jax_step(params, optimizer_state)
         assert_same(loss, torch_loss.item(), f"loss of step {step}")
-    weights = to_torch(nnx.merge(graphdef, unravel(params)), case.layout)
+    weights = to_torch(nnx.merge(graphdef, unravel(params), rest), case.layout)
     for key, tensor in twin.state_dict().items():
         assert_same(weights[key], tensor.numpy(), key)

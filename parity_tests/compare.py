@@ -46,7 +46,7 @@ class Problem:
 def problem(case: Case, *, given_state: bool = True, lengths=None, seed: int = 0) -> Problem:
     """The case's standard problem: random weights, inputs and (if given) initial state."""
     x = case.inputs(seed + 1)
-    given_state = given_state and np.issubdtype(x.dtype, np.floating)
+    given_state = given_state and not case.prefix and np.issubdtype(x.dtype, np.floating)
     return Problem(
         case=case,
         twin=case.build_twin(seed),
@@ -83,7 +83,11 @@ def run_torch(problem: Problem, dtype: str) -> Results:
     cotangents = [torch.tensor(c, dtype=torch_dtype) for c in problem.cotangents(results)]
     torch.autograd.backward([y, *last], cotangents)
     results["input gradient"] = {name: _numpy(t.grad) for name, t in inputs.items()}
-    results["weight gradients"] = {name: _numpy(w.grad) for name, w in twin.named_parameters()}
+    results["weight gradients"] = {
+        name: _numpy(w.grad)
+        for name, w in twin.named_parameters(remove_duplicate=False)
+        if w.requires_grad
+    }
     return results
 
 
@@ -114,11 +118,12 @@ def run_jax(problem: Problem, dtype: str, oracle: Results, platform: str = "cpu"
         )
     input_gradients = {} if x is None else {"x": np.asarray(x_gradient)}
     input_gradients |= {name: np.asarray(leaf) for name, leaf in _named(state_gradient)}
+    gradients = to_torch(nnx.merge(graphdef, params_gradient, rest), case.layout)
     return {
         "outputs": {"y": np.asarray(y)},
         "final state": dict(zip(oracle["final state"], map(np.asarray, last), strict=True)),
         "input gradient": input_gradients,
-        "weight gradients": to_torch(nnx.merge(graphdef, params_gradient, rest), case.layout),
+        "weight gradients": {name: gradients[name] for name in oracle["weight gradients"]},
     }
 
 

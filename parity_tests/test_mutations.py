@@ -17,6 +17,7 @@ from train import optimizer
 
 CELLS = ("RNNScratch tanh", "LSTMScratch", "GRUScratch", "torch.nn.LSTM proj, 1 layer")
 lstm_op = importlib.import_module("jax_models.ops.lstm")
+layer_norm_lstm_op = importlib.import_module("jax_models.ops.layer_norm_lstm")
 masked_scan = lstm_op.masked_scan
 
 
@@ -187,6 +188,43 @@ def test_faulty_time_mix_is_found(monkeypatch, fault):
 
     monkeypatch.setattr(ops, "wkv", faulty)
     assert failures(measure(problem(CASES["RWKVTimeMix"]), ["float64"])) == {"float64"}
+
+
+def x_before_h(x, kernel_ih):
+    """The hyper network's kernel, as if it read [x, h]."""
+    return jnp.roll(kernel_ih, -x.shape[-1], axis=0)
+
+
+def f_before_i(x, kernel_ih):
+    """The hyper network's kernel, its first two gates in each other's place."""
+    i, f, g, o = jnp.split(kernel_ih, 4, axis=1)
+    return jnp.concatenate([f, i, g, o], axis=1)
+
+
+@pytest.mark.parametrize("fault", [x_before_h, f_before_i])
+def test_faulty_hyper_network_is_found(monkeypatch, fault):
+    right = ops.hyper_lstm
+
+    def faulty(x, state, *, hyper_kernel_ih, **options):
+        return right(x, state, hyper_kernel_ih=fault(x, hyper_kernel_ih), **options)
+
+    monkeypatch.setattr(ops, "hyper_lstm", faulty)
+    assert failures(measure(problem(CASES["HyperLSTM 1 layer"]), ["float64"])) == {"float64"}
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("LayerNormLSTM", "layer_norm_lstm"), ("HyperLSTM 1 layer", "hyper_lstm")]
+)
+def test_a_carried_cell_that_is_normalised_is_found(monkeypatch, name, module):
+    op = importlib.import_module(f"jax_models.ops.{module}")
+    cell, norm = op.layer_norm_cell, layer_norm_lstm_op.layer_norm
+
+    def faulty(gates, c, norms):
+        state = cell(gates, c, norms)
+        return state._replace(c=norm(state.c, norms.cell_scale, norms.cell_bias))
+
+    monkeypatch.setattr(op, "layer_norm_cell", faulty)
+    assert failures(measure(problem(CASES[name]), ["float64"])) == {"float64"}
 
 
 @pytest.mark.parametrize(

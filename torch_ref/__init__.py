@@ -1,8 +1,23 @@
 """The same models in plain PyTorch, written to be read beside the equations."""
 
+from torch_ref.attention import CausalSelfAttention, SelfAttentionBlock
+from torch_ref.gp_model import GPModel
 from torch_ref.gru import GRUScratch
 from torch_ref.hawk import RGLRU, CausalConv1d, Hawk
 from torch_ref.hawk_language_model import GatedMLP, HawkBlock, HawkLanguageModel
+from torch_ref.hyena import (
+    AuthenticHyenaBlock,
+    AuthenticHyenaFilter,
+    AuthenticWindow,
+    HyenaBlock,
+    HyenaFilter,
+    PositionalEmbedding,
+    Projection,
+    Sin,
+    Window,
+)
+from torch_ref.hyper_lstm import HyperLSTM, HyperLSTMCell
+from torch_ref.layer_norm_lstm import LayerNormLSTMCell
 from torch_ref.lstm import LSTMProj, LSTMScratch
 from torch_ref.rnn import RNN, RNNBidirectional, RNNDeep, RNNScratch
 from torch_ref.rnn_language_model import RNNLanguageModel
@@ -12,14 +27,26 @@ from torch_ref.rwkv_language_model import RWKVLanguageModel
 __all__ = [
     "RGLRU",
     "RNN",
+    "AuthenticHyenaBlock",
+    "AuthenticHyenaFilter",
+    "AuthenticWindow",
     "CausalConv1d",
+    "CausalSelfAttention",
+    "GPModel",
     "GRUScratch",
     "GatedMLP",
     "Hawk",
     "HawkBlock",
     "HawkLanguageModel",
+    "HyenaBlock",
+    "HyenaFilter",
+    "HyperLSTM",
+    "HyperLSTMCell",
     "LSTMProj",
     "LSTMScratch",
+    "LayerNormLSTMCell",
+    "PositionalEmbedding",
+    "Projection",
     "RNNBidirectional",
     "RNNDeep",
     "RNNLanguageModel",
@@ -28,4 +55,7 @@ __all__ = [
     "RWKVChannelMix",
     "RWKVLanguageModel",
     "RWKVTimeMix",
+    "SelfAttentionBlock",
+    "Sin",
+    "Window",
 ]

@@ -3,8 +3,12 @@
 from jax_models.ops.affine import affine, carry_dtype, joined_affine
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
 from jax_models.ops.gru import GRUState, gru
+from jax_models.ops.hyper_lstm import HyperLSTMState, hyper_lstm
+from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
+from jax_models.ops.long_conv import long_conv
 from jax_models.ops.lstm import LSTMState, lstm
+from jax_models.ops.online_conv import LongConvState, empty_long_conv_state, online_conv
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
 from jax_models.ops.rnn import NONLINEARITIES, RNNState, rnn
 from jax_models.ops.scan import document_ends, masked_scan
@@ -14,8 +18,11 @@ __all__ = [
     "NONLINEARITIES",
     "CausalConv1DState",
     "GRUState",
+    "HyperLSTMState",
+    "LSTMNorms",
     "LSTMState",
     "LinearRecurrenceMethod",
+    "LongConvState",
     "RGLRUState",
     "RNNState",
     "WKVMethod",
@@ -26,12 +33,17 @@ __all__ = [
     "decay",
     "delayed",
     "document_ends",
+    "empty_long_conv_state",
     "empty_wkv_state",
     "gru",
+    "hyper_lstm",
     "joined_affine",
+    "layer_norm_lstm",
     "linear_recurrence",
+    "long_conv",
     "lstm",
     "masked_scan",
+    "online_conv",
     "rg_lru",
     "rnn",
     "wkv",

@@ -13,7 +13,7 @@ from flax import nnx
 from torch import Tensor, nn
 
 import torch_ref
-from jax_models import LanguageModel, WKVState, from_torch
+from jax_models import LanguageModel, SequenceLayer, WKVState, from_torch
 
 BATCH, TIME = 3, 7
 DTYPES = ("float64", "float32", "bfloat16")
@@ -58,6 +58,9 @@ class Case:
     """Those that the comparison with the twin runs in."""
     reach: int | None = None
     """Steps that an output sees, its own among them. None: all before it."""
+    prefix: int = 0
+    """Steps that make the JAX layer's states, of rows that end apart, where not any state will do
+    and the twin has none. 0: states are random."""
 
     def build_twin(self, seed: int = 0) -> nn.Module:
         """The twin in float64, every weight and bias random and exact in bfloat16."""
@@ -87,7 +90,12 @@ class Case:
         return in_every_dtype(rng.standard_normal((batch, time, layer.in_features)))
 
     def state(self, seed: int = 2, batch: int = BATCH):
-        """A random state in the structure of the layer's, exact in bfloat16; positions stay 0."""
+        """A state: after `prefix` steps, or random, exact in bfloat16, at position 0."""
+        if self.prefix:
+            x = self.inputs(seed, batch, self.prefix)
+            lengths = np.maximum(self.prefix - 3 * np.arange(batch), 1)
+            layer = self.build_layer(self.build_twin())
+            return jax.device_get(jax.jit(layer.__call__)(x, lengths=lengths)[1])
         rng = np.random.default_rng(seed)
         shapes = jax.eval_shape(lambda: self.abstract().init_state(batch))
         state = jax.tree.map(
@@ -111,8 +119,17 @@ class Case:
     @property
     def causal(self) -> bool:
         """Does the JAX layer have a `step`?"""
+        return self._sequence_layer.causal
+
+    @property
+    def resettable(self) -> bool:
+        """Does the JAX layer take `reset`?"""
+        return self._sequence_layer.resettable
+
+    @property
+    def _sequence_layer(self) -> SequenceLayer:
         layer = self.abstract()
-        return getattr(layer, "layers", layer).causal
+        return layer.layers if isinstance(layer, LanguageModel) else layer
 
 
 @functools.cache
@@ -125,3 +142,8 @@ def _abstract(case: Case, dtype):
 def rg_lru_decays(twin: nn.Module) -> list[Tensor]:
     """The `a` of every RG-LRU in the twin, to be written to."""
     return [m.a.detach() for m in twin.modules() if isinstance(m, torch_ref.RGLRU)]
+
+
+def call_alone(twin, x, state, lengths=None):
+    """Classes that neither take nor return a state."""
+    return twin(x), ()

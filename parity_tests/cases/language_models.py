@@ -4,11 +4,13 @@ from functools import partial
 
 import torch_ref
 from jax_models import (
+    GPModelConfig,
     HawkLanguageModelConfig,
     LanguageModelConfig,
     RNNLanguageModelConfig,
     RWKVLanguageModelConfig,
 )
+from jax_models.gp_model import BLOCKS
 from parity_tests.cases.case import Case
 
 
@@ -17,7 +19,9 @@ def call_language_model(twin, tokens, state, lengths=None):
     return twin(tokens)[0], ()
 
 
-def language_model_case(config: LanguageModelConfig, name: str, layout: str) -> Case:
+def language_model_case(
+    config: LanguageModelConfig, name: str, layout: str, prefix: int = 0
+) -> Case:
     """A language model of this config and the twin that the config describes."""
     twin = getattr(torch_ref, type(config).__name__.removesuffix("Config"))
     return Case(
@@ -26,6 +30,7 @@ def language_model_case(config: LanguageModelConfig, name: str, layout: str) -> 
         config.build,
         layout=layout,
         call=call_language_model,
+        prefix=prefix,
     )
 
 
@@ -51,5 +56,24 @@ def language_model_cases() -> list[Case]:
             RWKVLanguageModelConfig(vocab_size=11, features=6, num_layers=2, hidden_features=8),
             "RWKVLanguageModel",
             "blinkdl",
+        ),
+        *(
+            language_model_case(
+                GPModelConfig(
+                    vocab_size=11,
+                    context_length=13,
+                    features=6,
+                    num_layers=2,
+                    block=block,
+                    embed_features=5,
+                    mlp_features=6,
+                    num_filter_layers=2,
+                    num_heads=2,
+                ),
+                f"GPModel of {block}",
+                "annotated-hyena",
+                prefix=5,
+            )
+            for block in BLOCKS
         ),
     ]

@@ -1,0 +1,10 @@
+"""Values that belong to a layer's weights and that training leaves alone."""
+
+from flax import nnx
+
+
+class Constant(nnx.Variable):
+    """A value that a `state_dict` has and no optimiser changes: a torch `requires_grad=False`.
+
+    `nnx.Param` does not select it, so gradients and optimisers over `nnx.Param` pass it by.
+    """

@@ -1,0 +1,77 @@
+"""The recurrence of an LSTM whose gates and cell are layer-normalised."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_models.ops.affine import affine, carry_dtype
+from jax_models.ops.lstm import LSTMState
+from jax_models.ops.scan import masked_scan
+
+
+class LSTMNorms(NamedTuple):
+    """The layer norms of an LSTM: those of the gates, side by side, and that of the cell."""
+
+    gate_scale: Float[Array, " 4*hidden"]
+    gate_bias: Float[Array, " 4*hidden"]
+    cell_scale: Float[Array, " hidden"]
+    cell_bias: Float[Array, " hidden"]
+
+
+def layer_norm_lstm(
+    x: Float[Array, "batch time in"],
+    state: LSTMState,
+    *,
+    kernel_ih: Float[Array, "in 4*hidden"],
+    kernel_hh: Float[Array, "hidden 4*hidden"],
+    bias: Float[Array, " 4*hidden"],
+    norms: LSTMNorms,
+    **masks,
+) -> tuple[Float[Array, "batch time hidden"], LSTMState]:
+    """The layer-normalised LSTM, its gates side by side in the order i, f, g, o.
+
+        i, f, g, o = x_t W_ih + h_{t−1} W_hh + b
+        c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}
+
+    `masks` are `lengths`, `reset` and `reverse`, as in `masked_scan`.
+    """
+
+    def step(state: LSTMState, from_x: Float[Array, "batch 4*hidden"]):
+        state = layer_norm_cell(from_x + affine(state.h, kernel_hh), state.c, norms)
+        return state, state.h
+
+    return masked_scan(step, state, affine(x, kernel_ih, bias), **masks)
+
+
+def layer_norm_cell(
+    gates: Float[Array, "batch 4*hidden"], c: Float[Array, "batch hidden"], norms: LSTMNorms
+) -> LSTMState:
+    """What an LSTM makes of its gates before their activations, and of its last cell.
+
+        i, f, g, o ← LN(i), LN(f), LN(g), LN(o)     each with its own scale and bias
+        c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
+        h_t = σ(o) ⊙ tanh(LN(c_t))
+
+    c_t is carried as it is: only h_t sees it normalised.
+    """
+    scale, shift = norms.gate_scale.reshape(4, -1), norms.gate_bias.reshape(4, -1)
+    i, f, g, o = jnp.unstack(layer_norm(gates.reshape(-1, *scale.shape), scale, shift), axis=1)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    h = jax.nn.sigmoid(o) * jnp.tanh(layer_norm(c, norms.cell_scale, norms.cell_bias))
+    return LSTMState(h, c)
+
+
+def layer_norm(
+    x: Float[Array, "batch *gates features"],
+    scale: Float[Array, "*gates features"],
+    bias: Float[Array, "*gates features"],
+) -> Float[Array, "batch *gates features"]:
+    """`(x − mean) / √(var + 1e-5) · scale + bias` over the features, in at least float32."""
+    dtype = carry_dtype(x.dtype)
+    x = x.astype(dtype)
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(centred**2, axis=-1, keepdims=True)
+    scale, bias = (jnp.broadcast_to(a.astype(dtype), x.shape) for a in (scale, bias))
+    return centred * jax.lax.rsqrt(variance + 1e-5) * scale + bias

@@ -1,0 +1,251 @@
+"""A long convolution that goes on: step by step, each step in O(log² length) on average.
+
+After Fu et al., "Flash Inference" (arXiv 2410.12982): the convolution is cut into tiles of doubling
+size. Where the number c of inputs so far is an odd multiple of U = 2^k, the last U inputs meet the
+next U outputs, by one FFT of length 2U; each pair of an input and a later output is met exactly
+once. Pairs inside a block of `BLOCK` steps are summed directly.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models.ops.affine import carry_dtype
+from jax_models.ops.long_conv import fft_conv, with_skip
+
+BLOCK = 16
+"""Steps below which a sum costs less than an FFT."""
+
+Taps = Callable[[Any, int], Float[Array, "features length"]]
+"""`taps(params, length)`: the first `length` taps of a filter. A hashable function."""
+
+
+class LongConvState(NamedTuple):
+    """What a convolution of at most `length` steps carries.
+
+    All of it is a function of the inputs so far. The tile of U inputs is kept in U rows from
+    U − BLOCK on, until the next of its size takes its place.
+    """
+
+    position: Int[Array, " batch"]
+    """How many inputs there have been."""
+    block: Float[Array, "batch block features"]
+    """Those of the block that is under way."""
+    ahead: Float[Array, "batch block features"]
+    """What the inputs before the block contribute to its outputs."""
+    inputs: Float[Array, "batch length features"]
+    """The inputs before the block."""
+    tiles: Float[Array, "batch tiles features"]
+    """What the last tile of each size contributes to the outputs after it."""
+
+
+def empty_long_conv_state(
+    batch_size: int, features: int, max_length: int, dtype=jnp.float32
+) -> LongConvState:
+    """The state before the first input, in `dtype`."""
+
+    def zeros(steps: int) -> Float[Array, "batch steps features"]:
+        return jnp.zeros((batch_size, steps, features), dtype)
+
+    return LongConvState(
+        jnp.zeros(batch_size, jnp.int32),
+        zeros(BLOCK),
+        zeros(BLOCK),
+        zeros(-(-max_length // BLOCK) * BLOCK),
+        zeros(sum(_tile_sizes(max_length))),
+    )
+
+
+@partial(jax.jit, static_argnames=("taps", "max_length"))
+def online_conv(
+    v: Float[Array, "batch features time"],
+    state: LongConvState | None,
+    *,
+    taps: Taps,
+    params: Any,
+    max_length: int,
+    skip: Float[Array, " features"] | None = None,
+    lengths: Int[Array, " batch"] | None = None,
+) -> tuple[Float[Array, "batch features time"], LongConvState]:
+    """`y_t = Σ_{s ≤ t} h_{t−s} v_s + skip ⊙ v_t` over the inputs of the state and of v.
+
+    One step (time = 1) from a state costs O(log² max_length) on average; more steps cost an FFT
+    over max_length, or from the beginning (state None) one over v alone. Outputs from step
+    max_length on are NaN.
+
+    Args:
+        v: the inputs; time is the last axis.
+        state: that of the inputs before, or None at the beginning.
+        taps: the filter, by its parameters and the number of taps; only those are computed that a
+            step needs.
+        params: the filter's parameters.
+        max_length: the most inputs that there can be.
+        skip: as in `long_conv`.
+        lengths: how many steps of each row are real; the others do not enter the state.
+
+    """
+    dtype = carry_dtype(v.dtype)
+    batch_size, features, time = v.shape
+    if state is not None and time == 1 and lengths is None:
+        y, last_state = _step(taps, max_length, params, state, v[..., 0].astype(dtype))
+        return with_skip(y[..., None], v, skip), last_state
+
+    steps = jnp.arange(time, dtype=jnp.int32)[None]
+    inputs = jnp.swapaxes(v, 1, 2).astype(dtype)
+    if lengths is not None:
+        inputs = jnp.where((steps < lengths[:, None])[..., None], inputs, 0)
+    if state is None:
+        start = jnp.zeros(batch_size, jnp.int32)
+        empty = empty_long_conv_state(batch_size, features, max_length, dtype).inputs
+        history = jax.lax.dynamic_update_slice_in_dim(empty, inputs, 0, axis=1)
+        y = fft_conv(v.astype(dtype), taps(params, time).astype(dtype))
+    else:
+        start = state.position
+        history = _put(state.inputs, start - start % BLOCK, state.block)
+        history = _put(history, start, inputs)
+        past = jnp.swapaxes(history, 1, 2)[..., :max_length]
+        y = jnp.swapaxes(fft_conv(past, taps(params, max_length).astype(dtype)), 1, 2)
+        y = jnp.swapaxes(_take(y, start, time, fill_value=jnp.nan), 1, 2)
+    end = start + (time if lengths is None else lengths)
+    return with_skip(y, v, skip), _state(taps, max_length, params, history, end)
+
+
+def _tile_sizes(max_length: int) -> list[int]:
+    sizes = [BLOCK]
+    while sizes[-1] < max_length:
+        sizes.append(2 * sizes[-1])
+    return sizes[:-1]
+
+
+def _take(rows, start, count: int, fill_value: float = 0):
+    """Rows start … start + count − 1 of each batch row; those that there are not are filled."""
+    index = start[:, None] + jnp.arange(count, dtype=start.dtype)[None]
+    index = jnp.where(index < 0, rows.shape[1], index)
+    batch = jnp.arange(len(start), dtype=start.dtype)[:, None]
+    return rows.at[batch, index].get(mode="fill", fill_value=fill_value)
+
+
+def _put(rows, start, values):
+    """The rows with `values` added at start …; what does not fit is dropped."""
+    index = start[:, None] + jnp.arange(values.shape[1], dtype=start.dtype)[None]
+    batch = jnp.arange(len(start), dtype=start.dtype)[:, None]
+    return rows.at[batch, index].add(values, mode="drop")
+
+
+def _tile(taps: Taps, max_length: int, params, inputs: Float[Array, "batch size features"]):
+    """What U inputs contribute to the U outputs after them."""
+    size = inputs.shape[1]
+    h = taps(params, min(2 * size, max_length)).astype(inputs.dtype)
+    spectrum = jnp.fft.rfft(jnp.swapaxes(inputs, 1, 2), 2 * size) * jnp.fft.rfft(h, 2 * size)[None]
+    return jnp.swapaxes(jnp.fft.irfft(spectrum, 2 * size)[..., size:], 1, 2)
+
+
+def _ahead(max_length: int, tiles, start):
+    """What the tiles contribute to the block that starts at `start`."""
+    ahead = jnp.zeros((len(start), BLOCK, tiles.shape[2]), tiles.dtype)
+    for size in _tile_sizes(max_length):
+        rows = _take(tiles, size - BLOCK + start % size, BLOCK)
+        ahead = ahead + jnp.where((start // size % 2 == 1)[:, None, None], rows, 0)
+    return ahead
+
+
+def _state(taps: Taps, max_length: int, params, history, end) -> LongConvState:
+    """The state after the inputs before `end` of a history that is zero from `end` on."""
+    start = end - end % BLOCK
+    before = jnp.arange(history.shape[1], dtype=start.dtype)[None] < start[:, None]
+    tiles = [jnp.zeros((len(end), 0, history.shape[2]), history.dtype)]
+    for size in _tile_sizes(max_length):
+        count = end // size
+        last = (count - 1 + count % 2) * size  # the last odd multiple of the size
+        tile = _tile(taps, max_length, params, _take(history, last - size, size))
+        tiles.append(jnp.where((count > 0)[:, None, None], tile, 0))
+    tiles = jnp.concatenate(tiles, axis=1)
+    return LongConvState(
+        end,
+        _take(history, start, BLOCK),
+        _ahead(max_length, tiles, start),
+        jnp.where(before[..., None], history, 0),
+        tiles,
+    )
+
+
+def _step(
+    taps: Taps, max_length: int, params, state: LongConvState, v: Float[Array, "batch features"]
+) -> tuple[Float[Array, "batch features"], LongConvState]:
+    """The output of one step, and the state after it."""
+    offset = state.position % BLOCK
+    lag = offset[:, None] - jnp.arange(BLOCK, dtype=offset.dtype)[None]
+    block = jnp.where((lag == 0)[..., None], v[:, None], state.block)
+    h = taps(params, min(BLOCK, max_length)).astype(v.dtype).T
+    h = h.at[jnp.where(lag < 0, BLOCK, lag)].get(mode="fill", fill_value=0)
+    y = jnp.sum(h * block, axis=1) + _take(state.ahead, offset, 1)[:, 0]
+    y = jnp.where((state.position < max_length)[:, None], y, jnp.nan)
+    advanced: Any = _advance(taps, max_length, params, state._replace(block=block))
+    return y, advanced
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _advance(taps: Taps, max_length: int, params, state: LongConvState) -> LongConvState:
+    """The state after the step whose input is in the block already.
+
+    The buffers change in place, and only where a block ends. XLA copies a buffer whole at each step
+    if a conditional returns it, or if the step reads it outside of the loop that writes it, hence
+    loops of no or one turn.
+    """
+    end = state.position + 1
+    done = end % BLOCK == 0
+
+    def end_block(turn, buffers):
+        ahead, inputs, tiles = buffers
+        here = end + turn  # turn is 0; what depends on it is not computed outside of the loop
+        outside = inputs.shape[1]
+        inputs = _put(inputs, jnp.where(done, here - BLOCK, outside), state.block)
+        for size in _tile_sizes(max_length):
+            needed = done & (here % (2 * size) == size)
+            write = partial(_write_tile, taps, max_length, params, size, here, needed)
+            turns = jnp.any(needed).astype(jnp.int32)
+            inputs, tiles = jax.lax.fori_loop(0, turns, write, (inputs, tiles))
+        new_ahead = _ahead(max_length, tiles, here)
+        return jnp.where(done[:, None, None], new_ahead, ahead), inputs, tiles
+
+    buffers = (state.ahead, state.inputs, state.tiles)
+    buffers = jax.lax.fori_loop(0, jnp.any(done).astype(jnp.int32), end_block, buffers)
+    block = jnp.where(done[:, None, None], 0, state.block)
+    return LongConvState(end, block, *buffers)
+
+
+def _write_tile(taps, max_length, params, size, end, needed: Bool[Array, " batch"], turn, buffers):
+    inputs, tiles = buffers
+    tile = jax.lax.cond(
+        turn == 0,
+        lambda: _tile(taps, max_length, params, _take(inputs, end - size, size)),
+        lambda: jnp.zeros((len(end), size, inputs.shape[2]), inputs.dtype),
+    )
+    old = jax.lax.slice_in_dim(tiles, size - BLOCK, 2 * size - BLOCK, axis=1)
+    new = jnp.where(needed[:, None, None], tile, old)
+    return inputs, jax.lax.dynamic_update_slice_in_dim(tiles, new, size - BLOCK, axis=1)
+
+
+def _advance_forward(taps, max_length, params, state):
+    return _advance(taps, max_length, params, state), (params, state)
+
+
+def _advance_backward(taps, max_length, residuals, cotangent):
+    """The gradient of the state as a function of all inputs, in which `ahead` and `tiles` are."""
+    params, state = residuals
+
+    def advance(params, block, inputs):
+        start = state.position - state.position % BLOCK
+        return _state(taps, max_length, params, _put(inputs, start, block), state.position + 1)
+
+    _, pullback = jax.vjp(advance, params, state.block, state.inputs)
+    params_gradient, block_gradient, inputs_gradient = pullback(cotangent)
+    nothing = jax.tree.map(jnp.zeros_like, state)
+    return params_gradient, nothing._replace(block=block_gradient, inputs=inputs_gradient)
+
+
+_advance.defvjp(_advance_forward, _advance_backward)

@@ -1,0 +1,46 @@
+"""Causal self-attention in plain PyTorch (seed 002), which Hyena is compared with."""
+
+import torch
+from torch import Tensor, nn
+
+
+class CausalSelfAttention(nn.Module):
+    """`softmax(q kᵀ / √d + mask) v` in each head, the mask −∞ above the diagonal.
+
+    x is (batch, time, features); the dropout is that of the attention weights.
+    """
+
+    def __init__(self, features: int, num_heads: int, dropout_rate: float = 0.0):
+        if features % num_heads:
+            raise ValueError(
+                f"num_heads: expected a divisor of features={features}, got {num_heads}"
+            )
+        super().__init__()
+        self.attn = nn.MultiheadAttention(
+            features, num_heads, dropout=dropout_rate, batch_first=True
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        time = x.shape[1]
+        mask = torch.ones(time, time, dtype=torch.bool, device=x.device).triu(1)
+        return self.attn(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+class SelfAttentionBlock(nn.Module):
+    """`x ← x + attention(ln1(x))`, then `x ← x + mlp(ln3(x))`, with the exact gelu."""
+
+    def __init__(self, features: int, num_heads: int, dropout_rate: float = 0.0):
+        super().__init__()
+        self.ln1 = nn.LayerNorm(features)
+        self.ln3 = nn.LayerNorm(features)
+        self.self_attn = CausalSelfAttention(features, num_heads, dropout_rate)
+        self.mlp = nn.Sequential(
+            nn.Linear(features, 4 * features),
+            nn.GELU(),
+            nn.Linear(4 * features, features),
+            nn.Dropout(dropout_rate),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.ln1(x))
+        return x + self.mlp(self.ln3(x))
