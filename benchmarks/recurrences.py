@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.interleave import Measured, measure
 
-PROBLEMS = ("linear_recurrence", "wkv")
+PROBLEMS = ("linear_recurrence", "wkv", "long_conv", "attention")
 
 
 def measure_shape(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models import ops
 from jax_models.dropout import Dropout
 from jax_models.linear import Linear, torch_uniform
 from jax_models.norm import LayerNorm
@@ -89,8 +90,8 @@ class SelfAttentionBlock(SequenceLayer):
         """No keys yet, in at least float32."""
         head_features = self.in_features // self.num_heads
         shape = (batch_size, self.max_length, self.num_heads, head_features)
-        zeros = jnp.zeros(shape, carry_dtype(self.dtype or self.param_dtype))
-        return SelfAttentionState(jnp.zeros(batch_size, jnp.int32), zeros, zeros)
+        keys, values = jnp.zeros((2, *shape), carry_dtype(self.dtype or self.param_dtype))
+        return SelfAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
     def start(self, batch_size: int) -> None:
         """At the beginning there is nothing to attend to but x."""
@@ -145,29 +146,10 @@ class SelfAttentionBlock(SequenceLayer):
                 mask = jnp.concatenate([cached, mask], axis=2)
                 k = jnp.concatenate([state.keys.astype(k.dtype), k], axis=1)
                 v = jnp.concatenate([state.values.astype(v.dtype), v], axis=1)
-        y = self.attention(q, k.astype(q.dtype), v.astype(q.dtype), mask[:, None])
-        return jnp.where((positions < self.max_length)[..., None, None], y, jnp.nan), after
-
-    def attention(
-        self,
-        q: Float[Array, "batch time heads head_features"],
-        k: Float[Array, "batch keys heads head_features"],
-        v: Float[Array, "batch keys heads head_features"],
-        mask: Bool[Array, "batch 1 time keys"],
-    ) -> Float[Array, "batch time heads head_features"]:
-        """`softmax(q kᵀ / √head_features) v` over the keys in the mask.
-
-        `jax.nn.dot_product_attention` has no dropout, its softmax is in float32 always, and its
-        gradient in bfloat16 does not work under strict dtype promotion.
-        """
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
-        if q.dtype == jnp.float32 and not drops:
-            with jax.numpy_dtype_promotion("standard"):  # it does not work under "strict"
-                return jax.nn.dot_product_attention(q, k, v, mask=mask)
-        scores = jnp.einsum("bthf,bshf->bhts", q, k).astype(carry_dtype(q.dtype))
-        scores = jnp.where(mask, scores * q.shape[-1] ** -0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-        return jnp.einsum("bhts,bshf->bthf", self.dropout(weights), v)
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
+        y = ops.attention(q, k, v, mask, dropout=self.dropout if drops else None)
+        return jnp.where((positions < self.max_length)[..., None, None], y, jnp.nan), after
 
     def torch_layouts(self) -> Layouts:
         """`annotated-hyena`: the seed's keys."""

@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
@@ -47,7 +48,7 @@ def stream(
 
     The prompt runs once; then each token costs one `step` from the carried state, however long the
     text. Where the model has a `context_length` and the text has filled it, each token is drawn
-    from the last `context_length` tokens alone, at the cost of that many steps.
+    from the last `context_length` tokens alone, by a run over all of them.
 
     Args:
         model: dropout, if it has any, is off.
@@ -77,21 +78,34 @@ def _stream(model, prompt, num_tokens, key, temperature, top_k):
     evaluating = nnx.view(model, deterministic=True, raise_if_not_found=False)
     graphdef, params = nnx.split(evaluating)
     advance = partial(_advance, graphdef, params, temperature=temperature, top_k=top_k)
+    slide = partial(_slide, graphdef, params, temperature=temperature, top_k=top_k)
+    keys = jax.random.split(key, num_tokens)
     limit = model.config.context_length
-    window = prompt if limit is None else prompt[:, -limit:]
-    position = window.shape[1]
-    tokens, state = window, None
-    for step_key in jax.random.split(key, num_tokens):
+    if limit is None:
+        yield from _from_state(advance, prompt, keys)
+        return
+    window = prompt[:, -limit:]
+    room = limit - window.shape[1] + 1
+    text = [window]
+    for token in _from_state(advance, window, keys[:room]):
+        yield token
+        text.append(token[:, None])
+    if room < num_tokens:
+        window = jnp.asarray(np.concatenate(text, axis=1)[:, -limit:])
+    for step_key in keys[room:]:
+        token, window = slide(window, step_key)
+        yield token
+
+
+def _from_state(advance, tokens, keys):
+    state = None
+    for step_key in keys:
         token, state = advance(tokens, state, step_key)
         yield token
-        tokens, position = token[:, None], position + 1
-        if limit is not None:
-            window = jnp.concatenate([window, tokens], axis=1)[:, -limit:]
-            if position > limit:
-                tokens, state = window, None
+        tokens = token[:, None]
 
 
-@partial(jax.jit, static_argnames=("graphdef", "temperature", "top_k"))
+@partial(jax.jit, static_argnames=("graphdef", "temperature", "top_k"), donate_argnames="state")
 def _advance(
     graphdef,
     params,
@@ -102,9 +116,25 @@ def _advance(
     temperature: float,
     top_k: int | None,
 ) -> tuple[Int[Array, " batch"], LanguageModelState]:
-    """Run over some tokens and draw the one after them."""
+    """Run over some tokens and draw the one after them. The given state is used up."""
     logits, new_state = nnx.merge(graphdef, params)(tokens, state)
     return sample(logits[:, -1], key, temperature=temperature, top_k=top_k), new_state
+
+
+@partial(jax.jit, static_argnames=("graphdef", "temperature", "top_k"))
+def _slide(
+    graphdef,
+    params,
+    window: Int[Array, "batch context_length"],
+    key: Key[Array, ""],
+    *,
+    temperature: float,
+    top_k: int | None,
+) -> tuple[Int[Array, " batch"], Int[Array, "batch context_length"]]:
+    """Draw the token after a full window, and move the window on by it."""
+    logits, _ = nnx.merge(graphdef, params)(window)
+    token = sample(logits[:, -1], key, temperature=temperature, top_k=top_k)
+    return token, jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
 
 
 def generate(

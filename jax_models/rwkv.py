@@ -341,10 +341,12 @@ def mix(name: str) -> Weight:
     return Weight((name,), (name,), lambda a: (a[0, 0],), lambda a: (a[None, None],))
 
 
-def orthogonal(key, shape: tuple[int, int], dtype, **_) -> Float[Array, "in out"]:
-    """RWKV-4's orthogonal (in, out) matrices: where out > in, longer by √(out / in)."""
-    gain = math.sqrt(max(shape[1] / shape[0], 1))
-    return nnx.initializers.orthogonal(gain)(key, shape, dtype)
+def orthogonal(
+    key, shape: tuple[int, int], dtype, *, gain: float | None = None, **_
+) -> Float[Array, "in out"]:
+    """RWKV-4's orthogonal (in, out) matrices: by default, where out > in, longer by √(out / in)."""
+    gain = math.sqrt(max(shape[1] / shape[0], 1)) if gain is None else gain
+    return nnx.initializers.orthogonal(gain)(key, shape, carry_dtype(dtype)).astype(dtype)
 
 
 def _depth_and_height(layer_index: int, num_layers: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -89,8 +90,8 @@ class RWKVLanguageModel(LanguageModel):
         self.embedding = nnx.Embed(
             config.vocab_size,
             config.features,
-            embedding_init=nnx.initializers.orthogonal(
-                1e-4 * max(config.vocab_size, config.features) ** 0.5
+            embedding_init=partial(
+                orthogonal, gain=1e-4 * max(config.vocab_size, config.features) ** 0.5
             ),
             **options,
         )

@@ -1,5 +1,6 @@
 """Faults on purpose: each must be found by the check that is there to find it."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -7,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jax_models import LSTM, LSTMState, ops
+from jax_models import LSTM, GPModel, LSTMState, ops
 from parity_tests import checks
 from parity_tests.cases import CASES, Case
 from parity_tests.checks import CHECKS, Subject
@@ -19,6 +21,8 @@ CELLS = ("RNNScratch tanh", "LSTMScratch", "GRUScratch", "torch.nn.LSTM proj, 1 
 lstm_op = importlib.import_module("jax_models.ops.lstm")
 layer_norm_lstm_op = importlib.import_module("jax_models.ops.layer_norm_lstm")
 masked_scan = lstm_op.masked_scan
+online_conv_op = importlib.import_module("jax_models.ops.online_conv")
+fft_conv = online_conv_op.fft_conv
 
 
 def swap_first_gates(layer):
@@ -225,6 +229,64 @@ def test_a_carried_cell_that_is_normalised_is_found(monkeypatch, name, module):
 
     monkeypatch.setattr(op, "layer_norm_cell", faulty)
     assert failures(measure(problem(CASES[name]), ["float64"])) == {"float64"}
+
+
+def over_the_features(method, v, h):
+    """Along the wrong axis: no step sees another."""
+    return jnp.swapaxes(fft_conv(method, jnp.swapaxes(v, 1, 2), jnp.swapaxes(h, 0, 1)), 1, 2)
+
+
+def over_the_circle(method, v, h):
+    """Without room for what wraps around: the end reaches the beginning."""
+    return jnp.fft.irfft(jnp.fft.rfft(v) * jnp.fft.rfft(h)[None], v.shape[-1])
+
+
+def over_the_rows(method, v, h):
+    """Each row's outputs with a little of another's."""
+    return fft_conv(method, v + 1e-6 * jnp.roll(v, 1, axis=0), h)
+
+
+FAULTY_CONVOLUTIONS = [
+    ("future has no influence and far past has", over_the_features),
+    ("future has no influence and far past has", over_the_circle),
+    ("batch rows are independent", over_the_rows),
+    ("steps equal sequence", over_the_circle),
+]
+
+
+@pytest.mark.parametrize(("check", "fault"), FAULTY_CONVOLUTIONS)
+def test_faulty_convolution_is_found(monkeypatch, check, fault):
+    monkeypatch.setattr(online_conv_op, "fft_conv", fault)
+    jax.clear_caches()
+    with pytest.raises(AssertionError):
+        CHECKS[check](Subject(CASES["AuthenticHyenaBlock, explicit, order 2"]))
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("forgotten", ["_ahead", "_tile"])
+def test_a_forgotten_part_of_an_online_convolution_is_found(monkeypatch, forgotten):
+    right = getattr(online_conv_op, forgotten)
+    monkeypatch.setattr(online_conv_op, forgotten, lambda *args: 0 * right(*args))
+    jax.clear_caches()
+    with pytest.raises(AssertionError):
+        CHECKS["steps equal sequence"](Subject(CASES["HyenaBlock, order 1, kernel 4"]))
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def test_a_head_of_another_matrix_is_found(monkeypatch):
+    monkeypatch.setattr(GPModel, "head", lambda self, x: x @ self.pos_embedding.embedding[:11].T)
+    assert failures(measure(problem(CASES["GPModel of hyena"]), ["float64"])) == {"float64"}
+
+
+def test_trained_constants_are_found(monkeypatch):
+    hyena_filter = importlib.import_module("jax_models.hyena_filter")
+    monkeypatch.setattr(hyena_filter, "Constant", nnx.Param)
+    name = "HyenaBlock, order 1, kernel 4"
+    case = dataclasses.replace(CASES[name], name=f"{name}, faulty")
+    with pytest.raises(AssertionError):
+        CHECKS["optimiser follows the same trajectory"](Subject(case))
 
 
 @pytest.mark.parametrize(

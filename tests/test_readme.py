@@ -14,7 +14,7 @@ def test_python_in_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(torch_ref.RWKVLanguageModel(30, 8, 2, 32).state_dict(), "RWKV-4-Pile-169M.pth")
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     namespace = {}
     for block in blocks:
         exec(block, namespace)

@@ -136,11 +136,17 @@ def test_every_cell_trains_and_exports(text_file, tmp_path, capsys, cell):
     [
         ("hawk", "--model.features 12 --model.mlp-features 16 --model.kernel-size 2"),
         ("rwkv", "--model.features 12 --model.hidden-features 16"),
+        *(
+            (name, f"--model.features 12 {sizes} --val-rows 30 --eval-batches 3 --dtype float32")
+            for name, sizes in {
+                "annotated-hyena": "",
+                "annotated-attention-small": "--model.num-heads 2",
+                "authentic-hyena": "--model.mlp-features 8",
+            }.items()
+        ),
     ],
 )
-def test_every_linear_recurrence_trains_resumes_and_exports(
-    text_file, tmp_path, capsys, preset, sizes
-):
+def test_every_other_preset_trains_resumes_and_exports(text_file, tmp_path, capsys, preset, sizes):
     small = "--model.num-layers 2 --window 12 --batch-size 8 --eval-every 5 --num-steps 10"
     constant = "--optimizer.schedule constant --optimizer.warmup-steps 0"
     options = ["--preset", preset, "--text", str(text_file), *f"{sizes} {small} {constant}".split()]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, cast
 import tyro
 
 from jax_models import (
+    GPModelConfig,
     HawkLanguageModelConfig,
     LanguageModelConfig,
     RNNLanguageModelConfig,
@@ -92,6 +93,59 @@ _SHAKESPEARE_WARM = dataclasses.replace(
     num_steps=600,
 )
 
+_ANNOTATED_HYENA = TrainConfig(
+    model=GPModelConfig(embedding_dropout_rate=0.2),
+    optimizer=OptimizerConfig(
+        learning_rate=6e-4, betas=(0.9, 0.98), weight_decay=0.4, clip_norm=0.2
+    ),
+    num_epochs=40.0,
+    val_rows=3200,
+    batch_size=64,
+    window=128,
+    eval_every=100,
+    eval_batches=50,
+    dtype="bfloat16",
+)
+
+_ANNOTATED = {
+    "annotated-hyena": _ANNOTATED_HYENA,
+    "annotated-attention": dataclasses.replace(
+        _ANNOTATED_HYENA,
+        model=dataclasses.replace(
+            _ANNOTATED_HYENA.model, block="attention", features=384, block_dropout_rate=0.2
+        ),
+        optimizer=dataclasses.replace(
+            _ANNOTATED_HYENA.optimizer, learning_rate=3e-4, weight_decay=0.1
+        ),
+    ),
+    "authentic-hyena": dataclasses.replace(
+        _ANNOTATED_HYENA,
+        model=dataclasses.replace(_ANNOTATED_HYENA.model, block="authentic-hyena", num_layers=2),
+        optimizer=dataclasses.replace(_ANNOTATED_HYENA.optimizer, weight_decay=1.0),
+        num_epochs=10.0,
+    ),
+}
+
+
+def _small(config: TrainConfig, num_layers: int) -> TrainConfig:
+    """A run of the Annotated Hyena that two cores finish in ten minutes."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, features=192, num_layers=num_layers),
+        optimizer=dataclasses.replace(
+            config.optimizer,
+            learning_rate=5 * config.optimizer.learning_rate,
+            schedule="cosine",
+            warmup_steps=40,
+        ),
+        num_epochs=3.0,
+        batch_size=32,
+        eval_every=200,
+        eval_batches=20,
+        dtype="float32",
+    )
+
+
 PRESETS = {
     "all-work": TrainConfig(),
     "lstm": _SHAKESPEARE,
@@ -105,6 +159,10 @@ PRESETS = {
     ),
     "hawk": dataclasses.replace(_SHAKESPEARE_WARM, model=HawkLanguageModelConfig()),
     "rwkv": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKVLanguageModelConfig()),
+    **_ANNOTATED,
+    "annotated-hyena-small": _small(_ANNOTATED["annotated-hyena"], num_layers=3),
+    "annotated-attention-small": _small(_ANNOTATED["annotated-attention"], num_layers=3),
+    "authentic-hyena-small": _small(_ANNOTATED["authentic-hyena"], num_layers=2),
 }
 
 

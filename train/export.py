@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save
 
-from jax_models import LanguageModel, to_torch
+from jax_models import LanguageModel, from_torch, to_torch
 from train.command_line import one_line_errors, parse
 from train.run import Run
 
@@ -54,9 +54,10 @@ def largest_difference(model: LanguageModel, path: Path) -> float:
     )
     with torch.no_grad():
         twin_logits, _ = twin.eval()(torch.tensor(tokens))
+    model = from_torch(config.build(rngs=nnx.Rngs(0)), to_torch(model))
     with jax.default_matmul_precision("highest"):
         logits, _ = nnx.view(model, deterministic=True, raise_if_not_found=False)(tokens)
-    return float(np.abs(np.asarray(logits, np.float32) - twin_logits.numpy()).max())
+    return float(np.abs(np.asarray(logits) - twin_logits.numpy()).max())
 
 
 def describe_difference(model: LanguageModel, path: Path) -> str:

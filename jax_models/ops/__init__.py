@@ -1,12 +1,13 @@
 """Recurrences as pure functions on arrays: no Flax, no torch, no state of their own."""
 
 from jax_models.ops.affine import affine, carry_dtype, joined_affine
+from jax_models.ops.attention import attention
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
 from jax_models.ops.gru import GRUState, gru
 from jax_models.ops.hyper_lstm import HyperLSTMState, hyper_lstm
 from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
-from jax_models.ops.long_conv import long_conv
+from jax_models.ops.long_conv import LongConvMethod, long_conv
 from jax_models.ops.lstm import LSTMState, lstm
 from jax_models.ops.online_conv import LongConvState, empty_long_conv_state, online_conv
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
@@ -22,12 +23,14 @@ __all__ = [
     "LSTMNorms",
     "LSTMState",
     "LinearRecurrenceMethod",
+    "LongConvMethod",
     "LongConvState",
     "RGLRUState",
     "RNNState",
     "WKVMethod",
     "WKVState",
     "affine",
+    "attention",
     "carry_dtype",
     "causal_conv",
     "decay",

@@ -1,29 +1,54 @@
 """The causal convolution with a filter as long as the sequence."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+import scipy.fft
+from jaxtyping import Array, Complex, Float
 
 from jax_models.ops.affine import floating_carry_dtype
+
+LongConvMethod = Literal["auto", "rfft", "twisted"]
+
+CHUNK_BYTES = 2**17
+"""Of the inputs of one turn of "twisted": its transforms stay in a core's cache."""
 
 
 def long_conv(
     v: Float[Array, "batch features time"],
     h: Float[Array, "features time"],
     skip: Float[Array, " features"] | None = None,
+    *,
+    method: LongConvMethod = "auto",
 ) -> Float[Array, "batch features time"]:
-    """`y_t = Σ_{s ≤ t} h_{t−s} v_s + skip ⊙ v_t`, in O(T log T) by FFT at 2T.
+    """`y_t = Σ_{s ≤ t} h_{t−s} v_s + skip ⊙ v_t`, in O(T log T) by FFT.
 
     Time is the last axis. Computed in at least float32, whatever v and h are in (there is no FFT in
-    bfloat16); y has the dtype of v. Lengths that are no products of small primes are transformed at
-    the next length that is.
+    bfloat16); y has the dtype of v. Where T is no product of small primes, the transform is of the
+    next length that is. The rounding errors of a step are of the size of its whole row: later steps
+    reach earlier ones by an ulp of the largest output, and NaN by all of it.
+
+    Args:
+        v: the inputs.
+        h: a filter for each feature, the tap of the current input first.
+        skip: the weight of the current input beside the filter.
+        method: "rfft" multiplies the spectra of v and h at length 2T, over whole arrays.
+            "twisted" goes through the features a few at a time, by complex transforms of length T
+            of v and h times e^{iπt/2T}: what a circular convolution wraps around then comes out
+            imaginary. "auto" is "twisted" on a CPU, "rfft" elsewhere.
 
     Raises:
         TypeError: v, h or skip is not floating.
-        ValueError: the shapes do not fit each other.
+        ValueError: the shapes do not fit each other, or there is no such method.
 
     """
     dtype = floating_carry_dtype(v=v, h=h)
+    if method not in get_args(LongConvMethod):
+        raise ValueError(f"method: expected one of {get_args(LongConvMethod)}, got {method!r}")
     if v.ndim != 3 or h.shape != v.shape[1:]:
         raise ValueError(
             f"h: expected shape (features, time) of v (batch, features, time), "
@@ -33,7 +58,7 @@ def long_conv(
         floating_carry_dtype(skip=skip)
         if skip.shape != h.shape[:1]:
             raise ValueError(f"skip: expected shape {h.shape[:1]}, got {skip.shape}")
-    return with_skip(fft_conv(v.astype(dtype), h.astype(dtype)), v, skip)
+    return with_skip(fft_conv(method, v.astype(dtype), h.astype(dtype)), v, skip)
 
 
 def with_skip(y, v, skip) -> Float[Array, "batch features time"]:
@@ -43,29 +68,90 @@ def with_skip(y, v, skip) -> Float[Array, "batch features time"]:
     return y.astype(v.dtype)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fft_conv(
-    v: Float[Array, "batch features time"], h: Float[Array, "features time"]
+    method: LongConvMethod,
+    v: Float[Array, "batch features time"],
+    h: Float[Array, "features time"],
 ) -> Float[Array, "batch features time"]:
     """The convolution alone, of float32 or float64."""
-    return _forward(v, h)[0]
+    return _forward(method, v, h)[0]
 
 
-def _forward(v, h):
-    n = 2 * v.shape[-1]
-    product = jnp.fft.rfft(v, n) * jnp.fft.rfft(h, n)[None]
-    return jnp.fft.irfft(product, n)[..., : v.shape[-1]], (v, h)
+def _forward(method, v, h):
+    (y,) = _by_method(method, _convolve, v, h[None])
+    return y, (v, h)
 
 
-def _backward(residuals, g):
-    """The correlations of the cotangent with the filter, and with the inputs of all rows."""
+def _backward(method, residuals, cotangent):
     v, h = residuals
-    time = v.shape[-1]
-    n = 2 * time
-    g = jnp.fft.rfft(g, n)
-    v_gradient = jnp.fft.irfft(g * jnp.fft.rfft(h, n).conj()[None], n)
-    h_gradient = jnp.fft.irfft(jnp.sum(g * jnp.fft.rfft(v, n).conj(), axis=0), n)
-    return v_gradient[..., :time], h_gradient[..., :time]
+    v_gradient, h_gradient = _by_method(method, _correlate, v, h[None], cotangent)
+    return v_gradient, h_gradient[0]
 
 
 fft_conv.defvjp(_forward, _backward)
+
+
+Signals = tuple[Float[Array, "_ features time"], ...]
+Spectra = tuple[Complex[Array, "_ features frequencies"], ...]
+
+
+def _convolve(v: Complex[Array, "..."], h: Complex[Array, "..."]) -> Spectra:
+    return (v * h,)
+
+
+def _correlate(v, h, cotangent) -> Spectra:
+    """The cotangent with the filter, and with the inputs of all rows."""
+    return cotangent * h.conj(), jnp.sum(cotangent * v.conj(), axis=0, keepdims=True)
+
+
+def _by_method(method: LongConvMethod, product: Callable[..., Spectra], *signals) -> Signals:
+    """The signals whose spectra `product` makes of those of some signals."""
+    rfft, twisted = partial(_rfft, product), partial(_twisted, product)
+    if method == "auto":
+        return jax.lax.platform_dependent(*signals, cpu=twisted, default=rfft)
+    return (rfft if method == "rfft" else twisted)(*signals)
+
+
+def _fast_length(length: int, *, real: bool) -> int:
+    fast: Any = scipy.fft.next_fast_len(max(length, 1), real)
+    return fast
+
+
+def _rfft(product, *signals: Float[Array, "_ features time"]) -> Signals:
+    time = signals[0].shape[-1]
+    n = _fast_length(2 * time, real=True)
+    spectra = product(*(jnp.fft.rfft(x, n) for x in signals))
+    return tuple(jnp.fft.irfft(spectrum, n)[..., :time] for spectrum in spectra)
+
+
+def _twisted(product, *signals: Float[Array, "_ features time"]) -> Signals:
+    batch_size, features, time = signals[0].shape
+    n = _fast_length(time, real=False)
+    dtype = jnp.complex128 if signals[0].dtype == jnp.float64 else jnp.complex64
+    twist = np.exp(0.5j * np.pi * np.arange(time) / n).astype(dtype)
+
+    def twisted(x, twist):
+        return x.astype(dtype) * jnp.broadcast_to(twist, x.shape)
+
+    def of_chunk(*signals):
+        spectra = product(*(jnp.fft.fft(twisted(x, twist), n) for x in signals))
+        signals = (jnp.fft.ifft(spectrum)[..., :time] for spectrum in spectra)
+        return tuple(twisted(x, twist.conj()).real for x in signals)
+
+    row_bytes = signals[0].dtype.itemsize * batch_size * time
+    size = max(1, CHUNK_BYTES // max(row_bytes, 1))
+    if size >= features:
+        return of_chunk(*signals)
+
+    def turn(i, outputs):
+        start = jnp.minimum(i * size, features - size)  # the last chunk overlaps the one before
+        chunk = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in signals)
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=1)
+            for whole, part in zip(outputs, of_chunk(*chunk), strict=True)
+        )
+
+    outputs = jax.eval_shape(of_chunk, *signals)
+    outputs = tuple(jnp.zeros(x.shape, x.dtype) for x in outputs)
+    return jax.lax.fori_loop(0, -(-features // size), turn, outputs)

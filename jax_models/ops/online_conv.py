@@ -97,20 +97,20 @@ def online_conv(
     steps = jnp.arange(time, dtype=jnp.int32)[None]
     inputs = jnp.swapaxes(v, 1, 2).astype(dtype)
     if lengths is not None:
-        inputs = jnp.where((steps < lengths[:, None])[..., None], inputs, 0)
+        inputs = jnp.where((steps < lengths.astype(steps.dtype)[:, None])[..., None], inputs, 0)
     if state is None:
         start = jnp.zeros(batch_size, jnp.int32)
         empty = empty_long_conv_state(batch_size, features, max_length, dtype).inputs
         history = jax.lax.dynamic_update_slice_in_dim(empty, inputs, 0, axis=1)
-        y = fft_conv(v.astype(dtype), taps(params, time).astype(dtype))
+        y = fft_conv("auto", v.astype(dtype), taps(params, time).astype(dtype))
     else:
         start = state.position
         history = _put(state.inputs, start - start % BLOCK, state.block)
         history = _put(history, start, inputs)
         past = jnp.swapaxes(history, 1, 2)[..., :max_length]
-        y = jnp.swapaxes(fft_conv(past, taps(params, max_length).astype(dtype)), 1, 2)
+        y = jnp.swapaxes(fft_conv("auto", past, taps(params, max_length).astype(dtype)), 1, 2)
         y = jnp.swapaxes(_take(y, start, time, fill_value=jnp.nan), 1, 2)
-    end = start + (time if lengths is None else lengths)
+    end = start + (time if lengths is None else lengths.astype(start.dtype))
     return with_skip(y, v, skip), _state(taps, max_length, params, history, end)
 
 

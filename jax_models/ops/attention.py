@@ -1,0 +1,33 @@
+"""Attention over the keys in a mask."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jax_models.ops.affine import carry_dtype
+
+
+def attention(
+    q: Float[Array, "batch time heads head_features"],
+    k: Float[Array, "batch keys heads head_features"],
+    v: Float[Array, "batch keys heads head_features"],
+    mask: Bool[Array, "batch time keys"],
+    *,
+    dropout: Callable[[Array], Array] | None = None,
+) -> Float[Array, "batch time heads head_features"]:
+    """`softmax(q kᵀ / √head_features) v` of each head, over the keys that a step's mask has.
+
+    The softmax is in at least float32; `dropout` is of the weights.
+
+    In float32 this is `jax.nn.dot_product_attention`, which has no dropout, whose softmax is never
+    wider, and whose gradient in bfloat16 does not work under strict dtype promotion.
+    """
+    mask = mask[:, None]
+    if q.dtype == jnp.float32 and dropout is None:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask)
+    scores = jnp.einsum("bthf,bshf->bhts", q, k, preferred_element_type=carry_dtype(q.dtype))
+    scores = jnp.where(mask, scores * q.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return jnp.einsum("bhts,bshf->bthf", weights if dropout is None else dropout(weights), v)

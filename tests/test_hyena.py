@@ -1,0 +1,189 @@
+"""Hyena, attention and the GPModel over them, beyond what the registry checks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import torch_ref
+from jax_models import (
+    AuthenticHyenaBlock,
+    AuthenticHyenaFilter,
+    Constant,
+    GPModelConfig,
+    HyenaBlock,
+    HyenaFilter,
+    SelfAttentionBlock,
+    from_torch,
+    generate,
+    to_torch,
+)
+from jax_models.gp_model import BLOCKS
+from parity_tests.tolerance import assert_same
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def random_twin(twin: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(0)
+    twin = twin.double()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.normal_(std=0.5)
+    return twin
+
+
+@pytest.mark.parametrize("order", [1, 3])
+@pytest.mark.parametrize("kind", ["simple", "explicit", "implicit"])
+def test_filters_are_the_twins_at_every_length(x64, kind, order):
+    if kind == "simple":
+        twin, layer, options = torch_ref.HyenaFilter, HyenaFilter, {}
+    else:
+        twin, layer = torch_ref.AuthenticHyenaFilter, AuthenticHyenaFilter
+        options = {"embed_features": 7, "mlp_features": 5, "implicit": kind == "implicit"}
+    twin = random_twin(twin(4, order, 9, **options))
+    ours = layer(4, 9, order=order, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **options)
+    from_torch(ours, twin.state_dict())
+    for length in (1, 6, 9):
+        assert_same(ours(length), twin(length).detach().numpy(), f"{length} taps")
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+def test_only_what_takes_part_is_trained(implicit):
+    """As in the twin, by the names of the seed."""
+    twin = torch_ref.AuthenticHyenaBlock(4, 9, embed_features=5, implicit=implicit)
+    layer = AuthenticHyenaBlock(4, 9, embed_features=5, implicit=implicit, rngs=nnx.Rngs(0))
+    for constant in jax.tree.leaves(
+        nnx.state(layer, Constant), is_leaf=lambda x: isinstance(x, Constant)
+    ):
+        constant.set_value(jnp.full_like(constant.get_value(), jnp.nan))
+    trained = {key for key, array in to_torch(layer).items() if np.isfinite(array).all()}
+    assert trained == {name for name, w in twin.named_parameters() if w.requires_grad}
+
+
+def test_initial_filters_are_the_seeds():
+    """The windows, times, embedding and frequencies: all that is not drawn."""
+    for twin, layer in (
+        (torch_ref.HyenaFilter(4, 2, 9), HyenaFilter(4, 9, rngs=nnx.Rngs(0))),
+        (torch_ref.AuthenticHyenaFilter(4, 2, 9), AuthenticHyenaFilter(4, 9, rngs=nnx.Rngs(0))),
+    ):
+        ours = to_torch(layer)
+        for key, value in twin.state_dict().items():
+            if key.startswith(("window", "pos_emb", "t")) or key.endswith("freq"):
+                np.testing.assert_allclose(ours[key], value.numpy(), rtol=0, atol=1e-5)
+        assert ours["h"].std() == pytest.approx(1, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda **k: HyenaBlock(4, 9, order=0, **k), "order: expected a positive integer, got 0"),
+        (lambda **k: HyenaBlock(4, 0, **k), "max_length: expected a positive integer, got 0"),
+        (lambda **k: HyenaBlock(4, 9, kernel_size=0, **k), "kernel_size: expected a positive"),
+        (lambda **k: HyenaBlock(4, 9, dropout_rate=1.0, **k), "dropout_rate: expected 0 ≤ rate"),
+        (
+            lambda **k: AuthenticHyenaBlock(4, 9, embed_features=8, **k),
+            "embed_features: expected an odd number of at least 3.*got 8",
+        ),
+        (
+            lambda **k: AuthenticHyenaBlock(4, 9, num_filter_layers=1, **k),
+            "num_filter_layers: expected at least 2, got 1",
+        ),
+        (
+            lambda **k: SelfAttentionBlock(8, 3, **k),
+            "num_heads: expected a divisor of features=8, got 3",
+        ),
+        (lambda **k: GPModelConfig(block="mamba"), "block: expected one of .*'mamba'"),  # pyright: ignore
+        (lambda **k: GPModelConfig(context_length=0), "context_length: expected a positive"),
+    ],
+)
+def test_bad_options(build, message):
+    with pytest.raises(ValueError, match=message):
+        build(rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda rngs: HyenaBlock(4, 9, rngs=rngs),
+        lambda rngs: SelfAttentionBlock(4, 2, max_length=9, rngs=rngs),
+    ],
+)
+def test_sequences_over_the_maximal_length(layer):
+    layer = layer(nnx.Rngs(0))
+    with pytest.raises(ValueError, match="at most max_length=9 steps, got 10; build the layer"):
+        layer(jnp.ones((1, 10, 4)))
+    y, state = layer(jnp.ones((1, 6, 4)))
+    y, state = layer(jnp.ones((1, 6, 4)), state)
+    assert np.isfinite(y[0, :3]).all()
+    assert np.isnan(y[0, 3:]).all()
+    with pytest.raises(ValueError, match=r"context_length=8"):
+        GPModelConfig(context_length=8, features=8, num_layers=1).build(rngs=nnx.Rngs(0))(
+            np.zeros((1, 9), int)
+        )
+
+
+def test_reset_is_refused_with_the_way_out():
+    layer = HyenaBlock(4, 9, rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match=r"reset: .* row of its own, and their `lengths`"):
+        layer(jnp.ones((1, 3, 4)), reset=jnp.zeros((1, 3), bool))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_dropout_is_applied_in_training_only(block):
+    config = GPModelConfig(
+        vocab_size=7,
+        context_length=9,
+        features=8,
+        num_layers=1,
+        num_heads=2,
+        block=block,
+        block_dropout_rate=0.5,
+    )
+    model = config.build(rngs=nnx.Rngs(0))
+    tokens = np.arange(7)[None]
+    first, second = model(tokens)[0], model(tokens)[0]
+    assert (first != second).any()
+    evaluating = nnx.view(model, deterministic=True)
+    without = from_torch(
+        GPModelConfig(**{**vars(config), "block_dropout_rate": 0.0}).build(rngs=nnx.Rngs(1)),
+        {key: torch.from_numpy(array) for key, array in to_torch(model).items()},
+    )
+    np.testing.assert_allclose(evaluating(tokens)[0], without(tokens)[0], rtol=1e-5)
+
+
+def test_a_head_that_is_not_tied_is_refused():
+    model = GPModelConfig(vocab_size=7, context_length=9, features=8, num_layers=1).build(
+        rngs=nnx.Rngs(0)
+    )
+    weights = to_torch(model)
+    weights["head.weight"] = weights["head.weight"] + 1
+    with pytest.raises(ValueError, match=r"tok_emb.weight, head.weight: two different arrays"):
+        from_torch(model, weights)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_generation_is_that_of_full_recomputation(x64, block):
+    """Greedily, from the carried state and then over a window that slides."""
+    config = GPModelConfig(
+        vocab_size=11, context_length=40, features=8, num_layers=2, num_heads=2, block=block
+    )
+    model = config.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    model.embedding.embedding[...] *= 0.1  # or each token is followed by itself
+    prompt = np.random.default_rng(0).integers(0, 11, (2, 7))
+    tokens = generate(model, prompt, 60, key=jax.random.key(0), temperature=0)
+    whole = jax.jit(lambda window: model(window)[0])
+    text = prompt
+    for _ in range(60):
+        window = text[:, -40:]
+        padded = np.pad(window, ((0, 0), (0, 40 - window.shape[1])))
+        logits = np.asarray(whole(padded))[:, window.shape[1] - 1]
+        text = np.concatenate([text, logits.argmax(axis=-1)[:, None]], axis=1)
+    np.testing.assert_array_equal(tokens, text[:, 7:])
+    assert len(np.unique(tokens)) > 3
