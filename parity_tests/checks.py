@@ -91,9 +91,8 @@ def state_goes_back_in(subject: Subject):
     y_fresh, last_fresh = subject.call(subject.x, fresh)
     assert_same(y, y_fresh, "no state and the initial state")
     assert_same_state(last, last_fresh, "no state and the initial state")
-    jax.jit(lambda state: state, donate_argnums=0)(
-        subject.layer.init_state(BATCH)
-    )  # no array twice
+    # which fails where two of the state's arrays are one
+    jax.jit(lambda state: state, donate_argnums=0)(subject.layer.init_state(BATCH))
 
 
 @check

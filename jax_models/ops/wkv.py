@@ -27,8 +27,7 @@ class WKVState(NamedTuple):
 
 def empty_wkv_state(batch_size: int, features: int, dtype) -> WKVState:
     """The state before the first step."""
-    zeros = jnp.zeros((batch_size, features), dtype)
-    return WKVState(zeros, zeros, jnp.full_like(zeros, NEVER))
+    return WKVState(*(jnp.full((batch_size, features), x, dtype) for x in (0, 0, NEVER)))
 
 
 def wkv(
