@@ -5,14 +5,12 @@ from torch_ref.gp_model import GPModel
 from torch_ref.gru import GRUScratch
 from torch_ref.hawk import RGLRU, CausalConv1d, Hawk
 from torch_ref.hawk_language_model import GatedMLP, HawkBlock, HawkLanguageModel
-from torch_ref.hyena import (
-    AuthenticHyenaBlock,
+from torch_ref.hyena import AuthenticHyenaBlock, HyenaBlock, Projection
+from torch_ref.hyena_filter import (
     AuthenticHyenaFilter,
     AuthenticWindow,
-    HyenaBlock,
     HyenaFilter,
     PositionalEmbedding,
-    Projection,
     Sin,
     Window,
 )
