@@ -15,7 +15,7 @@ parity: $(VENV)/.installed
 	$(BIN)/python -m parity_tests $(ARGS)
 
 benchmark: $(VENV)/.benchmarks
-	$(BIN)/python -m benchmarks.recurrences $(ARGS)
+	$(BIN)/python -m benchmarks.operators $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.interleave import ENVIRONMENT, relative_error
-from benchmarks.recurrences import versions
+from benchmarks.operators import versions
 
 FEATURES = 256
 LENGTHS = (256, 1024, 4096, 16384)

@@ -209,3 +209,15 @@ def test_float32_steps_err_as_the_whole_does():
         ys.append(np.asarray(y_t[..., 0]))
     error = rms(np.stack(ys, axis=-1) - exact)
     assert error <= K * max(rms(np.asarray(long_conv(v, h)) - exact), ulp(np.float32) * rms(exact))
+
+
+@pytest.mark.parametrize(("platform", "method"), [("cpu", "twisted"), ("tpu", "rfft")])
+def test_auto_chooses_by_platform(platform, method):
+    arguments = jnp.zeros((2, 3, 8)), jnp.zeros((3, 8))
+
+    def transforms(**options):
+        traced = jax.jit(functools.partial(long_conv, **options)).trace(*arguments)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        return re.findall(r"type = (\w+)", text)
+
+    assert transforms() == transforms(method=method) != []

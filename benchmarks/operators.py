@@ -1,7 +1,7 @@
-"""`python -m benchmarks.recurrences`: the linear recurrence and RWKV's average against their peers.
+"""`python -m benchmarks.operators`: the operators against their peers.
 
 Forward, and forward with backward, on the same random float32 inputs. The errors are those of the
-output and of the gradients (the largest of them), against plain loops in float64.
+output and of the gradients (the largest of them), against float64.
 """
 
 import argparse
@@ -77,9 +77,9 @@ def versions() -> dict[str, str | int]:
 
 def main() -> None:
     """Measure, print, and keep the figures if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recurrences", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.operators", description=__doc__)
     parser.add_argument("--json", type=Path, help="file to write the figures to")
-    parser.add_argument("--only", choices=PROBLEMS, help="one of the two problems")
+    parser.add_argument("--only", choices=PROBLEMS, help="one of the operators")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("B", "T", "D"), help="one shape")
     options = parser.parse_args()
     console = Console(width=110)
