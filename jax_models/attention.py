@@ -12,7 +12,7 @@ from jax_models.dropout import Dropout
 from jax_models.linear import Linear, torch_uniform
 from jax_models.norm import LayerNorm
 from jax_models.ops import carry_dtype
-from jax_models.sequence import SequenceLayer, at_end, checked_size, positions_after
+from jax_models.sequence import SequenceLayer, at_end, checked_size, checked_time, positions_after
 from jax_models.torch_weights import Layouts, layer_norm, linear, same, transposed
 
 
@@ -45,7 +45,8 @@ class SelfAttentionBlock(SequenceLayer):
         dtype: of the computation; by default that of x and the parameters. The softmax and the
             state are in at least float32.
         param_dtype: of the parameters.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        rngs: draws the parameters (`params`), matrices as torch does and biases 0, and the dropout
+            masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, the heads do not divide the features, or (at the call)
@@ -75,15 +76,15 @@ class SelfAttentionBlock(SequenceLayer):
             )
         self.max_length = checked_size("max_length", max_length)
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        linear_options = {"kernel_init": torch_uniform, **options}
         self.ln1 = LayerNorm(features, **options)
         self.ln3 = LayerNorm(features, **options)
         self.in_proj = Linear(
             features, 3 * features, kernel_init=nnx.initializers.xavier_uniform(), **options
         )
-        self.out_proj = Linear(features, features, **linear_options)
-        self.up_proj = Linear(features, 4 * features, **linear_options)
-        self.down_proj = Linear(4 * features, features, **linear_options)
+        narrow, wide = torch_uniform(features), torch_uniform(4 * features)
+        self.out_proj = Linear(features, features, kernel_init=narrow, **options)
+        self.up_proj = Linear(features, 4 * features, kernel_init=narrow, **options)
+        self.down_proj = Linear(4 * features, features, kernel_init=wide, **options)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
     def init_state(self, batch_size: int) -> SelfAttentionState:
@@ -94,7 +95,8 @@ class SelfAttentionBlock(SequenceLayer):
         return SelfAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
     def start(self, batch_size: int) -> None:
-        """At the beginning there is nothing to attend to but x."""
+        """None: at the beginning there is nothing to attend to but x."""
+        return None
 
     def sequence(self, x, state, lengths, reset):
         """The equation."""
@@ -120,11 +122,8 @@ class SelfAttentionBlock(SequenceLayer):
     ) -> tuple[Float[Array, "batch time heads head_features"], SelfAttentionState]:
         """Attention over the state's keys and those of the sequence, and the state after it."""
         batch_size, time = q.shape[:2]
-        if time > self.max_length and reset is None:
-            raise ValueError(
-                f"x: expected at most max_length={self.max_length} steps, got {time}; build the "
-                "layer with a larger max_length"
-            )
+        if reset is None:
+            checked_time("x", time, self.max_length)
         before = self.init_state(batch_size) if state is None else state
         positions = positions_after(before.position, time, reset)
         document = None if reset is None else jnp.cumsum(reset, axis=1, dtype=jnp.int32)

@@ -2,6 +2,8 @@
 
 from flax import nnx
 
+from jax_models.sequence import checked_rate
+
 
 class Dropout(nnx.Dropout):
     """`nnx.Dropout` that keeps no random state where the rate is 0.
@@ -12,6 +14,4 @@ class Dropout(nnx.Dropout):
     """
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs):
-        if not 0 <= rate < 1:
-            raise ValueError(f"dropout_rate: expected 0 ≤ rate < 1, got {rate}")
-        super().__init__(rate, rngs=rngs if rate else None)
+        super().__init__(checked_rate("dropout_rate", rate), rngs=rngs if rate else None)

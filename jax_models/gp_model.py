@@ -12,7 +12,7 @@ from jax_models.dropout import Dropout
 from jax_models.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.norm import LayerNorm
-from jax_models.sequence import SequenceLayer, checked_choice
+from jax_models.sequence import SequenceLayer, checked_choice, checked_rate
 from jax_models.stack import Stack
 from jax_models.torch_weights import Layouts, layer_norm, nested, squeezed, tied
 
@@ -58,6 +58,8 @@ class GPModelConfig(LanguageModelConfig):
         """Refuse sizes, blocks and rates that there are not."""
         super().__post_init__()
         checked_choice("block", self.block, BLOCKS)
+        checked_rate("block_dropout_rate", self.block_dropout_rate)
+        checked_rate("embedding_dropout_rate", self.embedding_dropout_rate)
 
     def build(self, **kwargs: Any) -> "GPModel":
         """`GPModel(self, …)`."""

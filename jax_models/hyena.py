@@ -16,7 +16,7 @@ from jax_models.hawk import CausalConv1D
 from jax_models.hyena_filter import AuthenticHyenaFilter, HyenaFilter
 from jax_models.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
-from jax_models.sequence import SequenceLayer, checked_size
+from jax_models.sequence import SequenceLayer, checked_size, checked_time
 from jax_models.torch_weights import Layouts, linear, nested, squeezed
 
 
@@ -61,7 +61,7 @@ class HyenaOperator(SequenceLayer):
         self.max_length = checked_size("max_length", max_length)
         self.order = checked_size("order", order)
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        linear_options = {"kernel_init": torch_uniform, **options}
+        linear_options = {"kernel_init": torch_uniform(features), **options}
         self.proj_input = Linear(features, (order + 1) * features, **linear_options)
         self.conv = CausalConv1D((order + 1) * features, kernel_size, **options)
         self.filter = make_filter(
@@ -79,16 +79,13 @@ class HyenaOperator(SequenceLayer):
         return HyenaState(self.conv.init_state(batch_size), long)
 
     def start(self, batch_size: int) -> None:
-        """At the beginning the convolutions run over x alone."""
+        """None: at the beginning the convolutions run over x alone."""
+        return None
 
     def sequence(self, x, state, lengths, reset):
         """The projections, the subclass's recurrence of products and convolutions, the output."""
         batch_size, time = x.shape[:2]
-        if time > self.max_length:
-            raise ValueError(
-                f"x: expected at most max_length={self.max_length} steps, got {time}; build the "
-                "layer with a larger max_length"
-            )
+        checked_time("x", time, self.max_length)
         conv = self.conv.init_state(batch_size) if state is None else state.conv
         u = x.astype(self.computation_dtype(x))
         z, conv = self.conv.sequence(self.proj_input(u), conv, lengths, None)
@@ -163,7 +160,8 @@ class HyenaBlock(HyenaOperator):
         dtype: of the computation; by default that of x and the parameters. Filters, transforms
             and state are in at least float32.
         param_dtype: of the parameters.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        rngs: draws the parameters (`params`), matrices as torch's Linear and biases 0, and the
+            dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, or (at the call) x is longer than max_length.
@@ -234,7 +232,8 @@ class AuthenticHyenaBlock(HyenaOperator):
         dtype: of the computation; by default that of x and the parameters. Filters, transforms
             and state are in at least float32.
         param_dtype: of the parameters.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        rngs: draws the parameters (`params`), matrices as torch's Linear and biases 0, and the
+            dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not as the filter needs it, or (at the call) x is longer than

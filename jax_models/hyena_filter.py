@@ -13,7 +13,7 @@ from jax_models import ops
 from jax_models.constant import Constant
 from jax_models.linear import torch_uniform
 from jax_models.ops import carry_dtype
-from jax_models.sequence import checked_size
+from jax_models.sequence import checked_size, checked_time
 from jax_models.torch_weights import Layouts, same, squeezed, transposed
 
 FAST_DECAY, SLOW_DECAY, TARGET = 0.3, 1.5, 1e-2
@@ -51,7 +51,7 @@ class HyenaFilter(nnx.Module):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shape = _checked_filter_shape(features, max_length, order)
+        shape = _filter_shape(features, max_length, order)
         self.h = nnx.Param(jax.random.normal(rngs.params(), shape, param_dtype))
         self.alphas = nnx.Param(_decays(features, param_dtype))
         self.b = nnx.Param(jnp.zeros(features, param_dtype))
@@ -59,7 +59,7 @@ class HyenaFilter(nnx.Module):
 
     def __call__(self, length: int) -> Float[Array, "order features length"]:
         """The first `length` taps, in at least float32."""
-        g = _wide(self.h)[:, :, :length]
+        g = _wide(self.h)[:, :, : checked_time("length", length, self.t.shape[0])]
         b = jnp.broadcast_to(_wide(self.b)[:, None], g.shape[1:])
         h = g * jnp.broadcast_to(_decay(self.alphas, self.t, length) + b, g.shape)
         return h / jnp.sum(jnp.abs(h), axis=1, keepdims=True)
@@ -121,7 +121,7 @@ class AuthenticHyenaFilter(nnx.Module):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shape = _checked_filter_shape(features, max_length, order)
+        shape = _filter_shape(features, max_length, order)
         if checked_size("embed_features", embed_features) % 2 == 0 or embed_features < 3:
             raise ValueError(
                 f"embed_features: expected an odd number of at least 3 (the time, and a cosine and "
@@ -136,11 +136,12 @@ class AuthenticHyenaFilter(nnx.Module):
         self.h = explicit(jax.random.normal(rngs.params(), shape, param_dtype))
         self.pos_emb = of_network(_positions(max_length, embed_features, param_dtype))
         self.kernels = nnx.List(
-            of_network(torch_uniform(rngs.params(), (fan_in, fan_out), param_dtype))
+            of_network(torch_uniform(fan_in)(rngs.params(), (fan_in, fan_out), param_dtype))
             for fan_in, fan_out in itertools.pairwise(widths)
         )
         self.biases = nnx.List(
-            of_network(jnp.zeros(mlp_features, param_dtype)) for _ in widths[1:-1]
+            of_network(torch_uniform(fan_in)(rngs.params(), (mlp_features,), param_dtype))
+            for fan_in in widths[:-2]
         )
         self.freqs = nnx.List(
             Constant(jnp.full(mlp_features, omega, param_dtype)) for _ in widths[1:-1]
@@ -151,6 +152,7 @@ class AuthenticHyenaFilter(nnx.Module):
 
     def __call__(self, length: int) -> Float[Array, "order features length"]:
         """The first `length` taps, in at least float32."""
+        checked_time("length", length, self.shape[2])
         h = self.network(length) if self.implicit else _wide(self.h)[:, :, :length]
         return h * jnp.broadcast_to(_decay(self.alphas, self.t, length), h.shape)
 
@@ -183,10 +185,12 @@ class AuthenticHyenaFilter(nnx.Module):
         }
 
 
-def _checked_filter_shape(features: int, max_length: int, order: int) -> tuple[int, int, int]:
-    sizes = {"order": order, "features": features, "max_length": max_length}
-    order, features, max_length = (checked_size(name, size) for name, size in sizes.items())
-    return order, features, max_length
+def _filter_shape(features: int, max_length: int, order: int) -> tuple[int, int, int]:
+    return (
+        checked_size("order", order),
+        checked_size("features", features),
+        checked_size("max_length", max_length),
+    )
 
 
 def _wide(param: nnx.Variable) -> Array:

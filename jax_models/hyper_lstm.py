@@ -63,13 +63,14 @@ class HyperLSTM(SequenceLayer):
         super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.hidden_features = checked_size("hidden_features", hidden_features)
         self.hyper_features = checked_size("hyper_features", hyper_features)
+        checked_size("embedding_features", embedding_features)
         self.num_layers = checked_size("num_layers", num_layers)
         self.cells = nnx.List(
             HyperLSTMCell(
                 hidden_features if layer else in_features,
                 hidden_features,
                 hyper_features,
-                checked_size("embedding_features", embedding_features),
+                embedding_features,
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
@@ -91,11 +92,12 @@ class HyperLSTM(SequenceLayer):
         """`ops.hyper_lstm`, one layer after the other."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
+        layers = zip(*(s.astype(carry_dtype(dtype)) for s in state), strict=True)
         last_states = []
-        for layer, cell in enumerate(self.cells):
+        for cell, layer_state in zip(self.cells, layers, strict=True):
             y, last_state = ops.hyper_lstm(
                 x,
-                jax.tree.map(lambda s: s[layer].astype(carry_dtype(dtype)), state),  # noqa: B023
+                HyperLSTMState(*layer_state),
                 **jax.tree.map(lambda w: w.astype(dtype), cell.arrays()),
                 lengths=lengths,
                 reset=reset,

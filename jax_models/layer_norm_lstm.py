@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
+from jax_models.linear import torch_uniform
 from jax_models.ops import LSTMNorms, LSTMState, carry_dtype
 from jax_models.sequence import SequenceLayer, checked_size
 from jax_models.torch_weights import Layouts, Table, gates, same, transposed
@@ -119,6 +120,5 @@ def cell_norms(param: str) -> Table:
 def linear_param(
     rngs: nnx.Rngs, in_features: int, shape: tuple[int, ...], param_dtype
 ) -> nnx.Param:
-    """A kernel or bias uniform in ±1/√in_features, as torch's Linear starts."""
-    bound = in_features**-0.5
-    return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
+    """A kernel or bias as torch's Linear over `in_features` starts."""
+    return nnx.Param(torch_uniform(in_features)(rngs.params(), shape, param_dtype))

@@ -1,9 +1,20 @@
 """The linear layer, in the shape in which it trains fastest."""
 
-from flax import nnx
+from collections.abc import Callable
 
-torch_uniform = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-"""How `torch.nn.Linear` draws its matrix: uniform in ±1/√in."""
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+
+def torch_uniform(fan_in: int) -> Callable[..., Array]:
+    """How `torch.nn.Linear` draws its matrix and its bias: uniform in ±1/√fan_in."""
+    bound = fan_in**-0.5
+
+    def init(key, shape, dtype, **_) -> Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
 
 
 class Linear(nnx.Linear):

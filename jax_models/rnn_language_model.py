@@ -104,7 +104,7 @@ class RNNLanguageModel(LanguageModel):
         self.head = Linear(
             config.hidden_features,
             config.vocab_size,
-            kernel_init=torch_uniform,
+            kernel_init=torch_uniform(config.hidden_features),
             rngs=rngs,
             **dtypes,
         )

@@ -182,6 +182,23 @@ def checked_size(name: str, size: int) -> int:
     return size
 
 
+def checked_time(name: str, time: int, max_length: int) -> int:
+    """A number of steps, if a layer built for `max_length` can take them."""
+    if time > max_length:
+        raise ValueError(
+            f"{name}: expected at most max_length={max_length} steps, got {time}; build the layer "
+            "with a larger max_length"
+        )
+    return time
+
+
+def checked_rate(name: str, rate: float) -> float:
+    """A rate of dropout, if it is in [0, 1)."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name}: expected 0 ≤ rate < 1, got {rate}")
+    return rate
+
+
 def checked_choice(name: str, value: Choice, choices: tuple[Choice, ...]) -> Choice:
     """A value, if it is one of the choices."""
     if value not in choices:

@@ -58,6 +58,13 @@ class Subject:
             return np.where(where, (self.x + 1) % self.layer.config.vocab_size, self.x)
         return np.where(where[..., None], self.x + np.linspace(0.5, 1.5, self.x.shape[-1]), self.x)
 
+    def assert_unchanged(self, actual, expected, what: str):
+        """Assert equality, but to rounding where an FFT mixes all steps."""
+        if self.case.resettable:
+            assert (actual == expected).all(), f"{what}: changed"
+        else:
+            assert_same(actual, expected, what)
+
     def row(self, index: int, state):
         """One row of a batched state, still batched."""
         axes = state_batch_axes(self.layer)
@@ -91,7 +98,7 @@ def state_goes_back_in(subject: Subject):
     y_fresh, last_fresh = subject.call(subject.x, fresh)
     assert_same(y, y_fresh, "no state and the initial state")
     assert_same_state(last, last_fresh, "no state and the initial state")
-    # which fails where two of the state's arrays are one
+    # a buffer that two leaves share cannot be donated
     jax.jit(lambda state: state, donate_argnums=0)(subject.layer.init_state(BATCH))
 
 
@@ -146,7 +153,7 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
     earlier, _ = subject.call(subject.disturbed(step == first), subject.state)
     forgotten, _ = subject.call(subject.disturbed(step < first), subject.state)
     if subject.case.causal:
-        assert_same(later[:, :half], y[:, :half], "the past, with another future")
+        subject.assert_unchanged(later[:, :half], y[:, :half], "the past, by the future")
     else:
         assert (later[:, 0] != y[:, 0]).any(), "the last step does not reach the first"
     assert (earlier[:, -1] != y[:, -1]).any(), "the first step does not reach the last"
@@ -229,7 +236,8 @@ def gradients_of_padding_are_zero_and_finite(subject: Subject):
     x = np.where(PADDING[..., None], np.nan, subject.x)
     gradient = np.asarray(jax.jit(jax.grad(loss))(x, subject.state))
     assert np.isfinite(gradient).all(), "NaN in the padding reaches the gradients"
-    assert_same(np.where(PADDING[..., None], 0, gradient), gradient, "no gradient of the padding")
+    unpadded = np.where(PADDING[..., None], 0, gradient)
+    subject.assert_unchanged(gradient, unpadded, "the gradient of the padding")
     assert (gradient[~PADDING] != 0).any(axis=-1).all(), "an input has no gradient"
 
 

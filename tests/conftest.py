@@ -1,10 +1,18 @@
-"""What the tests of the commands share."""
+"""What the tests share."""
 
 from pathlib import Path
 
+import jax
 import pytest
 
 from train.__main__ import main
+
+
+@pytest.fixture
+def x64():
+    """float64 is float64."""
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture(scope="session")

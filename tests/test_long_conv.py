@@ -15,12 +15,6 @@ from parity_tests.tolerance import K, assert_same, rms, ulp
 METHODS = ("auto", "rfft", "twisted")
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def signals(batch: int, features: int, time: int):
     """Inputs, filters, skips, and the gradient of the outputs."""
     rng = np.random.default_rng(0)
@@ -108,6 +102,23 @@ def test_bad_arguments(arguments, error, message):
 def test_unknown_method():
     with pytest.raises(ValueError, match=r"method: expected one of .*'dft'"):
         long_conv(jnp.zeros((1, 2, 3)), jnp.zeros((2, 3)), method="dft")  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("v", "sizes", "error", "message"),
+    [
+        (np.zeros((2, 3, 5), int), (2, 3, 9), TypeError, "v: .* floating"),
+        (np.zeros((2, 3)), (2, 3, 9), ValueError, r"v: expected shape .*≤ max_length=9\), got"),
+        (np.zeros((2, 3, 10)), (2, 3, 9), ValueError, r"v: .*max_length=9\), got \(2, 3, 10\)"),
+        (np.zeros((2, 3, 5)), (2, 3, 80), ValueError, "state: expected the shapes"),
+    ],
+)
+def test_bad_arguments_of_the_online_convolution(v, sizes, error, message):
+    state = empty_long_conv_state(*sizes)
+    with pytest.raises(error, match=message):
+        ops.online_conv(
+            jnp.asarray(v), state, taps=first_taps, params=jnp.zeros((3, 9)), max_length=9
+        )
 
 
 def first_taps(h, length: int):

@@ -14,12 +14,6 @@ METHODS = ("sequential", "associative", "chunked")
 WKV_METHODS = ("sequential", "associative")
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def recurrence_inputs(batch: int, time: int, features: int):
     """Factors of 0, 1, next to 1, and in between; inputs; an initial state."""
     rng = np.random.default_rng(0)

@@ -99,7 +99,7 @@ class AuthenticHyenaBlock(nn.Module):
         mlp_features: int = 64,
         num_filter_layers: int = 4,
         omega: float = 12,
-        implicit: bool = False,
+        implicit: bool = True,
     ):
         super().__init__()
         self.proj_input = Projection(features, order, kernel_size)

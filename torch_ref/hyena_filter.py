@@ -119,7 +119,7 @@ class AuthenticHyenaFilter(nn.Module):
         mlp_features: int = 64,
         num_filter_layers: int = 4,
         omega: float = 12,
-        implicit: bool = False,
+        implicit: bool = True,
     ):
         if num_filter_layers < 2:
             raise ValueError(f"num_filter_layers: expected at least 2, got {num_filter_layers}")

@@ -30,7 +30,8 @@ def long_conv(
     Time is the last axis. Computed in at least float32, whatever v and h are in (there is no FFT in
     bfloat16); y has the dtype of v. Where T is no product of small primes, the transform is of the
     next length that is. The rounding errors of a step are of the size of its whole row: later steps
-    reach earlier ones by an ulp of the largest output, and NaN by all of it.
+    reach earlier ones by an ulp of the largest output, and NaN by all of it. There is no
+    forward-mode gradient.
 
     Args:
         v: the inputs.

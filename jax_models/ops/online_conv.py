@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.affine import carry_dtype
+from jax_models.ops.affine import floating_carry_dtype
 from jax_models.ops.long_conv import fft_conv, with_skip
 
 BLOCK = 16
@@ -87,9 +87,24 @@ def online_conv(
         skip: as in `long_conv`.
         lengths: how many steps of each row are real; the others do not enter the state.
 
+    Raises:
+        TypeError: v is not floating.
+        ValueError: v has another rank or more than max_length steps, or the state is of other
+            sizes.
+
     """
-    dtype = carry_dtype(v.dtype)
+    dtype = floating_carry_dtype(v=v)
+    if v.ndim != 3 or v.shape[-1] > max_length:
+        raise ValueError(
+            f"v: expected shape (batch, features, time ≤ max_length={max_length}), got {v.shape}"
+        )
     batch_size, features, time = v.shape
+    if state is not None:
+        expected = empty_long_conv_state(batch_size, features, max_length, dtype)
+        shapes = [[s.shape for s in each] for each in (state, expected)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"state: expected the shapes {shapes[1]}, got {shapes[0]}")
+        state = LongConvState(state.position, *(s.astype(dtype) for s in state[1:]))
     if state is not None and time == 1 and lengths is None:
         y, last_state = _step(taps, max_length, params, state, v[..., 0].astype(dtype))
         return with_skip(y[..., None], v, skip), last_state
