@@ -150,14 +150,17 @@ def test_bfloat16_computes_in_it_and_carries_float32():
 
 def test_time_major_unbatched_and_stacked(x64):
     x = np.random.default_rng(0).standard_normal((2, 6, SIZES[0]))
-    layer = HyperLSTM(*SIZES, rngs=nnx.Rngs(0))
+    options = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+    layer = HyperLSTM(*SIZES, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     y, _ = layer(x)
-    y_time, _ = HyperLSTM(*SIZES, time_major=True, rngs=nnx.Rngs(0))(x.swapaxes(0, 1))
+    y_time, _ = HyperLSTM(*SIZES, time_major=True, param_dtype=jnp.float64, rngs=nnx.Rngs(0))(
+        x.swapaxes(0, 1)
+    )
     np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
     y_row, state_row = layer(x[0])
     assert_same(y_row, y[0], "a row alone")
     assert layer.step(x[0, 0], state_row)[1].hyper_c.shape == (1, SIZES[2])
-    stack = Stack([LayerNormLSTM(5, 6, rngs=nnx.Rngs(0)), LayerNormLSTM(6, 4, rngs=nnx.Rngs(1))])
+    stack = Stack([LayerNormLSTM(5, 6, **options), LayerNormLSTM(6, 4, **options)])
     assert stack(x)[0].shape == (2, 6, 4)
 
 
