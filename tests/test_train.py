@@ -141,7 +141,7 @@ def test_every_cell_trains_and_exports(text_file, tmp_path, capsys, cell):
             for name, sizes in {
                 "annotated-hyena": "",
                 "annotated-attention-small": "--model.num-heads 2",
-                "authentic-hyena": "--model.mlp-features 8",
+                "authentic-hyena": "--model.mlp-features 8 --model.order 1",
             }.items()
         ),
     ],

@@ -117,10 +117,7 @@ def seed_cases() -> list[Case]:
 
 
 def torch_nn_cases() -> list[Case]:
-    """torch.nn.RNN, LSTM and GRU: nonlinearity or projection × layers × directions.
-
-    The smallest and the largest also without biases.
-    """
+    """torch.nn.RNN, LSTM and GRU; `test_torch_nn.py` draws all their other options together."""
     families = {
         "RNN tanh": (nn.RNN, RNN, {"nonlinearity": "tanh"}, {"nonlinearity": "tanh"}),
         "RNN relu": (nn.RNN, RNN, {"nonlinearity": "relu"}, {"nonlinearity": "relu"}),
@@ -128,26 +125,20 @@ def torch_nn_cases() -> list[Case]:
         "LSTM proj": (nn.LSTM, LSTM, {"proj_size": 4}, {"proj_features": 4}),
         "GRU": (nn.GRU, GRU, {}, {}),
     }
-    cases = []
-    for family, (twin, layer, twin_options, options) in families.items():
-        for num_layers in (1, 2):
-            for bidirectional in (False, True):
-                for bias in (True, False) if bidirectional == (num_layers > 1) else (True,):
-                    stack = {"num_layers": num_layers, "bidirectional": bidirectional}
-                    name = (
-                        f"torch.nn.{family}, {num_layers} layer{'s' if num_layers > 1 else ''}"
-                        f"{', both ways' if bidirectional else ''}{'' if bias else ', no bias'}"
-                    )
-                    cases.append(
-                        Case(
-                            name,
-                            partial(
-                                twin, 5, 6, bias=bias, batch_first=True, **stack, **twin_options
-                            ),
-                            partial(layer, 5, 6, use_bias=bias, **stack, **options),
-                            layout="torch.nn",
-                            call=call_torch_nn,
-                            packs=True,
-                        )
-                    )
-    return cases
+    stacks = {
+        "1 layer": {"num_layers": 1, "bidirectional": False},
+        "2 layers": {"num_layers": 2, "bidirectional": False},
+        "2 layers, both ways": {"num_layers": 2, "bidirectional": True},
+    }
+    return [
+        Case(
+            f"torch.nn.{family}, {name}",
+            partial(twin, 5, 6, batch_first=True, **stack, **twin_options),
+            partial(layer, 5, 6, **stack, **options),
+            layout="torch.nn",
+            call=call_torch_nn,
+            packs=True,
+        )
+        for family, (twin, layer, twin_options, options) in families.items()
+        for name, stack in stacks.items()
+    ]
