@@ -158,16 +158,16 @@ def versions() -> dict[str, str]:
 def main(args: Sequence[str]) -> int:
     """Print the table; 1 if a row fails."""
     arguments = parse(Arguments, args, prog=PROG)
-    jax.config.update("jax_enable_x64", True)
     names, platforms = choose(arguments)
     if arguments.json is not None:
         arguments.json.open("a").close()  # fails before the work, not after it
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    measured = measurements(
-        track(names, "measuring", console=Console(stderr=True), transient=True), platforms
-    )
+    with jax.enable_x64(True):
+        measured = measurements(
+            track(names, "measuring", console=Console(stderr=True), transient=True), platforms
+        )
     console.print(table(measured, console.width))
     failed = [m for m in measured if not m.error.passed]
     for m in failed:
