@@ -12,7 +12,7 @@ from jax_models.dropout import Dropout
 from jax_models.linear import Linear, torch_uniform
 from jax_models.norm import LayerNorm
 from jax_models.ops import carry_dtype
-from jax_models.sequence import SequenceLayer, at_end, checked_size, checked_time, positions_after
+from jax_models.sequence import SequenceLayer, at_end, check_time, checked_size, positions_after
 from jax_models.torch_weights import Layouts, layer_norm, linear, same, transposed
 
 
@@ -123,7 +123,7 @@ class SelfAttentionBlock(SequenceLayer):
         """Attention over the state's keys and those of the sequence, and the state after it."""
         batch_size, time = q.shape[:2]
         if reset is None:
-            checked_time("x", time, self.max_length)
+            check_time("x", time, self.max_length)
         before = self.init_state(batch_size) if state is None else state
         positions = positions_after(before.position, time, reset)
         document = None if reset is None else jnp.cumsum(reset, axis=1, dtype=jnp.int32)

@@ -1,7 +1,7 @@
 """The GPT-like language model of "The Annotated Hyena" (seed 002), over Hyena or attention."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,7 +16,7 @@ from jax_models.sequence import SequenceLayer, checked_choice, checked_rate
 from jax_models.stack import Stack
 from jax_models.torch_weights import Layouts, layer_norm, nested, squeezed, tied
 
-BLOCKS = ("hyena", "authentic-hyena", "attention")
+Block = Literal["hyena", "authentic-hyena", "attention"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class GPModelConfig(LanguageModelConfig):
     """Width of the model."""
     num_layers: int = 6
     """Blocks."""
-    block: Literal["hyena", "authentic-hyena", "attention"] = "hyena"
+    block: Block = "hyena"
     """What they are."""
     order: int = 2
     """Of a Hyena: its long convolutions."""
@@ -57,7 +57,7 @@ class GPModelConfig(LanguageModelConfig):
     def __post_init__(self):
         """Refuse sizes, blocks and rates that there are not."""
         super().__post_init__()
-        checked_choice("block", self.block, BLOCKS)
+        checked_choice("block", self.block, get_args(Block))
         checked_rate("block_dropout_rate", self.block_dropout_rate)
         checked_rate("embedding_dropout_rate", self.embedding_dropout_rate)
 

@@ -16,7 +16,7 @@ from jax_models.hawk import CausalConv1D
 from jax_models.hyena_filter import AuthenticHyenaFilter, HyenaFilter
 from jax_models.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
-from jax_models.sequence import SequenceLayer, checked_size, checked_time
+from jax_models.sequence import SequenceLayer, check_time, checked_size
 from jax_models.torch_weights import Layouts, linear, nested, squeezed
 
 
@@ -85,25 +85,36 @@ class HyenaOperator(SequenceLayer):
     def sequence(self, x, state, lengths, reset):
         """The projections, the subclass's recurrence of products and convolutions, the output."""
         batch_size, time = x.shape[:2]
-        checked_time("x", time, self.max_length)
+        check_time("x", time, self.max_length)
         conv = self.conv.init_state(batch_size) if state is None else state.conv
         u = x.astype(self.computation_dtype(x))
         z, conv = self.conv.sequence(self.proj_input(u), conv, lengths, None)
         *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.order + 1, axis=1)
         graphdef, params = nnx.split(self.filter)
+
+        def options(n: int) -> dict[str, Any]:
+            taps = FilterTaps(graphdef, n)
+            return {
+                "taps": taps, "params": params, "max_length": self.max_length, "lengths": lengths
+            }
+
+        if state is None:
+            h = self.filter(time)
+
+            def convolve_nth(n: int, v):
+                y = ops.long_conv(v, h[n], self.B[n])
+                return y, ops.long_conv_state(v, **options(n))
+
+        else:
+            long = state.long
+
+            def convolve_nth(n: int, v):
+                return ops.online_conv(v, long[n], skip=self.B[n], **options(n))
+
         last_states = []
 
         def convolve(v: Float[Array, "batch features time"]) -> Float[Array, "batch features time"]:
-            index = len(last_states)
-            y, last_state = ops.online_conv(
-                v,
-                None if state is None else state.long[index],
-                taps=FilterTaps(graphdef, index),
-                params=params,
-                max_length=self.max_length,
-                skip=self.B[index],
-                lengths=lengths,
-            )
+            y, last_state = convolve_nth(len(last_states), v)
             last_states.append(last_state)
             return y
 

@@ -13,7 +13,7 @@ from jax_models import ops
 from jax_models.constant import Constant
 from jax_models.linear import torch_uniform
 from jax_models.ops import carry_dtype
-from jax_models.sequence import checked_size, checked_time
+from jax_models.sequence import check_time, checked_size
 from jax_models.torch_weights import Layouts, same, squeezed, transposed
 
 FAST_DECAY, SLOW_DECAY, TARGET = 0.3, 1.5, 1e-2
@@ -59,7 +59,8 @@ class HyenaFilter(nnx.Module):
 
     def __call__(self, length: int) -> Float[Array, "order features length"]:
         """The first `length` taps, in at least float32."""
-        g = _wide(self.h)[:, :, : checked_time("length", length, self.t.shape[0])]
+        check_time("length", length, self.t.shape[0])
+        g = _wide(self.h)[:, :, :length]
         b = jnp.broadcast_to(_wide(self.b)[:, None], g.shape[1:])
         h = g * jnp.broadcast_to(_decay(self.alphas, self.t, length) + b, g.shape)
         return h / jnp.sum(jnp.abs(h), axis=1, keepdims=True)
@@ -152,7 +153,7 @@ class AuthenticHyenaFilter(nnx.Module):
 
     def __call__(self, length: int) -> Float[Array, "order features length"]:
         """The first `length` taps, in at least float32."""
-        checked_time("length", length, self.shape[2])
+        check_time("length", length, self.shape[2])
         h = self.network(length) if self.implicit else _wide(self.h)[:, :, :length]
         return h * jnp.broadcast_to(_decay(self.alphas, self.t, length), h.shape)
 
@@ -186,6 +187,7 @@ class AuthenticHyenaFilter(nnx.Module):
 
 
 def _filter_shape(features: int, max_length: int, order: int) -> tuple[int, int, int]:
+    """(order, features, max_length), all positive, or the fault."""
     return (
         checked_size("order", order),
         checked_size("features", features),

@@ -182,14 +182,13 @@ def checked_size(name: str, size: int) -> int:
     return size
 
 
-def checked_time(name: str, time: int, max_length: int) -> int:
-    """A number of steps, if a layer built for `max_length` can take them."""
+def check_time(name: str, time: int, max_length: int) -> None:
+    """Refuse more steps than a layer was built for."""
     if time > max_length:
         raise ValueError(
             f"{name}: expected at most max_length={max_length} steps, got {time}; build the layer "
             "with a larger max_length"
         )
-    return time
 
 
 def checked_rate(name: str, rate: float) -> float:

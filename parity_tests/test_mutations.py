@@ -22,7 +22,8 @@ lstm_op = importlib.import_module("jax_models.ops.lstm")
 layer_norm_lstm_op = importlib.import_module("jax_models.ops.layer_norm_lstm")
 masked_scan = lstm_op.masked_scan
 online_conv_op = importlib.import_module("jax_models.ops.online_conv")
-fft_conv = online_conv_op.fft_conv
+long_conv_op = importlib.import_module("jax_models.ops.long_conv")
+fft_conv = long_conv_op.fft_conv
 
 
 def swap_first_gates(layer):
@@ -256,7 +257,8 @@ FAULTY_CONVOLUTIONS = [
 
 @pytest.mark.parametrize(("check", "fault"), FAULTY_CONVOLUTIONS)
 def test_faulty_convolution_is_found(monkeypatch, check, fault):
-    monkeypatch.setattr(online_conv_op, "fft_conv", fault)
+    for op in (long_conv_op, online_conv_op):
+        monkeypatch.setattr(op, "fft_conv", fault)
     jax.clear_caches()
     with pytest.raises(AssertionError):
         CHECKS[check](Subject(CASES["AuthenticHyenaBlock, explicit, order 2"]))

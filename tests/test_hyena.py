@@ -1,5 +1,7 @@
 """Hyena, attention and the GPModel over them, beyond what the registry checks."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,7 @@ from jax_models import (
     to_torch,
 )
 from jax_models.generation import sample
-from jax_models.gp_model import BLOCKS
+from jax_models.gp_model import Block
 from parity_tests.tolerance import assert_same, ulp
 
 
@@ -158,7 +160,7 @@ def test_reset_is_refused_with_the_way_out():
         layer(jnp.ones((1, 3, 4)), reset=jnp.zeros((1, 3), bool))
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", get_args(Block))
 def test_dropout_is_applied_in_training_only(x64, block):
     config = GPModelConfig(
         vocab_size=7,
@@ -193,7 +195,7 @@ def test_a_head_that_is_not_tied_is_refused():
         from_torch(model, weights)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", get_args(Block))
 def test_generation_is_that_of_full_recomputation(x64, block):
     """From the carried state, and then over a window that slides."""
     config = GPModelConfig(

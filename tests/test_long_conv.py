@@ -152,16 +152,16 @@ def test_steps_are_the_whole_convolution_and_compile_once(x64, max_length):
 def test_steps_in_a_scan_of_rows_at_different_positions(x64):
     max_length, lengths = 90, np.array([37, 4, 20])
     v, h, _, _ = signals(3, 2, max_length)
-    convolve = functools.partial(
-        ops.online_conv, taps=first_taps, params=jnp.asarray(h), max_length=max_length
-    )
-    y_before, state = convolve(jnp.asarray(v[..., :37]), None, lengths=jnp.asarray(lengths))
+    options = {"taps": first_taps, "params": jnp.asarray(h), "max_length": max_length}
+    before = jnp.asarray(v[..., :37])
+    y_before = long_conv(before, jnp.asarray(h[:, :37]))
+    state = ops.long_conv_state(before, lengths=jnp.asarray(lengths), **options)
     rest = np.stack([np.take(v[i], np.arange(n, n + 50), axis=1) for i, n in enumerate(lengths)])
 
     @jax.jit
     def scan(state, rest):
         def step(state, v_t):
-            y, state = convolve(v_t[..., None], state)
+            y, state = ops.online_conv(v_t[..., None], state, **options)
             return state, y[..., 0]
 
         return jax.lax.scan(step, state, jnp.moveaxis(rest, 2, 0))[1]

@@ -20,7 +20,7 @@ from jax_models import LanguageModel, generate
 from train.command_line import CommandLineError, one_line_errors, parse
 from train.config import PRESETS, TrainConfig
 from train.curve import draw_curve
-from train.export import describe_difference, export
+from train.export import describe_errors, export
 from train.loop import Trainer, TrainState
 from train.run import Run, build_trainer
 from train.text import Vocabulary, Windows, batches, read_text, split
@@ -163,7 +163,7 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     console.rule("a sample")
     console.print(prompt + run.vocabulary.decode(tokens), markup=False, highlight=False)
     console.rule()
-    console.print(describe_difference(model, weights), highlight=False)
+    console.print(describe_errors(model, weights), highlight=False)
     console.print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n", highlight=False)
     console.print(f"go on writing: python -m train.generate --run {run.folder}", highlight=False)
 

@@ -32,10 +32,11 @@ def export(model: LanguageModel, path: Path) -> None:
     path.write_bytes(save(to_torch(model)))
 
 
-def largest_difference(model: LanguageModel, path: Path) -> float:
-    """The largest difference between the model's logits and those of the twin with these weights.
+def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
+    """How far the model and the twin with these weights are from the twin in float64.
 
-    Both run in float32 on the same random tokens.
+    Both in float32, on the same random tokens: the root mean square of the logits' difference,
+    relative to that of the logits.
 
     Raises:
         ImportError: torch is not installed.
@@ -53,20 +54,28 @@ def largest_difference(model: LanguageModel, path: Path) -> float:
         0, config.vocab_size, (8, min(config.context_length or 128, 128))
     )
     with torch.no_grad():
-        twin_logits, _ = twin.eval()(torch.tensor(tokens))
+        twin_logits = twin.eval()(torch.tensor(tokens))[0].numpy()
+        oracle = twin.double()(torch.tensor(tokens))[0].numpy()
     model = from_torch(config.build(rngs=nnx.Rngs(0)), to_torch(model))
     with jax.default_matmul_precision("highest"):
         logits, _ = nnx.view(model, deterministic=True, raise_if_not_found=False)(tokens)
-    return float(np.abs(np.asarray(logits) - twin_logits.numpy()).max())
+    scale = np.linalg.norm(oracle)
+    jax_error, twin_error = (
+        float(np.linalg.norm(each - oracle) / scale) for each in (np.asarray(logits), twin_logits)
+    )
+    return jax_error, twin_error
 
 
-def describe_difference(model: LanguageModel, path: Path) -> str:
+def describe_errors(model: LanguageModel, path: Path) -> str:
     """The comparison with the twin, in words."""
     try:
-        difference = largest_difference(model, path)
+        jax_error, twin_error = logit_errors(model, path)
     except ImportError:
         return "torch is not installed: the twin was not run"
-    return f"largest difference between the JAX and the torch twin's logits: {difference:.1e}"
+    return (
+        f"errors of the float32 logits against the float64 twin: JAX {jax_error:.1e}, "
+        f"the torch twin itself {twin_error:.1e}"
+    )
 
 
 def main(args: Sequence[str]) -> None:
@@ -77,7 +86,7 @@ def main(args: Sequence[str]) -> None:
     model = run.model()
     export(model, path)
     print(f"wrote {path}")
-    print(describe_difference(model, path))
+    print(describe_errors(model, path))
 
 
 if __name__ == "__main__":

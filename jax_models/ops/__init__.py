@@ -9,7 +9,12 @@ from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.long_conv import LongConvMethod, long_conv
 from jax_models.ops.lstm import LSTMState, lstm
-from jax_models.ops.online_conv import LongConvState, empty_long_conv_state, online_conv
+from jax_models.ops.online_conv import (
+    LongConvState,
+    empty_long_conv_state,
+    long_conv_state,
+    online_conv,
+)
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
 from jax_models.ops.rnn import NONLINEARITIES, RNNState, rnn
 from jax_models.ops.scan import document_ends, masked_scan
@@ -44,6 +49,7 @@ __all__ = [
     "layer_norm_lstm",
     "linear_recurrence",
     "long_conv",
+    "long_conv_state",
     "lstm",
     "masked_scan",
     "online_conv",

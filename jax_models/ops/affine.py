@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -22,7 +23,8 @@ def floating_carry_dtype(**arrays: Array) -> jnp.dtype:
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name}: expected a floating dtype, got {array.dtype}")
-    return carry_dtype(jnp.result_type(*arrays.values()))
+    with jax.numpy_dtype_promotion("standard"):
+        return carry_dtype(jnp.result_type(*arrays.values()))
 
 
 def affine(

@@ -55,15 +55,39 @@ def empty_long_conv_state(
         jnp.zeros(batch_size, jnp.int32),
         zeros(BLOCK),
         zeros(BLOCK),
-        zeros(-(-max_length // BLOCK) * BLOCK),
+        zeros(_buffer(max_length)),
         zeros(sum(_tile_sizes(max_length))),
     )
+
+
+def _buffer(max_length: int) -> int:
+    """Whole blocks."""
+    return -(-max_length // BLOCK) * BLOCK
+
+
+@partial(jax.jit, static_argnames=("taps", "max_length"))
+def long_conv_state(
+    v: Float[Array, "batch features time"],
+    *,
+    taps: Taps,
+    params: Any,
+    max_length: int,
+    lengths: Int[Array, " batch"] | None = None,
+) -> LongConvState:
+    """The state after a sequence's first inputs, whose outputs are `long_conv`'s.
+
+    The arguments, and what they raise, are `online_conv`'s.
+    """
+    history = _history(v, lengths, max_length)
+    history = jnp.pad(history, ((0, 0), (0, _buffer(max_length) - v.shape[2]), (0, 0)))
+    start = jnp.zeros(len(v), jnp.int32)
+    return _state(taps, max_length, params, history, _end(start, v, lengths))
 
 
 @partial(jax.jit, static_argnames=("taps", "max_length"))
 def online_conv(
     v: Float[Array, "batch features time"],
-    state: LongConvState | None,
+    state: LongConvState,
     *,
     taps: Taps,
     params: Any,
@@ -73,13 +97,12 @@ def online_conv(
 ) -> tuple[Float[Array, "batch features time"], LongConvState]:
     """`y_t = Σ_{s ≤ t} h_{t−s} v_s + skip ⊙ v_t` over the inputs of the state and of v.
 
-    One step (time = 1) from a state costs O(log² max_length) on average; more steps cost an FFT
-    over max_length, or from the beginning (state None) one over v alone. Outputs from step
-    max_length on are NaN.
+    One step (time = 1) costs O(log² max_length) on average; more steps cost an FFT over max_length.
+    Outputs from step max_length on are NaN.
 
     Args:
         v: the inputs; time is the last axis.
-        state: that of the inputs before, or None at the beginning.
+        state: that of the inputs before.
         taps: the filter, by its parameters and the number of taps; only those are computed that a
             step needs.
         params: the filter's parameters.
@@ -93,40 +116,44 @@ def online_conv(
             sizes.
 
     """
+    inputs = _history(v, lengths, max_length)
+    dtype, time = inputs.dtype, v.shape[2]
+    expected = jax.eval_shape(lambda: empty_long_conv_state(len(v), v.shape[1], max_length, dtype))
+    shapes = [[s.shape for s in each] for each in (state, expected)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"state: expected the shapes {shapes[1]}, got {shapes[0]}")
+    state = LongConvState(state.position, *(s.astype(dtype) for s in state[1:]))
+    if time == 1 and lengths is None:
+        y, last_state = _step(taps, max_length, params, state, inputs[:, 0])
+        return with_skip(y[..., None], v, skip), last_state
+
+    start = state.position
+    history = _put(state.inputs, start - start % BLOCK, state.block)
+    history = _put(history, start, inputs)
+    past = jnp.swapaxes(history, 1, 2)[..., :max_length]
+    y = jnp.swapaxes(fft_conv("auto", past, taps(params, max_length).astype(dtype)), 1, 2)
+    y = jnp.swapaxes(_take(y, start, time, fill_value=jnp.nan), 1, 2)
+    last_state = _state(taps, max_length, params, history, _end(start, v, lengths))
+    return with_skip(y, v, skip), last_state
+
+
+def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]:
+    """The inputs by steps in the dtype of the computation, zero from `lengths` on, or the fault."""
     dtype = floating_carry_dtype(v=v)
     if v.ndim != 3 or v.shape[-1] > max_length:
         raise ValueError(
             f"v: expected shape (batch, features, time ≤ max_length={max_length}), got {v.shape}"
         )
-    batch_size, features, time = v.shape
-    if state is not None:
-        expected = empty_long_conv_state(batch_size, features, max_length, dtype)
-        shapes = [[s.shape for s in each] for each in (state, expected)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"state: expected the shapes {shapes[1]}, got {shapes[0]}")
-        state = LongConvState(state.position, *(s.astype(dtype) for s in state[1:]))
-    if state is not None and time == 1 and lengths is None:
-        y, last_state = _step(taps, max_length, params, state, v[..., 0].astype(dtype))
-        return with_skip(y[..., None], v, skip), last_state
-
-    steps = jnp.arange(time, dtype=jnp.int32)[None]
     inputs = jnp.swapaxes(v, 1, 2).astype(dtype)
-    if lengths is not None:
-        inputs = jnp.where((steps < lengths.astype(steps.dtype)[:, None])[..., None], inputs, 0)
-    if state is None:
-        start = jnp.zeros(batch_size, jnp.int32)
-        empty = empty_long_conv_state(batch_size, features, max_length, dtype).inputs
-        history = jax.lax.dynamic_update_slice_in_dim(empty, inputs, 0, axis=1)
-        y = fft_conv("auto", v.astype(dtype), taps(params, time).astype(dtype))
-    else:
-        start = state.position
-        history = _put(state.inputs, start - start % BLOCK, state.block)
-        history = _put(history, start, inputs)
-        past = jnp.swapaxes(history, 1, 2)[..., :max_length]
-        y = jnp.swapaxes(fft_conv("auto", past, taps(params, max_length).astype(dtype)), 1, 2)
-        y = jnp.swapaxes(_take(y, start, time, fill_value=jnp.nan), 1, 2)
-    end = start + (time if lengths is None else lengths.astype(start.dtype))
-    return with_skip(y, v, skip), _state(taps, max_length, params, history, end)
+    if lengths is None:
+        return inputs
+    steps = jnp.arange(v.shape[2], dtype=jnp.int32)[None]
+    return jnp.where((steps < lengths.astype(steps.dtype)[:, None])[..., None], inputs, 0)
+
+
+def _end(start, v, lengths) -> Int[Array, " batch"]:
+    """The position after v."""
+    return start + (v.shape[2] if lengths is None else lengths.astype(start.dtype))
 
 
 def _tile_sizes(max_length: int) -> list[int]:

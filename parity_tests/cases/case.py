@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import torch_ref
 from jax_models import LanguageModel, SequenceLayer, WKVState, from_torch
+from jax_models.hyena import HyenaOperator
 
 BATCH, TIME = 3, 7
 DTYPES = ("float64", "float32", "bfloat16")
@@ -125,6 +126,11 @@ class Case:
     def resettable(self) -> bool:
         """Does the JAX layer take `reset`?"""
         return self._sequence_layer.resettable
+
+    @property
+    def has_fft(self) -> bool:
+        """Does the JAX layer mix all steps, by rounding errors at least?"""
+        return any(isinstance(m, HyenaOperator) for _, m in nnx.iter_graph(self.abstract()))
 
     @property
     def _sequence_layer(self) -> SequenceLayer:
