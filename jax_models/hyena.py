@@ -95,20 +95,23 @@ class HyenaOperator(SequenceLayer):
         def options(n: int) -> dict[str, Any]:
             taps = FilterTaps(graphdef, n)
             return {
-                "taps": taps, "params": params, "max_length": self.max_length, "lengths": lengths
+                "taps": taps,
+                "params": params,
+                "max_length": self.max_length,
+                "lengths": lengths,
             }
 
         if state is None:
             h = self.filter(time)
 
-            def convolve_nth(n: int, v):
+            def convolve_nth(n: int, v: Array) -> tuple[Array, LongConvState]:
                 y = ops.long_conv(v, h[n], self.B[n])
                 return y, ops.long_conv_state(v, **options(n))
 
         else:
             long = state.long
 
-            def convolve_nth(n: int, v):
+            def convolve_nth(n: int, v: Array) -> tuple[Array, LongConvState]:
                 return ops.online_conv(v, long[n], skip=self.B[n], **options(n))
 
         last_states = []
