@@ -148,8 +148,8 @@ def test_a_state_of_another_width_is_taken(x64, dtypes):
     )
     for time in (1, 3):
         x = jnp.ones((2, time, 4), of_x)
-        y, last = layer(x, state)
-        y_fresh, _ = layer(x)
+        y, last = jax.eval_shape(layer, x, state)
+        y_fresh, _ = jax.eval_shape(layer, x)
         assert y.dtype == y_fresh.dtype
         assert len({s.dtype for s in jax.tree.leaves(last.long) if s.dtype != jnp.int32}) == 1
 
@@ -173,7 +173,8 @@ def test_dropout_is_applied_in_training_only(x64, block):
     )
     model = config.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     tokens = np.arange(7)[None]
-    first, second = model(tokens)[0], model(tokens)[0]
+    forward = nnx.jit(lambda model: model(tokens)[0])
+    first, second = forward(model), forward(model)
     assert (first != second).any()
     evaluating = nnx.view(model, deterministic=True)
     without = from_torch(
@@ -182,7 +183,7 @@ def test_dropout_is_applied_in_training_only(x64, block):
         ),
         {key: torch.from_numpy(array) for key, array in to_torch(model).items()},
     )
-    assert_same(evaluating(tokens)[0], without(tokens)[0], "evaluating, and a rate of 0")
+    assert_same(forward(evaluating), forward(without), "evaluating, and a rate of 0")
 
 
 def test_a_head_that_is_not_tied_is_refused():

@@ -163,7 +163,7 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     console.rule("a sample")
     console.print(prompt + run.vocabulary.decode(tokens), markup=False, highlight=False)
     console.rule()
-    console.print(describe_errors(model, weights), highlight=False)
+    console.print(describe_errors(model, weights), highlight=False, soft_wrap=True)
     console.print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n", highlight=False)
     console.print(f"go on writing: python -m train.generate --run {run.folder}", highlight=False)
 
