@@ -46,7 +46,7 @@ class HasLayouts(Protocol):
         ...
 
 
-Layer = TypeVar("Layer", bound=HasLayouts)
+Layer = TypeVar("Layer", bound=nnx.Module)
 
 
 def same(param: str, key: str) -> Weight:
@@ -130,14 +130,17 @@ def nested(table: Table, param: str, key: str) -> Table:
     ]
 
 
-def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None = None) -> Layer:
+def from_torch(
+    layer: Layer, state_dict: Mapping[str, Any], layout: str | Table | None = None
+) -> Layer:
     """Load a torch `state_dict` into a layer, in place, and return the layer.
 
     Args:
-        layer: a layer of this package, built with the sizes and options of the torch module. Its
-            parameters may be abstract (`nnx.eval_shape`), if it has no dropout.
+        layer: a layer of this package, or any `nnx.Module` with a table of its own as `layout`,
+            built with the sizes and options of the torch module. Its parameters may be abstract
+            (`nnx.eval_shape`), if it has no dropout.
         state_dict: torch tensors (or arrays) by key, as `module.state_dict()` gives them.
-        layout: the layout's name; by default the one whose keys these are.
+        layout: the layout's name, or a table; by default the one whose keys these are.
 
     Every key is used once and every parameter is set once. Values are never changed: a dtype that
     the parameter cannot hold exactly is refused. A parameter keeps its dtype and its sharding.
@@ -158,9 +161,7 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
     if foreign_format is not None and (foreign := foreign_format(state_dict)):
         raise ValueError(f"state_dict: {foreign}")
     params = _params(layer)
-    layouts = _layouts(layer)
-    name = layout if layout is not None else _detect(layouts, set(state_dict), layer)
-    table = _table(layouts, name, params, layer)
+    name, table = weight_table(layer, layout, set(state_dict))
 
     arrays, faults = {}, []
     for row in table:
@@ -169,7 +170,7 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
             if key not in state_dict:
                 faults.append(f"missing key {key}, shape {like.shape}")
                 continue
-            arrays[key] = value = _as_numpy(state_dict[key])
+            arrays[key] = value = as_numpy(state_dict[key])
             if value.shape != like.shape:
                 faults.append(f"{key}: expected shape {like.shape}, got {value.shape}")
             elif not np.can_cast(value.dtype, like.dtype, "safe"):
@@ -204,12 +205,12 @@ def from_torch(layer: Layer, state_dict: Mapping[str, Any], layout: str | None =
     return layer
 
 
-def to_torch(layer: HasLayouts, layout: str | None = None) -> dict[str, np.ndarray]:
+def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndarray]:
     """The layer's weights as a `state_dict` of numpy arrays, bit for bit.
 
     Args:
-        layer: a layer of this package.
-        layout: the layout's name; by default the layer's first.
+        layer: a layer of this package, or any `nnx.Module` with a table as `layout`.
+        layout: the layout's name, or a table; by default the layer's first.
 
     Each array is a contiguous copy, ready for `torch.from_numpy`. numpy has no bfloat16 of its
     own: such arrays have the dtype of `ml_dtypes`, and `torch.from_numpy(a.view(np.uint16))
@@ -220,8 +221,7 @@ def to_torch(layer: HasLayouts, layout: str | None = None) -> dict[str, np.ndarr
 
     """
     params = _params(layer)
-    layouts = _layouts(layer)
-    table = _table(layouts, layout if layout is not None else next(iter(layouts)), params, layer)
+    _, table = weight_table(layer, layout)
     state_dict = {}
     for row in table:
         values = row.to_torch(*(np.asarray(params[path].get_value()) for path in row.params))
@@ -229,6 +229,38 @@ def to_torch(layer: HasLayouts, layout: str | None = None) -> dict[str, np.ndarr
             key: np.array(value, order="C") for key, value in zip(row.keys, values, strict=True)
         }
     return state_dict
+
+
+def weight_table(
+    layer: Any, layout: str | Table | None, keys: set[str] | None = None
+) -> tuple[str, Table]:
+    """A layout's name and table; by default that which has these keys, or the layer's first.
+
+    Raises:
+        ValueError: the layer has no such layout, or a table does not name each parameter once.
+
+    """
+    if isinstance(layout, list):
+        name, table = "of its own", layout
+    else:
+        layouts = _layouts(layer)
+        name = layout
+        if name is None:
+            name = next(iter(layouts)) if keys is None else _detect(layouts, keys, layer)
+        if name not in layouts:
+            raise ValueError(
+                f"layout: {type(layer).__name__} with these options has {sorted(layouts)}, "
+                f"not {name!r}"
+            )
+        table = layouts[name]
+    params = _params(layer)
+    named = [path for row in table for path in row.params]
+    if sorted(named) != sorted(params):
+        raise ValueError(
+            f"layout {name!r} names the parameters {sorted(named)}, but "
+            f"{type(layer).__name__} has {sorted(params)}"
+        )
+    return name, table
 
 
 def _refuse(faults: list[str], layer, layout: str) -> None:
@@ -249,7 +281,7 @@ def _out_of_bounds(param: nnx.Variable, value: np.ndarray) -> str | None:
 
 
 def _params(layer) -> dict[str, nnx.Variable]:
-    flat = nnx.to_flat_state(nnx.state(layer, (nnx.Param, Constant)))
+    flat = nnx.to_flat_state(nnx.state(layer, (nnx.Param, nnx.BatchStat, Constant)))
     return {".".join(map(str, path)): param for path, param in flat}
 
 
@@ -261,20 +293,6 @@ def _layouts(layer: HasLayouts) -> Layouts:
             "(its layers, directions and biases together)"
         )
     return layouts
-
-
-def _table(layouts: Layouts, name: str, params: dict[str, nnx.Variable], layer) -> Table:
-    if name not in layouts:
-        raise ValueError(
-            f"layout: {type(layer).__name__} with these options has {sorted(layouts)}, not {name!r}"
-        )
-    named = [path for row in layouts[name] for path in row.params]
-    if sorted(named) != sorted(params):
-        raise ValueError(
-            f"layout {name!r} names the parameters {sorted(named)}, but "
-            f"{type(layer).__name__} has {sorted(params)}"
-        )
-    return layouts[name]
 
 
 def _detect(layouts: Layouts, keys: set[str], layer) -> str:
@@ -295,7 +313,8 @@ def _placeholder(value) -> np.ndarray:
     return np.broadcast_to(np.zeros((), value.dtype), value.shape)
 
 
-def _as_numpy(value) -> np.ndarray:
+def as_numpy(value) -> np.ndarray:
+    """A torch tensor, of whatever dtype, or an array as a numpy array."""
     if not hasattr(value, "detach"):
         return np.asarray(value)
     tensor = value.detach().cpu()

@@ -1,1 +1,11 @@
-"""Proof that every JAX layer equals its PyTorch twin: `python -m parity_tests` is the report."""
+"""Proof that JAX models equal their PyTorch twins.
+
+`python -m parity_tests` is the report on this package's; `compare`, `assert_parity` and
+`compare_training` take any.
+"""
+
+from parity_tests.compare import assert_parity, compare
+from parity_tests.measure import Report
+from parity_tests.training import TrainingReport, compare_training
+
+__all__ = ["Report", "TrainingReport", "assert_parity", "compare", "compare_training"]

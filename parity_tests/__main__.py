@@ -17,7 +17,8 @@ from rich.progress import track
 from rich.table import Table
 
 from parity_tests.cases import CASES, DTYPES
-from parity_tests.compare import GROUPS, measure, problem
+from parity_tests.measure import GROUPS, measure
+from parity_tests.problem import problem
 from parity_tests.tolerance import FLOAT64, FLOOR_ULPS, Error, K
 from train.command_line import CommandLineError, one_line_errors, parse
 
@@ -98,19 +99,25 @@ def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
     return names, [arguments.platform]
 
 
-def measurements(names: Iterable[str], platforms: Iterable[str]) -> list[Measurement]:
-    """Measure the cases. TPUs have no float64 of their own and are measured without."""
-    return [
-        Measurement(name, platform, dtype, group, error)
-        for name in names
-        for platform in platforms
-        for dtype, groups in measure(
-            problem(CASES[name]),
-            [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"],
-            platform,
-        ).items()
-        for group, error in groups.items()
-    ]
+def measurements(
+    names: Iterable[str], platforms: Iterable[str]
+) -> tuple[list[Measurement], list[str]]:
+    """Measure the cases: the errors, and what no error can say.
+
+    TPUs have no float64 of their own and are measured without.
+    """
+    measured, faults = [], []
+    for name in names:
+        for platform in platforms:
+            dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
+            report = measure(problem(CASES[name]), dtypes, platform)
+            faults += [f"{name}, {platform}: {fault}" for fault in report.faults]
+            measured += [
+                Measurement(name, platform, dtype, group, error)
+                for dtype, groups in report.errors.items()
+                for group, error in groups.items()
+            ]
+    return measured, faults
 
 
 def table(measured: list[Measurement], width: int) -> Table:
@@ -165,20 +172,22 @@ def main(args: Sequence[str]) -> int:
     if not console.is_terminal:
         console.width = 160
     with jax.enable_x64(True):
-        measured = measurements(
+        measured, faults = measurements(
             track(names, "measuring", console=Console(stderr=True), transient=True), platforms
         )
     console.print(table(measured, console.width))
     failed = [m for m in measured if not m.error.passed]
     for m in failed:
         console.print(f"[red]FAIL[/] {m.case}, {m.dtype}, {m.group}: worst in {m.error.worst}")
+    for fault in faults:
+        console.print(f"[red]FAIL[/] {fault}")
     for platform in PLATFORMS:
         if arguments.platform is None and platform not in platforms:
             console.print(f"{platform}: not on this machine")
     if arguments.json is not None:
         record = {"versions": versions(), "measurements": [m.to_dict() for m in measured]}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 1 if failed else 0
+    return 1 if failed or faults else 0
 
 
 if __name__ == "__main__":

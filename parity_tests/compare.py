@@ -1,7 +1,9 @@
-"""Run a twin pair forward and backward and measure both against the float64 twin."""
+"""Compare any torch module with any JAX port of it."""
 
+import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,158 +12,191 @@ import numpy as np
 import torch
 from flax import nnx
 
-from jax_models import to_torch
-from parity_tests.cases import DTYPES, Case, in_every_dtype
-from parity_tests.tolerance import Error, group_error
+from jax_models import from_torch, to_torch
+from jax_models.torch_weights import Table, as_numpy, weight_table
+from parity_tests.locate import find_departure
+from parity_tests.measure import Report, measure
+from parity_tests.problem import Problem
 
-GROUPS = ("outputs", "final state", "input gradient", "weight gradients")
-
-Results = dict[str, dict[str, np.ndarray]]
-"""Arrays by group and name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """What both sides run on. Tokens have no gradient, and their models' twins take no state."""
-
-    case: Case
-    twin: torch.nn.Module
-    x: np.ndarray
-    state: Any
-    lengths: np.ndarray | None
-    seed: int
-
-    @property
-    def is_tokens(self) -> bool:
-        """Are the inputs tokens?"""
-        return np.issubdtype(self.x.dtype, np.integer)
-
-    def cotangents(self, results: Results) -> list[np.ndarray]:
-        """Random gradients with respect to the outputs and each final state."""
-        rng = np.random.default_rng(self.seed)
-        outputs = [results["outputs"]["y"], *results["final state"].values()]
-        return [in_every_dtype(rng.standard_normal(a.shape)) for a in outputs]
+Loader = Callable[[Mapping[str, Any]], Any]
+"""Makes the JAX side's weights, an `nnx.Module` or any tree of arrays, of a state_dict."""
 
 
-def problem(case: Case, *, given_state: bool = True, lengths=None, seed: int = 0) -> Problem:
-    """The case's standard problem: random weights, inputs and (if given) initial state."""
-    x = case.inputs(seed + 1)
-    given_state = given_state and not case.prefix and np.issubdtype(x.dtype, np.floating)
-    return Problem(
-        case=case,
-        twin=case.build_twin(seed),
-        x=x,
-        state=case.state(seed + 2) if given_state else None,
-        lengths=lengths,
-        seed=seed + 3,
+def compare(
+    twin: torch.nn.Module,
+    model: nnx.Module | Callable[..., Any],
+    *inputs: Any,
+    weights: Table | Loader | str | None = None,
+    call: Callable[..., Any] | None = None,
+    call_twin: Callable[..., Any] | None = None,
+    dtypes: Iterable[str] = ("float64", "float32"),
+    platform: str = "cpu",
+    seed: int = 0,
+    locate: bool = False,
+    names: Mapping[str, str] | None = None,
+) -> Report:
+    """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
+
+    Both run, in evaluation mode, on copies in each dtype, and are measured against the torch module
+    in float64; the gradients are those of random cotangents. JAX may err by 1e-12 in float64, and
+    elsewhere by 4 times what torch errs (`parity_tests.tolerance`).
+
+    Args:
+        twin: the torch module, with its weights. Random biases show more than zero ones.
+        model: an `nnx.Module`, or a function of weights and inputs (then `weights` is a loader).
+        inputs: arrays, or trees of arrays, for both sides; floating ones are cast to each dtype.
+        weights: how the twin's weights become the model's: a weight table (`jax_models.
+            torch_weights`), the name of one of the model's own layouts, or a loader, a function of
+            a `state_dict` of arrays that returns an `nnx.Module` or what the function `model`
+            takes. By default the model's own layout; a foreign module without `weights` keeps those
+            that it has, and its weight gradients are not compared.
+        call: how the JAX side is called with the inputs; by default `model(*inputs)`, or
+            `model(weights, *inputs)` if it is a function. Both calls return an array, or a tree of
+            arrays whose leaves come in the same order; of a tuple, all but the first is state.
+        call_twin: the same of the torch side; by default `twin(*inputs)`.
+        dtypes: those to compare in.
+        platform: where JAX runs: "cpu", "gpu" or "tpu".
+        seed: of the cotangents.
+        locate: say by submodule where a pair that fails first departs, if its JAX side is an
+            `nnx.Module`. Submodules correspond that have the same weights, or the same name.
+        names: the JAX path of a torch submodule, by name, where neither tells.
+
+    Raises:
+        ValueError: the weights do not fit the model; all faults are listed.
+        TypeError: a function without a loader, or a result that is no tree of arrays.
+
+    """
+    with jax.enable_x64(True):
+        problem, faults, notes = port(
+            twin,
+            model,
+            weights,
+            call,
+            call_twin=call_twin or (lambda twin, *inputs: twin(*inputs)),
+            inputs=jax.tree.map(np.asarray, inputs),
+            dtypes=tuple(dtypes),
+            seed=seed,
+        )
+        report = measure(problem, problem.dtypes, platform)
+        first = next(iter(report.failures), None)
+        location = find_departure(problem, first[0], names or {}) if locate and first else None
+    return dataclasses.replace(
+        report, faults=(*faults, *report.faults), notes=tuple(notes), location=location
     )
 
 
-def run_torch(problem: Problem, dtype: str) -> Results:
-    """The twin's outputs and final states, and the gradients that random cotangents give."""
-    case, torch_dtype = problem.case, getattr(torch, dtype)
-    twin = case.twin().to(torch_dtype)
-    twin.load_state_dict(problem.twin.state_dict())
-    x = torch.tensor(problem.x)
-    state = None
-    inputs: dict[str, torch.Tensor] = {}
-    if not problem.is_tokens:
-        inputs["x"] = x = x.to(torch_dtype).requires_grad_()
-    if problem.state is not None:
-        inputs |= {
-            name: torch.tensor(leaf, dtype=torch_dtype, requires_grad=True)
-            for name, leaf in _named(problem.state)
-        }
-        state = tuple(inputs.values())[1:]
-    lengths = None if problem.lengths is None else torch.tensor(problem.lengths)
-    y, last = case.call(twin, x, state, lengths)
-    names = [name for name, _ in _named(case.state())] if last else []
-    results: Results = {
-        "outputs": {"y": _numpy(y)},
-        "final state": {n: _numpy(s) for n, s in zip(names, last, strict=True)},
-    }
-    cotangents = [torch.tensor(c, dtype=torch_dtype) for c in problem.cotangents(results)]
-    torch.autograd.backward([y, *last], cotangents)
-    results["input gradient"] = {name: _numpy(t.grad) for name, t in inputs.items()}
-    results["weight gradients"] = {
-        name: _numpy(w.grad)
-        for name, w in twin.named_parameters(remove_duplicate=False)
-        if w.requires_grad
-    }
-    return results
+def assert_parity(*args: Any, **kwargs: Any) -> None:
+    """Assert that `compare(…)` passes; its report is the message."""
+    report = compare(*args, **kwargs)
+    if not report.passed:
+        raise AssertionError(f"the two sides differ\n{report}")
 
 
-def run_jax(problem: Problem, dtype: str, oracle: Results, platform: str = "cpu") -> Results:
-    """The same of the JAX layer, under the oracle's names."""
-    case = problem.case
-    cotangents = problem.cotangents(oracle)
-    with jax.default_device(jax.devices(platform)[0]), jax.default_matmul_precision("highest"):
-        graphdef, params, rest = nnx.split(
-            case.build_layer(problem.twin, jnp.dtype(dtype)), nnx.Param, ...
+def port(
+    twin: torch.nn.Module, model: Any, weights: Any, call: Any = None, **fields: Any
+) -> tuple[Problem, list[str], list[str]]:
+    """The problem with these fields, the faults of the weights, and what cannot be compared."""
+    start = partial(Problem, twin=copy.deepcopy(twin).eval(), **fields)
+    of_kind = _of_module if isinstance(model, nnx.Module) else _of_loader
+    return of_kind(start, twin, model, weights, call)
+
+
+Start = Callable[..., Problem]
+"""A `Problem` but for its JAX side."""
+
+
+def _of_module(
+    start: Start, twin: torch.nn.Module, model: nnx.Module, weights: Any, call: Any
+) -> tuple[Problem, list[str], list[str]]:
+    """A module with a table, or with the weights that it has."""
+    if callable(weights):
+        raise TypeError(
+            "weights: a loader makes the weights itself: give it with a function as `model`, "
+            "`lambda weights, *inputs: …`"
         )
-        tokens = jnp.asarray(problem.x) if problem.is_tokens else None
-        x = None if problem.is_tokens else jnp.asarray(problem.x, dtype)
+    start = partial(start, call=call or (lambda model, *inputs: model(*inputs)))
+    if weights is None and not hasattr(model, "torch_layouts"):
+        note = "weight gradients are not compared: `weights` does not say which is which"
+        return start(build=lambda _, dtype: _cast(model, dtype), to_torch=None), [], [note]
+    state_dict = _state_dict(twin, "float64")
+    _, table = weight_table(model, weights, set(state_dict))
 
-        @jax.jit
-        def forward_and_backward(params, x, state):
-            def forward(params, x, state):
-                layer = nnx.merge(graphdef, params, rest)
-                y, last = layer(tokens if x is None else x, state, lengths=problem.lengths)
-                return [y, *jax.tree.leaves(last)][: len(cotangents)]
+    def build(twin: torch.nn.Module, dtype: str) -> nnx.Module:
+        return from_torch(_cast(model, dtype), _state_dict(twin, dtype), table)
 
-            outputs, pullback = jax.vjp(forward, params, x, state)
-            gradients = [jnp.asarray(c, y.dtype) for c, y in zip(cotangents, outputs, strict=True)]
-            return outputs, pullback(gradients)
+    back = to_torch(build(twin, "float64"), table)
+    faults = [
+        f"weights: {key} comes back changed: the JAX module cannot hold it"
+        for key, value in state_dict.items()
+        if not np.array_equal(back[key], value, equal_nan=True)
+    ]
+    return start(build=build, to_torch=partial(to_torch, layout=table), table=table), faults, []
 
-        (y, *last), (params_gradient, x_gradient, state_gradient) = forward_and_backward(
-            params, x, jax.tree.map(jnp.asarray, problem.state)
+
+def _of_loader(
+    start: Start, twin: torch.nn.Module, model: Callable[..., Any], loader: Any, call: Any
+) -> tuple[Problem, list[str], list[str]]:
+    """A function with a loader: JAX differentiates through it, if it can be traced."""
+    if not callable(loader) or call is not None:
+        raise TypeError(
+            "model: a function of weights and inputs needs a loader as `weights`, and no `call`"
         )
-    input_gradients = {} if x is None else {"x": np.asarray(x_gradient)}
-    input_gradients |= {name: np.asarray(leaf) for name, leaf in _named(state_gradient)}
-    gradients = to_torch(nnx.merge(graphdef, params_gradient, rest), case.layout)
+    reads = _Reads(_state_dict(twin, "float32"))
+    loader(reads)
+    faults = [f"weights: the loader does not read {key}" for key in reads.unread]
+    try:
+        jax.eval_shape(loader, dict(reads))
+    except jax.errors.JAXTypeError:
+        note = "weight gradients are not compared: the loader is not in JAX (np where jnp could be)"
+
+        def build(twin: torch.nn.Module, dtype: str) -> Any:
+            return _cast(loader(_state_dict(twin, dtype)), dtype)
+
+        return start(build=build, call=model, to_torch=None), faults, [note]
+    problem = start(
+        build=lambda twin, dtype: jax.tree.map(jnp.asarray, _state_dict(twin, dtype)),
+        call=lambda state_dict, *inputs: model(loader(state_dict), *inputs),
+        to_torch=lambda gradient: jax.tree.map(np.asarray, gradient),
+    )
+    return problem, faults, []
+
+
+class _Reads(Mapping[str, np.ndarray]):
+    """A state_dict that knows which of its arrays have been read."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays, self.unread = arrays, dict.fromkeys(arrays)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        self.unread.pop(key, None)
+        return self.arrays[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+
+def _state_dict(twin: torch.nn.Module, dtype: str) -> dict[str, np.ndarray]:
+    """The weights of the twin in a dtype; integers, such as BatchNorm's counter, are none."""
+    torch_dtype = getattr(torch, dtype)
     return {
-        "outputs": {"y": np.asarray(y)},
-        "final state": dict(zip(oracle["final state"], map(np.asarray, last), strict=True)),
-        "input gradient": input_gradients,
-        "weight gradients": {name: gradients[name] for name in oracle["weight gradients"]},
+        key: as_numpy(value.to(torch_dtype))
+        for key, value in twin.state_dict().items()
+        if value.is_floating_point()
     }
 
 
-def measure(
-    problem: Problem, dtypes: Iterable[str] = DTYPES, platform: str = "cpu"
-) -> dict[str, dict[str, Error]]:
-    """The errors by dtype, of those that the case has, and group.
-
-    Tokens have no group of input gradients.
-    """
-    oracle = run_torch(problem, "float64")
-    torch32 = run_torch(problem, "float32")
-    measured = {}
-    for dtype in (dtype for dtype in dtypes if dtype in problem.case.dtypes):
-        known = {"float64": oracle, "float32": torch32}
-        torch_results = known[dtype] if dtype in known else run_torch(problem, dtype)
-        jax_results = run_jax(problem, dtype, oracle, platform)
-        measured[dtype] = {
-            group: group_error(
-                jnp.dtype(dtype),
-                oracle=oracle[group],
-                torch=torch_results[group],
-                jax=jax_results[group],
-                torch32=torch32[group],
-            )
-            for group in GROUPS
-            if oracle[group]
-        }
-    return measured
-
-
-def _named(state) -> list[tuple[str, Any]]:
-    """A state's arrays and their names."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [(jax.tree_util.keystr(path).lstrip("."), leaf) for path, leaf in leaves]
-
-
-def _numpy(tensor: torch.Tensor | None) -> np.ndarray:
-    if tensor is None:
-        raise ValueError("a tensor got no gradient")
-    return tensor.detach().double().cpu().numpy()
+def _cast(weights: Any, dtype: str) -> Any:
+    """A copy of the weights, their floating arrays in a dtype; of a module, for evaluation."""
+    graphdef = None
+    if isinstance(weights, nnx.Module):
+        graphdef, weights = nnx.split(weights)
+    weights = jax.tree.map(
+        lambda a: jnp.array(a, dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, weights
+    )
+    if graphdef is None:
+        return weights
+    model = nnx.merge(graphdef, weights, copy=True)
+    return nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)

@@ -14,7 +14,8 @@ from jax_models import LSTM, GPModel, LSTMState, ops
 from parity_tests import checks
 from parity_tests.cases import CASES, Case
 from parity_tests.checks import CHECKS, Subject
-from parity_tests.compare import measure, problem
+from parity_tests.measure import Report, measure
+from parity_tests.problem import problem
 from train import optimizer
 
 CELLS = ("RNNScratch tanh", "LSTMScratch", "GRUScratch", "torch.nn.LSTM proj, 1 layer")
@@ -60,8 +61,8 @@ FAULTY_WEIGHTS = [
 ]
 
 
-def failures(measured) -> set[str]:
-    return {dtype for dtype, groups in measured.items() for e in groups.values() if not e.passed}
+def failures(report: Report) -> set[str]:
+    return {dtype for dtype, _, _ in report.failures}
 
 
 @pytest.mark.parametrize(("name", "fault"), FAULTY_WEIGHTS)

@@ -7,7 +7,8 @@ import pytest
 
 from parity_tests.cases import CASES, TIME
 from parity_tests.checks import CHECKS, Subject
-from parity_tests.compare import measure, problem
+from parity_tests.measure import Report, measure
+from parity_tests.problem import problem
 
 
 @functools.lru_cache(maxsize=1)
@@ -15,15 +16,8 @@ def subject(name: str) -> Subject:
     return Subject(CASES[name])
 
 
-def assert_within_bounds(measured) -> None:
-    """Assert that every group of every dtype is within its bound."""
-    failed = {
-        f"{dtype} {group}": error
-        for dtype, groups in measured.items()
-        for group, error in groups.items()
-        if not error.passed
-    }
-    assert not failed
+def assert_within_bounds(report: Report) -> None:
+    assert report.passed, f"\n{report}"
 
 
 def rows(names):

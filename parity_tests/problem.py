@@ -1,0 +1,98 @@
+"""What a comparison runs: a torch module, its JAX port, and their inputs."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jax_models import to_torch
+from jax_models.torch_weights import Table, weight_table
+from parity_tests.cases import DTYPES, Case
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A torch module, its JAX port, and what both run on.
+
+    A result is one array, or any tree of arrays; of a tuple, the first entry is the outputs and the
+    rest the final state. Both sides' leaves come in the same order.
+    """
+
+    twin: torch.nn.Module
+    build: Callable[[torch.nn.Module, str], Any]
+    """`build(twin, dtype)`: the JAX side's weights, those of the twin."""
+    call: Callable[..., Any]
+    """`call(weights, *inputs)`: the JAX side's result."""
+    to_torch: Callable[[Any], Arrays] | None
+    """Names a gradient with respect to the weights as the twin does; None where nobody can."""
+    call_twin: Callable[..., Any] = lambda twin, *inputs: twin(*inputs)
+    """`call_twin(twin, *inputs)`: the torch side's result."""
+    inputs: tuple[Any, ...] = ()
+    dtypes: tuple[str, ...] = DTYPES
+    seed: int = 0
+    table: Table | None = None
+    """The weight table, which says what submodules correspond."""
+
+
+def tensors(tree: Any, dtype: str) -> Any:
+    """A tree of arrays as tensors, the floating ones in a dtype."""
+
+    def tensor(array: Any) -> torch.Tensor:
+        result = torch.tensor(np.asarray(array))
+        return result.to(getattr(torch, dtype)) if result.is_floating_point() else result
+
+    return jax.tree.map(tensor, tree)
+
+
+def arrays(tree: Any, dtype: str) -> Any:
+    """A tree of arrays as JAX's, the floating ones in a dtype."""
+
+    def array(values: Any) -> jax.Array:
+        values = np.asarray(values)
+        return jnp.asarray(values, dtype if np.issubdtype(values.dtype, np.floating) else None)
+
+    return jax.tree.map(array, tree)
+
+
+def problem(case: Case, *, given_state: bool = True, lengths=None, seed: int = 0) -> Problem:
+    """A registry row's standard problem: random weights, inputs and (if given) initial state.
+
+    Language models' twins take no state.
+    """
+    twin, x = case.build_twin(seed), case.inputs(seed + 1)
+    inputs: tuple[Any, ...] = (x,)
+    if given_state and not case.prefix and np.issubdtype(x.dtype, np.floating):
+        inputs = (x, case.state(seed + 2))
+    structure = jax.tree.structure(case.state(seed + 2))
+
+    def call_twin(twin, x, state=None):
+        leaves = None if state is None else tuple(jax.tree.leaves(state))
+        y, last = case.call(twin, x, leaves, None if lengths is None else torch.tensor(lengths))
+        return (y, jax.tree.unflatten(structure, last)) if last else y
+
+    with torch.no_grad():
+        has_state = isinstance(call_twin(twin, torch.tensor(x)), tuple)
+
+    def call(layer, x, state=None):
+        y, last = layer(x, state, lengths=lengths)
+        return (y, last) if has_state else y
+
+    _, table = weight_table(case.abstract(), case.layout)
+    return Problem(
+        twin=twin,
+        call_twin=call_twin,
+        build=lambda twin, dtype: case.build_layer(twin, jnp.dtype(dtype)),
+        call=call,
+        to_torch=partial(to_torch, layout=table),
+        table=table,
+        inputs=inputs,
+        dtypes=case.dtypes,
+        seed=seed + 3,
+    )

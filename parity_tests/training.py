@@ -1,0 +1,164 @@
+"""Train a torch module and its JAX port side by side: at which step, and where, do they part?"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from flax import nnx
+
+from parity_tests.compare import port
+from parity_tests.problem import Arrays, Problem, arrays, tensors
+from parity_tests.tolerance import Error, group_error
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingReport:
+    """The errors of the loss and of the weights after each step, by dtype."""
+
+    steps: dict[str, tuple[Error, ...]]
+    faults: tuple[str, ...] = ()
+
+    @property
+    def parting(self) -> dict[str, tuple[int, Error]]:
+        """By dtype: the first step, from 1 on, after which they differ by more than rounding."""
+        return {
+            dtype: next((i, e) for i, e in enumerate(errors, 1) if not e.passed)
+            for dtype, errors in self.steps.items()
+            if not all(e.passed for e in errors)
+        }
+
+    @property
+    def passed(self) -> bool:
+        """Did they stay together to the end?"""
+        return not self.faults and not self.parting and all(self.steps.values())
+
+    def __str__(self) -> str:
+        """The errors after the steps 1, 2, 4, … and the last, and where the two part."""
+        lines = [f"{'':9}{'step':>6}{'torch':>9}{'JAX':>9}{'bound':>9}"]
+        for dtype, errors in self.steps.items():
+            shown = {2**i for i in range(len(errors).bit_length())} | {len(errors)}
+            lines += [
+                f"{dtype:9}{step:6}{e.torch:9.1e}{e.jax:9.1e}{e.bound:9.1e}"
+                for step, e in enumerate(errors, 1)
+                if step in shown
+            ]
+        lines += [
+            f"FAIL: {dtype}: they part at step {step} by {e.jax:.1e}, most in {e.worst}; rounding "
+            f"explains {e.bound:.1e}"
+            for dtype, (step, e) in self.parting.items()
+        ]
+        return "\n".join([*lines, *(f"FAIL: {fault}" for fault in self.faults)])
+
+
+def compare_training(
+    twin: torch.nn.Module,
+    model: nnx.Module | Callable[..., Any],
+    batches: Sequence[Any],
+    *,
+    loss: Callable[[Any, Any], Any],
+    loss_twin: Callable[[Any, Any], torch.Tensor],
+    optimizer: optax.GradientTransformation,
+    optimizer_twin: Callable[[torch.nn.Module], torch.optim.Optimizer],
+    scheduler_twin: Callable[[torch.optim.Optimizer], Any] | None = None,
+    clip_twin: Callable[[Iterable[torch.nn.Parameter]], Any] | None = None,
+    accumulate: int = 1,
+    weights: Any = None,
+    dtypes: Iterable[str] = ("float64", "float32"),
+) -> TrainingReport:
+    """Train both sides from the same weights on the same batches, and compare them at each step.
+
+    The oracle is torch's training in float64. In float32 JAX may err by 4 times what torch errs at
+    that step; in float64 by 1e-12, or by as much more as training has amplified torch's rounding
+    errors in float32. Both sides run as in evaluation: without dropout, norms on their statistics.
+
+    Args:
+        twin: the torch module, with its weights.
+        model: as in `compare`.
+        batches: one a step: arrays, or trees of arrays; floating ones are cast to each dtype.
+        loss: `loss(model, batch)`, or `loss(weights, batch)` if the model is a function of weights.
+        loss_twin: `loss_twin(twin, batch)`.
+        optimizer: of optax; with all that torch does beside it (clipping, `optax.MultiSteps`).
+        optimizer_twin: makes the optimiser of torch for a copy of the twin.
+        scheduler_twin: makes its scheduler, which steps after it.
+        clip_twin: clips the gradients before a step of torch's.
+        accumulate: batches whose mean gradient torch takes a step by.
+        weights: as in `compare`.
+        dtypes: those to train in.
+
+    Raises:
+        ValueError: the weights do not fit the model, nobody says which are which, or there is no
+            batch.
+
+    """
+    if not batches:
+        raise ValueError("batches: expected at least one")
+
+    def of_torch(dtype: str) -> Iterator[Arrays]:
+        copied = copy.deepcopy(twin).to(getattr(torch, dtype)).eval()
+        torch_optimizer = optimizer_twin(copied)
+        scheduler = scheduler_twin(torch_optimizer) if scheduler_twin else None
+        for step, batch in enumerate(batches, 1):
+            value = loss_twin(copied, tensors(batch, dtype))
+            (value / accumulate).backward()
+            if step % accumulate == 0:
+                if clip_twin is not None:
+                    clip_twin(copied.parameters())
+                torch_optimizer.step()
+                torch_optimizer.zero_grad()
+                if scheduler is not None:
+                    scheduler.step()
+            yield {
+                "the loss": value.detach().double().numpy(),
+                **{
+                    name: weight.detach().double().numpy().copy()
+                    for name, weight in copied.named_parameters(remove_duplicate=False)
+                },
+            }
+
+    def of_jax(problem: Problem, dtype: str) -> Iterator[Arrays]:
+        built, graphdef, rest = problem.build(problem.twin, dtype), None, None
+        if isinstance(built, nnx.Module):
+            graphdef, built, rest = nnx.split(built, nnx.Param, ...)
+
+        def merged(params):
+            return params if graphdef is None else nnx.merge(graphdef, params, rest)
+
+        @jax.jit
+        def train_step(params, state, batch):
+            value, gradient = jax.value_and_grad(lambda p: loss(merged(p), batch))(params)
+            updates, state = optimizer.update(gradient, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        params, state = built, optimizer.init(built)
+        for batch in batches:
+            params, state, value = train_step(params, state, arrays(batch, dtype))
+            assert problem.to_torch is not None
+            yield {"the loss": np.asarray(value), **problem.to_torch(merged(params))}
+
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        problem, faults, notes = port(twin, model, weights)
+        if problem.to_torch is None:
+            raise ValueError(notes[0])
+        steps: dict[str, list[Error]] = {dtype: [] for dtype in dtypes}
+        sides = {
+            dtype: zip(of_torch(dtype), of_jax(problem, dtype), strict=True) for dtype in steps
+        }
+        for oracle, torch32 in zip(of_torch("float64"), of_torch("float32"), strict=True):
+            for dtype, both in sides.items():
+                theirs, ours = next(both)
+                error = group_error(
+                    jnp.dtype(dtype),
+                    oracle=oracle,
+                    torch=theirs,
+                    jax={name: ours[name] for name in oracle},
+                    torch32=torch32,
+                    trajectory=True,
+                )
+                steps[dtype].append(error)
+    return TrainingReport({dtype: tuple(e) for dtype, e in steps.items()}, tuple(faults))
