@@ -10,6 +10,8 @@ import pytest
 from jax_models.ops import WKVState, decay, linear_recurrence, wkv
 from parity_tests.tolerance import FLOAT64, K, assert_same, rms, ulp
 
+pytestmark = pytest.mark.optimized
+
 METHODS = ("sequential", "associative", "chunked")
 WKV_METHODS = ("sequential", "associative")
 
