@@ -146,7 +146,7 @@ def from_torch(
     the parameter cannot hold exactly is refused. A parameter keeps its dtype and its sharding.
 
     Raises:
-        TypeError: the state_dict is no mapping.
+        TypeError: the state_dict is no mapping, or a foreign module has no table.
         ValueError: the layout is unknown, or keys are missing, unexpected, of another shape or of
             a wider dtype, or hold values outside a parameter's bounds: all of them are listed, and
             the layer is left as it was.
@@ -286,6 +286,10 @@ def _params(layer) -> dict[str, nnx.Variable]:
 
 
 def _layouts(layer: HasLayouts) -> Layouts:
+    if not hasattr(layer, "torch_layouts"):
+        raise TypeError(
+            f"layer: {type(layer).__name__} knows no layout of its own: give a table as `layout`"
+        )
     layouts = layer.torch_layouts()
     if not layouts:
         raise ValueError(

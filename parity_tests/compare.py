@@ -80,6 +80,8 @@ def compare(
         report = measure(problem, problem.dtypes, platform)
         first = next(iter(report.failures), None)
         location = find_departure(problem, first[0], names or {}) if locate and first else None
+        if locate and first and location is None:
+            notes.append("submodules are not compared: the JAX side is no nnx.Module")
     return dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=tuple(notes), location=location
     )
@@ -96,7 +98,7 @@ def port(
     twin: torch.nn.Module, model: Any, weights: Any, call: Any = None, **fields: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """The problem with these fields, the faults of the weights, and what cannot be compared."""
-    start = partial(Problem, twin=copy.deepcopy(twin).eval(), **fields)
+    start = partial(Problem, twin=copy.deepcopy(twin).cpu().eval(), **fields)
     of_kind = _of_module if isinstance(model, nnx.Module) else _of_loader
     return of_kind(start, twin, model, weights, call)
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 import torch_ref
 from jax_models import GRU, LSTM, RNN, from_torch, to_torch
+from jax_models.torch_weights import same, transposed
 from parity_tests.tolerance import assert_same
 
 
@@ -68,6 +69,18 @@ def test_keys_of_no_layout_and_unknown_layouts():
         to_torch(lstm(), layout="keras")
     with pytest.raises(ValueError, match="not 'scratch'"):
         to_torch(lstm(num_layers=2), layout="scratch")
+
+
+def test_a_foreign_module_needs_a_table():
+    module, layer = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="Linear knows no layout of its own"):
+        from_torch(layer, module.state_dict())
+    table = [transposed("kernel", "weight"), same("bias", "bias")]
+    weights = to_torch(from_torch(layer, module.state_dict(), table), table)
+    for key, tensor in module.state_dict().items():
+        np.testing.assert_array_equal(weights[key], tensor.numpy())
+    with pytest.raises(ValueError, match=r"names the parameters \['kernel'\], but Linear has"):
+        to_torch(layer, table[:1])
 
 
 def test_a_layer_that_torch_has_not():

@@ -100,7 +100,7 @@ def compare_training(
         raise ValueError("batches: expected at least one")
 
     def of_torch(dtype: str) -> Iterator[Arrays]:
-        copied = copy.deepcopy(twin).to(getattr(torch, dtype)).eval()
+        copied = copy.deepcopy(twin).cpu().to(getattr(torch, dtype)).eval()
         torch_optimizer = optimizer_twin(copied)
         scheduler = scheduler_twin(torch_optimizer) if scheduler_twin else None
         for step, batch in enumerate(batches, 1):
