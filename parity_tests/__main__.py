@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import json
 import platform as machine
 import sys
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from rich.table import Table
 from parity_tests.cases import CASES, DTYPES
 from parity_tests.measure import GROUPS, measure
 from parity_tests.problem import problem
+from parity_tests.record import Measurement, Record, moved
 from parity_tests.tolerance import FLOAT64, FLOOR_ULPS, Error, K
 from train.command_line import CommandLineError, one_line_errors, parse
 
@@ -38,34 +38,9 @@ class Arguments:
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where JAX runs; by default every platform that this machine has."""
     json: Path | None = None
-    """Write the measurements to this file, too."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """One group of one row of the table."""
-
-    case: str
-    platform: str
-    dtype: str
-    group: str
-    error: Error
-
-    def to_dict(self) -> dict[str, object]:
-        """The measurement for JSON."""
-        return {
-            "case": self.case,
-            "platform": self.platform,
-            "dtype": self.dtype,
-            "group": self.group,
-            "torch_error": self.error.torch,
-            "jax_error": self.error.jax,
-            "ratio": self.error.ratio,
-            "bound": self.error.bound,
-            "unstable_reference": self.error.unstable,
-            "worst_tensor": self.error.worst,
-            "passed": self.error.passed,
-        }
+    """Write the measurements to this file, too (docs/parity-report.md)."""
+    compare: Path | None = None
+    """Say what has moved since another run wrote this file by --json."""
 
 
 def available_platforms() -> list[str]:
@@ -156,16 +131,35 @@ def verdict(errors: Iterable[Error]) -> str:
     return f"{passed}, unstable reference" if any(e.unstable for e in errors) else passed
 
 
+def runs(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
+    """What became of each platform."""
+    absent = "not on this machine" if arguments.platform is None else "not asked for"
+    return {name: "ran" if name in platforms else absent for name in PLATFORMS}
+
+
 def versions() -> dict[str, str]:
     """What was measured with."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
     return {"python": machine.python_version(), **packages, "torch": torch.__version__}
 
 
+def previous(path: Path | None) -> Record | None:
+    """The record that --compare names."""
+    if path is None:
+        return None
+    try:
+        return Record.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandLineError(f"--compare: {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CommandLineError(f"--compare: {path}: {error}") from error
+
+
 def main(args: Sequence[str]) -> int:
     """Print the table; 1 if a row fails."""
     arguments = parse(Arguments, args, prog=PROG)
     names, platforms = choose(arguments)
+    old = previous(arguments.compare)
     if arguments.json is not None:
         arguments.json.open("a").close()  # fails before the work, not after it
     console = Console()
@@ -175,19 +169,23 @@ def main(args: Sequence[str]) -> int:
         measured, faults = measurements(
             track(names, "measuring", console=Console(stderr=True), transient=True), platforms
         )
+    record = Record(versions(), runs(arguments, platforms), tuple(measured), tuple(faults))
     console.print(table(measured, console.width))
-    failed = [m for m in measured if not m.error.passed]
-    for m in failed:
-        console.print(f"[red]FAIL[/] {m.case}, {m.dtype}, {m.group}: worst in {m.error.worst}")
+    for m in measured:
+        if not m.error.passed:
+            console.print(f"[red]FAIL[/] {m.key}: worst in {m.error.worst}")
     for fault in faults:
         console.print(f"[red]FAIL[/] {fault}")
-    for platform in PLATFORMS:
-        if arguments.platform is None and platform not in platforms:
-            console.print(f"{platform}: not on this machine")
+    for platform, state in record.platforms.items():
+        console.print(f"{platform}: {state}")
+    if old is not None:
+        lines = moved(old, record)
+        console.print(
+            f"since {arguments.compare}: {len(lines) or 'nothing'} moved", *lines, sep="\n"
+        )
     if arguments.json is not None:
-        record = {"versions": versions(), "measurements": [m.to_dict() for m in measured]}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 1 if failed or faults else 0
+        arguments.json.write_text(record.to_json(), encoding="utf-8")
+    return 0 if record.passed else 1
 
 
 if __name__ == "__main__":

@@ -173,6 +173,11 @@ REFUSED = {
     ),
     "unknown case": ("parity", lambda d, f: ["--case", "nix"], "--case: no case has nix"),
     "missing platform": ("parity", lambda d, f: ["--platform", "tpu"], "this machine has no tpu"),
+    "no record": (
+        "parity",
+        lambda d, f: ["--case", "RNNDeep", "--compare", str(d / "none.json")],
+        "none.json: No such file or directory",
+    ),
 }
 
 

@@ -299,11 +299,14 @@ def test_tiny_shakespeare_is_learned_from_the_start(tmp_path):
 
 def test_parity_report(tmp_path, capsys):
     path = tmp_path / "report.json"
-    assert parity_command.main(["--case", "RNNScratch tanh", "--json", str(path)]) == 0
+    arguments = ["--case", "RNNScratch tanh", "--json", str(path)]
+    assert parity_command.main(arguments) == 0
     record = json.loads(path.read_text())
     assert len(record["measurements"]) == 12
     assert all(m["passed"] and m["jax_error"] > 0 for m in record["measurements"])
-    assert "tpu: not on this machine" in capsys.readouterr().out
+    assert {"cpu: ran", "tpu: not on this machine"} <= {*capsys.readouterr().out.splitlines()}
+    assert parity_command.main([*arguments, "--compare", str(path)]) == 0
+    assert "report.json: nothing moved" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_parity_report_fails_where_a_case_fails(monkeypatch, capsys):
