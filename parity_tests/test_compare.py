@@ -206,7 +206,10 @@ def test_a_weight_that_the_loader_does_not_read():
 FAULTS = {
     "outputs: torch returns ['y'], JAX ['y[0]', 'y[1]']": (lambda x: x, lambda x: [x, x]),
     "outputs, y: shape (2, 3) in torch, (3, 2) in JAX": (lambda x: x, lambda x: x.T),
-    "outputs, y: it is empty, there is nothing to compare": (lambda x: x[:0], lambda x: x[:0]),
+    "outputs: all of them are empty, there is nothing to compare": (
+        lambda x: x[:0],
+        lambda x: x[:0],
+    ),
     "outputs, y: float64 in torch, int32 in JAX": (lambda x: x, lambda x: x.astype(jnp.int32)),
     "outputs, y: 2 of 2 int64 differ": (lambda x: x.argmax(1), lambda x: x.argmin(1)),
     "outputs, y: JAX computes in float32 where float64 was asked for": (
