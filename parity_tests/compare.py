@@ -72,7 +72,7 @@ def compare(
             model,
             weights,
             call,
-            call_twin=call_twin or (lambda twin, *inputs: twin(*inputs)),
+            **({} if call_twin is None else {"call_twin": call_twin}),
             inputs=jax.tree.map(np.asarray, inputs),
             dtypes=tuple(dtypes),
             seed=seed,

@@ -196,8 +196,7 @@ def intercepted(model: nnx.Module, trace: Trace) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for cls, name in itertools.product(classes, METHODS):
-            owner = next((c for c in cls.__mro__ if name in vars(c)), None)
-            if owner is not None:
+            if any(name in vars(base) for base in cls.__mro__):
                 stack.enter_context(_replaced(cls, name, recording(getattr(cls, name))))
         yield
 
@@ -248,8 +247,15 @@ def _error(actual: list[np.ndarray], expected: list[np.ndarray]) -> float | None
 
 
 def _stacked(calls: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """The arrays of several calls, the calls as an axis if they are more than one."""
-    return [np.squeeze(np.stack(each)) for each in zip(*calls, strict=True)]
+    """The arrays of several calls, the calls as an axis if they are more than one.
+
+    Not those whose shape changes from call to call: a module that is used in several places.
+    """
+    return [
+        np.squeeze(np.stack(each))
+        for each in zip(*calls, strict=False)
+        if len({array.shape for array in each}) == 1
+    ]
 
 
 def _distances(array: np.ndarray, candidates: list[np.ndarray]) -> Iterator[float]:

@@ -130,6 +130,32 @@ def test_a_submodule_without_weights_is_found_by_its_name(names, culprit):
     assert report.location.culprit == culprit, f"\n{report}"
 
 
+class TorchTwice(torch.nn.Module):
+    """One module in two places, its inputs of two shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.out(x[:1]) + self.out(x)
+
+
+class Twice(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.out = nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x[:1]) + 1.01 * self.out(x)
+
+
+def test_a_submodule_in_two_places():
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    table = linear("out", "out")
+    report = compare(twin(TorchTwice), Twice(nnx.Rngs(0)), x, weights=table, locate=True)
+    assert report.location.culprit == ""
+
+
 def gru_cell_report(bias: Weight) -> Report:
     rng = np.random.default_rng(0)
     return compare(

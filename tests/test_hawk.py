@@ -110,6 +110,7 @@ def test_no_steps_and_a_reset():
     assert not state.rglru.h.any()
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("method", ["sequential", "associative", "chunked"])
 def test_long_memories_survive_float32(method):
     """1,024 steps at decays next to 1, against float64: as exact as the twin's step by step."""

@@ -112,6 +112,7 @@ def test_evaluates_as_the_seed_does(by_rows, text_file, capsys):
     np.testing.assert_allclose([float(n) for n in found.groups()], expected, rtol=0, atol=6e-5)
 
 
+@pytest.mark.optimized
 def test_exported_weights_are_the_twins(finished, tmp_path, capsys):
     path = tmp_path / "weights.safetensors"
     export.main(["--run", str(finished), "--out", str(path)])
@@ -139,6 +140,7 @@ def assert_errs_as_the_twin(printed: str) -> None:
     assert jax_error <= K * max(twin_error, FLOOR_ULPS * ulp(np.float32))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
 def test_every_cell_trains_and_exports(text_file, tmp_path, capsys, cell):
     start(tmp_path / "run", *small(text_file, "--preset", cell, "--model.num-layers", "2"))
@@ -157,6 +159,7 @@ SIZES = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("preset", "sizes"), SIZES.items())
 def test_every_other_preset_trains_and_exports(text_file, tmp_path, capsys, preset, sizes):
     start(tmp_path / "run", *small_preset(text_file, preset, sizes))
