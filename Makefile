@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test parity lint benchmark
+.PHONY: train test parity tpu-compile lint benchmark
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
@@ -13,6 +13,9 @@ test: $(VENV)/.installed
 
 parity: $(VENV)/.installed
 	$(BIN)/python -m parity_tests $(ARGS)
+
+tpu-compile: $(VENV)/tpu/.installed
+	$(BIN)/python -m parity_tests.tpu_compile $(ARGS)
 
 benchmark: $(VENV)/.benchmarks
 	$(BIN)/python -m benchmarks.operators $(ARGS)
@@ -25,6 +28,12 @@ lint: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(VENV)/tpu/.installed: $(VENV)/.installed
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) \
+		"$$($(BIN)/python -m parity_tests.tpu_compile.libtpu)"
 	touch $@
 
 $(VENV)/.benchmarks: $(VENV)/.installed benchmarks/requirements.txt

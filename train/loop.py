@@ -59,11 +59,11 @@ class Trainer:
             raise ValueError(
                 f"batch_size: expected a multiple of the {len(devices)} devices, got {batch_size}"
             )
-        mesh = jax.make_mesh(
+        self.mesh = jax.make_mesh(
             (len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices
         )
-        self.replicated = NamedSharding(mesh, PartitionSpec())
-        self.by_rows = NamedSharding(mesh, PartitionSpec("data"))
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.by_rows = NamedSharding(self.mesh, PartitionSpec("data"))
         self.graphdef, params, self.rest = nnx.split(model, nnx.Param, ...)
         self.optimizer = optimizer
         self.dropout_key = jax.random.key(seed)
@@ -87,15 +87,27 @@ class Trainer:
     ) -> tuple[TrainState, Float[Array, ""]]:
         """One step of the optimiser; also the loss before it. The given state is used up.
 
-        The dropout masks are a function of the seed and of the step alone.
+        Every device differentiates the loss of its own rows, and one all-reduce takes the mean.
+        (XLA, left to divide the step, would gather the rows of an FFT and reduce tied weights
+        apart.) The dropout masks are a function of the seed, the step and the device alone.
         """
 
-        def loss_fn(params):
+        def loss_fn(params, step, tokens):
             model = self.model(params)
-            nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, state.step))
+            shard = step * self.mesh.size + jax.lax.axis_index("data")
+            nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, shard))
             return jnp.mean(token_losses(model, tokens))
 
-        loss, gradient = jax.value_and_grad(loss_fn)(state.params)
+        def mean_loss_and_gradient(*args):
+            return jax.lax.pmean(jax.value_and_grad(loss_fn)(*args), "data")
+
+        loss, gradient = jax.shard_map(
+            mean_loss_and_gradient,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
+            out_specs=PartitionSpec(),
+            check_vma=False,  # a scan's carry starts equal on all devices and does not stay so
+        )(state.params, state.step, tokens)
         params, optimizer_state = apply_gradient(
             self.optimizer, gradient, state.optimizer_state, state.params
         )

@@ -1,0 +1,113 @@
+"""What is compiled: the registry's layers, and the training step."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from parity_tests.cases import BATCH, Case
+from parity_tests.tpu_compile.libtpu import Topology
+from train.config import PRESETS
+from train.loop import Trainer
+from train.run import build_trainer
+
+Lower = Callable[[], jax.stages.Lowered]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program for a topology of chips, and the collectives that it should have."""
+
+    name: str
+    part: str
+    topology: str
+    lower: Lower
+    collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Which program it is, in a line."""
+        return f"{self.name}, {self.part}, {self.topology}"
+
+
+def layer_programs(case: Case, topology: Topology) -> Iterator[Program]:
+    """A row's layer on one chip, forward, and with the gradients of its weights."""
+    for part, lower in (("forward", lower_forward), ("and backward", lower_backward)):
+        sharding = SingleDeviceSharding(*topology.chips)
+        yield Program(case.name, part, topology.name, partial(lower, case, sharding))
+
+
+def train_step(preset: str, rows: int | None, topology: Topology) -> Program:
+    """A preset's step in float32, data-parallel: all that the chips need exchange is the gradient,
+    all at once.
+    """
+    rows = rows or PRESETS[preset].batch_size
+    return Program(
+        f"train step of {preset}",
+        f"{rows} rows a chip",
+        topology.name,
+        partial(lower_train_step, preset, rows, topology.chips),
+        {"all-reduce": 1} if len(topology.chips) > 1 else {},
+    )
+
+
+def lower_forward(case: Case, sharding: Sharding) -> jax.stages.Lowered:
+    """Outputs and state of whole sequences from a given state."""
+    forward, arguments = _layer(case)
+    return jax.jit(forward).lower(*_placed(arguments, sharding))
+
+
+def lower_backward(case: Case, sharding: Sharding) -> jax.stages.Lowered:
+    """The same, and the weights' gradients that given gradients of the outputs and state make."""
+    forward, arguments = _layer(case)
+
+    def forward_and_backward(cotangents, params, *others):
+        def floating_and_all(params):
+            results = forward(params, *others)
+            return _floating(results), results
+
+        _, pullback, results = jax.vjp(floating_and_all, params, has_aux=True)
+        return results, pullback(cotangents)
+
+    cotangents = _floating(jax.eval_shape(forward, *arguments))
+    return jax.jit(forward_and_backward).lower(*_placed((cotangents, *arguments), sharding))
+
+
+def lower_train_step(preset: str, rows: int, chips: Sequence[Any]) -> jax.stages.Lowered:
+    """The step of `python -m train`."""
+    batch_size = rows * len(chips)
+    config = dataclasses.replace(PRESETS[preset], batch_size=batch_size, dtype="float32")
+    trainer = build_trainer(config, chips)
+    state = _placed(jax.eval_shape(trainer.initial_state), trainer.replicated)
+    tokens = jax.ShapeDtypeStruct((batch_size, config.window + 1), jnp.int32)
+    return Trainer.step.lower(trainer, state, _placed(tokens, trainer.by_rows))
+
+
+def _layer(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A layer as a function, and the shapes of its arguments."""
+    layer = case.abstract(jnp.float32)
+    graphdef, params, others = nnx.split(layer, nnx.Param, ...)
+
+    def forward(params, others, x, state):
+        return nnx.merge(graphdef, params, others)(x, state)
+
+    with jax.enable_x64(True):
+        x = case.inputs()
+    x = jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    return forward, (params, others, x, jax.eval_shape(lambda: layer.init_state(BATCH)))
+
+
+def _floating(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def _placed(tree: Any, sharding: Sharding) -> Any:
+    """The shapes, where the arrays will be."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
