@@ -147,9 +147,11 @@ def _backward(method: WKVMethod, residuals, gradients):
     count = k.shape[1] if active is None else jnp.sum(active, axis=1, dtype=newest.dtype)[:, None]
     max_gradient = last_gradient.max - _inner(last_gradient, last)
 
+    # v − y by what was before: where the step is all of y, their difference has no digits.
     now = jnp.exp(bonus - weighed.max) * gradient
+    then = jnp.exp(before.max - weighed.max) / weighed.den
     scale = where_active(_exp(k + after.max))
-    u_gradient = now * (v - y)
+    u_gradient = now * then * (before.den * v - before.num)
     k_gradient = u_gradient + scale * (after.num * v + after.den)
     k_gradient += jnp.where(index == newest[:, None], max_gradient[:, None], 0)
     v_gradient = now + scale * after.num
