@@ -4,22 +4,32 @@ import dataclasses
 import importlib.metadata
 import platform as machine
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import torch
 import tyro
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from parity_tests.cases import CASES, DTYPES
-from parity_tests.measure import GROUPS, measure
+from parity_tests.html import page
+from parity_tests.measure import measure
+from parity_tests.mutations import MUTATIONS, is_caught
+from parity_tests.over_time import errors_over_time
+from parity_tests.precision import precision_errors
 from parity_tests.problem import problem
-from parity_tests.record import Measurement, Record, moved
-from parity_tests.tolerance import FLOAT64, FLOOR_ULPS, Error, K
+from parity_tests.record import (
+    ErrorOverTime,
+    Measurement,
+    MutationResult,
+    PrecisionError,
+    Record,
+    moved,
+)
+from parity_tests.terminal import print_record
 from train.command_line import CommandLineError, one_line_errors, parse
 
 PROG = "python -m parity_tests"
@@ -39,8 +49,19 @@ class Arguments:
     """Where JAX runs; by default every platform that this machine has."""
     json: Path | None = None
     """Write the measurements to this file, too (docs/parity-report.md)."""
+    html: Path | None = None
+    """Write them as a page to look at, too, which needs no network."""
     compare: Path | None = None
     """Say what has moved since another run wrote this file by --json."""
+    precision: bool = False
+    """Measure, too, what matrix products in a TPU's or a GPU's default precision would cost."""
+    mutations: bool = False
+    """Also plant faults in the cases, each of which a check must catch."""
+
+    @property
+    def kept(self) -> list[Path]:
+        """The files to write."""
+        return [path for path in (self.json, self.html) if path is not None]
 
 
 def available_platforms() -> list[str]:
@@ -74,61 +95,59 @@ def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
     return names, [arguments.platform]
 
 
-def measurements(
-    names: Iterable[str], platforms: Iterable[str]
-) -> tuple[list[Measurement], list[str]]:
-    """Measure the cases: the errors, and what no error can say.
-
-    TPUs have no float64 of their own and are measured without.
-    """
-    measured, faults = [], []
-    for name in names:
-        for platform in platforms:
-            dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
-            report = measure(problem(CASES[name]), dtypes, platform)
-            faults += [f"{name}, {platform}: {fault}" for fault in report.faults]
-            measured += [
-                Measurement(name, platform, dtype, group, error)
-                for dtype, groups in report.errors.items()
-                for group, error in groups.items()
-            ]
-    return measured, faults
-
-
-def table(measured: list[Measurement], width: int) -> Table:
-    """A row a case, platform and dtype; of two lines where the width is small."""
-    rows: dict[tuple[str, str, str], dict[str, Error]] = {}
-    for m in measured:
-        rows.setdefault((m.case, m.platform, m.dtype), {})[m.group] = m.error
-    result = Table(
-        title="errors against the float64 torch twin: torch, JAX, ratio",
-        caption=f"float64: JAX ≤ {FLOAT64:.0e}; "
-        f"else JAX ≤ {K:.0f} × torch or {K * FLOOR_ULPS:.0f} ulp, the larger",
+def measured(arguments: Arguments) -> Record:
+    """Measure all that the arguments ask for."""
+    names, platforms = choose(arguments)
+    pairs = [(name, platform) for name in names for platform in platforms]
+    measurements, faults = [], []
+    for name, platform in progress(pairs, "measuring"):
+        # TPUs have no float64 of their own and are measured without
+        dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
+        report = measure(problem(CASES[name]), dtypes, platform)
+        faults += [f"{name}, {platform}: {fault}" for fault in report.faults]
+        measurements += [
+            Measurement(name, platform, dtype, group, error)
+            for dtype, groups in report.errors.items()
+            for group, error in groups.items()
+        ]
+    record = Record(
+        versions(),
+        runs(arguments, platforms),
+        tuple(measurements),
+        tuple(faults),
+        cases={name: CASES[name].architecture for name in names},
     )
-    result.add_column("case", overflow="fold")
-    for column in ("on", "dtype", *GROUPS, "verdict"):
-        result.add_column(column, no_wrap=True)
-    separator = " " if width >= 150 else "\n           "
-    for (case, platform, dtype), groups in rows.items():
-        cells = [cell(groups.get(group), separator) for group in GROUPS]
-        result.add_row(case, platform, dtype, *cells, verdict(groups.values()))
-    return result
+    sound = [(name, platform) for name, platform in pairs if name not in record.faulty]
+    if arguments.precision:
+        record = dataclasses.replace(record, precision=tuple(precision(sound)))
+    if arguments.kept:
+        record = dataclasses.replace(record, over_time=tuple(over_time(sound)))
+    if arguments.mutations:
+        record = dataclasses.replace(record, mutations=tuple(planted(names)))
+    return record
 
 
-def cell(error: Error | None, separator: str) -> str:
-    """A group's errors, torch's and JAX's, and their ratio."""
-    if error is None:
-        return "–"
-    ratio = "    –" if error.ratio is None else f"{error.ratio:5.2f}"
-    color = "" if error.passed else "[red]"
-    return f"{color}{error.torch:.1e} {error.jax:.1e}{separator}{ratio}"
+def planted(names: Sequence[str]) -> Iterator[MutationResult]:
+    """Was each fault caught that was planted in these cases?"""
+    for m in progress([m for m in MUTATIONS if m.case in names], "planting faults"):
+        yield MutationResult(m.name, m.case, m.kind, m.check, is_caught(m))
 
 
-def verdict(errors: Iterable[Error]) -> str:
-    """What the errors of a row say together."""
-    errors = list(errors)
-    passed = "[green]pass" if all(e.passed for e in errors) else "[red]FAIL"
-    return f"{passed}, unstable reference" if any(e.unstable for e in errors) else passed
+def precision(pairs: Sequence[tuple[str, str]]) -> Iterator[PrecisionError]:
+    """What coarser matrix products cost each pair."""
+    for name, platform in progress(pairs, "precision"):
+        yield from precision_errors(name, problem(CASES[name]), platform)
+
+
+def over_time(pairs: Sequence[tuple[str, str]]) -> Iterator[ErrorOverTime]:
+    """How each pair's errors grow along a sequence."""
+    for name, platform in progress(pairs, "over time"):
+        yield from errors_over_time(CASES[name], platform)
+
+
+def progress(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """The items, with a bar on the terminal."""
+    return track(items, what, console=Console(stderr=True), transient=True)
 
 
 def runs(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
@@ -156,28 +175,18 @@ def previous(path: Path | None) -> Record | None:
 
 
 def main(args: Sequence[str]) -> int:
-    """Print the table; 1 if a row fails."""
+    """Print the table; 1 if a row fails, or a planted fault is not caught."""
     arguments = parse(Arguments, args, prog=PROG)
-    names, platforms = choose(arguments)
     old = previous(arguments.compare)
-    if arguments.json is not None:
-        arguments.json.open("a").close()  # fails before the work, not after it
+    for path in arguments.kept:
+        path.open("a").close()  # fails before the work, not after it
+    torch.set_num_threads(1)  # the tensors are small
+    with jax.enable_x64(True):
+        record = measured(arguments)
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    with jax.enable_x64(True):
-        measured, faults = measurements(
-            track(names, "measuring", console=Console(stderr=True), transient=True), platforms
-        )
-    record = Record(versions(), runs(arguments, platforms), tuple(measured), tuple(faults))
-    console.print(table(measured, console.width))
-    for m in measured:
-        if not m.error.passed:
-            console.print(f"[red]FAIL[/] {m.key}: worst in {m.error.worst}")
-    for fault in faults:
-        console.print(f"[red]FAIL[/] {fault}")
-    for platform, state in record.platforms.items():
-        console.print(f"{platform}: {state}")
+    print_record(record, console)
     if old is not None:
         lines = moved(old, record)
         console.print(
@@ -185,6 +194,8 @@ def main(args: Sequence[str]) -> int:
         )
     if arguments.json is not None:
         arguments.json.write_text(record.to_json(), encoding="utf-8")
+    if arguments.html is not None:
+        arguments.html.write_text(page(record), encoding="utf-8")
     return 0 if record.passed else 1
 
 

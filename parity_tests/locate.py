@@ -16,7 +16,8 @@ from jax.core import Tracer
 
 from jax_models.torch_weights import Table
 from parity_tests.problem import Problem, arrays, tensors
-from parity_tests.tolerance import FLOAT64, FLOOR_ULPS, K, rms, ulp
+from parity_tests.rounding import InFloat64
+from parity_tests.tolerance import K, floor, rms
 
 METHODS = ("__call__", "sequence")
 """How modules of JAX call each other; `sequence` is that of this package's layers."""
@@ -119,7 +120,9 @@ def find_departure(problem: Problem, dtype: str, names: Mapping[str, str]) -> Lo
     None where the JAX side is no `nnx.Module`. `names` has the JAX paths of torch submodules that
     the weight table does not tell.
     """
-    oracle, theirs = trace_torch(problem, "float64"), trace_torch(problem, dtype)
+    with InFloat64():
+        oracle = trace_torch(problem, "float64")
+    theirs = trace_torch(problem, dtype)
     model = problem.build(problem.twin, dtype)
     if not isinstance(model, nnx.Module):
         return None
@@ -135,10 +138,7 @@ def find_departure(problem: Problem, dtype: str, names: Mapping[str, str]) -> Lo
         expected_inputs, expected = (
             _stacked(each[name]) for each in (oracle.inputs, oracle.outputs)
         )
-        bound = FLOAT64
-        if dtype != "float64":
-            torch_error = _error(_stacked(theirs.outputs[name]), expected)
-            bound = K * max(torch_error or 0.0, FLOOR_ULPS * ulp(dtype))
+        bound = max(floor(dtype), K * (_error(_stacked(theirs.outputs[name]), expected) or 0.0))
         visits.append(
             Visit(name, path, _error(inputs[:1], expected_inputs), _error(outputs, expected), bound)
         )

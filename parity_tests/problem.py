@@ -51,6 +51,11 @@ def tensors(tree: Any, dtype: str) -> Any:
     return jax.tree.map(tensor, tree)
 
 
+def in_double(tree: Any) -> Any:
+    """The floating tensors of a tree in float64."""
+    return jax.tree.map(lambda t: t.double() if t.is_floating_point() else t, tree)
+
+
 def arrays(tree: Any, dtype: str) -> Any:
     """A tree of arrays as JAX's, the floating ones in a dtype."""
 

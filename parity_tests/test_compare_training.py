@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from jax_models.torch_weights import linear
 from parity_tests import TrainingReport, compare_training
+from parity_tests.test_compare import Attention, attention
 from train.optimizer import clip_by_global_norm
 
 STEPS = 12
@@ -195,6 +196,22 @@ def test_a_fault_that_comes_late_is_found_when_it_comes():
     )
     assert report.parting["float64"][0] == 8
     assert report.parting["float32"][0] == 8
+
+
+@pytest.mark.parametrize("rate", [1e-2, 1.00001e-2])
+def test_steps_along_rounding_errors_are_explained(rate):
+    """Adam moves the key's bias, though its gradient is zero but for rounding."""
+    report = compare_training(
+        Attention(),
+        attention,
+        list(np.random.default_rng(0).standard_normal((5, 7, 5))),
+        loss=lambda weights, x: (attention(weights, x) ** 2).mean(),
+        loss_twin=lambda twin, x: twin(x).square().mean(),
+        optimizer=optax.adam(rate),
+        optimizer_twin=of(torch.optim.Adam, lr=1e-2),
+        weights=dict,
+    )
+    assert report.passed == (rate == 1e-2), str(report)
 
 
 def test_arguments_that_do_not_fit():

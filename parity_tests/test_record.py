@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from parity_tests.record import Measurement, Record, moved
+from parity_tests.record import (
+    ErrorOverTime,
+    Measurement,
+    MutationResult,
+    PrecisionError,
+    Record,
+    moved,
+)
 from parity_tests.tolerance import Error
 
 
@@ -15,7 +22,8 @@ def measurement(jax: float, dtype: str = "float32", group: str = "outputs") -> M
 
 
 def record(*measurements: Measurement, jax: str = "0.10.2") -> Record:
-    return Record({"jax": jax}, {"cpu": "ran", "gpu": "not on this machine"}, measurements)
+    platforms = {"cpu": "ran", "gpu": "not on this machine"}
+    return Record({"jax": jax}, platforms, measurements, cases={"LSTM": "lstm"})
 
 
 def test_a_record_comes_back():
@@ -25,13 +33,30 @@ def test_a_record_comes_back():
     assert not after.passed
     assert record(measurement(1e-7)).passed
     assert not dataclasses.replace(record(measurement(1e-7)), faults=("y: empty",)).passed
+    rounded = PrecisionError("LSTM", "cpu", "bfloat16", True, "outputs", 3e-3, 1e-7)
+    missed = MutationResult("head forgotten", "LSTM", "weights", None, False)
+    assert not dataclasses.replace(record(measurement(1e-7)), mutations=(missed,)).passed
+    before = dataclasses.replace(before, precision=(rounded,), mutations=(missed,))
+    assert Record.from_json(before.to_json()) == before
+    errors = ErrorOverTime("LSTM", "cpu", "float32", (1e-7, 2e-7), (math.nan, 0.0))
+    before = dataclasses.replace(before, cases={"LSTM": "lstm"}, over_time=(errors,))
+    assert Record.from_json(before.to_json()) == before
+
+
+def test_what_fails():
+    cases = {"LSTM": "lstm", "LSTM, 2": "lstm", "GRU": "gru"}
+    good = dataclasses.replace(record(measurement(1e-7)), cases=cases)
+    assert good.failing == set()
+    assert dataclasses.replace(good, faults=("LSTM, 2, cpu: y: empty",)).failing == {"LSTM, 2"}
+    bad = dataclasses.replace(good, measurements=(measurement(1e-6),), faults=("GRU, gpu: no",))
+    assert (bad.failing, bad.faulty) == ({"LSTM", "GRU"}, {"GRU"})
 
 
 def test_json_has_no_nan():
     text = record(measurement(math.nan)).to_json()
     fields = json.loads(text, parse_constant=pytest.fail)
     assert fields["measurements"][0]["jax_error"] is None
-    assert fields["measurements"][0]["passed"] is False
+    assert fields["measurements"][0]["verdict"] == "FAIL"
     assert not Record.from_json(text).passed
 
 
@@ -41,7 +66,8 @@ def test_json_has_no_nan():
         ("{", "not a record of --json"),
         ("[]", "not a record of --json"),
         ("{}", "not a record of --json .KeyError: 'schema'"),
-        ('{"schema": 7}', "expected schema 1, got 7"),
+        ('{"schema": 7}', "expected schema 2, got 7"),
+        ('{"schema": 2, "versions": [1]}', "not a record of --json"),
     ],
 )
 def test_what_is_no_record(text, message):
@@ -62,3 +88,18 @@ def test_what_has_moved():
     assert moved(record(measurement(2e-7)), record(measurement(0.9e-7))) == [
         "LSTM, cpu, float32, outputs: 2.0e-07 → 9.0e-08, pass"
     ]
+    caught = MutationResult("head forgotten", "LSTM", "weights", None, True)
+    old = dataclasses.replace(old, mutations=(caught,))
+    new = dataclasses.replace(
+        old,
+        platforms={"cpu": "ran", "gpu": "ran"},
+        faults=("LSTM, gpu: y: empty",),
+        mutations=(dataclasses.replace(caught, caught=False),),
+    )
+    assert moved(old, new) == [
+        "gpu: not on this machine → ran",
+        "new: LSTM, gpu: y: empty",
+        "LSTM, head forgotten: not caught any more",
+    ]
+    others = dataclasses.replace(record(measurement(1e-7)), cases={"GRU": "gru"})
+    assert moved(old, others) == []

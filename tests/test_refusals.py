@@ -171,6 +171,11 @@ REFUSED = {
         lambda d, f: ["--case", "GRUScratch", "--json", str(d)],
         "Is a directory",
     ),
+    "folder for a page": (
+        "parity",
+        lambda d, f: ["--case", "GRUScratch", "--html", str(d)],
+        "Is a directory",
+    ),
     "unknown case": ("parity", lambda d, f: ["--case", "nix"], "--case: no case has nix"),
     "missing platform": ("parity", lambda d, f: ["--platform", "tpu"], "this machine has no tpu"),
     "no record": (

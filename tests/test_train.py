@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import parity_tests.__main__ as parity_command
 import torch_ref
 import train.__main__ as train_command
+from parity_tests.mutations import MUTATIONS
 from parity_tests.tolerance import FLOOR_ULPS, K, group_error, ulp
 from train import evaluate, export, generate
 from train.command_line import CommandLineError
@@ -127,7 +128,12 @@ def test_exported_weights_are_the_twins(finished, tmp_path, capsys):
             for dtype in (torch.float32, torch.float64)
         )
     error = group_error(
-        np.float32, oracle=oracle, torch=of_twin, jax={"logits": np.asarray(ours)}, torch32=of_twin
+        np.float32,
+        oracle=oracle,
+        torch=of_twin,
+        jax={"logits": np.asarray(ours)},
+        torch32=of_twin,
+        scatter=lambda: 0.0,
     )
     assert error.passed
 
@@ -293,6 +299,28 @@ assert jax.device_count() == int(sys.argv[1])
     assert losses[0][-1] < losses[0][0]
 
 
+def test_every_device_has_dropout_masks_of_its_own():
+    code = """
+import dataclasses, jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+from train.config import PRESETS
+from train.run import build_trainer
+config = PRESETS["all-work"]
+model = dataclasses.replace(config.model, num_layers=2, dropout_rate=0.5)
+def loss(rows, step):
+    alike = dataclasses.replace(config, model=model, batch_size=rows)
+    trainer = build_trainer(alike, jax.devices()[:rows])
+    state = trainer.initial_state()._replace(step=np.int32(step))
+    return float(trainer.step(state, trainer.put(np.tile(np.arange(9), (rows, 1))))[1])
+print(loss(2, step=3), loss(1, step=6), loss(1, step=7))
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    of_two, first, second = map(float, printed.split())
+    assert abs(first - second) > 1e-2
+    np.testing.assert_allclose(of_two, (first + second) / 2, rtol=1e-6)
+
+
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the text is not part of the repository")
 def test_tiny_shakespeare_is_learned_from_the_start(tmp_path):
     run = start(tmp_path / "run", *small(SHAKESPEARE, "--num-steps", "60", "--eval-every", "60"))
@@ -306,15 +334,27 @@ def test_parity_report(tmp_path, capsys):
     assert parity_command.main(arguments) == 0
     record = json.loads(path.read_text())
     assert len(record["measurements"]) == 12
-    assert all(m["passed"] and m["jax_error"] > 0 for m in record["measurements"])
+    assert all(m["verdict"] == "pass" and m["jax_error"] > 0 for m in record["measurements"])
     assert {"cpu: ran", "tpu: not on this machine"} <= {*capsys.readouterr().out.splitlines()}
     assert parity_command.main([*arguments, "--compare", str(path)]) == 0
     assert "report.json: nothing moved" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_parity_report_fails_where_a_case_fails(monkeypatch, capsys):
-    from parity_tests import tolerance
+def test_parity_report_fails_where_a_case_fails(capsys):
+    fault = next(m for m in MUTATIONS if m.case == "RNNScratch tanh" and m.check is None)
+    with fault.plant():
+        assert parity_command.main(["--case", "RNNScratch tanh"]) == 1
+    assert "FAIL RNNScratch tanh, cpu, float64, outputs: worst in y" in capsys.readouterr().out
 
-    monkeypatch.setattr(tolerance, "FLOAT64", 0.0)
-    assert parity_command.main(["--case", "RNNScratch tanh"]) == 1
-    assert "FAIL" in capsys.readouterr().out
+
+def test_parity_report_counts_the_planted_faults(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    arguments = ["--case", "CausalConv1D, kernel 4", "--mutations", "--json", str(path)]
+    assert parity_command.main(arguments) == 0
+    assert "planted faults: 3 of 3 caught" in capsys.readouterr().out
+    assert all(m["caught"] for m in json.loads(path.read_text())["mutations"])
+    monkeypatch.setattr(parity_command, "is_caught", lambda mutation: mutation.check is None)
+    assert parity_command.main(arguments) == 1
+    output = capsys.readouterr().out
+    assert "FAIL CausalConv1D, kernel 4: lengths forgotten: not caught by padding has no" in output
+    assert "planted faults: 1 of 3 caught" in output

@@ -118,6 +118,19 @@ class Case:
         return nnx.merge(*_abstract(self, jnp.dtype(dtype)), copy=True)
 
     @property
+    def architecture(self) -> str:
+        """The file of `jax_models` that the JAX layer is in."""
+        return type(self.abstract()).__module__.rpartition(".")[2]
+
+    @property
+    def max_length(self) -> int | None:
+        """Steps that the JAX layer can take; None: any number."""
+        layer = self.abstract()
+        if isinstance(layer, LanguageModel):
+            return layer.config.context_length
+        return getattr(layer, "max_length", None)
+
+    @property
     def causal(self) -> bool:
         """Does the JAX layer have a `step`?"""
         return self._sequence_layer.causal
