@@ -14,3 +14,10 @@ def x64():
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def standard_promotion():
+    """Modules and functions are written as users write them."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

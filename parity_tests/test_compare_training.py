@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from jax_models.torch_weights import linear
 from parity_tests import TrainingReport, compare_training
-from parity_tests.test_compare import Attention, attention
+from parity_tests.test_references import Attention, attention
 from train.optimizer import clip_by_global_norm
 
 STEPS = 12
@@ -28,11 +28,7 @@ class MLP(nnx.Module):
         return self.second(jnp.tanh(self.first(x)))
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """The pairs are written as users write them."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def train(optimizer, optimizer_twin, **options) -> TrainingReport:

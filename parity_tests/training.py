@@ -158,9 +158,8 @@ def compare_training(
         if problem.to_torch is None:
             raise ValueError(notes[0])
         steps: dict[str, list[Error]] = {dtype: [] for dtype in dtypes}
-        sides = {
-            dtype: zip(of_torch(dtype), of_jax(problem, dtype), strict=True) for dtype in steps
-        }
+        of_twins = {dtype: of_torch(dtype) for dtype in {*steps, "float32"}}
+        of_ports = {dtype: of_jax(problem, dtype) for dtype in steps}
         in_float64 = InFloat64()
         rounded = {
             dtype: RoundedTrainings(
@@ -169,16 +168,16 @@ def compare_training(
             )
             for dtype in steps
         }
-        oracles = zip(of_torch("float64", in_float64), of_torch("float32"), strict=True)
-        for step, (oracle, torch32) in enumerate(oracles, 1):
-            for dtype, both in sides.items():
-                theirs, ours = next(both)
+        for step, oracle in enumerate(of_torch("float64", in_float64), 1):
+            theirs = {dtype: next(run) for dtype, run in of_twins.items()}
+            for dtype, port_run in of_ports.items():
+                ours = next(port_run)
                 error = group_error(
                     jnp.dtype(dtype),
                     oracle=oracle,
-                    torch=theirs,
+                    torch=theirs[dtype],
                     jax={name: ours[name] for name in oracle},
-                    torch32=torch32,
+                    torch32=theirs["float32"],
                     scatter=partial(rounded[dtype].after, step),
                 )
                 steps[dtype].append(error)
