@@ -10,7 +10,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype, floating_carry_dtype
-from jax_models.ops.scan import document_ends, step_masks
+from jax_models.ops.linear_recurrence import linear_recurrence
+from jax_models.ops.scan import step_masks
 
 WKVMethod = Literal["auto", "associative", "sequential"]
 NEVER = -1e38
@@ -49,11 +50,12 @@ def wkv(
 
     N and D are kept as `exp(max) · (num, den)`, where max is the largest exponent in them: no
     exponential of a positive number is taken, and y is finite for any finite k, w and u. The
-    gradient with respect to N and D is such a recurrence itself, run backwards:
+    gradient with respect to N and D is a linear recurrence, run backwards by the same method:
 
         ∂L/∂N_{t−1} = exp(−w) ∂L/∂N_t + (∂L/∂y_t) / (D_{t−1} + exp(u + k_t))
 
-    and ∂L/∂D_{t−1} the same with −y_t ∂L/∂y_t. There is no forward-mode gradient.
+    and ∂L/∂D_{t−1} the same with −y_t ∂L/∂y_t, each in units of its own max. There is no
+    forward-mode gradient.
 
     Args:
         k: the keys.
@@ -112,60 +114,56 @@ def _forward(method: WKVMethod, w, u, k, v, state, active, reset):
 
     steps = WKVState(v, jnp.ones_like(v), k)
     (y, before), last = _decaying_sums(method, output, steps, w, state, active, reset)
-    return (y, last), (w, u, k, v, state, y, before, last, active, reset)
+    return (y, last), (w, u, k, v, y, before, last, active)
 
 
 def _backward(method: WKVMethod, residuals, gradients):
-    w, u, k, v, state, y, before, last, active, reset = residuals
+    w, u, k, v, y, before, last, active = residuals
     y_gradient, last_gradient = gradients
+    through = partial(linear_recurrence, reverse=True, method=method)
 
-    def where_active(x):
-        return x if active is None else jnp.where(active[..., None], x, jnp.zeros_like(x))
+    def where_active(x, otherwise=0):
+        return x if active is None else jnp.where(active[..., None], x, otherwise)
 
-    # `after` at t is ∂L/∂(N_t, D_t) as exp(max) · (num, den). Its max is minus an exponent of the
-    # future: every exponential below is of a number ≤ 0, or above it by rounding alone.
+    # Every exponential below is of a number ≤ 0, or above it by rounding alone.
+    aged = before.max - _like(w, k)
+    max_after = jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1)
+    decay = where_active(_exp(aged - max_after), 1)
+    weight = where_active(_exp(k - max_after))
     bonus = k + _like(u, k)
     weighed = _add(before, WKVState(v, jnp.ones_like(v), bonus))
     gradient = where_active(y_gradient / weighed.den)
-    after, first = _decaying_sums(
-        method,
-        lambda before, now: before,
-        WKVState(gradient, -gradient * y, -weighed.max),
-        w,
-        last_gradient._replace(max=-last.max),
-        active,
-        None if reset is None else document_ends(reset),
-        reverse=True,
-    )
-    if reset is not None:
-        first = _empty_where(reset[:, 0][..., None], first)
-
-    # last.max is one of the k_t, or state.max, less the decay since: its gradient goes there.
-    index = jnp.arange(k.shape[1])[None, :, None]
-    is_max = where_active(before.max - _like(w, k) <= k)
-    newest = jnp.max(jnp.where(is_max, index, -1), axis=1)
-    count = k.shape[1] if active is None else jnp.sum(active, axis=1, dtype=newest.dtype)[:, None]
-    max_gradient = last_gradient.max - _inner(last_gradient, last)
-
-    # v − y by what was before: where the step is all of y, their difference has no digits.
     now = jnp.exp(bonus - weighed.max) * gradient
-    then = jnp.exp(before.max - weighed.max) / weighed.den
-    scale = where_active(_exp(k + after.max))
-    u_gradient = now * then * (before.den * v - before.num)
-    k_gradient = u_gradient + scale * (after.num * v + after.den)
-    k_gradient += jnp.where(index == newest[:, None], max_gradient[:, None], 0)
-    v_gradient = now + scale * after.num
-    kept = where_active(_exp(after.max - _like(w, k) + before.max) * _inner(after, before))
-    aged = max_gradient * (count - 1 - newest).astype(w.dtype)
-    scale = _exp(first.max + state.max)
-    state_gradient = WKVState(
-        scale * first.num,
-        scale * first.den,
-        scale * _inner(first, state) + jnp.where(newest < 0, max_gradient, 0),
+    then = jnp.exp(before.max - weighed.max) * gradient
+
+    end = jnp.stack(last_gradient[:2])
+    sums, first = jax.vmap(through, in_axes=(None, 0, 0))(decay, jnp.stack([then, -then * y]), end)
+    num, den = jnp.concatenate([sums[:, :, 1:], end[:, :, None]], axis=2)
+
+    # The gradient of a step's exponent, and that of all before it, add up to that of the sums'
+    # exponent after it. The larger part has few digits where it is nearly all: it is what the
+    # smaller one leaves.
+    u_gradient = then / weighed.den * jnp.exp(bonus - weighed.max) * (before.den * v - before.num)
+    of_new, of_old = weight * (num * v + den), decay * (num * before.num + den * before.den)
+    new_is_larger = where_active(k >= aged, False)
+    smaller = jnp.where(new_is_larger, of_old, -of_new)
+    exponent, first_exponent = through(
+        jnp.where(new_is_larger, 0.0, jnp.ones_like(k)), smaller - u_gradient, last_gradient.max
     )
-    w_gradient = -_sum_steps(kept) - jnp.sum(aged, axis=0)
-    u_gradient = _sum_steps(u_gradient)
-    return w_gradient, u_gradient, k_gradient, v_gradient, state_gradient, None, None
+    exponent = jnp.concatenate([exponent[:, 1:], last_gradient.max[:, None]], axis=1)
+    k_gradient = u_gradient + jnp.where(new_is_larger, exponent - of_old, of_new)
+    v_gradient = now + weight * num
+    kept = where_active(jnp.where(new_is_larger, of_old, exponent - of_new))
+    state_gradient = WKVState(*first, first_exponent)
+    return (
+        -_sum_steps(kept),
+        _sum_steps(u_gradient),
+        k_gradient,
+        v_gradient,
+        state_gradient,
+        None,
+        None,
+    )
 
 
 _wkv.defvjp(_forward, _backward)
@@ -188,10 +186,6 @@ def _average(u, before: WKVState, now: WKVState):
 
 def _like(x: Float[Array, " features"], like: Float[Array, "*steps features"]):
     return jnp.broadcast_to(x, like.shape)
-
-
-def _inner(x: WKVState, y: WKVState):
-    return x.num * y.num + x.den * y.den
 
 
 def _add(x: WKVState, y: WKVState) -> WKVState:
@@ -218,16 +212,14 @@ def _decaying_sums(
     w,
     start: WKVState,
     active,
-    restart,
-    *,
-    reverse: bool = False,
+    reset,
 ) -> tuple[Any, WKVState]:
     """`output(S, step)` at each step, then `S ← exp(−w) S + step`; all outputs and the last S."""
     forms = {
-        "sequential": partial(_sequential, output, reverse=reverse),
-        "associative": partial(_associative, output, reverse=reverse),
+        "sequential": partial(_sequential, output),
+        "associative": partial(_associative, output),
     }
-    arguments = (steps, w, start, active, restart)
+    arguments = (steps, w, start, active, reset)
     if method == "auto":
         return lax.platform_dependent(
             *arguments, cpu=forms["sequential"], default=forms["associative"]
@@ -235,19 +227,18 @@ def _decaying_sums(
     return forms[method](*arguments)
 
 
-def _sequential(output, steps: WKVState, w, start: WKVState, active, restart, *, reverse: bool):
+def _sequential(output, steps: WKVState, w, start: WKVState, active, reset):
     """One step after the other."""
     time = steps.max.shape[1]
 
-    def step(i, carry):
+    def step(t, carry):
         before, outputs = carry
-        t = time - 1 - i if reverse else i
-        now, is_active, restarts = jax.tree.map(
+        now, is_active, is_reset = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, t, axis=1, keepdims=False),
-            (steps, active, restart),
+            (steps, active, reset),
         )
-        if restart is not None:
-            before = _empty_where(restarts[..., None], before)
+        if reset is not None:
+            before = _empty_where(is_reset[..., None], before)
         outputs = jax.tree.map(
             lambda ys, y: lax.dynamic_update_index_in_dim(ys, y, t, axis=1),
             outputs,
@@ -263,7 +254,7 @@ def _sequential(output, steps: WKVState, w, start: WKVState, active, restart, *,
     return outputs, last
 
 
-def _associative(output, steps: WKVState, w, start: WKVState, active, restart, *, reverse: bool):
+def _associative(output, steps: WKVState, w, start: WKVState, active, reset):
     """All steps as one tree of additions, each sum with the decay that it stands for."""
 
     def combine(x, y):
@@ -275,16 +266,12 @@ def _associative(output, steps: WKVState, w, start: WKVState, active, restart, *
     if active is not None:
         decay = jnp.where(active[..., None], decay, 0)
         terms = _empty_where(~active[..., None], terms)
-    if restart is not None:
-        decay = jnp.where(restart[..., None], jnp.inf, decay)
-    sums = lax.associative_scan(combine, (decay, terms), axis=1, reverse=reverse)
+    if reset is not None:
+        decay = jnp.where(reset[..., None], jnp.inf, decay)
+    sums = lax.associative_scan(combine, (decay, terms), axis=1)
     first = jax.tree.map(lambda s: s[:, None], start)
     _, after = combine((jnp.zeros_like(first.max), first), sums)
-    if reverse:
-        before = jax.tree.map(lambda f, s: jnp.concatenate([s[:, 1:], f], axis=1), first, after)
-    else:
-        before = jax.tree.map(lambda f, s: jnp.concatenate([f, s[:, :-1]], axis=1), first, after)
-    if restart is not None:
-        before = _empty_where(restart[..., None], before)
-    last = jax.tree.map(lambda s: s[:, 0 if reverse else -1], after)
-    return output(before, steps), last
+    before = jax.tree.map(lambda f, s: jnp.concatenate([f, s[:, :-1]], axis=1), first, after)
+    if reset is not None:
+        before = _empty_where(reset[..., None], before)
+    return output(before, steps), jax.tree.map(lambda s: s[:, -1], after)
