@@ -1,12 +1,12 @@
 """The simple RNN (seeds 001 and 004, torch.nn.RNN)."""
 
-from typing import Literal
+from typing import get_args
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
-from jax_models.ops import RNNState
+from jax_models.ops import Nonlinearity, RNNState
 from jax_models.recurrent import RecurrentStack
 from jax_models.sequence import checked_choice
 from jax_models.torch_weights import Layouts, same, summed
@@ -55,7 +55,7 @@ class RNN(RecurrentStack):
         *,
         num_layers: int = 1,
         bidirectional: bool = False,
-        nonlinearity: Literal["tanh", "relu"] = "tanh",
+        nonlinearity: Nonlinearity = "tanh",
         use_bias: bool = True,
         recurrent_bias: bool = True,
         dropout_rate: float = 0.0,
@@ -64,7 +64,7 @@ class RNN(RecurrentStack):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        checked_choice("nonlinearity", nonlinearity, tuple(sorted(ops.NONLINEARITIES)))
+        checked_choice("nonlinearity", nonlinearity, get_args(Nonlinearity))
         super().__init__(
             in_features,
             hidden_features,
@@ -78,7 +78,7 @@ class RNN(RecurrentStack):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.nonlinearity: Literal["tanh", "relu"] = nonlinearity
+        self.nonlinearity: Nonlinearity = nonlinearity
 
     def recurrence(self, x, state, **weights_and_masks):
         """`ops.rnn`."""

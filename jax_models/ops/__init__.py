@@ -1,6 +1,6 @@
 """Recurrences as pure functions on arrays: no Flax, no torch, no state of their own."""
 
-from jax_models.ops.affine import affine, carry_dtype, joined_affine
+from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
 from jax_models.ops.gru import GRUState, gru
@@ -9,19 +9,19 @@ from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.long_conv import LongConvMethod, long_conv
 from jax_models.ops.lstm import LSTMState, lstm
+from jax_models.ops.masks import document_ends
 from jax_models.ops.online_conv import (
     LongConvState,
     empty_long_conv_state,
     long_conv_state,
     online_conv,
 )
+from jax_models.ops.recurrence import Product, RecurrenceMethod, Step, recurrence
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
-from jax_models.ops.rnn import NONLINEARITIES, RNNState, rnn
-from jax_models.ops.scan import document_ends, masked_scan
+from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
 from jax_models.ops.wkv import WKVMethod, WKVState, empty_wkv_state, wkv
 
 __all__ = [
-    "NONLINEARITIES",
     "CausalConv1DState",
     "GRUState",
     "HyperLSTMState",
@@ -30,8 +30,12 @@ __all__ = [
     "LinearRecurrenceMethod",
     "LongConvMethod",
     "LongConvState",
+    "Nonlinearity",
+    "Product",
     "RGLRUState",
     "RNNState",
+    "RecurrenceMethod",
+    "Step",
     "WKVMethod",
     "WKVState",
     "affine",
@@ -45,14 +49,13 @@ __all__ = [
     "empty_wkv_state",
     "gru",
     "hyper_lstm",
-    "joined_affine",
     "layer_norm_lstm",
     "linear_recurrence",
     "long_conv",
     "long_conv_state",
     "lstm",
-    "masked_scan",
     "online_conv",
+    "recurrence",
     "rg_lru",
     "rnn",
     "wkv",

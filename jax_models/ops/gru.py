@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.affine import affine
-from jax_models.ops.scan import masked_scan
+from jax_models.ops.recurrence import Product, Step, recurrence
 
 
 class GRUState(NamedTuple):
@@ -24,7 +23,7 @@ def gru(
     kernel_hh: Float[Array, "hidden 3*hidden"],
     bias_ih: Float[Array, " 3*hidden"] | None = None,
     bias_hh: Float[Array, " 3*hidden"] | None = None,
-    **masks,
+    **options,
 ) -> tuple[Float[Array, "batch time hidden"], GRUState]:
     """The GRU of torch, its gates side by side in the order r, z, n.
 
@@ -34,16 +33,21 @@ def gru(
         h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
     b_hn stands inside the product with r, so it cannot be merged into b_in.
-    `masks` are `lengths`, `reset` and `reverse`, as in `masked_scan`.
+    `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
     """
+    products = {"gates": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
+    return recurrence(_step, state, products, x, join=_join, **options)
 
-    def step(state: GRUState, gates: Float[Array, "batch 3*hidden"]):
-        input_r, input_z, input_n = jnp.split(gates, 3, axis=-1)
-        hidden_r, hidden_z, hidden_n = jnp.split(affine(state.h, kernel_hh, bias_hh), 3, axis=-1)
-        r = jax.nn.sigmoid(input_r + hidden_r)
-        z = jax.nn.sigmoid(input_z + hidden_z)
-        n = jnp.tanh(input_n + r * hidden_n)
-        h = (1 - z) * n + z * state.h
-        return GRUState(h), h
 
-    return masked_scan(step, state, affine(x, kernel_ih, bias_ih), **masks)
+def _step(state: GRUState, now: Step) -> GRUState:
+    r, z, input_n, hidden_n = now.split(now.product("gates", state.h), 4)
+    r, z = jax.nn.sigmoid(r), jax.nn.sigmoid(z)
+    n = jnp.tanh(input_n + r * hidden_n)
+    return GRUState((1 - z) * n + z * state.h)
+
+
+def _join(of_x, of_h, axis: int):
+    """The sums of r's and z's parts; then those of n, apart."""
+    ends = [2 * of_h.shape[axis] // 3]
+    (gates_x, input_n), (gates_h, hidden_n) = (jnp.split(a, ends, axis) for a in (of_x, of_h))
+    return jnp.concatenate([gates_x + gates_h, input_n, hidden_n], axis)

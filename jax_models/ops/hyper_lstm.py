@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.affine import affine, carry_dtype, joined_affine
+from jax_models.ops.affine import affine
 from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_cell
-from jax_models.ops.scan import masked_scan
+from jax_models.ops.recurrence import Product, Step, recurrence
 
 
 class HyperLSTMState(NamedTuple):
@@ -45,43 +45,40 @@ def hyper_lstm(
         c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}
 
     The columns of W_z and D are those of h, x and b one after the other. What depends on x alone is
-    one product over all steps. `masks` are `lengths`, `reset` and `reverse`, as in `masked_scan`.
+    one product over all steps, and so is the gradient of each weight. `masks` are `lengths`,
+    `reset` and `reverse`, as in `recurrence`.
     """
-    hidden, gates = kernel_hh.shape
-    products_of_x = affine(
+    hidden, embedding = len(kernel_hh), len(d_kernel)
+    products = {
+        "hyper gates": Product(
+            jnp.concatenate([hyper_kernel_ih[:hidden], hyper_kernel_hh]),
+            None,
+            hyper_kernel_ih[hidden:],
+            hyper_bias,
+        ),
+        "z": Product(z_kernel, jnp.pad(z_bias, (0, 4 * embedding))),
+        "d": Product(
+            jnp.swapaxes(d_kernel.reshape(embedding, 12, hidden), 0, 1),
+            jnp.pad(d_bias, (8 * hidden, 0)),
+        ),
+        "h": Product(kernel_hh),
+    }
+    return recurrence(
+        _step,
+        state,
+        products,
         x,
-        jnp.concatenate([kernel_ih, hyper_kernel_ih[hidden:]], axis=1),
-        jnp.pad(hyper_bias, (gates, 0)),
+        inputs=affine(x, kernel_ih),
+        params=(norms, hyper_norms),
+        method="hoisted",
+        **masks,
     )
-    hyper_gates = joined_affine(hyper_kernel_ih[:hidden], hyper_kernel_hh)
-    z_bias = jnp.pad(z_bias, (0, z_kernel.shape[1] - len(z_bias)))
-    d_bias = jnp.pad(d_bias, (2 * gates, 0))
-
-    def step(state: HyperLSTMState, products_of_x: Float[Array, "batch 4*hidden+4*hyper"]):
-        of_x, hyper_of_x = jnp.split(products_of_x, [gates], axis=-1)
-        hyper = layer_norm_cell(
-            hyper_of_x + hyper_gates(state.h, state.hyper_h), state.hyper_c, hyper_norms
-        )
-        z = affine(hyper.h, z_kernel, z_bias)
-        d_h, d_x, d_b = jnp.split(blockwise_affine(z, d_kernel, d_bias), 3, axis=-1)
-        main = layer_norm_cell(d_h * affine(state.h, kernel_hh) + d_x * of_x + d_b, state.c, norms)
-        return HyperLSTMState(*main, *hyper), main.h
-
-    return masked_scan(step, state, products_of_x, **masks)
 
 
-def blockwise_affine(
-    x: Float[Array, "batch blocks*in"],
-    kernel: Float[Array, "in blocks*out"],
-    bias: Float[Array, " blocks*out"],
-) -> Float[Array, "batch blocks*out"]:
-    """`affine` of each block of x and the same block of the kernel's columns, side by side."""
-    accumulator = carry_dtype(kernel.dtype)
-    features, blocks = len(kernel), x.shape[1] // len(kernel)
-    y = jnp.einsum(
-        "bki,iko->bko",
-        x.reshape(len(x), blocks, features).astype(kernel.dtype),
-        kernel.reshape(features, blocks, -1),
-        preferred_element_type=accumulator,
-    ).reshape(len(x), len(bias))
-    return y + jnp.broadcast_to(bias.astype(accumulator), y.shape)
+def _step(state: HyperLSTMState, now: Step) -> HyperLSTMState:
+    norms, hyper_norms = now.params
+    hyper_gates = now.product("hyper gates", jnp.concatenate([state.h, state.hyper_h], axis=-1))
+    hyper = layer_norm_cell(hyper_gates, state.hyper_c, hyper_norms)
+    d_h, d_x, d_b = now.split(now.product("d", now.product("z", hyper.h)), 3)
+    gates = d_h * now.product("h", state.h) + d_x * now.inputs + d_b
+    return HyperLSTMState(*layer_norm_cell(gates, state.c, norms), *hyper)

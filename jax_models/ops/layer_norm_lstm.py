@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.affine import affine, carry_dtype
+from jax_models.ops.affine import carry_dtype
 from jax_models.ops.lstm import LSTMState
-from jax_models.ops.scan import masked_scan
+from jax_models.ops.recurrence import Product, Step, recurrence
 
 
 class LSTMNorms(NamedTuple):
@@ -35,14 +35,14 @@ def layer_norm_lstm(
         i, f, g, o = x_t W_ih + h_{t−1} W_hh + b
         c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `masked_scan`.
+    `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
     """
+    products = {"gates": Product(kernel_hh, None, kernel_ih, bias)}
+    return recurrence(_step, state, products, x, params=norms, method="hoisted", **masks)
 
-    def step(state: LSTMState, from_x: Float[Array, "batch 4*hidden"]):
-        state = layer_norm_cell(from_x + affine(state.h, kernel_hh), state.c, norms)
-        return state, state.h
 
-    return masked_scan(step, state, affine(x, kernel_ih, bias), **masks)
+def _step(state: LSTMState, now: Step) -> LSTMState:
+    return layer_norm_cell(now.product("gates", state.h), state.c, now.params)
 
 
 def layer_norm_cell(

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import floating_carry_dtype
-from jax_models.ops.scan import step_masks
+from jax_models.ops.masks import step_masks
 
 LinearRecurrenceMethod = Literal["auto", "associative", "sequential", "chunked"]
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.affine import affine, joined_affine
-from jax_models.ops.scan import masked_scan
+from jax_models.ops.recurrence import Product, Step, recurrence
 
 
 class LSTMState(NamedTuple):
@@ -27,7 +26,7 @@ def lstm(
     bias_hh: Float[Array, " 4*hidden"] | None = None,
     kernel_hr: Float[Array, "hidden out"] | None = None,
     bias_hr: Float[Array, " out"] | None = None,
-    **masks,
+    **options,
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """The LSTM of torch, its gates side by side in the order i, f, g, o.
 
@@ -35,16 +34,21 @@ def lstm(
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
         h_t = σ(o) ⊙ tanh(c_t)                  then, with a projection, h_t W_hr + b_hr
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `masked_scan`.
+    `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
     """
-    gates = joined_affine(kernel_ih, kernel_hh, bias_ih, bias_hh)
+    products = {"gates": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
+    if kernel_hr is not None:
+        products["output"] = Product(kernel_hr, bias_hr)
+    step = _step if kernel_hr is None else _projected_step
+    return recurrence(step, state, products, x, **options)
 
-    def step(state: LSTMState, x: Float[Array, "batch in"]):
-        i, f, g, o = jnp.split(gates(x, state.h), 4, axis=-1)
-        c = jax.nn.sigmoid(f) * state.c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        if kernel_hr is not None:
-            h = affine(h, kernel_hr, bias_hr)
-        return LSTMState(h, c), h
 
-    return masked_scan(step, state, x, **masks)
+def _step(state: LSTMState, now: Step) -> LSTMState:
+    i, f, g, o = now.split(now.product("gates", state.h), 4)
+    c = jax.nn.sigmoid(f) * state.c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return LSTMState(jax.nn.sigmoid(o) * jnp.tanh(c), c)
+
+
+def _projected_step(state: LSTMState, now: Step) -> LSTMState:
+    h, c = _step(state, now)
+    return LSTMState(now.product("output", h), c)

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.affine import joined_affine
-from jax_models.ops.scan import masked_scan
+from jax_models.ops.recurrence import Product, Step, recurrence
 
-NONLINEARITIES = {"tanh": jnp.tanh, "relu": jax.nn.relu}
+Nonlinearity = Literal["tanh", "relu"]
 
 
 class RNNState(NamedTuple):
@@ -26,18 +25,23 @@ def rnn(
     kernel_hh: Float[Array, "hidden hidden"],
     bias_ih: Float[Array, " hidden"] | None = None,
     bias_hh: Float[Array, " hidden"] | None = None,
-    nonlinearity: Literal["tanh", "relu"] = "tanh",
-    **masks,
+    nonlinearity: Nonlinearity = "tanh",
+    **options,
 ) -> tuple[Float[Array, "batch time hidden"], RNNState]:
     """`h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh)`, φ = tanh or relu.
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `masked_scan`.
+    `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
     """
-    activation = NONLINEARITIES[nonlinearity]
-    preactivation = joined_affine(kernel_ih, kernel_hh, bias_ih, bias_hh)
+    products = {"h": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
+    return recurrence(STEPS[nonlinearity], state, products, x, **options)
 
-    def step(state: RNNState, x: Float[Array, "batch in"]):
-        h = activation(preactivation(x, state.h))
-        return RNNState(h), h
 
-    return masked_scan(step, state, x, **masks)
+def _tanh_step(state: RNNState, now: Step) -> RNNState:
+    return RNNState(jnp.tanh(now.product("h", state.h)))
+
+
+def _relu_step(state: RNNState, now: Step) -> RNNState:
+    return RNNState(jax.nn.relu(now.product("h", state.h)))
+
+
+STEPS = {"tanh": _tanh_step, "relu": _relu_step}

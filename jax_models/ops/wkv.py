@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype, floating_carry_dtype
 from jax_models.ops.linear_recurrence import linear_recurrence
-from jax_models.ops.scan import step_masks
+from jax_models.ops.masks import step_masks
 
 WKVMethod = Literal["auto", "associative", "sequential"]
 NEVER = -1e38
@@ -154,7 +154,7 @@ def _backward(method: WKVMethod, residuals, gradients):
     k_gradient = u_gradient + jnp.where(new_is_larger, exponent - of_old, of_new)
     v_gradient = now + weight * num
     kept = where_active(jnp.where(new_is_larger, of_old, exponent - of_new))
-    state_gradient = WKVState(*first, first_exponent)
+    state_gradient = WKVState(first[0], first[1], first_exponent)
     return (
         -_sum_steps(kept),
         _sum_steps(u_gradient),

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 
 from jax_models.ops.layer_norm_lstm import layer_norm
@@ -19,7 +18,7 @@ def forward_mutations() -> list[Mutation]:
         forward(
             "relu for tanh",
             "RNNScratch tanh",
-            plant=replaced("jax_models.ops.rnn.NONLINEARITIES", lambda _: {"tanh": jax.nn.relu}),
+            plant=replaced("jax_models.ops.rnn.STEPS", lambda steps: {"tanh": steps["relu"]}),
         ),
         forward("half of c", "RGLRU", plant=edited(halve_c)),
         forward(

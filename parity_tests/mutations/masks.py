@@ -27,7 +27,7 @@ def mask_mutations() -> list[Mutation]:
             masks(
                 name,
                 "torch.nn.LSTM, 1 layer",
-                plant=replaced("jax_models.ops.lstm.masked_scan", wrong),
+                plant=replaced("jax_models.ops.lstm.recurrence", wrong),
                 check=check,
             )
             for name, wrong, check in (
@@ -101,44 +101,46 @@ def from_swapped_state(sequence):
     return lambda self, x, state, *masks: sequence(self, x, LSTMState(*reversed(state)), *masks)
 
 
-def from_zero(scan):
+def from_zero(recurrence):
     """No step sees the state that is given."""
-    return lambda step, state, xs, **masks: scan(
-        step, jax.tree.map(jnp.zeros_like, state), xs, **masks
+    return lambda step, state, products, x, **masks: recurrence(
+        step, jax.tree.map(jnp.zeros_like, state), products, x, **masks
     )
 
 
-def mixing_rows(scan):
+def mixing_rows(recurrence):
     """Each row reads a little of the row above."""
-    return lambda step, state, xs, **masks: scan(
-        step, state, xs + 1e-6 * jnp.roll(xs, 1, axis=0), **masks
+    return lambda *args, **masks: recurrence(
+        *args[:-1], args[-1] + 1e-6 * jnp.roll(args[-1], 1, axis=0), **masks
     )
 
 
-def leaking_future(scan):
+def leaking_future(recurrence):
     """Each step reads a little of the next."""
-    return lambda step, state, xs, **masks: scan(
-        step, state, xs + 1e-6 * jnp.roll(xs, -1, axis=1), **masks
+    return lambda *args, **masks: recurrence(
+        *args[:-1], args[-1] + 1e-6 * jnp.roll(args[-1], -1, axis=1), **masks
     )
 
 
-def forgetting(scan):
+def forgetting(recurrence):
     """No step sees another."""
 
-    def short_scan(step, state, xs, **masks):
-        return scan(lambda s, x: step(jax.tree.map(jnp.zeros_like, s), x), state, xs, **masks)
+    def short_recurrence(step, *args, **masks):
+        return recurrence(
+            lambda state, now: step(jax.tree.map(jnp.zeros_like, state), now), *args, **masks
+        )
 
-    return short_scan
+    return short_recurrence
 
 
-def one_step_longer(scan):
+def one_step_longer(recurrence):
     """Each row that has padding takes one step of it."""
 
-    def long_scan(step, state, xs, *, lengths=None, **masks):
-        longer = None if lengths is None else jnp.minimum(lengths + 1, xs.shape[1])
-        return scan(step, state, xs, lengths=longer, **masks)
+    def long_recurrence(step, state, products, x, *, lengths=None, **masks):
+        longer = None if lengths is None else jnp.minimum(lengths + 1, x.shape[1])
+        return recurrence(step, state, products, x, lengths=longer, **masks)
 
-    return long_scan
+    return long_recurrence
 
 
 def deaf_to(mask: str):

@@ -1,0 +1,306 @@
+"""A nonlinear recurrence over a sequence, whose weights' gradients are taken after its loop."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models.ops.affine import affine, carry_dtype
+from jax_models.ops.masks import step_masks
+
+State = TypeVar("State", bound=tuple)
+RecurrenceMethod = Literal["auto", "hoisted", "joined"]
+SHORT = 16
+"""Steps below which the copies that `joined` makes of the kernels are not paid back."""
+
+
+class Product(NamedTuple):
+    """`h ↦ h W + b`, to which a product of the step's x is joined if there is a kernel for it."""
+
+    kernel: Float[Array, "*blocks in out"]
+    bias: Float[Array, " out"] | None = None
+    kernel_x: Float[Array, "in_x out_x"] | None = None
+    bias_x: Float[Array, " out_x"] | None = None
+
+
+class Step(NamedTuple):
+    """What a step has besides the state. Features are on `axis`, the batch is on the other."""
+
+    product: Callable[[str, Array], Array]
+    """`product(name, h)`, once a name: one of the recurrence's products."""
+    axis: int
+    inputs: Any
+    params: Any
+
+    def split(self, x: Array, count: int) -> list[Array]:
+        """Equal parts of the features."""
+        return jnp.split(x, count, self.axis)
+
+
+def add(of_x: Array, of_h: Array, axis: int) -> Array:
+    """The usual way to join the products of x and h."""
+    del axis
+    return of_x + of_h
+
+
+def recurrence(
+    step: Callable[[State, Step], State],
+    state: State,
+    products: dict[str, Product],
+    x: Float[Array, "batch time in"],
+    *,
+    inputs: Any = None,
+    params: Any = None,
+    join: Callable[[Array, Array, int], Array] = add,
+    lengths: Int[Array, " batch"] | None = None,
+    reset: Bool[Array, "batch time"] | None = None,
+    reverse: bool = False,
+    method: RecurrenceMethod = "auto",
+) -> tuple[Float[Array, "batch time out"], State]:
+    """`s_t = step(s_{t−1}, …)` for t = 0 … T−1, or T−1 … 0 with `reverse`.
+
+    The derivative of a step needs one product with each kernel, by the tangents of what the state
+    was multiplied with; the tangents of the kernels and of x enter it through sums that are taken
+    over the whole sequence at once:
+
+        z_t = x_t W_x + h_t W        dz_t = dh_t W + (dx_t W_x + x_t dW_x + h_t dW)
+
+    So the loop of the backward pass, which JAX makes by transposing this one, has one product for
+    each of the forward pass, and all gradients of weights are single products after it. It is a
+    derivative like any other: forward mode and higher derivatives work.
+
+    Args:
+        step: the equation. A module's function, not a closure: it is a key of JAX's caches.
+        state: a NamedTuple of arrays (batch, features), its first field the output.
+        products: by name.
+        x: what `kernel_x` multiplies.
+        inputs: other arrays (batch, time, …) of which each step sees its own.
+        params: other arrays that every step sees.
+        join: makes one array of the products of x and h, linearly.
+        lengths: row b takes only the steps t < lengths[b]; the others leave its state alone.
+        reset: the first steps of packed documents, where the state restarts from zero. With
+            `reverse` it restarts where the scan *enters* a document, at the document's last step.
+        reverse: run from the last step to the first.
+        method: "hoisted", the products of x before the loop, arrays (batch, features) in it;
+            "joined", x and h side by side, one product in the loop, arrays (features, batch);
+            "auto", joined on a CPU where a product makes several gates, unless there is one row or
+            there are few steps.
+
+    Returns:
+        The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
+
+    Raises:
+        ValueError: there is no such method.
+
+    """
+    if method not in get_args(RecurrenceMethod):
+        raise ValueError(f"method: expected one of {get_args(RecurrenceMethod)}, got {method!r}")
+    batch, time, _ = x.shape
+    if method == "auto":
+        kernels = [product.kernel for product in products.values()]
+        widening = any(kernel.shape[-1] > kernel.shape[-2] for kernel in kernels)
+        joined = jax.default_backend() == "cpu" and widening and batch > 1 and time >= SHORT
+        method = "joined" if joined else "hoisted"
+    if time == 0:
+        return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
+    masks = step_masks(time, lengths, reset, reverse=reverse)
+    steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
+    static = _Static(step, join, method == "joined", reverse)
+    ys, state = _recurrence(
+        static, products, *steps_first((x, inputs)), params, state, *steps_first(masks)
+    )
+    return jnp.swapaxes(ys, 0, 1), state
+
+
+class _Static(NamedTuple):
+    step: Callable
+    join: Callable
+    joined: bool
+    reverse: bool
+
+    @property
+    def axis(self) -> int:
+        """That of the features."""
+        return 0 if self.joined else 1
+
+    def turned(self, x: Array) -> Array:
+        """(…, batch, features) as the loop has it, and back."""
+        return jnp.swapaxes(x, -1, -2) if self.joined else x
+
+    def where(self, mask, x, y):
+        """Of two states: x in the rows of the mask, if there is one."""
+        if mask is None:
+            return y
+        mask = jnp.expand_dims(mask, self.axis)
+        return jax.tree.map(lambda a, b: jnp.where(mask, a, b), x, y)
+
+    def scan(self, body, state, inputs):
+        """`lax.scan` in the direction of the recurrence."""
+        return lax.scan(body, state, inputs, reverse=self.reverse)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _recurrence(static: _Static, products, x, inputs, params, state, active, reset):
+    ys, last, *_ = _forward(static, products, x, inputs, params, state, active, reset)
+    return ys, last
+
+
+def _forward(static: _Static, products, x, inputs, params, state, active, reset):
+    """The outputs, the last state, the states before each step, and the products' h and values."""
+    axis = static.axis
+    before_loop, in_loop = {}, {}
+    for name, product in products.items():
+        before_loop[name], in_loop[name] = _prepared(static, product, x)
+
+    def body(state, at_step):
+        inputs, of_x, active, reset = at_step
+        state = static.where(reset, jax.tree.map(jnp.zeros_like, state), state)
+        found = {}
+
+        def product(name, h):
+            found[name] = h, in_loop[name](of_x[name], h)
+            return found[name][1]
+
+        new = static.step(state, Step(product, axis, inputs, params))
+        new = new if active is None else static.where(active, new, state)
+        return new, (new[0], state, found)
+
+    state = jax.tree.map(static.turned, state)
+    last, (ys, before, found) = static.scan(body, state, (inputs, before_loop, active, reset))
+    return static.turned(ys), jax.tree.map(static.turned, last), before, found
+
+
+def _prepared(static: _Static, product: Product, x):
+    """What of a product is made before the loop, and the function `(that at a step, h) ↦ z`."""
+    kernel, bias, kernel_x, bias_x = product
+    of_h = _apply(static, kernel, bias)
+    if kernel_x is None:
+        return None, lambda _, h: of_h(h)
+    if not static.joined:
+        return affine(x, kernel_x, bias_x), lambda of_x, h: static.join(of_x, of_h(h), 1)
+    x = static.turned(x.astype(kernel_x.dtype))
+    if static.join is not add:
+        of_x = _apply(static, kernel_x, bias_x)
+        return x, lambda x, h: static.join(of_x(x), of_h(h), 0)
+    biases = [b for b in (bias, bias_x) if b is not None]
+    both = _apply(static, jnp.concatenate([kernel_x, kernel]), sum(biases) if biases else None)
+    return x, lambda x, h: both(jnp.concatenate([x, h.astype(x.dtype)]))
+
+
+def _apply(static: _Static, kernel, bias):
+    """`h ↦ h W + b` as the loop has them."""
+    if not static.joined:
+        return lambda h: affine(h, kernel, bias)
+    kernel = lax.optimization_barrier(kernel.T)
+    accumulator = carry_dtype(kernel.dtype)
+
+    def apply(h):
+        z = jnp.matmul(kernel, h.astype(kernel.dtype), preferred_element_type=accumulator)
+        return z if bias is None else z + bias.astype(accumulator)[:, None]
+
+    return apply
+
+
+@partial(_recurrence.defjvp, symbolic_zeros=True)
+def _recurrence_jvp(static: _Static, primals, tangents):
+    products, x, inputs, params, state, active, reset = primals
+    d_products, d_x, d_inputs, d_params, d_state, *_ = tangents
+    ys, last, before, found = _forward(static, *primals)
+    instantiate = partial(jax.tree.map, _dense)
+
+    direct, transposable, widths = {}, {}, {}
+    for name, product in products.items():
+        widths[name] = product.kernel_x is not None and product.kernel_x.shape[1]
+        h, _ = found[name]
+        direct[name] = static.turned(
+            _direct_tangent(static, product, d_products[name], x, d_x, static.turned(h))
+        )
+        transposable[name] = _transposable(static, product.kernel)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def body(d_state, at_step):
+        before, found, inputs, d_inputs, direct, active, reset = at_step
+
+        def step(state, values, inputs, params):
+            def product(name, h):
+                return _known(static, widths[name], h, transposable[name], values[name])
+
+            return static.step(state, Step(product, static.axis, inputs, params))
+
+        d_state = static.where(reset, jax.tree.map(jnp.zeros_like, d_state), d_state)
+        values = {name: value for name, (_, value) in found.items()}
+        _, d_new = jax.jvp(
+            step, (before, values, inputs, params), (d_state, direct, d_inputs, dense_params)
+        )
+        d_new = d_new if active is None else static.where(active, d_new, d_state)
+        return d_new, d_new[0]
+
+    dense_params = instantiate(params, d_params)
+    d_state = jax.tree.map(static.turned, instantiate(state, d_state))
+    at_steps = (before, found, inputs, instantiate(inputs, d_inputs), direct, active, reset)
+    d_last, d_ys = static.scan(body, d_state, at_steps)
+    return (ys, last), (static.turned(d_ys), jax.tree.map(static.turned, d_last))
+
+
+def _dense(x, tangent):
+    return jnp.zeros_like(x) if isinstance(tangent, SymbolicZero) else tangent
+
+
+def _direct_tangent(static: _Static, product: Product, tangent: Product, x, d_x, h):
+    """`(dx W_x + x dW_x + db_x) + (h dW + db)` of every step."""
+    of_h = _affine_tangent(h, SymbolicZero, product.kernel, tangent.kernel, tangent.bias)
+    if product.kernel_x is None:
+        return of_h
+    of_x = _affine_tangent(x, d_x, product.kernel_x, tangent.kernel_x, tangent.bias_x)
+    return static.join(of_x, of_h, 2)
+
+
+def _affine_tangent(x, d_x, kernel, d_kernel, d_bias):
+    dtype = carry_dtype(kernel.dtype)
+    out = kernel.shape[-1] * (1 if kernel.ndim == 2 else kernel.shape[0])
+    result = jnp.zeros((*x.shape[:-1], out), dtype)
+    if not _is_zero(d_x):
+        result += affine(d_x, kernel)
+    if not _is_zero(d_kernel):
+        result += affine(x, d_kernel)
+    if not _is_zero(d_bias):
+        result += jnp.broadcast_to(d_bias.astype(dtype), result.shape)
+    return result
+
+
+def _is_zero(tangent) -> bool:
+    return tangent is None or tangent is SymbolicZero or isinstance(tangent, SymbolicZero)
+
+
+def _transposable(static: _Static, kernel):
+    """The kernel such that the transpose of `_known`'s product is a plain one."""
+    return lax.optimization_barrier(kernel.T) if not static.joined and kernel.ndim == 2 else kernel
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _known(static: _Static, width: int, h, kernel, value):
+    """`value`, which is h W and what else was added to it; its own tangent is that of the rest."""
+    return value
+
+
+@_known.defjvp
+def _known_jvp(static: _Static, width: int, primals, tangents):
+    """`width` is that of the products of x which are joined to this one, or 0."""
+    _, kernel, value = primals
+    d_h, _, d_value = tangents
+    if kernel.ndim == 3:
+        of_h = affine(d_h, kernel)
+    else:
+        contract = (((0,), (0,)), ((), ())) if static.joined else (((1,), (1,)), ((), ()))
+        pair = (kernel, d_h.astype(kernel.dtype))
+        pair = pair if static.joined else pair[::-1]
+        of_h = lax.dot_general(*pair, contract, preferred_element_type=value.dtype)
+    if width and static.join is not add:
+        of_x = jnp.zeros((width, d_h.shape[1]) if static.joined else (len(d_h), width), of_h.dtype)
+        of_h = static.join(of_x, of_h, static.axis)
+    return value, d_value + of_h
