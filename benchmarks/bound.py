@@ -58,6 +58,8 @@ def cases_by_architecture() -> dict[str, list[str]]:
     """The names of the registry's rows, by the files of `jax_models`."""
     result = defaultdict(list)
     for name, case in CASES.items():
+        if "cpu" not in case.platforms:
+            continue
         result[case.architecture].append(name)
     return dict(result)
 

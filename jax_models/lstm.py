@@ -1,11 +1,18 @@
 """The LSTM (seed 001, torch.nn.LSTM)."""
 
+from functools import partial
+from typing import Literal, get_args
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
 from jax_models.ops import LSTMState
-from jax_models.recurrent import RecurrentStack
+from jax_models.recurrent import RecurrentStack, run_layers
+from jax_models.sequence import checked_choice
+
+LSTMImplementation = Literal["auto", "xla", "cudnn"]
 
 
 class LSTM(RecurrentStack):
@@ -32,10 +39,21 @@ class LSTM(RecurrentStack):
         dtype: of the computation; by default that of x and the parameters. The state is carried in
             at least float32.
         param_dtype: of the parameters.
+        implementation: "xla", anywhere and with every option; "cudnn", NVIDIA's own LSTM: on its
+            GPUs, in float32, without projections and `reset`; "auto", cuDNN for sequences where it
+            serves, XLA elsewhere (see below).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
-        ValueError: a size is not positive, the projection is no reduction, a rate is not in [0, 1).
+        ValueError: a size is not positive, the projection is no reduction, a rate is not in [0, 1),
+            there is no such implementation.
+        NotImplementedError: at a call that cuDNN, asked for by name, cannot serve.
+
+    "auto" takes cuDNN where the program runs on an NVIDIA GPU, the machine's only one or one of a
+    `jax.shard_map` (the compiler cannot divide cuDNN's call over several). Like JAX's own products
+    on a GPU, cuDNN's are in TensorFloat-32 unless `jax.default_matmul_precision("highest")` or
+    another setting asks for more. Under `vmap` cuDNN's calls come one after the other, and it has
+    no forward-mode gradient.
 
     Layouts: `torch.nn` (torch.nn.LSTM), `scratch` (LSTMScratch, LSTMProj). Source: Hochreiter and
     Schmidhuber 1997; the projection, Sak et al. 2014 (arXiv 1402.1128); torch.nn.LSTM.
@@ -59,8 +77,12 @@ class LSTM(RecurrentStack):
         time_major: bool = False,
         dtype=None,
         param_dtype=jnp.float32,
+        implementation: LSTMImplementation = "auto",
         rngs: nnx.Rngs,
     ):
+        self.implementation = checked_choice(
+            "implementation", implementation, get_args(LSTMImplementation)
+        )
         if proj_features is not None and not 0 < proj_features < hidden_features:
             raise ValueError(
                 f"proj_features: expected between 1 and hidden_features − 1 = "
@@ -86,3 +108,32 @@ class LSTM(RecurrentStack):
     def recurrence(self, x, state, **weights_and_masks):
         """`ops.lstm`."""
         return ops.lstm(x, state, **weights_and_masks)
+
+    def layers(self, x, state, cells, lengths, reset):
+        """By XLA or by cuDNN."""
+        if self.implementation == "xla":
+            return super().layers(x, state, cells, lengths, reset)
+        refusal = ops.cudnn_refusal(x, cells, reset)
+        bidirectional = not self.causal
+        if self.implementation == "cudnn":
+            if refusal:
+                raise NotImplementedError(
+                    f"LSTM: implementation='cudnn': {refusal}; implementation='xla' serves"
+                )
+            return ops.cudnn_lstm(x, state, cells, lengths, bidirectional=bidirectional)
+        if refusal or not ops.cudnn_pays(x):
+            return super().layers(x, state, cells, lengths, reset)
+        return _by_platform(x, state, cells, lengths, bidirectional=bidirectional)
+
+
+@partial(jax.jit, static_argnames="bidirectional")  # uncompiled, the default device would decide
+def _by_platform(x, state, cells, lengths, *, bidirectional: bool):
+    """By cuDNN where the program runs on an NVIDIA GPU, whichever machine it is traced on."""
+    return jax.lax.platform_dependent(
+        x,
+        state,
+        cells,
+        lengths,
+        cuda=partial(ops.cudnn_lstm, bidirectional=bidirectional),
+        default=partial(run_layers, ops.lstm, 2 if bidirectional else 1),
+    )

@@ -1,11 +1,12 @@
 """Stacks of gated recurrences, in layers and directions: what RNN, LSTM and GRU share."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.dropout import Dropout
 from jax_models.ops import carry_dtype
@@ -51,6 +52,39 @@ class Cell(nnx.Module):
         names = ("kernel_ih", "kernel_hh", "bias_ih", "bias_hh", "kernel_hr", "bias_hr")
         weights = {name: getattr(self, name) for name in names}
         return {name: w.get_value() for name, w in weights.items() if w is not None}
+
+
+def run_layers(
+    recurrence: Callable[..., tuple[Float[Array, "batch time out"], State]],
+    num_directions: int,
+    x: Float[Array, "batch time in"],
+    state: State,
+    cells: list[dict[str, Array]],
+    lengths: Int[Array, " batch"] | None,
+    reset: Bool[Array, "batch time"] | None = None,
+) -> tuple[Float[Array, "batch time out"], State]:
+    """Layers, one after the other; of each the directions, side by side.
+
+    `cells` are the weights and the state's arrays have a first axis of as many, both in torch's
+    order.
+    """
+    last_states = []
+    for first in range(0, len(cells), num_directions):
+        outputs = []
+        for direction in range(num_directions):
+            index = first + direction
+            y, last_state = recurrence(
+                x,
+                jax.tree.map(lambda s: s[index], state),  # noqa: B023
+                **cells[index],
+                lengths=lengths,
+                reset=reset,
+                reverse=direction == 1,
+            )
+            outputs.append(y.astype(x.dtype))
+            last_states.append(last_state)
+        x = jnp.concatenate(outputs, axis=-1)
+    return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
 
 
 class RecurrentStack(SequenceLayer):
@@ -123,30 +157,38 @@ class RecurrentStack(SequenceLayer):
         )
 
     def sequence(self, x, state, lengths, reset):
-        """All layers, one after the other; of each the directions, side by side."""
+        """All layers, in as few calls of `layers` as the dropout between them leaves."""
         dtype = self.computation_dtype(x)
         state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
         x = x.astype(dtype)
+        cells = [{k: w.astype(dtype) for k, w in cell.arrays().items()} for cell in self.cells]
+        drops = self.dropout.rate > 0 and not self.dropout.deterministic
+        count = self.num_directions if drops else len(cells)
         last_states = []
-        for layer in range(self.num_layers):
-            if layer:
+        for start in range(0, len(cells), count):
+            if start:
                 x = self.dropout(x)
-            outputs = []
-            for direction in range(self.num_directions):
-                index = layer * self.num_directions + direction
-                weights = {k: w.astype(dtype) for k, w in self.cells[index].arrays().items()}
-                y, last_state = self.recurrence(
-                    x,
-                    jax.tree.map(lambda s: s[index], state),  # noqa: B023
-                    **weights,
-                    lengths=lengths,
-                    reset=reset,
-                    reverse=direction == 1,
-                )
-                outputs.append(y.astype(dtype))
-                last_states.append(last_state)
-            x = jnp.concatenate(outputs, axis=-1)
-        return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
+            some = slice(start, start + count)
+            x, last_state = self.layers(
+                x,
+                jax.tree.map(lambda s: s[some], state),  # noqa: B023
+                cells[some],
+                lengths,
+                reset,
+            )
+            last_states.append(last_state)
+        return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
+
+    def layers(
+        self,
+        x: Float[Array, "batch time in"],
+        state: State,
+        cells: list[dict[str, Array]],
+        lengths: Int[Array, " batch"] | None,
+        reset: Bool[Array, "batch time"] | None,
+    ) -> tuple[Float[Array, "batch time out"], State]:
+        """Layers with nothing between them, from their weights, on x in the computation's dtype."""
+        return run_layers(self.recurrence, self.num_directions, x, state, cells, lengths, reset)
 
     def torch_layouts(self) -> Layouts:
         """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: the seed's classes, a Linear a gate."""

@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from parity_tests.cases import CASES, DTYPES
+from parity_tests.cases import CASES, DTYPES, PLATFORMS
 from parity_tests.html import page
 from parity_tests.measure import measure
 from parity_tests.mutations import MUTATIONS, is_caught
@@ -33,7 +33,6 @@ from parity_tests.terminal import print_record
 from train.command_line import CommandLineError, one_line_errors, parse
 
 PROG = "python -m parity_tests"
-PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,19 +85,25 @@ def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
     if not names:
         raise CommandLineError(f"--case: no case has {' or '.join(arguments.case)} in its name")
     platforms = available_platforms()
-    if arguments.platform is None:
-        return names, platforms
-    if arguments.platform not in platforms:
+    if arguments.platform is not None:
+        if arguments.platform not in platforms:
+            raise CommandLineError(
+                f"--platform: this machine has no {arguments.platform}, only {', '.join(platforms)}"
+            )
+        platforms = [arguments.platform]
+    places = {platform for name in names for platform in CASES[name].platforms}
+    if places.isdisjoint(platforms):
         raise CommandLineError(
-            f"--platform: this machine has no {arguments.platform}, only {', '.join(platforms)}"
+            f"--case: these run on {' and '.join(sorted(places))} only, not on "
+            f"{' or '.join(platforms)}: {'; '.join(names)}"
         )
-    return names, [arguments.platform]
+    return names, platforms
 
 
 def measured(arguments: Arguments) -> Record:
     """Measure all that the arguments ask for."""
     names, platforms = choose(arguments)
-    pairs = [(name, platform) for name in names for platform in platforms]
+    pairs = [(name, p) for name in names for p in platforms if p in CASES[name].platforms]
     measurements, faults = [], []
     for name, platform in progress(pairs, "measuring"):
         # TPUs have no float64 of their own and are measured without
@@ -110,12 +115,14 @@ def measured(arguments: Arguments) -> Record:
             for dtype, groups in report.errors.items()
             for group, error in groups.items()
         ]
+    ran = dict.fromkeys(name for name, _ in pairs)
     record = Record(
         versions(),
         runs(arguments, platforms),
         tuple(measurements),
         tuple(faults),
-        cases={name: CASES[name].architecture for name in names},
+        cases={name: CASES[name].architecture for name in ran},
+        not_run={name: CASES[name].platforms for name in names if name not in ran},
     )
     sound = [(name, platform) for name, platform in pairs if name not in record.faulty]
     if arguments.precision:
@@ -135,7 +142,8 @@ def planted(names: Sequence[str]) -> Iterator[MutationResult]:
 
 def precision(pairs: Sequence[tuple[str, str]]) -> Iterator[PrecisionError]:
     """What coarser matrix products cost each pair."""
-    for name, platform in progress(pairs, "precision"):
+    emulable = [(name, platform) for name, platform in pairs if "cpu" in CASES[name].platforms]
+    for name, platform in progress(emulable, "precision"):
         yield from precision_errors(name, problem(CASES[name]), platform)
 
 

@@ -49,7 +49,7 @@ def page(record: Record) -> str:
         "measurements": f"{len(record.measurements):,}",
         "faults": _faults([*record.faults, *map(_missed, record.missed)]),
         "planted": _planted(record),
-        "platforms": _terms(record.platforms),
+        "platforms": _terms({**record.platforms, **_not_run(record)}),
         "versions": _terms(record.versions),
         "choices": _choices(record),
         "bounds": f"in float64 {FLOAT64:.0e}; in float32 and bfloat16 {K:.0f} times PyTorch’s own "
@@ -113,6 +113,13 @@ def _choices(record: Record) -> str:
         + "</select></label>"
         for name, values in menus.items()
     )
+
+
+def _not_run(record: Record) -> dict[str, str]:
+    return {
+        case: f"not run: on {' and '.join(platforms)} only"
+        for case, platforms in record.not_run.items()
+    }
 
 
 def _head(columns: Iterable[str]) -> str:

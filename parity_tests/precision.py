@@ -4,7 +4,7 @@ Unless told otherwise (`jax.default_matmul_precision("highest")`), a TPU rounds 
 of a matrix product to bfloat16, and a GPU may round them to TensorFloat-32; the sums are in
 float32. A CPU does neither, so that there the operands are rounded by `lax.reduce_precision`,
 forward and backward. The sums' order, and a device's own FFT and elementary functions, are not
-imitated.
+imitated. Emulation runs on the CPU: cuDNN's products cannot be rounded from outside.
 """
 
 import copy
@@ -37,7 +37,7 @@ def precision_errors(name: str, problem: Problem, platform: str) -> Iterator[Pre
     problem = in_full_float32(problem)
     oracle, _ = run_oracle(problem)
 
-    def errors(**options) -> dict[str, float]:
+    def errors(platform: str = platform, **options) -> dict[str, float]:
         results = JaxSide(problem, platform, **options).run(problem, "float32", oracle)
         return {
             group: largest_error(group, only_floating(results[group]), floating)
@@ -49,7 +49,7 @@ def precision_errors(name: str, problem: Problem, platform: str) -> Iterator[Pre
     for precision, bits in BITS.items():
         emulated = DEFAULT.get(platform) != precision
         coarse = (
-            errors(transform=partial(with_rounded_products, *bits))
+            errors("cpu", transform=partial(with_rounded_products, *bits))
             if emulated
             else errors(precision=precision)
         )

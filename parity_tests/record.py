@@ -130,6 +130,8 @@ class Record:
     over_time: tuple[ErrorOverTime, ...] = ()
     """Of the cases without a fault."""
     mutations: tuple[MutationResult, ...] = ()
+    not_run: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """The cases that run on none of these platforms, and those that they run on."""
 
     @property
     def passed(self) -> bool:
@@ -171,6 +173,7 @@ class Record:
             "cases": dict(self.cases),
             "over_time": [e.to_dict() for e in self.over_time],
             "mutations": [vars(m) for m in self.mutations],
+            "not_run": {case: list(platforms) for case, platforms in self.not_run.items()},
         }
 
     def to_json(self) -> str:
@@ -198,6 +201,7 @@ class Record:
                 fields["cases"],
                 tuple(ErrorOverTime.from_dict(e) for e in fields["over_time"]),
                 tuple(MutationResult(**m) for m in fields["mutations"]),
+                {case: tuple(names) for case, names in fields.get("not_run", {}).items()},
             )
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a record of --json ({type(error).__name__}: {error})") from error
@@ -220,9 +224,9 @@ def moved(old: Record, new: Record) -> list[str]:
         for m in new.missed
         if dataclasses.replace(m, caught=True) in caught
     ]
+    both = old.cases.keys() & {*new.cases, *new.not_run}
     before, after = (
-        {m.key: m.error for m in record.measurements if m.case in old.cases.keys() & new.cases}
-        for record in (old, new)
+        {m.key: m.error for m in record.measurements if m.case in both} for record in (old, new)
     )
     lines += [f"{key}: not measured any more" for key in before if key not in after]
     lines += [f"{key}: new, {e.verdict}" for key, e in after.items() if key not in before]

@@ -26,6 +26,8 @@ def print_record(record: Record, console: Console) -> None:
         console.print(f"planted faults: {total - len(record.missed)} of {total} caught")
     for platform, state in record.platforms.items():
         console.print(f"{platform}: {state}")
+    for case, platforms in record.not_run.items():
+        console.print(f"not run: {case}, which runs on {' and '.join(platforms)} only")
 
 
 def table(measurements: Iterable[Measurement], width: int) -> Table:

@@ -1,11 +1,14 @@
 """What a report keeps, and what has moved between two."""
 
 import dataclasses
+import io
 import json
 import math
 
 import pytest
+from rich.console import Console
 
+from parity_tests.html import page
 from parity_tests.record import (
     ErrorOverTime,
     Measurement,
@@ -14,6 +17,7 @@ from parity_tests.record import (
     Record,
     moved,
 )
+from parity_tests.terminal import print_record
 from parity_tests.tolerance import Error
 
 
@@ -41,6 +45,8 @@ def test_a_record_comes_back():
     errors = ErrorOverTime("LSTM", "cpu", "float32", (1e-7, 2e-7), (math.nan, 0.0))
     before = dataclasses.replace(before, cases={"LSTM": "lstm"}, over_time=(errors,))
     assert Record.from_json(before.to_json()) == before
+    before = dataclasses.replace(before, not_run={"LSTM by cuDNN": ("gpu",)})
+    assert Record.from_json(before.to_json()) == before
 
 
 def test_what_fails():
@@ -50,6 +56,15 @@ def test_what_fails():
     assert dataclasses.replace(good, faults=("LSTM, 2, cpu: y: empty",)).failing == {"LSTM, 2"}
     bad = dataclasses.replace(good, measurements=(measurement(1e-6),), faults=("GRU, gpu: no",))
     assert (bad.failing, bad.faulty) == ({"LSTM", "GRU"}, {"GRU"})
+
+
+def test_what_did_not_run_is_named():
+    ran = dataclasses.replace(record(measurement(1e-7)), cases={"LSTM": "lstm", "GRU": "gru"})
+    elsewhere = Record({"jax": "0.10.2"}, ran.platforms, (), not_run={"LSTM": ("gpu",)})
+    print_record(elsewhere, Console(file=(printed := io.StringIO()), width=160))
+    assert "not run: LSTM, which runs on gpu only\n" in printed.getvalue()
+    assert "<dt>LSTM</dt><dd>not run: on gpu only</dd>" in page(elsewhere)
+    assert moved(ran, elsewhere) == ["LSTM, cpu, float32, outputs: not measured any more"]
 
 
 def test_json_has_no_nan():

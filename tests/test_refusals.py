@@ -177,6 +177,11 @@ REFUSED = {
         "Is a directory",
     ),
     "unknown case": ("parity", lambda d, f: ["--case", "nix"], "--case: no case has nix"),
+    "case of another platform": (
+        "parity",
+        lambda d, f: ["--case", "1 layer by cuDNN", "--platform", "cpu"],
+        "--case: these run on gpu only, not on cpu: torch.nn.LSTM, 1 layer by cuDNN",
+    ),
     "missing platform": ("parity", lambda d, f: ["--platform", "tpu"], "this machine has no tpu"),
     "no record": (
         "parity",

@@ -1,7 +1,15 @@
 """The registry: one row a twin pair. Every check and the report run over every row."""
 
 from parity_tests.cases.attention import attention_cases
-from parity_tests.cases.case import BATCH, DTYPES, TIME, Case, in_every_dtype, rg_lru_decays
+from parity_tests.cases.case import (
+    BATCH,
+    DTYPES,
+    PLATFORMS,
+    TIME,
+    Case,
+    in_every_dtype,
+    rg_lru_decays,
+)
 from parity_tests.cases.hawk import hawk_cases
 from parity_tests.cases.hyena import hyena_cases
 from parity_tests.cases.hyper_lstm import hyper_lstm_cases
@@ -23,4 +31,13 @@ CASES = {
     ]
 }
 
-__all__ = ["BATCH", "CASES", "DTYPES", "TIME", "Case", "in_every_dtype", "rg_lru_decays"]
+__all__ = [
+    "BATCH",
+    "CASES",
+    "DTYPES",
+    "PLATFORMS",
+    "TIME",
+    "Case",
+    "in_every_dtype",
+    "rg_lru_decays",
+]

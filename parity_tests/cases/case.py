@@ -18,6 +18,7 @@ from jax_models.hyena import HyenaOperator
 
 BATCH, TIME = 3, 7
 DTYPES = ("float64", "float32", "bfloat16")
+PLATFORMS = ("cpu", "gpu", "tpu")
 
 TorchState = tuple[Tensor, ...]
 """The leaves of the JAX layer's state, in its order, as tensors."""
@@ -57,6 +58,8 @@ class Case:
     """Draws the `a` of every RG-LRU in the twin."""
     dtypes: tuple[str, ...] = DTYPES
     """Those that the comparison with the twin runs in."""
+    platforms: tuple[str, ...] = PLATFORMS
+    """Those that the JAX layer runs on."""
     reach: int | None = None
     """Steps that an output sees, its own among them. None: all before it."""
     prefix: int = 0

@@ -121,7 +121,7 @@ def torch_nn_cases() -> list[Case]:
     families = {
         "RNN tanh": (nn.RNN, RNN, {"nonlinearity": "tanh"}, {"nonlinearity": "tanh"}),
         "RNN relu": (nn.RNN, RNN, {"nonlinearity": "relu"}, {"nonlinearity": "relu"}),
-        "LSTM": (nn.LSTM, LSTM, {}, {}),
+        "LSTM": (nn.LSTM, LSTM, {}, {"implementation": "xla"}),
         "LSTM proj": (nn.LSTM, LSTM, {"proj_size": 4}, {"proj_features": 4}),
         "GRU": (nn.GRU, GRU, {}, {}),
     }
@@ -130,15 +130,24 @@ def torch_nn_cases() -> list[Case]:
         "2 layers": {"num_layers": 2, "bidirectional": False},
         "2 layers, both ways": {"num_layers": 2, "bidirectional": True},
     }
-    return [
-        Case(
+    torch_nn = partial(Case, layout="torch.nn", call=call_torch_nn, packs=True)
+    by_xla = [
+        torch_nn(
             f"torch.nn.{family}, {name}",
             partial(twin, 5, 6, batch_first=True, **stack, **twin_options),
             partial(layer, 5, 6, **stack, **options),
-            layout="torch.nn",
-            call=call_torch_nn,
-            packs=True,
         )
         for family, (twin, layer, twin_options, options) in families.items()
         for name, stack in stacks.items()
     ]
+    by_cudnn = [
+        torch_nn(
+            f"torch.nn.LSTM, {name} by cuDNN",
+            partial(nn.LSTM, 5, 6, batch_first=True, **stack),
+            partial(LSTM, 5, 6, **stack, implementation="cudnn"),
+            dtypes=("float32",),
+            platforms=("gpu",),
+        )
+        for name, stack in stacks.items()
+    ]
+    return by_xla + by_cudnn

@@ -60,7 +60,7 @@ def programs(arguments: Arguments) -> Iterator[Program]:
     for chip in arguments.chip or CHIPS:
         one, *several = (libtpu.topology(f"{chip}:{shape}") for shape in SHAPES)
         for name, case in CASES.items():
-            if asked_for(name):
+            if asked_for(name) and "tpu" in case.platforms:
                 yield from layer_programs(case, one)
         if asked_for(f"train step of {arguments.preset}"):
             for topology in (one, *several):

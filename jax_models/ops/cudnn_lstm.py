@@ -1,0 +1,189 @@
+"""The LSTM through cuDNN, on an NVIDIA GPU."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.experimental import rnn
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models.ops.lstm import LSTMState
+
+MAX_STEPS = 65_535
+"""cuDNN's longest sequence (github.com/pytorch/pytorch/issues/133751)."""
+COARSE = (
+    *(None, "default", "fastest", "high", "bfloat16", "bfloat16_3x", "tensorfloat32"),
+    *("BF16_BF16_F32", "TF32_TF32_F32"),
+)
+"""The settings of `jax_default_matmul_precision` with which JAX's own products on a GPU take
+operands of TensorFloat-32 or less."""
+
+
+class Options(NamedTuple):
+    """The static arguments of `jax.experimental.rnn`, in its order."""
+
+    input_size: int
+    hidden_size: int
+    num_layers: int
+    dropout: float
+    bidirectional: bool
+    precision: jax.lax.Precision
+
+
+def cudnn_lstm(
+    x: Float[Array, "batch time in"],
+    state: LSTMState,
+    cells: list[dict[str, Array]],
+    lengths: Int[Array, " batch"] | None = None,
+    *,
+    bidirectional: bool,
+) -> tuple[Float[Array, "batch time out"], LSTMState]:
+    """Layers of `lstm` in one call of cuDNN, forward and backward.
+
+    Products are in TensorFloat-32 where `jax.default_matmul_precision` allows it, as it does by
+    default, and in full float32 where it asks for more ("highest"). Under `vmap` the calls come
+    one after the other. There is no forward-mode gradient; a second derivative runs without cuDNN.
+
+    Args:
+        x: the inputs, float32; those beyond `lengths` are zero.
+        state: the states before the first step, their first axis the directions of all layers:
+            layer 0 forward, layer 0 backward, layer 1 forward, …
+        cells: the weights of `lstm` for each, in the same order; missing biases are zero.
+        lengths: row b takes only the steps t < lengths[b], and the backward direction starts there.
+        bidirectional: each layer runs both ways, and the next reads both.
+
+    Returns:
+        The outputs of the last layer, zero beyond `lengths`, and the last states.
+
+    Source: `jax.experimental.rnn`.
+
+    """
+    batch, time, in_features = x.shape
+    num_layers = len(cells) // (2 if bidirectional else 1)
+    coarse = jax.default_matmul_precision.value in COARSE
+    precision = jax.lax.Precision.HIGH if coarse else jax.lax.Precision.HIGHEST
+    options = Options(in_features, state.h.shape[2], num_layers, 0.0, bidirectional, precision)
+    # cuDNN has no rows of no steps (github.com/jax-ml/jax/issues/17966): they take one, unseen
+    ends = jnp.full(batch, time, jnp.int32) if lengths is None else jnp.maximum(lengths, 1)
+    results: Any = _forward(options, x, *state, packed(cells), ends)
+    y, *last, _ = results
+    if lengths is None:
+        return y, LSTMState(*last)
+    active = jnp.arange(time, dtype=lengths.dtype)[None, :] < lengths[:, None]
+    last = [
+        jnp.where((lengths > 0)[None, :, None], new, old)
+        for new, old in zip(last, state, strict=True)
+    ]
+    return jnp.where(active[..., None], y, 0), LSTMState(*last)
+
+
+def cudnn_refusal(
+    x: Float[Array, "batch time in"],
+    cells: list[dict[str, Array]],
+    reset: Bool[Array, "batch time"] | None,
+) -> str | None:
+    """Why cuDNN cannot serve these arguments, or None where it can."""
+    batch, time, _ = x.shape
+    reasons = {
+        f"it computes in float32, not in {x.dtype}": x.dtype != jnp.float32,
+        "it has no projection (proj_features)": "kernel_hr" in cells[0],
+        "it cannot restart a row in its midst (reset)": reset is not None,
+        "it takes no empty batches or sequences": batch * time == 0,
+        f"it takes up to {MAX_STEPS:,} steps, not {time:,}": time > MAX_STEPS,
+        "it says nothing of varying axes (build the jax.shard_map with check_vma=False)": any(
+            jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves((x, cells))
+        ),
+        "it needs an NVIDIA GPU, and JAX finds none": not num_gpus(),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def cudnn_pays(x: Float[Array, "batch time in"]) -> bool:
+    """Is cuDNN the likely choice, where it can serve?
+
+    Not for a single step, which would wait for the weights to be packed. Nor where the compiler may
+    divide the program over several GPUs: it would gather a batch whole on each of them for cuDNN.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    by_hand = not mesh.empty and mesh.are_all_axes_manual
+    return x.shape[1] > 1 and (num_gpus() == 1 or by_hand)
+
+
+def num_gpus() -> int:
+    """The NVIDIA GPUs that JAX has cuDNN for."""
+    try:
+        gpus = jax.devices("cuda")
+    except RuntimeError:
+        return 0
+    return len(gpus)
+
+
+def packed(cells: list[dict[str, Array]]) -> Float[Array, " parameters"]:
+    """The weights as cuDNN has them: all matrices, (out, in), then all biases."""
+    no_bias = jnp.zeros_like(cells[0]["kernel_hh"][0])
+    kernels = [cell[name].T.ravel() for cell in cells for name in ("kernel_ih", "kernel_hh")]
+    biases = [cell.get(name, no_bias) for cell in cells for name in ("bias_ih", "bias_hh")]
+    return jnp.concatenate(kernels + biases)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forward(options: Options, x, h, c, weights, ends):
+    """y, the last h and c, and what cuDNN keeps for the backward pass."""
+
+    @sequential_vmap
+    def forward(x, h, c, weights, ends):
+        outputs, residuals = rnn.lstm_fwd(x, h, c, weights, ends, *options)
+        return *outputs, residuals[-1]
+
+    return forward(x, h, c, weights, ends)
+
+
+def _forward_and_keep(options: Options, *args):
+    results: Any = _forward(options, *args)
+    y, _, _, reserve = results
+    return results, (*args, y, reserve)
+
+
+def _from_kept(options: Options, kept, gradients):
+    primal_gradients: Any = _backward(options, kept, gradients[:3])
+    return *primal_gradients, None
+
+
+_forward.defvjp(_forward_and_keep, _from_kept)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _backward(options: Options, kept, gradients):
+    """The gradients with respect to x, h, c and the weights."""
+
+    @sequential_vmap
+    def backward(kept, gradients):
+        return rnn.lstm_bwd(*options, kept, gradients)[:4]
+
+    return backward(kept, gradients)
+
+
+def _backward_and_keep(options: Options, kept, gradients):
+    return _backward(options, kept, gradients), (kept, gradients)
+
+
+def _second_derivative(options: Options, kept, second_gradients):
+    (*primals, ends, _, _), gradients = kept
+    input_size, hidden_size, num_layers, dropout, bidirectional, _ = options
+
+    def reference(x, h, c, weights):
+        sizes = (input_size, hidden_size, num_layers)
+        unpacked = rnn.unpack_lstm_weights(weights, *sizes, bidirectional)
+        return rnn.lstm_ref(x, h, c, *unpacked, ends, *sizes, dropout, bidirectional)
+
+    def backward(primals, gradients):
+        return jax.vjp(reference, *primals)[1](gradients)
+
+    _, pull_back = jax.vjp(backward, tuple(primals), gradients)
+    primal_gradients, gradient_gradients = pull_back(second_gradients)
+    return (*primal_gradients, None, None, None), gradient_gradients
+
+
+_backward.defvjp(_backward_and_keep, _second_derivative)
