@@ -15,8 +15,8 @@ from jax_models.ops.masks import step_masks
 
 State = TypeVar("State", bound=tuple)
 RecurrenceMethod = Literal["auto", "hoisted", "joined"]
-SHORT = 16
-"""Steps below which the copies that `joined` makes of the kernels are not paid back."""
+FEW_STEPS = 4
+"""They do not pay back the copies that "joined" makes of the kernels."""
 
 
 class Product(NamedTuple):
@@ -104,7 +104,7 @@ def recurrence(
     if method == "auto":
         kernels = [product.kernel for product in products.values()]
         widening = any(kernel.shape[-1] > kernel.shape[-2] for kernel in kernels)
-        joined = jax.default_backend() == "cpu" and widening and batch > 1 and time >= SHORT
+        joined = jax.default_backend() == "cpu" and widening and batch > 1 and time > FEW_STEPS
         method = "joined" if joined else "hoisted"
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
