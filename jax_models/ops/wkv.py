@@ -99,10 +99,12 @@ def wkv(
         if array.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
     dtype = floating_carry_dtype(k=k, v=v)
-    w, u, k, v, num, den, max = (x.astype(dtype) for x in (w, u, k, v, *state))
+    w, u, num, den, max = (x.astype(dtype) for x in (w, u, *state))
+    if k.dtype != v.dtype:
+        k, v = k.astype(dtype), v.astype(dtype)
     state = WKVState(num, den, max)
     if k.shape[1] == 0:
-        return v, state
+        return v.astype(dtype), state
     active, reset = step_masks(k.shape[1], lengths, reset)
     return _wkv(method, w, u, k, v, state, active, reset)
 
@@ -122,6 +124,8 @@ def _forward(method: WKVMethod, w, u, k, v, state, active, reset):
 def _backward(method: WKVMethod, residuals, gradients):
     w, u, k, v, y, before, last, active = residuals
     y_gradient, last_gradient = gradients
+    inputs_dtype = k.dtype
+    k, v = k.astype(w.dtype), v.astype(w.dtype)
     through = partial(linear_recurrence, reverse=True, method=method)
 
     def where_active(x, otherwise=0):
@@ -160,8 +164,8 @@ def _backward(method: WKVMethod, residuals, gradients):
     return (
         -_sum_steps(kept),
         _sum_steps(u_gradient),
-        k_gradient,
-        v_gradient,
+        k_gradient.astype(inputs_dtype),
+        v_gradient.astype(inputs_dtype),
         state_gradient,
         None,
         None,
@@ -247,7 +251,7 @@ def _decaying_sums(
 
 def _sequential(output: Output, w, u, k, v, start: WKVState, active, reset):
     """One step after the other."""
-    steps = _step(k, v)
+    steps = _step(k.astype(w.dtype), v.astype(w.dtype))
 
     def step(t, carry):
         before, outputs = carry
@@ -274,6 +278,7 @@ def _sequential(output: Output, w, u, k, v, start: WKVState, active, reset):
 
 def _associative(output: Output, w, u, k, v, start: WKVState, active, reset):
     """All steps as one tree of additions."""
+    k, v = k.astype(w.dtype), v.astype(w.dtype)
     forgets = None if reset is None else reset[..., None]
     before, last = _tree(*_masked(w, k, v, active, reset), start, forgets)
     return output(u, before, _step(k, v)), last
@@ -310,9 +315,10 @@ def _tree(decay, k, v, start: WKVState, forgets) -> tuple[WKVState, WKVState]:
 
 def _in_kernel(scan, output: Output, w, u, k, v, start: WKVState, active, reset):
     """One step after the other; w and u are part of the state, which leaves them as they are."""
-    masked = active is not None or reset is not None
-    decay, keys, values = _masked(w, k, v, active, reset)
-    xs = [keys, values, _like(decay, k)] if masked else [k, v]
+    xs = [k, v]
+    if active is not None or reset is not None:
+        decay, k, v = _masked(w, k.astype(w.dtype), v.astype(w.dtype), active, reset)
+        xs = [k, v, _like(decay, k)]
     rows = [*start, _like(w, start.max), _like(u, start.max)]
     shape = jax.eval_shape(output, rows[-1], start, start)
     ys, last = scan(_kernel_step(output), rows, xs, outputs=len(jax.tree.leaves(shape)))
