@@ -12,8 +12,8 @@ from parity_tests.tolerance import FLOAT64, K, assert_same, rms, ulp
 
 pytestmark = pytest.mark.optimized
 
-METHODS = ("sequential", "associative", "chunked")
-WKV_METHODS = ("sequential", "associative")
+METHODS = ("sequential", "associative", "chunked", "pallas_interpreted")
+WKV_METHODS = ("sequential", "associative", "pallas_interpreted")
 
 
 def recurrence_inputs(batch: int, time: int, features: int):
@@ -97,15 +97,17 @@ def test_linear_recurrence_of_bfloat16_accumulates_in_float32(method):
     assert gradient.dtype == jnp.bfloat16
 
 
-def test_auto_is_sequential_on_a_cpu_and_associative_elsewhere():
+def test_auto_is_sequential_on_a_cpu_a_kernel_on_a_tpu_and_associative_elsewhere():
     a, v = jnp.full((1, 9, 4), 0.5), jnp.ones(4)
     for call in (lambda a: linear_recurrence(a, a)[0], lambda a: wkv(a, a, w=v, u=v)[0]):
         lowered = {
             platform: jax.jit(call).trace(a).lower(lowering_platforms=(platform,)).as_text()
-            for platform in ("cpu", "tpu")
+            for platform in ("cpu", "tpu", "cuda", "rocm")
         }
-        assert lowered["cpu"].count("stablehlo.while") == 1
-        assert lowered["tpu"].count("stablehlo.while") == 0
+        loops = {platform: text.count("stablehlo.while") for platform, text in lowered.items()}
+        kernels = {platform: text.count("@tpu_custom_call") for platform, text in lowered.items()}
+        assert loops == {"cpu": 1, "tpu": 0, "cuda": 0, "rocm": 0}
+        assert kernels == {"cpu": 0, "tpu": 1, "cuda": 0, "rocm": 0}
 
 
 def test_what_the_operators_refuse():

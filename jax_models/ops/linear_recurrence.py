@@ -1,7 +1,7 @@
 """The diagonal linear recurrence, in the forms that suit each device."""
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Literal, get_args
 
 import jax
@@ -11,8 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import floating_carry_dtype
 from jax_models.ops.masks import step_masks
+from jax_models.ops.row_scan import KERNELS, row_scan
 
-LinearRecurrenceMethod = Literal["auto", "associative", "sequential", "chunked"]
+LinearRecurrenceMethod = Literal[
+    "auto", "associative", "sequential", "chunked", "pallas", "pallas_interpreted"
+]
 
 
 def linear_recurrence(
@@ -45,13 +48,17 @@ def linear_recurrence(
         reverse: run from the last step to the first.
         method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
             deep; "chunked", √T chunks side by side, √T steps each, then the states between them;
-            "auto", sequential on a CPU and associative elsewhere.
+            "pallas", the sequential steps in one kernel of the device (`ops.row_scan`);
+            "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and slowly; "auto",
+            sequential on a CPU, on a TPU the kernel where it can serve, associative elsewhere.
 
     Returns:
         All h and the last one, in at least float32, in which they are accumulated. The h beyond
         `lengths` carry no meaning.
 
     Raises:
+        NotImplementedError: "pallas" has no kernel for this device, dtype or division over devices;
+            when the program is lowered.
         TypeError: a or b is not floating.
         ValueError: the shapes differ, or there is no such method.
 
@@ -71,6 +78,8 @@ def linear_recurrence(
     if h0.shape != state_shape:
         raise ValueError(f"h0: expected shape {state_shape}, got {h0.shape}")
     h0 = h0.astype(dtype)
+    if a.dtype != b.dtype:
+        a, b = a.astype(dtype), b.astype(dtype)
     if a.shape[1] == 0:
         return b.astype(dtype), h0
     active, reset = step_masks(a.shape[1], lengths, reset, reverse=reverse)
@@ -78,7 +87,7 @@ def linear_recurrence(
         a = jnp.where(reset[..., None], 0, a)
     if active is not None:
         a, b = jnp.where(active[..., None], a, 1), jnp.where(active[..., None], b, 0)
-    h = jnp.asarray(_differentiable(method, reverse, a.astype(dtype), b.astype(dtype), h0))
+    h = jnp.asarray(_differentiable(method, reverse, a, b, h0))
     return h, h[:, 0 if reverse else -1]
 
 
@@ -100,7 +109,8 @@ def _backward(method: LinearRecurrenceMethod, reverse: bool, residuals, h_gradie
     else:
         before = jnp.concatenate([h0[:, None], h[:, :-1]], axis=1)
     first = -1 if reverse else 0
-    return g * before, g, _advance(a[:, first], g[:, first], 0)
+    h0_gradient = _advance(a[:, first].astype(g.dtype), g[:, first], 0)
+    return (g * before).astype(a.dtype), g.astype(a.dtype), h0_gradient
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -111,16 +121,21 @@ def _solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bo
 
     The first step's factor then does not exist: any will do, because h0 is zero.
     """
-    if method == "sequential":
-        return _sequential(a, b, h0, reverse=reverse, ahead=ahead)
     if method == "auto":
+        with_kernel = partial(row_scan, fallback=_without_kernel(reverse, ahead))
         return lax.platform_dependent(
             a,
             b,
             h0,
-            cpu=partial(_sequential, reverse=reverse, ahead=ahead),
-            default=lambda *args: _solve("associative", *args, reverse=reverse, ahead=ahead),
+            cpu=partial(_solve, "sequential", reverse=reverse, ahead=ahead),
+            tpu=partial(_in_kernel, with_kernel, reverse=reverse, ahead=ahead),
+            default=partial(_solve, "associative", reverse=reverse, ahead=ahead),
         )
+    if method in KERNELS:
+        return _in_kernel(KERNELS[method], a, b, h0, reverse=reverse, ahead=ahead)
+    a, b = a.astype(h0.dtype), b.astype(h0.dtype)
+    if method == "sequential":
+        return _sequential(a, b, h0, reverse=reverse, ahead=ahead)
     if ahead:
         a = jnp.roll(a, -1 if reverse else 1, axis=1)
     if reverse:
@@ -143,6 +158,38 @@ def _sequential(a, b, h0, *, reverse: bool, ahead: bool):
         return h, lax.dynamic_update_index_in_dim(hs, h, t, axis=1)
 
     return lax.fori_loop(0, time, step, (h0, b))[1]
+
+
+def _in_kernel(scan, a, b, h0, *, reverse: bool, ahead: bool):
+    step = _step_ahead if ahead else _step
+    (h,), _ = scan(step, (h0,), (a, b), outputs=1, reverse=reverse)
+    return h
+
+
+def _step(state, a, b):
+    (h,) = state
+    h = _advance(a, h, b)
+    return (h,), (h,)
+
+
+def _step_ahead(state, a, b):
+    """Carries what the factor makes of h for the step after it."""
+    (carried,) = state
+    h = carried + b
+    return (_advance(a, h, 0),), (h,)
+
+
+@cache
+def _without_kernel(reverse: bool, ahead: bool):
+    """The associative form of a `row_scan`."""
+
+    def solve(start, xs):
+        h = _solve("associative", *xs, *start, reverse=reverse, ahead=ahead)
+        end = 0 if reverse else -1
+        last = h[:, end]
+        return [h], [_advance(xs[0][:, end].astype(h.dtype), last, 0) if ahead else last]
+
+    return solve
 
 
 def _advance(a, h, b):

@@ -1,7 +1,7 @@
 """RWKV-4's weighted average of the past, computed around a running maximum."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -12,8 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.affine import carry_dtype, floating_carry_dtype
 from jax_models.ops.linear_recurrence import linear_recurrence
 from jax_models.ops.masks import step_masks
+from jax_models.ops.row_scan import KERNELS, row_scan
 
-WKVMethod = Literal["auto", "associative", "sequential"]
+WKVMethod = Literal["auto", "associative", "sequential", "pallas", "pallas_interpreted"]
 NEVER = -1e38
 """The exponent of a sum that nothing was added to; exp(NEVER − anything usual) is zero."""
 
@@ -66,12 +67,16 @@ def wkv(
         lengths: row b takes only the steps t < lengths[b].
         reset: the first steps of packed documents, where the state restarts empty.
         method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
-            deep; "auto", sequential on a CPU and associative elsewhere.
+            deep; "pallas", the sequential steps in one kernel of the device (`ops.row_scan`);
+            "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and slowly; "auto",
+            sequential on a CPU, on a TPU the kernel where it can serve, associative elsewhere.
 
     Returns:
         All y (those beyond `lengths` carry no meaning) and the last state, in at least float32.
 
     Raises:
+        NotImplementedError: "pallas" has no kernel for this device, dtype or division over devices;
+            when the program is lowered.
         TypeError: k or v is not floating.
         ValueError: a shape is wrong, or there is no such method.
 
@@ -94,32 +99,33 @@ def wkv(
         if array.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
     dtype = floating_carry_dtype(k=k, v=v)
-    w, u, k, v, num, den, max = (x.astype(dtype) for x in (w, u, k, v, *state))
+    w, u, num, den, max = (x.astype(dtype) for x in (w, u, *state))
+    if k.dtype != v.dtype:
+        k, v = k.astype(dtype), v.astype(dtype)
     state = WKVState(num, den, max)
     if k.shape[1] == 0:
-        return v, state
+        return v.astype(dtype), state
     active, reset = step_masks(k.shape[1], lengths, reset)
     return _wkv(method, w, u, k, v, state, active, reset)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _wkv(method: WKVMethod, w, u, k, v, state, active, reset):
-    steps = WKVState(v, jnp.ones_like(v), k)
-    return _decaying_sums(method, partial(_average, u), steps, w, state, active, reset)
+    return _decaying_sums(method, _average, w, u, k, v, state, active, reset)
 
 
 def _forward(method: WKVMethod, w, u, k, v, state, active, reset):
-    def output(before, now):
-        return _average(u, before, now), before
-
-    steps = WKVState(v, jnp.ones_like(v), k)
-    (y, before), last = _decaying_sums(method, output, steps, w, state, active, reset)
+    (y, before), last = _decaying_sums(
+        method, _average_and_before, w, u, k, v, state, active, reset
+    )
     return (y, last), (w, u, k, v, y, before, last, active)
 
 
 def _backward(method: WKVMethod, residuals, gradients):
     w, u, k, v, y, before, last, active = residuals
     y_gradient, last_gradient = gradients
+    inputs_dtype = k.dtype
+    k, v = k.astype(w.dtype), v.astype(w.dtype)
     through = partial(linear_recurrence, reverse=True, method=method)
 
     def where_active(x, otherwise=0):
@@ -158,8 +164,8 @@ def _backward(method: WKVMethod, residuals, gradients):
     return (
         -_sum_steps(kept),
         _sum_steps(u_gradient),
-        k_gradient,
-        v_gradient,
+        k_gradient.astype(inputs_dtype),
+        v_gradient.astype(inputs_dtype),
         state_gradient,
         None,
         None,
@@ -184,7 +190,11 @@ def _average(u, before: WKVState, now: WKVState):
     return both.num / both.den
 
 
-def _like(x: Float[Array, " features"], like: Float[Array, "*steps features"]):
+def _average_and_before(u, before: WKVState, now: WKVState):
+    return _average(u, before, now), before
+
+
+def _like(x: Float[Array, "..."], like: Float[Array, "*steps features"]):
     return jnp.broadcast_to(x, like.shape)
 
 
@@ -205,31 +215,43 @@ def _empty_where(condition: Bool[Array, "..."], sums: WKVState) -> WKVState:
     return WKVState(*(jnp.where(condition, e, s) for e, s in zip(empty, sums, strict=True)))
 
 
+def _advance(decay, before: WKVState, now: WKVState) -> WKVState:
+    """`exp(−decay) S + step`."""
+    return _add(before._replace(max=before.max - decay), now)
+
+
+def _step(k, v) -> WKVState:
+    """What a step adds to the sums."""
+    return WKVState(v, jnp.ones_like(v), k)
+
+
+Output = Callable[[Array, WKVState, WKVState], Any]
+
+
 def _decaying_sums(
-    method: WKVMethod,
-    output: Callable[[WKVState, WKVState], Any],
-    steps: WKVState,
-    w,
-    start: WKVState,
-    active,
-    reset,
+    method: WKVMethod, output: Output, w, u, k, v, start: WKVState, active, reset
 ) -> tuple[Any, WKVState]:
-    """`output(S, step)` at each step, then `S ← exp(−w) S + step`; all outputs and the last S."""
+    """`output(u, S, step)` at each step, then `S ← exp(−w) S + step`; all outputs, the last S."""
     forms = {
         "sequential": partial(_sequential, output),
         "associative": partial(_associative, output),
+        **{name: partial(_in_kernel, scan, output) for name, scan in KERNELS.items()},
     }
-    arguments = (steps, w, start, active, reset)
+    arguments = (w, u, k, v, start, active, reset)
     if method == "auto":
+        with_kernel = partial(row_scan, fallback=_without_kernel(output))
         return lax.platform_dependent(
-            *arguments, cpu=forms["sequential"], default=forms["associative"]
+            *arguments,
+            cpu=forms["sequential"],
+            tpu=partial(_in_kernel, with_kernel, output),
+            default=forms["associative"],
         )
     return forms[method](*arguments)
 
 
-def _sequential(output, steps: WKVState, w, start: WKVState, active, reset):
+def _sequential(output: Output, w, u, k, v, start: WKVState, active, reset):
     """One step after the other."""
-    time = steps.max.shape[1]
+    steps = _step(k.astype(w.dtype), v.astype(w.dtype))
 
     def step(t, carry):
         before, outputs = carry
@@ -242,36 +264,93 @@ def _sequential(output, steps: WKVState, w, start: WKVState, active, reset):
         outputs = jax.tree.map(
             lambda ys, y: lax.dynamic_update_index_in_dim(ys, y, t, axis=1),
             outputs,
-            output(before, now),
+            output(u, before, now),
         )
-        after = _add(before._replace(max=before.max - _like(w, before.max)), now)
+        after = _advance(_like(w, before.max), before, now)
         if active is not None:
             after = jax.tree.map(lambda a, b: jnp.where(is_active[:, None], a, b), after, before)
         return after, outputs
 
-    outputs = jax.tree.map(jnp.zeros_like, jax.eval_shape(output, steps, steps))
-    last, outputs = lax.fori_loop(0, time, step, (start, outputs))
+    outputs = jax.tree.map(jnp.zeros_like, jax.eval_shape(output, u, steps, steps))
+    last, outputs = lax.fori_loop(0, k.shape[1], step, (start, outputs))
     return outputs, last
 
 
-def _associative(output, steps: WKVState, w, start: WKVState, active, reset):
-    """All steps as one tree of additions, each sum with the decay that it stands for."""
+def _associative(output: Output, w, u, k, v, start: WKVState, active, reset):
+    """All steps as one tree of additions."""
+    k, v = k.astype(w.dtype), v.astype(w.dtype)
+    forgets = None if reset is None else reset[..., None]
+    before, last = _tree(*_masked(w, k, v, active, reset), start, forgets)
+    return output(u, before, _step(k, v)), last
+
+
+def _masked(w, k, v, active, reset):
+    """The decays, keys and values where an inactive step is nothing and a reset forgets all."""
+    decay = _like(w, k[:1])
+    if active is not None:
+        active = active[..., None]
+        decay = jnp.where(active, decay, 0)
+        k, v = jnp.where(active, k, 2 * NEVER), jnp.where(active, v, 0)
+    if reset is not None:
+        decay = jnp.where(reset[..., None], jnp.inf, decay)
+    return decay, k, v
+
+
+def _tree(decay, k, v, start: WKVState, forgets) -> tuple[WKVState, WKVState]:
+    """The sums before each step, and the last: each with the decay that it stands for."""
 
     def combine(x, y):
         (x_decay, x), (y_decay, y) = x, y
         x = _empty_where(y_decay == jnp.inf, x)
-        return x_decay + y_decay, _add(x._replace(max=x.max - y_decay), y)
+        return x_decay + y_decay, _advance(y_decay, x, y)
 
-    decay, terms = _like(w, steps.max[:1]), steps
-    if active is not None:
-        decay = jnp.where(active[..., None], decay, 0)
-        terms = _empty_where(~active[..., None], terms)
-    if reset is not None:
-        decay = jnp.where(reset[..., None], jnp.inf, decay)
-    sums = lax.associative_scan(combine, (decay, terms), axis=1)
+    sums = lax.associative_scan(combine, (decay, _step(k, v)), axis=1)
     first = jax.tree.map(lambda s: s[:, None], start)
     _, after = combine((jnp.zeros_like(first.max), first), sums)
     before = jax.tree.map(lambda f, s: jnp.concatenate([f, s[:, :-1]], axis=1), first, after)
-    if reset is not None:
-        before = _empty_where(reset[..., None], before)
-    return output(before, steps), jax.tree.map(lambda s: s[:, -1], after)
+    if forgets is not None:
+        before = _empty_where(forgets, before)
+    return before, jax.tree.map(lambda s: s[:, -1], after)
+
+
+def _in_kernel(scan, output: Output, w, u, k, v, start: WKVState, active, reset):
+    """One step after the other; w and u are part of the state, which leaves them as they are."""
+    xs = [k, v]
+    if active is not None or reset is not None:
+        decay, k, v = _masked(w, k.astype(w.dtype), v.astype(w.dtype), active, reset)
+        xs = [k, v, _like(decay, k)]
+    rows = [*start, _like(w, start.max), _like(u, start.max)]
+    shape = jax.eval_shape(output, rows[-1], start, start)
+    ys, last = scan(_kernel_step(output), rows, xs, outputs=len(jax.tree.leaves(shape)))
+    if active is not None:  # an inactive step has no y before the first active one
+        ys = [jnp.where(active[..., None], ys[0], 0), *ys[1:]]
+    return jax.tree.unflatten(jax.tree.structure(shape), ys), WKVState(*last[:3])
+
+
+@cache
+def _kernel_step(output: Output):
+    """A step of `row_scan`."""
+
+    def step(state, k, v, *decays):
+        *sums, w, u = state
+        before = WKVState(*sums)
+        [decay] = decays or [w]
+        if decays:
+            before = _empty_where(decay == jnp.inf, before)
+        now = _step(k, v)
+        return (*_advance(decay, before, now), w, u), jax.tree.leaves(output(u, before, now))
+
+    return step
+
+
+@cache
+def _without_kernel(output: Output):
+    """The associative form of a `row_scan`."""
+
+    def sums(start, xs):
+        (*rows, w, u), (k, v, *decays) = start, xs
+        [decay] = decays or [_like(w[:, None], k)]
+        before, last = _tree(decay, k, v, WKVState(*rows), decay == jnp.inf if decays else None)
+        return jax.tree.leaves(output(u[:, None], before, _step(k, v))), [*last, w, u]
+
+    return sums

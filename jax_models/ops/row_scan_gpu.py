@@ -1,0 +1,66 @@
+"""`row_scan` as a kernel for an NVIDIA GPU, by Pallas and Triton."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+LANES = 32
+"""Features of a program: a warp, one thread each."""
+AHEAD = 16
+"""Steps that are loaded while as many are taken."""
+
+
+def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
+    """A program a row of the batch and 32 features, which goes through time.
+
+    The inputs of the next 16 steps are on their way while these are taken, all in registers:
+    batch × features has to be large to keep a GPU's memory busy.
+    """
+    batch, time, features = xs[0].shape
+    dtype = start[0].dtype
+    groups = time // AHEAD
+
+    def kernel(starts, inputs, results, lasts):
+        row, first = pl.program_id(0), pl.program_id(1) * LANES
+        lanes = pl.ds(first, LANES)
+        inside = first + lax.iota(jnp.int32, LANES) < features
+
+        def at(t):
+            return row, jnp.asarray(time - 1 - t if reverse else t, jnp.int32), lanes
+
+        def load(t):
+            mask = inside & (t < time)
+            return [plt.load(x.at[at(t)], mask=mask, other=0).astype(dtype) for x in inputs]
+
+        def ahead(group):
+            return [load(group * AHEAD + j) for j in range(AHEAD)]
+
+        def advance(t, state, now):
+            state, ys = step(state, *now)
+            for ref, y in zip(results, ys, strict=True):
+                plt.store(ref.at[at(t)], y, mask=inside)
+            return tuple(state)
+
+        def take(group, state_and_inputs):
+            state, now = state_and_inputs
+            following = ahead(group + 1)
+            for j in range(AHEAD):
+                state = advance(group * AHEAD + j, state, now[j])
+            return state, following
+
+        state = tuple(plt.load(s.at[row, lanes], mask=inside, other=0) for s in starts)
+        state, now = lax.fori_loop(0, groups, take, (state, ahead(0)))
+        for j in range(time % AHEAD):
+            state = advance(groups * AHEAD + j, state, now[j])
+        for ref, x in zip(lasts, state, strict=True):
+            plt.store(ref.at[row, lanes], x, mask=inside)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(batch, pl.cdiv(features, LANES)),
+        out_shape=jax.eval_shape(lambda x: ([x.astype(dtype)] * outputs, start), xs[0]),
+        compiler_params=plt.CompilerParams(num_warps=1),
+        interpret=interpret,
+    )(start, xs)

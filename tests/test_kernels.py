@@ -1,0 +1,196 @@
+"""The kernels of the linear recurrence and of WKV, on a machine that has neither TPU nor GPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_models.ops import row_scan_gpu, row_scan_tpu
+from jax_models.ops.linear_recurrence import linear_recurrence
+from jax_models.ops.row_scan import row_scan
+from jax_models.ops.wkv import WKVState, wkv
+from parity_tests.cases.case import in_every_dtype
+from parity_tests.tolerance import K, assert_same, rms, ulp
+
+POISONED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+WHOLE = [(1, 1, 5), (3, 2, 130), (1, 127, 130)]
+RAGGED = [(3, 127, 5, 256), (1, 70, 130, 128)]
+"""Of batch, time and features, in blocks of as few steps as there can be, 32: the first of 2 rows
+by all features, the second of 1 by 128."""
+
+
+def numbers(batch: int, time: int, features: int) -> dict[str, np.ndarray]:
+    """Inputs of both operators, exact in bfloat16; some factors are 0."""
+    rng = np.random.default_rng(0)
+    sequences = {name: rng.standard_normal((batch, time, features)) for name in ("b", "k", "v")}
+    a = rng.uniform(0, 1, (batch, time, features))
+    rows = {name: rng.standard_normal((batch, features)) for name in ("h0", "num", "max")}
+    vectors = {"w": rng.uniform(0.01, 2, features), "u": rng.standard_normal(features)}
+    others = {"a": np.where(a < 0.1, 0, a), "den": 1 + np.abs(rows["num"])}
+    return {name: in_every_dtype(x) for name, x in (sequences | rows | vectors | others).items()}
+
+
+def recurrence(x, **options):
+    return linear_recurrence(x["a"], x["b"], x["h0"], **options)
+
+
+def sums(x, **options):
+    state = WKVState(x["num"], x["den"], x["max"])
+    return wkv(x["k"], x["v"], state, w=x["w"], u=x["u"], **options)
+
+
+OPERATORS = {recurrence: ("a", "b", "h0"), sums: ("k", "v", "w", "u", "num", "den", "max")}
+
+
+def results_and_gradients(operator, x, dtype, **options):
+    """All results and, for random gradients of them, those of the inputs, in float64."""
+    x = {name: jnp.asarray(x[name], dtype) for name in OPERATORS[operator]}
+
+    @jax.jit
+    def run(x):
+        results, pullback = jax.vjp(partial(operator, **options), x)
+        rng = np.random.default_rng(1)
+        cotangents = [
+            jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in jax.tree.leaves(results)
+        ]
+        return results, pullback(jax.tree.unflatten(jax.tree.structure(results), cotangents))
+
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf, np.float64)
+        for path, leaf in jax.tree.leaves_with_path(run(x))
+    }
+
+
+def masks(batch: int, time: int):
+    reset = np.random.default_rng(2).uniform(size=(batch, time)) < 0.2
+    return {"lengths": jnp.arange(batch) * time // batch, "reset": jnp.asarray(reset)}
+
+
+def in_blocks(monkeypatch, batch, time, features, width):
+    """Cut into blocks of 32 steps, and features times rows of at most `width`."""
+    monkeypatch.setattr(row_scan_tpu, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(row_scan_tpu, "WIDTH", width)
+
+
+@pytest.mark.parametrize("size", [*WHOLE, *RAGGED])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_tpu_kernel_in_poisoned_memory(operator, size, monkeypatch, capfd):
+    """In float32, forward and backward, from a state, against float64: as exact as step by step."""
+    if size in RAGGED:
+        in_blocks(monkeypatch, *size)
+    reverse = {"reverse": size[0] == 3} if operator is recurrence else {}
+    x = numbers(*size[:3])
+    run = partial(results_and_gradients, operator, x, **reverse)
+    plain = run(jnp.float32, method="sequential")
+    with pltpu.force_tpu_interpret_mode(POISONED):
+        ours = run(jnp.float32, method="pallas_interpreted")
+    with jax.enable_x64(True):
+        exact = run(jnp.float64, method="sequential")
+    for name, expected in exact.items():
+        bound = K * (rms(plain[name] - expected) + ulp(np.float32) * rms(expected))
+        assert rms(ours[name] - expected) <= bound, name
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("operator", "reverse"), [(recurrence, False), (recurrence, True), (sums, False)]
+)
+def test_masks_in_the_tpu_kernel(x64, operator, reverse, monkeypatch):
+    """Lengths, one of them 0, and resets; as float64 says step by step."""
+    batch, time, features, _ = size = (3, 70, 5, 256)
+    in_blocks(monkeypatch, *size)
+    reset = np.random.default_rng(2).uniform(size=(batch, time)) < 0.2
+    options = {"lengths": jnp.arange(batch) * time // batch, "reset": jnp.asarray(reset)}
+    options |= {"reverse": True} if reverse else {}
+    run = partial(
+        results_and_gradients, operator, numbers(batch, time, features), jnp.float64, **options
+    )
+    ours, expected = run(method="pallas_interpreted"), run(method="sequential")
+    active = np.arange(time) < np.asarray(options["lengths"])[:, None]
+    for name in expected:
+        if expected[name].shape == (batch, time, features):
+            ours[name], expected[name] = ours[name][active], expected[name][active]
+        assert_same(ours[name], expected[name], name)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_tpu_kernel_takes_bfloat16(operator):
+    """It computes what it does from the same numbers in float32."""
+    x = numbers(2, 40, 5)
+    half, full = (
+        results_and_gradients(operator, x, dtype, method="pallas_interpreted")
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    for name, expected in full.items():
+        if name.startswith("[0]"):
+            np.testing.assert_array_equal(half[name], expected)
+        else:
+            assert rms(half[name] - expected) <= ulp(jnp.bfloat16) * rms(expected), name
+
+
+def total_and_product(state, x, y):
+    """A recurrence of two states that puts out one thing."""
+    total, product = state
+    total, product = total + x * y, product * x
+    return (total, product), (total - product,)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("time", [1, 37])
+def test_gpu_kernel_interpreted(x64, time, reverse):
+    rng = np.random.default_rng(0)
+    start, xs = [*rng.standard_normal((2, 2, 40))], [*rng.standard_normal((2, 2, time, 40))]
+    options = {"outputs": 1, "reverse": reverse}
+    ((ours,), last), ((expected,), expected_last) = (
+        jax.jit(partial(scan, total_and_product, interpret=True, **options))(start, xs)
+        for scan in (row_scan_gpu.row_scan, row_scan)
+    )
+    state, ys = start, np.empty((2, time, 40))
+    for t in range(time)[:: -1 if reverse else 1]:
+        state, (ys[:, t],) = total_and_product(state, *(x[:, t] for x in xs))
+    for actual in (ours, expected):
+        assert_same(actual, ys, "outputs")
+    for actual in (last, expected_last):
+        assert_same(np.stack(actual), np.stack(state), "last state")
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="Triton is compiled as it is lowered, by jax's plugin"
+)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gpu_kernel_is_lowered(operator):
+    x = {name: jnp.asarray(numbers(2, 40, 130)[name], jnp.float32) for name in OPERATORS[operator]}
+    gradient = jax.grad(lambda x: jnp.sum(operator(x, method="pallas")[0]))
+    lowered = jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("xla.gpu.triton") >= 2
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_what_has_no_kernel(x64, operator):
+    x = {name: jnp.asarray(value) for name, value in numbers(2, 3, 5).items()}
+    on_cpu = r'"pallas" cannot serve here, "associative" can: it has kernels for TPUs and NVIDIA'
+    with pytest.raises(NotImplementedError, match=on_cpu):
+        operator(x, method="pallas")
+    traced = jax.jit(partial(operator, method="pallas")).trace(x)
+    with pytest.raises(NotImplementedError, match="the kernel computes in float32, got float64"):
+        traced.lower(lowering_platforms=("tpu",))
+    auto = jax.jit(operator).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" not in auto
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_auto_without_a_kernel_is_associative(x64, operator, monkeypatch):
+    """The fallback, with masks, and by `vmap`: all of it lowered as for a TPU, run on a CPU."""
+    x = numbers(2, 40, 5)
+    options = {"lengths": jnp.array([40, 11]), "reset": jnp.arange(80).reshape(2, 40) % 17 == 0}
+    expected = results_and_gradients(operator, x, jnp.float64, method="associative", **options)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, **others: tpu(*args))
+    ours = results_and_gradients(operator, x, jnp.float64, **options)
+    for name in expected:
+        both = [run[name] for run in (ours, expected)]
+        if both[0].shape == (2, 40, 5):
+            both = [y[np.arange(40) < np.array([[40], [11]])] for y in both]
+        assert_same(*both, name)
