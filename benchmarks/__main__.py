@@ -29,6 +29,7 @@ def run(names: list[str], folder: Path, *, quick: bool, platform: str | None) ->
     console = Console(width=150)
     with Workers(platform) as workers:
         session = Session(workers, console, quick, measure_limits)
+        assert session.limits is not None
         for name in names:
             console.rule(families.title(name))
             outcome = families.measure(name, session)

@@ -37,7 +37,12 @@ class Session:
 
 
 def compare(
-    session: Session, family: str, contenders: Contenders, problems: Iterable[Problem]
+    session: Session,
+    family: str,
+    contenders: Contenders,
+    problems: Iterable[Problem],
+    *,
+    shown: bool = True,
 ) -> Outcome:
     """All contenders at all problems; each is shown as it comes."""
     from benchmarks.report.table import show
@@ -48,7 +53,8 @@ def compare(
         found = Outcome()
         for part in problem.parts:
             found += compare_part(session, family, contenders, problem, part, oracle)
-        show(session.console, found)
+        if shown:
+            show(session.console, found)
         outcome += found
     return outcome
 
@@ -80,10 +86,10 @@ def compare_part(
         except (ImportError, LeftOut) as error:
             outcome.left_out[f"{name} ({problem.name})"] = str(error)
         except Exception as error:
-            if name.split(",")[0] == OURS:
+            if name == OURS:
                 raise
             outcome.left_out[f"{name} ({problem.name})"] = f"failed: {error!r}"[:200]
-    timings = session.workers.time(list(prepared), rounds=session.rounds)
+    timings = session.workers.time(list(prepared), rounds=min(session.rounds, problem.rounds))
     work = problem.work(part)
     for (framework, name), (compile_s, memory, result) in prepared.items():
         timing = timings[framework, name]

@@ -27,6 +27,8 @@ class Problem(abc.ABC):
     """Arrays, what is asked of them, and what it should cost. Subclasses are frozen dataclasses."""
 
     parts: tuple[str, ...] = (FORWARD, BOTH)
+    rounds: int = 100
+    """Bursts of each contender, at most."""
 
     @property
     @abc.abstractmethod

@@ -169,15 +169,18 @@ def timing(bursts: list[Burst]) -> Timing:
 
 
 def busy_seconds() -> float:
-    """Processor time of the whole machine so far; that of this process where it is not told."""
+    """Processor time of all on our cores so far; of this process where that is not told."""
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
     try:
         with open("/proc/stat") as file:
-            user, nice, system, _, _, irq, softirq, steal, *_ = map(
-                int, file.readline().split()[1:]
-            )
-    except (OSError, ValueError):
+            for name, *fields in map(str.split, file):
+                if name in ours:
+                    user, nice, system, _, _, irq, softirq, steal, *_ = map(int, fields)
+                    ticks += user + nice + system + irq + softirq + steal
+    except OSError:
         return own_seconds()
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def own_seconds() -> float:
