@@ -38,13 +38,13 @@ class Session:
 
 def compare(
     session: Session,
-    family: str,
+    module: str,
     contenders: Contenders,
     problems: Iterable[Problem],
     *,
     shown: bool = True,
 ) -> Outcome:
-    """All contenders at all problems; each is shown as it comes."""
+    """All contenders of a module at all problems; each is shown as it comes."""
     from benchmarks.report.table import show
 
     outcome = Outcome()
@@ -52,7 +52,7 @@ def compare(
         oracle = _oracle(problem, outcome)
         found = Outcome()
         for part in problem.parts:
-            found += compare_part(session, family, contenders, problem, part, oracle)
+            found += compare_part(session, module, contenders, problem, part, oracle)
         if shown:
             show(session.console, found)
         outcome += found
@@ -69,7 +69,7 @@ def _oracle(problem: Problem, outcome: Outcome) -> Arrays:
 
 def compare_part(
     session: Session,
-    family: str,
+    module: str,
     contenders: Contenders,
     problem: Problem,
     part: str,
@@ -81,15 +81,19 @@ def compare_part(
         try:
             session.workers.device(framework)
             prepared[framework, name] = session.workers.prepare(
-                framework, family, name, problem, part
+                framework, module, name, problem, part
             )
         except (ImportError, LeftOut) as error:
             outcome.left_out[f"{name} ({problem.name})"] = str(error)
         except Exception as error:
             if name == OURS:
                 raise
-            outcome.left_out[f"{name} ({problem.name})"] = f"failed: {error!r}"[:200]
-    timings = session.workers.time(list(prepared), rounds=min(session.rounds, problem.rounds))
+            outcome.left_out[f"{name} ({problem.name})"] = (
+                f"failed: {str(error).strip().splitlines()[-1]}"
+            )
+    rounds = min(session.rounds, problem.rounds)
+    most = rounds if session.quick else 2 * rounds
+    timings = session.workers.time(list(prepared), rounds=rounds, most=most)
     work = problem.work(part)
     for (framework, name), (compile_s, memory, result) in prepared.items():
         timing = timings[framework, name]

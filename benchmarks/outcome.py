@@ -96,7 +96,9 @@ class Outcome:
 
 def check_targets(rows: list[Row], targets) -> list[Check]:
     """What one part of a problem promises, as far as the peers are there."""
-    ours = next(row for row in rows if row.name == OURS)
+    ours = next((row for row in rows if row.name == OURS), None)
+    if ours is None:
+        return []
     peers = [row for row in rows if not row.ours and row.comparable]
     found = []
     for against, bound in targets.items():

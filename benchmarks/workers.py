@@ -10,6 +10,7 @@ import importlib
 import multiprocessing
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ ENVIRONMENT = {
     "KERAS_BACKEND": "jax",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch is on the same device
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_NUMPY_DTYPE_PROMOTION": "standard",  # not all peers work under "strict"
+    "JAX_NUMPY_RANK_PROMOTION": "allow",
 }
 QUIET = 0.05
 """Share of the cores that other processes may take."""
@@ -132,17 +135,17 @@ class Workers:
         return self.devices[framework]
 
     def prepare(
-        self, framework: Framework, family: str, name: str, problem: Problem, part: str
+        self, framework: Framework, module: str, name: str, problem: Problem, part: str
     ) -> Prepared:
-        """Have a contender compiled, and its result."""
-        return self.call(framework, _prepare, family, name, problem, part)
+        """Have a contender of a module compiled, and its result."""
+        return self.call(framework, _prepare, module, name, problem, part)
 
     def time(
-        self, contenders: list[tuple[Framework, str]], *, rounds: int
+        self, contenders: list[tuple[Framework, str]], *, rounds: int, most: int
     ) -> dict[tuple[Framework, str], Timing]:
-        """The times of contenders that are prepared; at most twice the rounds, if disturbed."""
+        """The times of contenders that are prepared; up to `most` rounds, if disturbed."""
         bursts: dict[tuple[Framework, str], list[Burst]] = {key: [] for key in contenders}
-        for turn in range(2 * rounds):
+        for turn in range(most):
             fastest = min((median(b) for b in bursts.values() if b), default=np.inf)
             for key, found in bursts.items():
                 quiet = sum(burst.others <= QUIET for burst in found)
@@ -199,14 +202,14 @@ def _work(connection) -> None:
         function, args = task
         try:
             connection.send((function(*args), None))
-        except Exception as error:
-            error.add_note(f"in {function.__name__}{args[:2]}")
+        except (ImportError, LeftOut) as error:
             connection.send((None, error))
+        except Exception:
+            connection.send((None, RuntimeError(traceback.format_exc())))
 
 
-def _prepare(family: str, name: str, problem: Problem, part: str) -> Prepared:
-    module = importlib.import_module(f"benchmarks.families.{family}")
-    framework, make = module.contenders[name]
+def _prepare(module: str, name: str, problem: Problem, part: str) -> Prepared:
+    framework, make = importlib.import_module(module).contenders[name]
     side = importlib.import_module(f"benchmarks.{framework}_side")
     call, count, prepared = side.prepare(make(problem), problem, part)
     _PREPARED[name] = call, count

@@ -33,4 +33,4 @@ def measure(name: str, session: Session) -> Outcome:
     module = family(name)
     if hasattr(module, "measure"):
         return module.measure(session)
-    return compare(session, name, module.contenders, module.problems(session.quick))
+    return compare(session, module.__name__, module.contenders, module.problems(session.quick))

@@ -64,7 +64,7 @@ contenders.torch("torch")(_apply)
 
 def measure_limits(session: Session) -> Limits:
     """Measured now."""
-    return limits(compare(session, "limits", contenders, problems(session.quick)))
+    return limits(compare(session, __name__, contenders, problems(session.quick)))
 
 
 def limits(outcome: Outcome) -> Limits:

@@ -151,7 +151,7 @@ def direct(problem: OnlineConv) -> Step:
 def measure(session: Session) -> Outcome:
     """All contenders; and how our time grows."""
     chosen = problems(session.quick)
-    outcome = compare(session, "online_conv", contenders, chosen)
+    outcome = compare(session, __name__, contenders, chosen)
     if not session.quick:
         short, long = (outcome.row(f"L {n}", PART).ms for n in (1024, 16384))
         what = "L 16384 / L 1024"

@@ -80,7 +80,7 @@ def ours(problem: Scaling):
 
 def measure(session: Session) -> Outcome:
     """The times, and the exponents of all but attention."""
-    outcome = compare(session, "scaling", contenders, problems(session.quick), shown=False)
+    outcome = compare(session, __name__, contenders, problems(session.quick), shown=False)
     session.console.print(table(outcome.rows))
     for name, exponent in exponents(outcome.rows).items():
         if name != "attention":

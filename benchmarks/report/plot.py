@@ -7,8 +7,12 @@ from matplotlib.figure import Figure
 
 from benchmarks.outcome import Row
 from benchmarks.report.store import Record
+from benchmarks.report.table import milliseconds
 
 matplotlib.use("Agg")
+
+LONGEST = 4
+"""Times our time: longer bars end there."""
 
 
 def bars(rows: list[Row], title: str) -> Figure:
@@ -34,14 +38,16 @@ def bars(rows: list[Row], title: str) -> Figure:
 
 def _bars(panel, rows: list[Row]) -> None:
     rows = sorted(rows, key=lambda row: row.ms)
+    longest = LONGEST * min((row.ms for row in rows if row.ours), default=rows[-1].ms)
     colors = ["C3" if row.ours else "C1" if row.framework == "torch" else "C0" for row in rows]
-    found = panel.barh([row.name for row in rows], [row.ms for row in rows], color=colors)
-    panel.bar_label(found, [f" {row.ms:.3g} ms" for row in rows], fontsize=7)
-    if rows and rows[0].limit_ms:
+    widths = [min(row.ms, longest) for row in rows]
+    found = panel.barh([row.name for row in rows], widths, color=colors)
+    panel.bar_label(found, [f" {milliseconds(row.ms)}" for row in rows], fontsize=7)
+    if rows[0].limit_ms:
         panel.axvline(rows[0].limit_ms, color="black", linewidth=0.8, linestyle="--")
     panel.invert_yaxis()
-    panel.set_xscale("log")
-    panel.margins(x=0.15)
+    panel.margins(x=0.2)
+    panel.set_xlabel("ms", fontsize=8)
     panel.tick_params(labelsize=8)
 
 
