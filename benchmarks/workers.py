@@ -217,11 +217,11 @@ def _prepare(module: str, name: str, problem: Problem, part: str) -> Prepared:
 
 
 def _burst(name: str, seconds: float = 0.3) -> Burst:
-    """Calls for a while, at most 50. The first warms the caches, and counts if it is a long one."""
+    """Calls for a while. The first warms the caches, and counts only if it is the only one."""
     call, count = _PREPARED[name]
     times = []
     busy, own, start = busy_seconds(), own_seconds(), time.perf_counter()
-    while not times or (sum(times) < seconds and len(times) < 50):
+    while not times or time.perf_counter() - start < seconds:
         before = time.perf_counter()
         call()
         times.append(time.perf_counter() - before)
