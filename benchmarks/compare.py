@@ -44,7 +44,7 @@ def compare(
     *,
     shown: bool = True,
 ) -> Outcome:
-    """All contenders of a module at all problems; each is shown as it comes."""
+    """All contenders of a module at all problems; each is shown as it comes, or only named."""
     from benchmarks.report.table import show
 
     outcome = Outcome()
@@ -55,6 +55,8 @@ def compare(
             found += compare_part(session, module, contenders, problem, part, oracle)
         if shown:
             show(session.console, found)
+        else:
+            session.console.print(problem.name, style="dim")
         outcome += found
     return outcome
 

@@ -60,15 +60,15 @@ for form in FORMS:
 
 
 def choices(outcome: Outcome, problems: list[Gated]) -> list[dict]:
-    """The times of both forms, and which is fastest: None for a tie."""
+    """The times of the forms that there are, and which is fastest: None for a tie."""
     result = []
     for problem in problems:
-        ms = {
-            part: {form: outcome.row(problem.name, part, form).ms for form in FORMS}
-            for part in (FORWARD, BOTH)
-        }
-        fast, slow = sorted(FORMS, key=ms[BOTH].__getitem__)
-        tie = ms[BOTH][slow] <= (1 + TIE) * ms[BOTH][fast]
+        rows = [row for row in outcome.rows if row.problem == problem.name]
+        ms = {part: {r.name: r.ms for r in rows if r.part == part} for part in (FORWARD, BOTH)}
+        if not ms[BOTH]:
+            continue
+        fast, *slow = sorted(ms[BOTH], key=ms[BOTH].__getitem__)
+        tie = any(ms[BOTH][form] <= (1 + TIE) * ms[BOTH][fast] for form in slow)
         sizes = {"cell": problem.cell, "batch": problem.batch, "hidden": problem.hidden}
         result.append({**sizes, "ms": ms, "fastest": None if tie else fast})
     return result
@@ -80,8 +80,9 @@ def table(chosen: list[dict]) -> Table:
     result = Table("", *columns, "fastest")
     for choice in chosen:
         name = f"{choice['cell']} B{choice['batch']} H{choice['hidden']}"
-        times = (choice["ms"][part][form] for part in (FORWARD, BOTH) for form in FORMS)
-        result.add_row(name, *map(milliseconds, times), choice["fastest"] or "tie")
+        times = (choice["ms"][part].get(form) for part in (FORWARD, BOTH) for form in FORMS)
+        cells = ("–" if ms is None else milliseconds(ms) for ms in times)
+        result.add_row(name, *cells, choice["fastest"] or "tie")
     return result
 
 
