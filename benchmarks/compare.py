@@ -90,9 +90,7 @@ def compare_part(
         except Exception as error:
             if name == OURS:
                 raise
-            outcome.left_out[f"{name} ({problem.name})"] = (
-                f"failed: {str(error).strip().splitlines()[-1]}"
-            )
+            outcome.left_out[f"{name} ({problem.name})"] = f"failed: {str(error).splitlines()[0]}"
     rounds = min(session.rounds, problem.rounds)
     most = rounds if session.quick else 2 * rounds
     timings = session.workers.time(list(prepared), rounds=rounds, most=most)

@@ -204,8 +204,8 @@ def _work(connection) -> None:
             connection.send((function(*args), None))
         except (ImportError, LeftOut) as error:
             connection.send((None, error))
-        except Exception:
-            connection.send((None, RuntimeError(traceback.format_exc())))
+        except Exception as error:
+            connection.send((None, RuntimeError(f"{error!r}\n{traceback.format_exc()}")))
 
 
 def _prepare(module: str, name: str, problem: Problem, part: str) -> Prepared:

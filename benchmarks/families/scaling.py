@@ -30,7 +30,9 @@ ARCHITECTURES = {
     "Hawk": lambda features, time, rngs: jax_models.Hawk(features, rngs=rngs),
     "RWKV": lambda features, time, rngs: jax_models.RWKVTimeMix(features, rngs=rngs),
     "Hyena": lambda features, time, rngs: jax_models.HyenaBlock(features, time, rngs=rngs),
-    "attention": lambda features, time, rngs: jax_models.SelfAttentionBlock(features, 4, rngs=rngs),
+    "attention": lambda features, time, rngs: jax_models.SelfAttentionBlock(
+        features, 4, max_length=time, rngs=rngs
+    ),
 }
 LONGEST = {"attention": 4096, "HyperLSTM": 16384}
 
