@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test parity tpu-compile lint benchmark
+.PHONY: train test parity tpu-compile lint bench bench-quick
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
@@ -17,8 +17,11 @@ parity: $(VENV)/.installed
 tpu-compile: $(VENV)/tpu/.installed
 	$(BIN)/python -m parity_tests.tpu_compile $(ARGS)
 
-benchmark: $(VENV)/.benchmarks
-	$(BIN)/python -m benchmarks.operators $(ARGS)
+bench: $(VENV)/.benchmarks
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-quick: $(VENV)/.benchmarks
+	$(BIN)/python -m benchmarks --quick $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.operators import versions
+from benchmarks.report.store import versions
 from parity_tests.cases import CASES, DTYPES, Case, in_every_dtype, rg_lru_decays
 from parity_tests.measure import measure
 from parity_tests.mutations import MUTATIONS, Mutation

@@ -1,0 +1,118 @@
+"""The contenders of a family, problem by problem."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from functools import cached_property
+
+from rich.console import Console
+
+from benchmarks.outcome import Outcome, Row, check_targets
+from benchmarks.problem import OURS, Arrays, Contenders, LeftOut, Limits, Problem, relative_error
+from benchmarks.workers import Workers
+
+
+@dataclasses.dataclass
+class Session:
+    """A run of the benchmarks."""
+
+    workers: Workers
+    console: Console
+    quick: bool = False
+    measure_limits: Callable[["Session"], Limits] | None = None
+
+    @cached_property
+    def limits(self) -> Limits | None:
+        """Those of the machine, measured when they are first asked for."""
+        return self.measure_limits and self.measure_limits(self)
+
+    @cached_property
+    def platform(self) -> str:
+        """Where JAX runs."""
+        return self.workers.device("jax").split(":")[0]
+
+    @property
+    def rounds(self) -> int:
+        """Bursts of each contender."""
+        return 2 if self.quick else 5
+
+
+def compare(
+    session: Session,
+    module: str,
+    contenders: Contenders,
+    problems: Iterable[Problem],
+    *,
+    shown: bool = True,
+) -> Outcome:
+    """All contenders of a module at all problems; each is shown as it comes, or only named."""
+    from benchmarks.report.table import show
+
+    outcome = Outcome()
+    for problem in problems:
+        oracle = _oracle(problem, outcome)
+        found = Outcome()
+        for part in problem.parts:
+            found += compare_part(session, module, contenders, problem, part, oracle)
+        if shown:
+            show(session.console, found)
+        else:
+            session.console.print(problem.name, style="dim")
+        outcome += found
+    return outcome
+
+
+def _oracle(problem: Problem, outcome: Outcome) -> Arrays:
+    try:
+        return problem.oracle()
+    except ImportError as error:
+        outcome.left_out["the errors"] = str(error)
+        return {}
+
+
+def compare_part(
+    session: Session,
+    module: str,
+    contenders: Contenders,
+    problem: Problem,
+    part: str,
+    oracle: Arrays,
+) -> Outcome:
+    """All contenders at one part of a problem."""
+    outcome, prepared = Outcome(), {}
+    for name, (framework, _) in contenders.items():
+        try:
+            session.workers.device(framework)
+            prepared[framework, name] = session.workers.prepare(
+                framework, module, name, problem, part
+            )
+        except (ImportError, LeftOut) as error:
+            outcome.left_out[f"{name} ({problem.name})"] = str(error)
+        except Exception as error:
+            if name == OURS:
+                raise
+            outcome.left_out[f"{name} ({problem.name})"] = f"failed: {str(error).splitlines()[0]}"
+    rounds = min(session.rounds, problem.rounds)
+    most = rounds if session.quick else 2 * rounds
+    timings = session.workers.time(list(prepared), rounds=rounds, most=most)
+    work = problem.work(part)
+    for (framework, name), (compile_s, memory, result) in prepared.items():
+        timing = timings[framework, name]
+        errors = {key: relative_error(x, oracle[key]) for key, x in result.items() if key in oracle}
+        outcome.rows.append(
+            Row(
+                problem=problem.name,
+                part=part,
+                name=name,
+                framework=framework,
+                ms=1e3 * timing.seconds,
+                limit_ms=session.limits.ms(work) if work and session.limits else None,
+                compile_s=compile_s,
+                memory=memory,
+                error=errors.pop("y", None),
+                gradient_error=max(errors.values(), default=None),
+                calls=timing.calls,
+                disturbed=timing.disturbed,
+            )
+        )
+    outcome.checks = check_targets(outcome.rows, problem.targets(part, session.platform))
+    return outcome

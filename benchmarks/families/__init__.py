@@ -1,0 +1,36 @@
+"""What is measured, a file a family.
+
+A family has a docstring whose first line is its title, and either `contenders` and
+`problems(quick)`, or a `measure(session) -> Outcome` of its own. It is found by its file.
+"""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from benchmarks.compare import Session, compare
+from benchmarks.outcome import Outcome
+
+ORDER = ("limits", "gated", "char_lm", "linear_recurrence", "wkv", "long_conv", "online_conv")
+FAMILIES = sorted(
+    (module.name for module in pkgutil.iter_modules(__path__)),
+    key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name),
+)
+
+
+def family(name: str) -> ModuleType:
+    """The module of a family."""
+    return importlib.import_module(f"benchmarks.families.{name}")
+
+
+def title(name: str) -> str:
+    """The first line of its docstring."""
+    return (family(name).__doc__ or name).splitlines()[0].rstrip(".")
+
+
+def measure(name: str, session: Session) -> Outcome:
+    """All of a family."""
+    module = family(name)
+    if hasattr(module, "measure"):
+        return module.measure(session)
+    return compare(session, module.__name__, module.contenders, module.problems(session.quick))

@@ -1,0 +1,187 @@
+"""The gated recurrences of other JAX libraries."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+
+from benchmarks.families.gated.problem import GATES, Gated
+from benchmarks.problem import Contenders, Function, LeftOut
+
+contenders = Contenders()
+
+
+def named(x, w_ih, w_hh, bias) -> dict[str, Any]:
+    """Gradients by torch's names, of matrices (in, gates) and of the sum of the biases."""
+    return {"x": x, "weight_ih_l0": w_ih.T, "weight_hh_l0": w_hh.T, "bias_ih_l0": bias}
+
+
+def zero_state(problem: Gated):
+    """Of an LSTM a pair."""
+    zeros = jnp.zeros((problem.batch, problem.hidden))
+    return (zeros, zeros) if problem.cell == "LSTM" else zeros
+
+
+@contenders.jax("equinox")
+def equinox(problem: Gated):
+    """Its cells in a `lax.scan`."""
+    import equinox as eqx  # pyright: ignore[reportMissingImports]
+
+    cells: dict[str, Any] = {"LSTM": eqx.nn.LSTMCell, "GRU": eqx.nn.GRUCell}
+    if problem.cell not in cells:
+        raise LeftOut("it has no simple cell")
+    x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
+    cell = cells[problem.cell](problem.hidden, problem.hidden, key=jax.random.key(0))
+    weights = {"weight_ih": w_ih, "weight_hh": w_hh, "bias": b_ih + b_hh}
+    if problem.cell == "GRU":
+        weights["bias_n"] = b_hh[-problem.hidden :]
+
+    def apply(params):
+        x, weights = params
+        full = eqx.tree_at(lambda c: [getattr(c, n) for n in weights], cell, [*weights.values()])
+
+        def step(state, x_t):
+            state = jax.vmap(full)(x_t, state)
+            return state, state[0] if problem.cell == "LSTM" else state
+
+        _, ys = jax.lax.scan(step, zero_state(problem), jnp.swapaxes(x, 0, 1))
+        return jnp.swapaxes(ys, 0, 1)
+
+    def of_torch(gradients):
+        x, weights = gradients
+        return named(x, weights["weight_ih"].T, weights["weight_hh"].T, weights["bias"])
+
+    return Function((x, weights), apply, of_torch)
+
+
+@contenders.jax("haiku")
+def haiku(problem: Gated):
+    """`hk.dynamic_unroll`."""
+    import haiku as hk  # pyright: ignore[reportMissingImports]
+
+    if problem.cell != "LSTM":
+        raise LeftOut("its GRU resets before the product, its RNN has relu")
+    x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
+
+    def reordered(w):  # i, f, g, o is i, g, f, o there, and back
+        i, f, g, o = np.split(np.asarray(w), 4, axis=-1)
+        return np.concatenate([i, g, f, o], axis=-1)
+
+    bias = reordered(b_ih + b_hh)
+    bias[2 * problem.hidden : 3 * problem.hidden] -= 1  # haiku adds it
+    weights = {"lstm/linear": {"w": reordered(np.concatenate([w_ih.T, w_hh.T])), "b": bias}}
+
+    def unroll(x):
+        core = hk.LSTM(problem.hidden)
+        return hk.dynamic_unroll(core, x, core.initial_state(len(x)), time_major=False)[0]
+
+    transformed = hk.without_apply_rng(hk.transform(unroll))
+
+    def of_torch(gradients):
+        x, weights = gradients
+        kernel, bias = (reordered(weights["lstm/linear"][key]) for key in "wb")
+        w_ih, w_hh = np.split(kernel, 2)
+        return named(x, w_ih, w_hh, bias)
+
+    return Function((x, weights), lambda params: transformed.apply(params[1], params[0]), of_torch)
+
+
+@contenders.jax("nnx.RNN")
+def nnx_rnn(problem: Gated):
+    """Flax NNX's, around the optimised LSTM cell."""
+    x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
+    cells: dict[str, Any] = {
+        "LSTM": nnx.OptimizedLSTMCell,
+        "GRU": nnx.GRUCell,
+        "RNN": nnx.SimpleCell,
+    }
+    cell = cells[problem.cell](problem.hidden, problem.hidden, rngs=nnx.Rngs(0))
+    biased = "dense_h" if problem.cell == "LSTM" else "dense_i"
+    cell.dense_i.kernel.set_value(jnp.asarray(w_ih.T))
+    cell.dense_h.kernel.set_value(jnp.asarray(w_hh.T))
+    getattr(cell, biased).bias.set_value(jnp.asarray(b_ih + b_hh))
+    graphdef, weights, rest = nnx.split(cell, nnx.Param, ...)
+
+    def apply(params):
+        x, weights = params
+        layer = nnx.RNN(nnx.merge(graphdef, weights, rest), rngs=False)
+        return layer(x, initial_carry=zero_state(problem))
+
+    def of_torch(gradients):
+        x, weights = gradients
+        cell = nnx.merge(graphdef, weights, rest)
+        bias = getattr(cell, biased).bias[...]
+        return named(x, cell.dense_i.kernel[...], cell.dense_h.kernel[...], bias)
+
+    return Function((x, weights), apply, of_torch)
+
+
+@contenders.jax("linen.RNN")
+def linen_rnn(problem: Gated):
+    """Flax Linen's, around the optimised LSTM cell."""
+    x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
+    cells: dict[str, Any] = {
+        "LSTM": linen.OptimizedLSTMCell,
+        "GRU": linen.GRUCell,
+        "RNN": linen.SimpleCell,
+    }
+    gates = {"LSTM": "ifgo", "GRU": "rzn", "RNN": [""]}[problem.cell]
+    split = [np.split(w, len(gates)) for w in (w_ih, w_hh, b_ih + b_hh)]
+    cell: dict[str, dict[str, Any]] = {}
+    for gate, w_i, w_h, bias in zip(gates, *split, strict=True):
+        cell[f"i{gate}"], cell[f"h{gate}"] = {"kernel": w_i.T}, {"kernel": w_h.T}
+        cell[f"h{gate}" if problem.cell == "LSTM" else f"i{gate}"]["bias"] = bias
+    if problem.cell == "GRU":
+        cell["hn"]["bias"] = b_hh[-problem.hidden :]
+    layer = linen.RNN(cells[problem.cell](problem.hidden))
+
+    def apply(params):
+        x, cell = params
+        return layer.apply({"params": {"cell": cell}}, x)
+
+    def of_torch(gradients):
+        x, cell = gradients
+        biased = "h" if problem.cell == "LSTM" else "i"
+        parts = [(cell[f"i{g}"], cell[f"h{g}"], cell[f"{biased}{g}"]["bias"]) for g in gates]
+        w_i, w_h, bias = zip(*parts, strict=True)
+        w_ih, w_hh = (np.concatenate([w["kernel"] for w in ws], axis=-1) for ws in (w_i, w_h))
+        return named(x, w_ih, w_hh, np.concatenate(bias))
+
+    return Function((x, cell), apply, of_torch)
+
+
+@contenders.jax("keras")
+def keras(problem: Gated):
+    """Keras's on JAX."""
+    import keras  # pyright: ignore[reportMissingImports]
+
+    x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
+    layers: dict[str, Any] = {
+        "LSTM": keras.layers.LSTM,
+        "GRU": keras.layers.GRU,
+        "RNN": keras.layers.SimpleRNN,
+    }
+    layer = layers[problem.cell](problem.hidden, return_sequences=True)
+    layer.build(x.shape)
+    order = [1, 0, 2] if problem.cell == "GRU" else range(GATES[problem.cell])  # z, r, n there
+
+    def reordered(w):
+        gates = np.split(np.asarray(w), GATES[problem.cell], axis=-1)
+        return np.concatenate([gates[i] for i in order], axis=-1)
+
+    bias = np.stack([b_ih, b_hh]) if problem.cell == "GRU" else b_ih + b_hh
+    weights = [reordered(w) for w in (w_ih.T, w_hh.T, bias)]
+    rest = [variable.value for variable in layer.non_trainable_variables]
+
+    def apply(params):
+        x, weights = params
+        return layer.stateless_call(weights, rest, x)[0]
+
+    def of_torch(gradients):
+        x, weights = gradients
+        w_ih, w_hh, bias = map(reordered, weights)
+        return named(x, w_ih, w_hh, bias[0] if problem.cell == "GRU" else bias)
+
+    return Function((x, weights), apply, of_torch)

@@ -1,0 +1,42 @@
+"""Our layers and torch's."""
+
+from flax import nnx
+
+import jax_models
+from benchmarks.families.gated.problem import Gated, torch_module
+from benchmarks.problem import OURS, Contenders, Function
+from jax_models import from_torch, to_torch
+
+contenders = Contenders()
+
+
+@contenders.jax(OURS)
+def ours(problem: Gated):
+    """Our layer, through `nnx.split` and a pure function."""
+    arrays = problem.arrays()
+    x = arrays.pop("x")
+    layer = getattr(jax_models, problem.cell)(problem.hidden, problem.hidden, rngs=nnx.Rngs(0))
+    graphdef, weights, rest = nnx.split(from_torch(layer, arrays), nnx.Param, ...)
+
+    def apply(params):
+        x, weights = params
+        return nnx.merge(graphdef, weights, rest)(x)[0]
+
+    def named(gradients):
+        x, weights = gradients
+        return {"x": x, **to_torch(nnx.merge(graphdef, weights, rest))}
+
+    return Function((x, weights), apply, named)
+
+
+@contenders.torch("torch.nn")
+def torch_nn(problem: Gated):
+    """Torch's layer; cuDNN's where there is one."""
+    import torch
+
+    arrays = problem.arrays()
+    x = torch.tensor(arrays.pop("x"), requires_grad=True)
+    module = torch_module(problem)
+    module.load_state_dict({name: torch.tensor(w) for name, w in arrays.items()})
+    leaves = {"x": x, **dict(module.named_parameters())}
+    return Function(leaves, lambda leaves: module(leaves["x"])[0])

@@ -1,0 +1,147 @@
+"""A generated token, sampling included.
+
+Against the same steps in one compiled loop, which is the model's own arithmetic: what is more is
+overhead. From a prompt of one token, and later.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.compare import Session, compare
+from benchmarks.outcome import Check, Outcome
+from benchmarks.problem import OURS, Contenders, LeftOut, Problem, Step
+from jax_models import LanguageModel, stream
+from jax_models.generation import sample
+from train.config import PRESETS
+
+PART = "a token"
+LOOP = f"{OURS}, one compiled loop"
+MOST_OVERHEAD = 60
+"""Microseconds a token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation(Problem):
+    """The model of a preset, with random weights, and one row."""
+
+    preset: str
+    late: int
+    num_tokens: int = 200
+    parts = (PART,)
+
+    @property
+    def name(self) -> str:
+        """The preset's."""
+        return self.preset
+
+    def model(self) -> LanguageModel:
+        """The preset's."""
+        return PRESETS[self.preset].model.build(rngs=nnx.Rngs(0))
+
+    def state_bytes(self) -> int:
+        """Of what the model carries."""
+        state = jax.eval_shape(lambda: self.model().init_state(1))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def problems(quick: bool) -> list[Generation]:
+    """The recurrent presets."""
+    if quick:
+        return [Generation("lstm", late=1000)]
+    return [Generation(name, late=10_000) for name in ("lstm", "hawk", "rwkv")]
+
+
+contenders = Contenders()
+
+
+def _tokens(problem: Generation, skip: int) -> Step:
+    def tokens() -> Iterator[Any]:
+        model, prompt = problem.model(), np.zeros((1, 1), np.int32)
+        while True:
+            yield from islice(stream(model, prompt, 100_000, key=jax.random.key(0)), skip, None)
+
+    endless = tokens()
+
+    def call():
+        for token in islice(endless, problem.num_tokens):
+            jax.block_until_ready(token)
+
+    return Step(call, lambda: call() or {}, parts=problem.num_tokens)
+
+
+@contenders.jax(OURS)
+def ours(problem: Generation) -> Step:
+    """`stream`, each token waited for."""
+    return _tokens(problem, 0)
+
+
+@contenders.jax(f"{OURS}, later")
+def ours_late(problem: Generation) -> Step:
+    """The same from token 10,000 on, or 1,000 in a quick run."""
+    return _tokens(problem, problem.late)
+
+
+@contenders.jax(LOOP)
+def loop(problem: Generation) -> Step:
+    """The steps and the sampling in a `lax.scan`."""
+    graphdef, params = nnx.split(problem.model())
+
+    @jax.jit
+    def run(params, token, key):
+        model = nnx.merge(graphdef, params)
+
+        def step(carry, key):
+            token, state = carry
+            logits, state = model.step(token, state)
+            return (sample(logits, key).astype(token.dtype), state), None
+
+        keys = jax.random.split(key, problem.num_tokens)
+        return jax.lax.scan(step, (token, model.init_state(1)), keys)[0][0]
+
+    def call():
+        jax.block_until_ready(run(params, jnp.zeros(1, jnp.int32), jax.random.key(0)))
+
+    return Step(call, lambda: call() or {}, parts=problem.num_tokens)
+
+
+@contenders.torch("torch loop")
+def torch_loop(problem: Generation) -> Step:
+    """The twin's layers from a carried state."""
+    import torch
+
+    from torch_ref import RNNLanguageModel
+
+    if problem.preset != "lstm":
+        raise LeftOut("its twin carries no state from call to call")
+    model = RNNLanguageModel.from_config(PRESETS[problem.preset].model)
+
+    @torch.no_grad()
+    def call():
+        token, state = torch.zeros(1, 1, dtype=torch.long), None
+        for _ in range(problem.num_tokens):
+            h, state = model.rnn(model.embedding(token), state)
+            probs = torch.softmax(model.proj(model.layer_norm(h[0])), dim=-1)
+            token = torch.multinomial(probs, num_samples=1)
+        token.item()
+
+    return Step(call, lambda: call() or {}, parts=problem.num_tokens)
+
+
+def measure(session: Session) -> Outcome:
+    """All contenders; and the overhead."""
+    outcome = compare(session, __name__, contenders, problems(session.quick))
+    for problem in problems(session.quick):
+        ours, alone = (outcome.row(problem.name, PART, name).ms for name in (OURS, LOOP))
+        outcome.checks.append(
+            Check(problem.name, PART, "overhead", 1e3 * (ours - alone), MOST_OVERHEAD, unit=" µs")
+        )
+        size = problem.state_bytes() / 1024
+        outcome.notes.append(f"{problem.name}: a state of {size:.1f} KiB, however long the text.")
+    return outcome

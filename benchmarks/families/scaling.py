@@ -1,0 +1,138 @@
+"""Time against the number of steps, 128 to 65,536.
+
+One layer of each architecture, forward and backward, one row of width 64. The exponent is that of a
+power of T fitted from 2,048 steps on; for Hyena, after division by log T. A recurrence has 1.
+"""
+
+import dataclasses
+from collections import defaultdict
+
+import numpy as np
+from flax import nnx
+from matplotlib.figure import Figure
+from rich.table import Table
+
+import jax_models
+from benchmarks.compare import Session, compare
+from benchmarks.outcome import Check, Outcome, Row
+from benchmarks.problem import BOTH, OURS, Contenders, Function, Sequences
+from benchmarks.report.table import milliseconds
+
+FITTED_FROM = 2048
+MOST = 1.1
+ARCHITECTURES = {
+    "RNN": lambda features, time, rngs: jax_models.RNN(features, features, rngs=rngs),
+    "LSTM": lambda features, time, rngs: jax_models.LSTM(features, features, rngs=rngs),
+    "GRU": lambda features, time, rngs: jax_models.GRU(features, features, rngs=rngs),
+    "HyperLSTM": lambda features, time, rngs: jax_models.HyperLSTM(
+        features, features, features // 4, 8, rngs=rngs
+    ),
+    "Hawk": lambda features, time, rngs: jax_models.Hawk(features, rngs=rngs),
+    "RWKV": lambda features, time, rngs: jax_models.RWKVTimeMix(features, rngs=rngs),
+    "Hyena": lambda features, time, rngs: jax_models.HyenaBlock(features, time, rngs=rngs),
+    "attention": lambda features, time, rngs: jax_models.SelfAttentionBlock(
+        features, 4, max_length=time, rngs=rngs
+    ),
+}
+LONGEST = {"attention": 4096, "HyperLSTM": 16384}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling(Sequences):
+    """A layer over so many steps."""
+
+    architecture: str
+    parts = (BOTH,)
+    rounds = 3
+
+    @property
+    def name(self) -> str:
+        """The architecture and the steps."""
+        return f"{self.architecture}, T {self.time}"
+
+
+def problems(quick: bool) -> list[Scaling]:
+    """Quick ones end at 8,192 steps."""
+    times = [128, 2048, 8192] if quick else [128, 512, 2048, 4096, 16384, 65536]
+    return [
+        Scaling(1, time, 64, name)
+        for name in (("LSTM", "Hawk", "Hyena") if quick else ARCHITECTURES)
+        for time in times
+        if time <= LONGEST.get(name, time)
+    ]
+
+
+contenders = Contenders()
+
+
+@contenders.jax(OURS)
+def ours(problem: Scaling):
+    """The layer."""
+    make = ARCHITECTURES[problem.architecture]
+    layer = make(problem.features, problem.time, nnx.Rngs(0))
+    graphdef, weights, rest = nnx.split(layer, nnx.Param, ...)
+    x = np.random.default_rng(0).standard_normal(problem.shape, np.float32)
+
+    def apply(params):
+        x, weights = params
+        return nnx.merge(graphdef, weights, rest)(x)[0]
+
+    return Function((x, weights), apply, lambda gradients: {})
+
+
+def measure(session: Session) -> Outcome:
+    """The times, and the exponents of all but attention."""
+    outcome = compare(session, __name__, contenders, problems(session.quick), shown=False)
+    session.console.print(table(outcome.rows))
+    for name, exponent in exponents(outcome.rows).items():
+        if name != "attention":
+            what = "exponent of T" + (", after log T" if name == "Hyena" else "")
+            outcome.checks.append(Check(name, BOTH, what, exponent, MOST))
+    return outcome
+
+
+def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
+    """(steps, milliseconds) by architecture."""
+    result = defaultdict(list)
+    for row in rows:
+        name, time = row.problem.split(", T ")
+        result[name].append((int(time), row.ms))
+    return result
+
+
+def table(rows: list[Row]) -> Table:
+    """A line an architecture."""
+    fitted = exponents(rows)
+    times = sorted({time for curve in curves(rows).values() for time, _ in curve})
+    result = Table("", *(f"T {time:,}" for time in times), "exponent")
+    for name, curve in curves(rows).items():
+        cells = (milliseconds(dict(curve)[time]) if time in dict(curve) else "–" for time in times)
+        result.add_row(name, *cells, f"{fitted[name]:.2f}")
+    return result
+
+
+def exponents(rows: list[Row]) -> dict[str, float]:
+    """By architecture."""
+    result = {}
+    for name, curve in curves(rows).items():
+        time, ms = np.array([point for point in curve if point[0] >= FITTED_FROM]).T
+        if name == "Hyena":
+            ms = ms / np.log(time)
+        result[name] = float(np.polyfit(np.log(time), np.log(ms), 1)[0])
+    return result
+
+
+def plot(rows: list[Row], title: str) -> Figure:
+    """Lines, with the exponents."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots()
+    fitted = exponents(rows)
+    for name, curve in curves(rows).items():
+        log = " log T" if name == "Hyena" else ""
+        axes.plot(*zip(*curve, strict=True), "o-", label=f"{name}: T^{fitted[name]:.2f}{log}")
+    axes.set(xscale="log", yscale="log", xlabel="T, steps", ylabel="ms, forward and backward")
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.suptitle(title)
+    return figure

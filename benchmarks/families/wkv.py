@@ -1,0 +1,131 @@
+"""RWKV-4's average of the past."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.problem import FORWARD, OURS, Contenders, Sequences, Work, operator
+from jax_models.ops import wkv
+
+
+class WKV(Sequences):
+    """Keys, values, decays and bonuses of these sizes."""
+
+    def arrays(self):
+        """k, v, w, u."""
+        rng = np.random.default_rng(0)
+        k, v = rng.standard_normal((2, *self.shape), np.float32)
+        w = rng.uniform(0.01, 2, self.features).astype(np.float32)
+        return {"k": k, "v": v, "w": w, "u": rng.standard_normal(self.features, np.float32)}
+
+    def oracle(self):
+        """By the printed formula. Its exponents are small enough here for float64."""
+        k, v, w, u = (x.astype(np.float64) for x in self.arrays().values())
+        decay, weight, bonus = np.exp(-w), np.exp(k), np.exp(u + k)
+        num, den = np.zeros_like(v), np.zeros_like(v)
+        for t in range(1, self.time):
+            num[:, t] = decay * num[:, t - 1] + weight[:, t - 1] * v[:, t - 1]
+            den[:, t] = decay * den[:, t - 1] + weight[:, t - 1]
+        y = (num + bonus * v) / (den + bonus)
+        of_num = self.cotangent() / (den + bonus)
+        of_den = -of_num * y
+        after_num, after_den = np.zeros_like(v), np.zeros_like(v)
+        for t in reversed(range(self.time - 1)):
+            after_num[:, t] = decay * after_num[:, t + 1] + of_num[:, t + 1]
+            after_den[:, t] = decay * after_den[:, t + 1] + of_den[:, t + 1]
+        of_bonus = bonus * (of_num * v + of_den)
+        return {
+            "y": y,
+            "k": of_bonus + weight * (after_num * v + after_den),
+            "v": bonus * of_num + weight * after_num,
+            "w": -(decay * (after_num * num + after_den * den)).sum(axis=(0, 1)),
+            "u": of_bonus.sum(axis=(0, 1)),
+        }
+
+    def work(self, part):
+        """K and v in, y out; then k, v, y and its gradient in, two gradients out."""
+        return Work(num_bytes=4 * math.prod(self.shape) * (3 if part == FORWARD else 9))
+
+    def targets(self, part, platform):
+        """PERFORMANCE's."""
+        if self.time < 512:
+            return {}
+        if platform != "cpu":
+            return {"limit": 0.7, f"{OURS}, associative": 1 / 3}
+        return {"torch": 0.2 if part == FORWARD else 0.05, "lax.scan": 0.9}
+
+
+def problems(quick: bool) -> list[WKV]:
+    """PERFORMANCE's, and the language model's."""
+    sizes = [(8, 512, 512), (32, 128, 192)]
+    return [WKV(*size) for size in (sizes[1:] if quick else sizes)]
+
+
+contenders = Contenders()
+
+
+@contenders.jax(OURS)
+def ours(problem: WKV):
+    """Our operator."""
+    return operator(problem, lambda k, v, w, u: wkv(k, v, w=w, u=u)[0])
+
+
+@contenders.jax(f"{OURS}, associative")
+def ours_associative(problem: WKV):
+    """As it runs where time must be parallel."""
+    return operator(problem, lambda k, v, w, u: wkv(k, v, w=w, u=u, method="associative")[0])
+
+
+@contenders.jax("lax.scan")
+def plain_scan(problem: WKV):
+    """What one writes first in JAX."""
+
+    def step(w, u, state, inputs):
+        (num, den, max), (k, v) = state, inputs
+        q = jnp.maximum(max, u + k)
+        past, now = jnp.exp(max - q), jnp.exp(u + k - q)
+        y = (past * num + now * v) / (past * den + now)
+        q = jnp.maximum(max - w, k)
+        past, now = jnp.exp(max - w - q), jnp.exp(k - q)
+        return (past * num + now * v, past * den + now, q), y
+
+    def scan(k, v, w, u):
+        zeros = jnp.zeros_like(k[:, 0])
+        by_step = (jnp.moveaxis(k, 1, 0), jnp.moveaxis(v, 1, 0))
+        _, ys = jax.lax.scan(partial(step, w, u), (zeros, zeros, zeros - 1e38), by_step)
+        return jnp.moveaxis(ys, 0, 1)
+
+    return operator(problem, scan)
+
+
+@contenders.torch("transformers")
+def transformers(problem: WKV):
+    """Hugging Face's loop for CPUs; it takes log w."""
+    from transformers.models.rwkv import modeling_rwkv  # pyright: ignore[reportMissingImports]
+
+    linear_attention = modeling_rwkv.rwkv_linear_attention_cpu
+    return operator(problem, lambda k, v, w, u: linear_attention(w.log(), u, k, v)[0])
+
+
+@contenders.torch("torch loop")
+def torch_loop(problem: WKV):
+    """What one writes first in torch."""
+    import torch
+
+    def loop(k, v, w, u):
+        num = den = torch.zeros_like(k[:, 0])
+        max = torch.full_like(num, -1e38)
+        ys = []
+        for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
+            q = torch.maximum(max, u + k_t)
+            past, now = torch.exp(max - q), torch.exp(u + k_t - q)
+            ys.append((past * num + now * v_t) / (past * den + now))
+            q = torch.maximum(max - w, k_t)
+            past, now = torch.exp(max - w - q), torch.exp(k_t - q)
+            num, den, max = past * num + now * v_t, past * den + now, q
+        return torch.stack(ys, dim=1)
+
+    return operator(problem, loop)

@@ -1,0 +1,117 @@
+"""`python -m benchmarks.forms`: which form of loop is fastest for each cell, batch and width.
+
+"hoisted" multiplies all inputs before the loop, "joined" the input with the state in each step.
+Each is measured forward, and forward with backward; what is fastest at the latter is the table from
+which `jax_models.ops` chooses on this platform. Written to `results/forms-<platform>.json`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.__main__ import RESULTS
+from benchmarks.compare import Session, compare
+from benchmarks.families.gated.jax_peers import named
+from benchmarks.families.gated.problem import Gated
+from benchmarks.outcome import TIE, Outcome
+from benchmarks.problem import BOTH, FORWARD, Contenders, Function
+from benchmarks.report.store import versions
+from benchmarks.report.table import milliseconds
+from benchmarks.workers import Workers
+from jax_models import ops
+
+MODULE = "benchmarks.forms"
+FORMS = ("hoisted", "joined")
+CELLS = ("LSTM", "GRU", "RNN")
+BATCHES = (1, 4, 16, 64)
+WIDTHS = (64, 256, 512, 1024)
+TIME = 64
+STATES = {"LSTM": ops.LSTMState, "GRU": ops.GRUState, "RNN": ops.RNNState}
+
+contenders = Contenders()
+
+
+def in_form(problem: Gated, form: str) -> Function:
+    """The operator, told its form."""
+    x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
+    state_type = STATES[problem.cell]
+    run = getattr(ops, problem.cell.lower())
+    names = ("kernel_ih", "kernel_hh", "bias_ih", "bias_hh")
+
+    def apply(params):
+        x, weights = params
+        zeros = (jnp.zeros((problem.batch, problem.hidden)) for _ in state_type._fields)
+        return run(x, state_type(*zeros), **weights, form=form)[0]
+
+    def of_torch(gradients):
+        x, weights = gradients
+        return named(x, weights["kernel_ih"], weights["kernel_hh"], weights["bias_ih"])
+
+    weights = dict(zip(names, (w_ih.T, w_hh.T, b_ih, b_hh), strict=True))
+    return Function((x, weights), apply, of_torch)
+
+
+for form in FORMS:
+    contenders.jax(form)(lambda problem, form=form: in_form(problem, form))
+
+
+def choices(outcome: Outcome, problems: list[Gated]) -> list[dict]:
+    """The times of the forms that there are, and which is fastest: None for a tie."""
+    result = []
+    for problem in problems:
+        rows = [row for row in outcome.rows if row.problem == problem.name]
+        ms = {part: {r.name: r.ms for r in rows if r.part == part} for part in (FORWARD, BOTH)}
+        if not ms[BOTH]:
+            continue
+        fast, *slow = sorted(ms[BOTH], key=ms[BOTH].__getitem__)
+        tie = any(ms[BOTH][form] <= (1 + TIE) * ms[BOTH][fast] for form in slow)
+        sizes = {"cell": problem.cell, "batch": problem.batch, "hidden": problem.hidden}
+        result.append({**sizes, "ms": ms, "fastest": None if tie else fast})
+    return result
+
+
+def table(chosen: list[dict]) -> Table:
+    """A line a shape."""
+    columns = [f"{part}, {form}" for part in (FORWARD, BOTH) for form in FORMS]
+    result = Table("", *columns, "fastest")
+    for choice in chosen:
+        name = f"{choice['cell']} B{choice['batch']} H{choice['hidden']}"
+        times = (choice["ms"][part].get(form) for part in (FORWARD, BOTH) for form in FORMS)
+        cells = ("–" if ms is None else milliseconds(ms) for ms in times)
+        result.add_row(name, *cells, choice["fastest"] or "tie")
+    return result
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forms", description=__doc__)
+    parser.add_argument("--cell", nargs="+", choices=CELLS, default=CELLS)
+    parser.add_argument("--batch", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--hidden", nargs="+", type=int, default=WIDTHS)
+    parser.add_argument("--platform", help="of JAX: cpu, gpu or tpu; by default what it finds")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
+    options = parser.parse_args()
+    problems = [
+        Gated(cell, TIME, batch, hidden)
+        for cell in options.cell
+        for batch in options.batch
+        for hidden in options.hidden
+    ]
+    console = Console(width=150)
+    with Workers(options.platform) as workers:
+        session = Session(workers, console)
+        outcome = compare(session, MODULE, contenders, problems)
+        chosen = choices(outcome, problems)
+        record = {"measured_with": versions(), "time": TIME, "choices": chosen}
+        options.out.mkdir(parents=True, exist_ok=True)
+        file = options.out / f"forms-{session.platform}.json"
+        file.write_text(json.dumps(record, indent=1) + "\n")
+    console.print(table(chosen))
+
+
+if __name__ == "__main__":
+    main()

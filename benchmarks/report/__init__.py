@@ -1,0 +1,1 @@
+"""The figures as a table, a plot, a file and a page."""

@@ -1,0 +1,78 @@
+"""Tables in the terminal."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.outcome import Check, Outcome, Row
+from benchmarks.problem import OURS
+
+STYLES = {"pass": "green", "tie": "yellow", "MISS": "bold red"}
+
+
+def show(console: Console, outcome: Outcome) -> None:
+    """The rows, a table for each problem, and the checks beneath."""
+    for problem in dict.fromkeys(row.problem for row in outcome.rows):
+        console.print(table(problem, [row for row in outcome.rows if row.problem == problem]))
+    for check in outcome.checks:
+        console.print(line(check))
+    for note in outcome.notes:
+        console.print(note)
+    for name, reason in outcome.left_out.items():
+        console.print(f"{name}: left out, {reason}", style="dim")
+    console.print()
+
+
+def line(check: Check) -> Text:
+    """A check and its verdict, in its colour."""
+    text = Text(f"  {check.problem}, {check.part}, {check} ")
+    return text.append(check.verdict, STYLES[check.verdict])
+
+
+def table(problem: str, rows: list[Row]) -> Table:
+    """The contenders of a problem by its parts, ours first; `ratio` is our time over theirs."""
+    parts = list(dict.fromkeys(row.part for row in rows))
+    result = Table(title=problem, title_justify="left")
+    result.add_column()
+    for part in parts:
+        for column in (part, "ratio", "of limit", "compile"):
+            result.add_column(column, justify="right")
+    for column in ("memory", "error", "gradients"):
+        result.add_column(column, justify="right")
+    for name in dict.fromkeys(row.name for row in rows):
+        mine = {row.part: row for row in rows if row.name == name}
+        cells = [cell for part in parts for cell in part_cells(mine.get(part), rows)]
+        last = mine[list(mine)[-1]]
+        result.add_row(
+            name,
+            *cells,
+            f"{last.memory / 2**20:,.0f} MiB" if last.memory else "–",
+            error(last.error, last.comparable),
+            error(last.gradient_error, last.comparable),
+        )
+    return result
+
+
+def part_cells(row: Row | None, rows: list[Row]) -> list[str]:
+    """Time, ratio, share of the limit, seconds to compile."""
+    if row is None:
+        return ["–"] * 4
+    ours = [other for other in rows if (other.part, other.name) == (row.part, OURS)]
+    return [
+        milliseconds(row.ms) + (" ?" if row.disturbed else ""),
+        f"{ours[0].ms / row.ms:.2f}" if ours else "–",
+        f"{row.limit_ms / row.ms:.0%}" if row.limit_ms else "–",
+        "–" if row.compile_s is None else f"{row.compile_s:.1f} s",
+    ]
+
+
+def milliseconds(ms: float) -> str:
+    """Three digits, with a unit."""
+    value, unit = (1e3 * ms, "µs") if ms < 1 else (ms, "ms") if ms < 10_000 else (ms / 1e3, "s")
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+def error(value: float | None, comparable: bool) -> str:
+    """A relative error; with a mark where another thing was computed."""
+    return "–" if value is None else f"{value:.0e}" + ("" if comparable else " differs")

@@ -1,0 +1,50 @@
+"""torch contenders, ready to be timed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.problem import FORWARD, Function, Problem, Step
+from benchmarks.workers import Prepared
+
+
+def prepare(
+    made: Function | Step, problem: Problem, part: str
+) -> tuple[Callable[[], Any], int, Prepared]:
+    """A call, how many times it does what is timed, and what it gives."""
+    if isinstance(made, Step):
+        return made.call, made.parts, Prepared(None, None, made.result())
+    leaves = {
+        name: x if isinstance(x, torch.Tensor) else torch.tensor(x, requires_grad=True)
+        for name, x in made.params.items()
+    }
+    wait = torch.cuda.synchronize if torch.get_default_device().type == "cuda" else lambda: None
+
+    def forward():
+        with torch.no_grad():
+            y = made.apply(leaves)
+        wait()
+        return y
+
+    if part == FORWARD:
+        return forward, 1, Prepared(None, None, {"y": _numpy(forward())})
+    cotangent = torch.tensor(problem.cotangent())
+
+    def both():
+        for leaf in leaves.values():
+            leaf.grad = None
+        y = made.apply(leaves)
+        y.backward(cotangent)
+        wait()
+        return y
+
+    arrays = {"y": _numpy(both())}
+    gradients = made.named({name: leaf.grad for name, leaf in leaves.items()})
+    arrays |= {name: _numpy(g) for name, g in gradients.items()}
+    return both, 1, Prepared(None, None, arrays)
+
+
+def _numpy(x: torch.Tensor) -> np.ndarray:
+    return x.detach().cpu().numpy()

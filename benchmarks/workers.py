@@ -1,0 +1,257 @@
+"""Contenders timed by turns, each framework in a process of its own.
+
+Fresh large allocations cost more than most kernels on a virtual machine, so both sides run with a
+malloc that keeps its memory. Bursts of calls alternate between the contenders (A B C A B C …).
+A burst during which other processes ran does not count; a time is the median of the others.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.problem import Framework, LeftOut, Problem
+
+ENVIRONMENT = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "1099511627776",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_PROC_BIND": "true",
+    "KERAS_BACKEND": "jax",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch is on the same device
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_NUMPY_DTYPE_PROMOTION": "standard",  # not all peers work under "strict"
+    "JAX_NUMPY_RANK_PROMOTION": "allow",
+}
+QUIET = 0.05
+"""Share of the cores that other processes may take."""
+SLOW = 2.5
+"""Times the fastest, beyond which two bursts are enough."""
+TICK = 0.02
+"""Seconds that the system's clocks of processor time may be off."""
+
+
+class Burst(NamedTuple):
+    """Some calls in a row."""
+
+    times: list[float]
+    """Seconds of each."""
+    others: float
+    """Share of the cores that other processes took meanwhile."""
+
+
+class Timing(NamedTuple):
+    """What comes of a contender's bursts."""
+
+    seconds: float
+    calls: int
+    disturbed: bool
+
+
+class Prepared(NamedTuple):
+    """A contender that is ready to be timed, as its worker describes it."""
+
+    compile_s: float | None
+    memory: int | None
+    result: dict[str, np.ndarray]
+
+
+class Workers:
+    """A process a framework, started when it is first needed.
+
+    Args:
+        platform: of JAX, which otherwise chooses; torch then takes the same.
+
+    """
+
+    def __init__(self, platform: str | None = None):
+        self.environment = ENVIRONMENT | ({"JAX_PLATFORMS": platform} if platform else {})
+        self.context = multiprocessing.get_context("spawn")
+        self.processes: dict[Framework, tuple[Any, Any]] = {}
+        self.devices: dict[Framework, str] = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process, pipe in self.processes.values():
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(None)
+            process.join(timeout=10)
+
+    def call(self, framework: Framework, function: Callable, *args) -> Any:
+        """What a function of a module returns in the framework's process.
+
+        Raises:
+            Exception: what it raised there.
+
+        """
+        if framework not in self.processes:
+            mine, theirs = self.context.Pipe()
+            process = self.context.Process(target=_work, args=(theirs,), daemon=True)
+            with self._environment():
+                process.start()
+            self.processes[framework] = process, mine
+        _, pipe = self.processes[framework]
+        pipe.send((function, args))
+        answer, error = pipe.recv()
+        if error is not None:
+            raise error
+        return answer
+
+    def fresh(self, function: Callable, *args) -> Any:
+        """What a function of a module returns in a new process."""
+        with self._environment(), self.context.Pool(1) as pool:
+            return pool.apply(function, args)
+
+    @contextlib.contextmanager
+    def _environment(self) -> Iterator[None]:
+        before = dict(os.environ)
+        os.environ.update(self.environment)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def device(self, framework: Framework) -> str:
+        """Where a framework computes, `platform: device`.
+
+        Raises:
+            LeftOut: torch has no such platform.
+            ImportError: the framework is not installed.
+
+        """
+        if framework not in self.devices:
+            platform = () if framework == "jax" else (self.device("jax").split(":")[0],)
+            find = _jax_device if framework == "jax" else _torch_device
+            self.devices[framework] = self.call(framework, find, *platform)
+        return self.devices[framework]
+
+    def prepare(
+        self, framework: Framework, module: str, name: str, problem: Problem, part: str
+    ) -> Prepared:
+        """Have a contender of a module compiled, and its result."""
+        return self.call(framework, _prepare, module, name, problem, part)
+
+    def time(
+        self, contenders: list[tuple[Framework, str]], *, rounds: int, most: int
+    ) -> dict[tuple[Framework, str], Timing]:
+        """The times of contenders that are prepared; up to `most` rounds, if disturbed."""
+        bursts: dict[tuple[Framework, str], list[Burst]] = {key: [] for key in contenders}
+        for turn in range(most):
+            fastest = min((median(b) for b in bursts.values() if b), default=np.inf)
+            for key, found in bursts.items():
+                quiet = sum(burst.others <= QUIET for burst in found)
+                slow = turn >= 2 and median(found) > SLOW * fastest
+                if quiet < (2 if slow else rounds):
+                    found.append(self.call(key[0], _burst, key[1]))
+        for framework, _ in contenders:
+            self.call(framework, _forget)
+        return {key: timing(found) for key, found in bursts.items()}
+
+
+def median(bursts: list[Burst]) -> float:
+    """Seconds a call."""
+    return float(np.median([t for burst in bursts for t in burst.times]))
+
+
+def timing(bursts: list[Burst]) -> Timing:
+    """The median over the quiet bursts; if there are fewer than two, over the quietest half."""
+    kept = [burst for burst in bursts if burst.others <= QUIET]
+    disturbed = len(kept) < 2
+    if disturbed:
+        kept = sorted(bursts, key=lambda burst: burst.others)[: (len(bursts) + 1) // 2]
+    return Timing(median(kept), sum(len(burst.times) for burst in kept), disturbed)
+
+
+def busy_seconds() -> float:
+    """Processor time of all on our cores so far; of this process where that is not told."""
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    try:
+        with open("/proc/stat") as file:
+            for name, *fields in map(str.split, file):
+                if name in ours:
+                    user, nice, system, _, _, irq, softirq, steal, *_ = map(int, fields)
+                    ticks += user + nice + system + irq + softirq + steal
+    except OSError:
+        return own_seconds()
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """Processor time of this process so far."""
+    used = os.times()
+    return used.user + used.system
+
+
+# In a worker.
+
+_PREPARED: dict[str, tuple[Callable[[], Any], int]] = {}
+
+
+def _work(connection) -> None:
+    while (task := connection.recv()) is not None:
+        function, args = task
+        try:
+            connection.send((function(*args), None))
+        except (ImportError, LeftOut) as error:
+            connection.send((None, error))
+        except Exception as error:
+            connection.send((None, RuntimeError(f"{error!r}\n{traceback.format_exc()}")))
+
+
+def _prepare(module: str, name: str, problem: Problem, part: str) -> Prepared:
+    framework, make = importlib.import_module(module).contenders[name]
+    side = importlib.import_module(f"benchmarks.{framework}_side")
+    call, count, prepared = side.prepare(make(problem), problem, part)
+    _PREPARED[name] = call, count
+    return prepared
+
+
+def _burst(name: str, seconds: float = 0.3) -> Burst:
+    """Calls for a while. The first warms the caches, and counts only if it is the only one."""
+    call, count = _PREPARED[name]
+    times = []
+    busy, own, start = busy_seconds(), own_seconds(), time.perf_counter()
+    while not times or time.perf_counter() - start < seconds:
+        before = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - before)
+    elapsed = time.perf_counter() - start
+    others = busy_seconds() - busy - (own_seconds() - own) - TICK
+    cores = len(os.sched_getaffinity(0))
+    kept = times[1:] if len(times) > 1 else times
+    return Burst([t / count for t in kept], max(0.0, others / elapsed / cores))
+
+
+def _forget() -> None:
+    _PREPARED.clear()
+
+
+def _jax_device() -> str:
+    import jax
+
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(0.0))  # the compiler is loaded
+    return f"{jax.default_backend()}: {jax.devices()[0].device_kind}"
+
+
+def _torch_device(platform: str) -> str:
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if platform == "cpu":
+        return "cpu: cpu"
+    if platform != "gpu" or not torch.cuda.is_available():
+        raise LeftOut(f"this torch has no {platform}")
+    torch.set_default_device("cuda")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    return f"gpu: {torch.cuda.get_device_name()}"
