@@ -13,7 +13,7 @@ from jax_models.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.norm import LayerNorm
 from jax_models.sequence import SequenceLayer, checked_choice, checked_rate
-from jax_models.stack import Stack
+from jax_models.stack import Remat, Stack
 from jax_models.torch_weights import Layouts, layer_norm, nested, squeezed, tied
 
 Block = Literal["hyena", "authentic-hyena", "attention"]
@@ -53,6 +53,11 @@ class GPModelConfig(LanguageModelConfig):
     """Dropout in the blocks."""
     embedding_dropout_rate: float = 0.0
     """Dropout of the embeddings."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing; "dots", all but the results of matrix
+    products; "full", all but the blocks' inputs."""
+    scan_layers: bool = False
+    """Compile one block for all: faster to compile, slower to run on a CPU."""
 
     def __post_init__(self):
         """Refuse sizes, blocks and rates that there are not."""
@@ -125,7 +130,8 @@ class GPModel(LanguageModel):
             config.context_length, config.features, embedding_init=normal, **options
         )
         self.dropout = Dropout(config.embedding_dropout_rate, rngs=rngs)
-        self.layers = Stack(config.build_block(**options) for _ in range(config.num_layers))
+        blocks = (config.build_block(**options) for _ in range(config.num_layers))
+        self.layers = Stack(blocks, remat=config.remat, scan_layers=config.scan_layers)
         self.norm = LayerNorm(config.features, **options)
 
     def embed(self, tokens, positions):

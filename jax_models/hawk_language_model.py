@@ -12,7 +12,7 @@ from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.linear import Linear
 from jax_models.norm import RMSNorm
 from jax_models.sequence import SequenceLayer, checked_size
-from jax_models.stack import Stack
+from jax_models.stack import Remat, Stack
 from jax_models.torch_weights import Layouts, Table, embedding, linear, nested, rms_norm
 
 
@@ -123,6 +123,11 @@ class HawkLanguageModelConfig(LanguageModelConfig):
     """Width of the gated MLPs; three times `features` in the paper."""
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing; "dots", all but the results of matrix
+    products; "full", all but the blocks' inputs."""
+    scan_layers: bool = False
+    """Compile one block for all: faster to compile, slower to run on a CPU."""
 
     def build(self, **kwargs: Any) -> "HawkLanguageModel":
         """`HawkLanguageModel(self, …)`."""
@@ -154,12 +159,13 @@ class HawkLanguageModel(LanguageModel):
         self.config = config
         self.embedding = nnx.Embed(config.vocab_size, config.features, **options)
         self.pos_embedding = None
-        self.layers = Stack(
+        blocks = (
             HawkBlock(
                 config.features, config.mlp_features, kernel_size=config.kernel_size, **options
             )
             for _ in range(config.num_layers)
         )
+        self.layers = Stack(blocks, remat=config.remat, scan_layers=config.scan_layers)
         self.norm = RMSNorm(config.features, **options)
         self.head = Linear(config.features, config.vocab_size, use_bias=False, **options)
 

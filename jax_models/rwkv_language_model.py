@@ -12,7 +12,7 @@ from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.linear import Linear
 from jax_models.norm import LayerNorm
 from jax_models.rwkv import RWKVBlock, orthogonal, other_version
-from jax_models.stack import Stack
+from jax_models.stack import Remat, Stack
 from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
 
 
@@ -28,6 +28,11 @@ class RWKVLanguageModelConfig(LanguageModelConfig):
     """Residual blocks."""
     hidden_features: int = 768
     """Width of the channel mixes; four times `features` in RWKV-4."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing; "dots", all but the results of matrix
+    products; "full", all but the blocks' inputs."""
+    scan_layers: bool = False
+    """Compile one block for all: faster to compile, slower to run on a CPU."""
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any]) -> "RWKVLanguageModelConfig":
@@ -96,7 +101,7 @@ class RWKVLanguageModel(LanguageModel):
             **options,
         )
         self.pos_embedding = None
-        self.layers = Stack(
+        blocks = (
             RWKVBlock(
                 config.features,
                 config.hidden_features,
@@ -106,6 +111,7 @@ class RWKVLanguageModel(LanguageModel):
             )
             for index in range(config.num_layers)
         )
+        self.layers = Stack(blocks, remat=config.remat, scan_layers=config.scan_layers)
         self.norm = LayerNorm(config.features, **options)
         self.head = Linear(
             config.features,

@@ -1,32 +1,63 @@
 """Sequence layers one after the other."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
+from jaxtyping import Array
 
-from jax_models.sequence import SequenceLayer, State
+from jax_models.sequence import SequenceLayer, State, checked_choice
 from jax_models.torch_weights import Layouts, nested
+
+Remat = Literal["none", "dots", "full"]
+"""What of a layer the backward pass computes again: nothing, all but the results of matrix
+products, or everything (only the layers' inputs are kept)."""
+
+SAVED = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+PureLayer = Callable[[Array, tuple[nnx.State, State]], tuple[Array, tuple[State, nnx.State]]]
+"""x and a layer's arrays and state → y and its last state and the variables that it assigned to."""
 
 
 class Stack(SequenceLayer):
     """Layers of one size, each over the outputs of the one below.
 
-    The state is the tuple of the layers' states, the lowest first.
+    The state is the tuple of the layers' states, the lowest first. JAX traces one layer for all
+    that follow each other and have one structure.
 
     Args:
         layers: at least one; each returns as many features as the next one reads.
+        remat: what the backward pass computes again rather than keeping it. With it the layers are
+            scanned, too: XLA's CPU backend would merge an unrolled layer with its recomputation.
+        scan_layers: compile one layer, too, as the body of a `lax.scan` over the stacked arrays of
+            all. A single step goes through the layers in turn, and stacks nothing.
 
     Raises:
-        ValueError: there is no layer.
+        ValueError: there is no layer, or no such `remat`.
 
     Layouts: those that all layers have, under `{i}`.
 
     """
 
-    def __init__(self, layers: Iterable[SequenceLayer]):
+    def __init__(
+        self,
+        layers: Iterable[SequenceLayer],
+        *,
+        remat: Remat = "none",
+        scan_layers: bool = False,
+    ):
         self.layers = nnx.List(layers)
         if not self.layers:
             raise ValueError("layers: expected at least one, got none")
+        self.remat: Remat = checked_choice("remat", remat, get_args(Remat))
+        self.scan_layers = scan_layers
         self.in_features = self.layers[0].in_features
         self.causal = all(layer.causal for layer in self.layers)
         self.resettable = all(layer.resettable for layer in self.layers)
@@ -41,11 +72,33 @@ class Stack(SequenceLayer):
 
     def sequence(self, x, state, lengths, reset):
         """All layers, the lowest first."""
+        pairs = [*zip(self.layers, state, strict=True)]
         last_states = []
-        for layer, layer_state in zip(self.layers, state, strict=True):
-            x, last_state = layer.sequence(x, layer_state, lengths, reset)
-            last_states.append(last_state)
+        if not _is_traced((x, state, nnx.state(self))):  # nothing is compiled or differentiated
+            for layer, layer_state in pairs:
+                x, last_state = layer.sequence(x, layer_state, lengths, reset)
+                last_states.append(last_state)
+            return x, tuple(last_states)
+        for _, alike in itertools.groupby(pairs, lambda pair: _structure(*pair)):
+            layers, states = map(list, zip(*alike, strict=True))
+            x = x.astype(layers[0].computation_dtype(x))
+            scanned = self.scan_layers or self.remat != "none"
+            several = len(layers) > 1 and x.shape[1] > 1 and not _share_variables(layers)
+            run = _scan if scanned and several else _run_in_turn
+            x, results = run(self._pure(layers[0], lengths, reset), x, layers, states)
+            last_states += results
         return x, tuple(last_states)
+
+    def _pure(self, layer: SequenceLayer, lengths, reset) -> PureLayer:
+        graphdef = nnx.graphdef(layer)
+
+        def pure(x, arrays_and_state):
+            arrays, state = arrays_and_state
+            layer = nnx.merge(graphdef, arrays, copy=True)
+            x, last_state = layer.sequence(x, state, lengths, reset)
+            return x, (last_state, _assigned(arrays, nnx.state(layer)))
+
+        return pure if self.remat == "none" else jax.checkpoint(pure, policy=SAVED[self.remat])
 
     def torch_layouts(self) -> Layouts:
         """The layouts that all layers have, numbered."""
@@ -59,3 +112,52 @@ class Stack(SequenceLayer):
             for name in layouts[0]
             if all(name in layer for layer in layouts)
         }
+
+
+def _run_in_turn(
+    pure: PureLayer, x: Array, layers: Sequence[SequenceLayer], states: Sequence[State]
+) -> tuple[Array, list[State]]:
+    """Layers of one structure, traced once."""
+    pure, last_states = jax.jit(pure), []
+    for layer, state in zip(layers, states, strict=True):
+        x, (last_state, assigned) = pure(x, (nnx.state(layer), state))
+        nnx.update(layer, assigned)
+        last_states.append(last_state)
+    return x, last_states
+
+
+def _scan(
+    pure: PureLayer, x: Array, layers: Sequence[SequenceLayer], states: Sequence[State]
+) -> tuple[Array, list[State]]:
+    """Layers of one structure, compiled once."""
+    inputs = [(nnx.state(layer), state) for layer, state in zip(layers, states, strict=True)]
+    x, outputs = jax.lax.scan(pure, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs))
+    last_states = []
+    for i, layer in enumerate(layers):
+        last_state, assigned = jax.tree.map(lambda a: a[i], outputs)  # noqa: B023
+        nnx.update(layer, assigned)
+        last_states.append(last_state)
+    return x, last_states
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _structure(layer: SequenceLayer, state: State) -> Any:
+    """What layers have in common where one program serves them all."""
+    graphdef, arrays = nnx.split(layer)
+    leaves, treedef = jax.tree.flatten((arrays, state))
+    return graphdef, treedef, [jax.typeof(leaf) for leaf in leaves]
+
+
+def _share_variables(layers: Sequence[SequenceLayer]) -> bool:
+    apart = sum(len(jax.tree.leaves(nnx.state(layer))) for layer in layers)
+    return len(jax.tree.leaves(nnx.state(layers))) < apart
+
+
+def _assigned(before: nnx.State, after: nnx.State) -> nnx.State:
+    """The variables that a layer assigned to, as dropout counts its masks."""
+    old = {path: variable.get_value() for path, variable in nnx.to_flat_state(before)}
+    new = nnx.to_flat_state(after)
+    return nnx.from_flat_state([(k, v) for k, v in new if v.get_value() is not old.get(k)])

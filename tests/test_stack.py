@@ -1,0 +1,114 @@
+"""A stack traced, scanned and with remat is the stack layer by layer."""
+
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_models import HawkBlock, HawkLanguageModelConfig, SelfAttentionBlock, Stack
+from jax_models.stack import Remat
+
+
+def attention(num_layers: int, **options) -> Stack:
+    rngs = nnx.Rngs(0)
+    dtypes = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    blocks = [
+        SelfAttentionBlock(8, 2, max_length=6, dropout_rate=0.4, **dtypes, rngs=rngs)
+        for _ in range(num_layers)
+    ]
+    return Stack(blocks, **options)
+
+
+def value_gradient_and_counts(stack: Stack, x):
+    """Of two calls with dropout, the second with the masks after the first's."""
+    graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
+
+    def loss(params):
+        stack = nnx.merge(graphdef, params, rest, copy=True)
+        first, _ = stack(x)
+        second, _ = stack(x)
+        return jnp.sum(first**2 * second), nnx.state(stack, nnx.RngCount)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+
+@pytest.mark.usefixtures("x64")
+def test_scan_and_remat_change_no_number():
+    x = np.random.default_rng(0).standard_normal((2, 6, 8))
+    eager = attention(3)
+    expected = np.sum(eager(x)[0] ** 2 * eager(x)[0])
+    (value, counts), gradient = value_gradient_and_counts(attention(3), x)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    assert jax.tree.leaves(counts) == jax.tree.leaves(nnx.state(eager, nnx.RngCount))
+    for remat in get_args(Remat):
+        stack = attention(3, remat=remat, scan_layers=True)
+        (other, other_counts), other_gradient = value_gradient_and_counts(stack, x)
+        np.testing.assert_allclose(other, value, rtol=1e-12)
+        assert jax.tree.leaves(other_counts) == jax.tree.leaves(counts)
+        for a, b in zip(*map(jax.tree.leaves, (other_gradient, gradient)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_layer_that_comes_twice_draws_two_masks():
+    block = attention(1).layers[0]
+    graphdef, arrays = nnx.split(Stack([block, block], scan_layers=True))
+    x = np.random.default_rng(0).standard_normal((2, 6, 8))
+
+    def twice(arrays):
+        return nnx.merge(graphdef, arrays, copy=True)(x)[0]
+
+    np.testing.assert_allclose(jax.jit(twice)(arrays), twice(arrays), rtol=1e-12)
+
+
+def tiny(num_layers: int, **options) -> HawkLanguageModelConfig:
+    sizes = {"vocab_size": 5, "features": 8, "mlp_features": 8}
+    return HawkLanguageModelConfig(num_layers=num_layers, **sizes, **options)
+
+
+def gradient(config: HawkLanguageModelConfig, time: int) -> jax.stages.Lowered:
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0))))
+
+    def loss(params, tokens):
+        return jnp.sum(nnx.merge(graphdef, params)(tokens)[0])
+
+    return jax.jit(jax.grad(loss)).lower(params, jax.ShapeDtypeStruct((1, time), jnp.int32))
+
+
+def test_one_trace_serves_all_layers(monkeypatch):
+    traced = []
+    original = HawkBlock.sequence
+    monkeypatch.setattr(
+        HawkBlock, "sequence", lambda self, *args: traced.append(self) or original(self, *args)
+    )
+    gradient(tiny(12), 7)
+    assert len(traced) == 1
+
+
+def products(config: HawkLanguageModelConfig, time: int) -> int:
+    """In the compiled program."""
+    model = config.build(rngs=nnx.Rngs(0))
+    tokens = jax.ShapeDtypeStruct((1, time), jnp.int32)
+    compiled = jax.jit(lambda tokens: model(tokens)[0]).lower(tokens).compile()
+    return compiled.as_text().count(" dot(")
+
+
+def test_of_scanned_layers_one_is_compiled():
+    unscanned, scanned = (tiny(5, scan_layers=scan_layers) for scan_layers in (False, True))
+    assert products(unscanned, 7) == 5 * 8 + 1
+    assert products(scanned, 7) == 8 + 1
+    assert products(scanned, 1) == 5 * 8 + 1
+
+
+@pytest.mark.optimized
+def test_remat_saves_memory():
+    def temporary(remat: Remat) -> int:
+        compiled = gradient(tiny(6, remat=remat), 65_536).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    none, dots, full = map(temporary, get_args(Remat))
+    assert full < dots < none
+    assert full < none / 2
