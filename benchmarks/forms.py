@@ -45,7 +45,7 @@ def in_form(problem: Gated, form: str) -> Function:
     def apply(params):
         x, weights = params
         zeros = (jnp.zeros((problem.batch, problem.hidden)) for _ in state_type._fields)
-        return run(x, state_type(*zeros), **weights, form=form)[0]
+        return run(x, state_type(*zeros), **weights, method=form)[0]
 
     def of_torch(gradients):
         x, weights = gradients

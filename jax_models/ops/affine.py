@@ -1,5 +1,7 @@
 """The products x W + b of every gate and projection."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -42,5 +44,5 @@ def affine(
     else:
         rows = x.reshape(-1, *kernel.shape[:2]).astype(kernel.dtype)
         y = jnp.einsum("rki,kio->rko", rows, kernel, preferred_element_type=accumulator)
-    y = y.reshape(*x.shape[:-1], -1)
+    y = y.reshape(*x.shape[:-1], math.prod(y.shape[1:]))
     return y if bias is None else y + jnp.broadcast_to(bias.astype(accumulator), y.shape)
