@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import default_backend, lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
@@ -88,8 +88,8 @@ def recurrence(
         reverse: run from the last step to the first.
         method: "hoisted", the products of x before the loop, arrays (batch, features) in it;
             "joined", x and h side by side, one product in the loop, arrays (features, batch);
-            "auto", joined on a CPU where a product makes several gates, unless there is one row or
-            there are few steps.
+            "auto", joined where `jax.default_backend()` is a CPU and a product makes several
+            gates, unless there is one row or there are few steps.
 
     Returns:
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
@@ -104,7 +104,7 @@ def recurrence(
     if method == "auto":
         kernels = [product.kernel for product in products.values()]
         widening = any(kernel.shape[-1] > kernel.shape[-2] for kernel in kernels)
-        joined = jax.default_backend() == "cpu" and widening and batch > 1 and time > FEW_STEPS
+        joined = default_backend() == "cpu" and widening and batch > 1 and time > FEW_STEPS
         method = "joined" if joined else "hoisted"
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
