@@ -13,7 +13,7 @@ from parity_tests.tpu_compile.programs import Program
 
 PRECISION = "highest"
 """Of the products, as parity is measured."""
-ON_TPU = mock.patch("jax_models.ops.recurrence.default_backend", lambda: "tpu")
+ON_TPU = mock.patch("jax_models.ops.recurrence.default_backend", return_value="tpu")
 """Loops in the form that a machine with a TPU would give them."""
 
 
