@@ -45,6 +45,12 @@ def hawk_cases() -> list[Case]:
             decays=slow_decays,
             dtypes=("float64", "float32"),  # between 1 − 2⁻⁸ and 1 bfloat16 has no number
         ),
+        hawk(
+            "RGLRU by kernel, interpreted",
+            partial(torch_ref.RGLRU, 5),
+            partial(RGLRU, 5, method="pallas_interpreted"),
+            call=call_rglru,
+        ),
         *(
             hawk(
                 f"CausalConv1D, kernel {size}",

@@ -23,6 +23,11 @@ def rwkv_cases() -> list[Case]:
             partial(RWKVTimeMix, 5, method="associative"),
         ),
         rwkv(
+            "RWKVTimeMix by kernel, interpreted",
+            partial(torch_ref.RWKVTimeMix, 5),
+            partial(RWKVTimeMix, 5, method="pallas_interpreted"),
+        ),
+        rwkv(
             "RWKVChannelMix",
             partial(torch_ref.RWKVChannelMix, 5, 7),
             partial(RWKVChannelMix, 5, 7),
