@@ -1,17 +1,22 @@
 """Text from a language model, token by token from its carried state."""
 
+import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
 from jax_models.language_model import LanguageModel, LanguageModelState, checked_tokens
 from jax_models.ops import carry_dtype
+
+Arrays = list[Array]
+Token = Int[Array, " batch"]
+Window = Int[Array, "batch context_length"]
+Index = Int[Array, ""]
 
 
 def sample(
@@ -62,79 +67,8 @@ def stream(
         ValueError: the prompt is empty or of the wrong rank, or an option is out of range.
 
     """
-    prompt = checked_tokens("prompt", prompt, model.config.vocab_size)
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: expected shape (batch, time ≥ 1), got {prompt.shape}")
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
-    if not temperature >= 0:
-        raise ValueError(f"temperature: expected at least 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: expected at least 1, got {top_k}")
-    return _stream(model, prompt, num_tokens, key, temperature, top_k)
-
-
-def _stream(model, prompt, num_tokens, key, temperature, top_k):
-    evaluating = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    graphdef, params = nnx.split(evaluating)
-    advance = partial(_advance, graphdef, params, temperature=temperature, top_k=top_k)
-    slide = partial(_slide, graphdef, params, temperature=temperature, top_k=top_k)
-    keys = jax.random.split(key, num_tokens)
-    limit = model.config.context_length
-    if limit is None:
-        yield from _from_state(advance, prompt, keys)
-        return
-    window = prompt[:, -limit:]
-    room = limit - window.shape[1] + 1
-    text = [window]
-    for token in _from_state(advance, window, keys[:room]):
-        yield token
-        text.append(token[:, None])
-    if room < num_tokens:
-        window = jnp.asarray(np.concatenate(text, axis=1)[:, -limit:])
-    for step_key in keys[room:]:
-        token, window = slide(window, step_key)
-        yield token
-
-
-def _from_state(advance, tokens, keys):
-    state = None
-    for step_key in keys:
-        token, state = advance(tokens, state, step_key)
-        yield token
-        tokens = token[:, None]
-
-
-@partial(jax.jit, static_argnames=("graphdef", "temperature", "top_k"), donate_argnames="state")
-def _advance(
-    graphdef,
-    params,
-    tokens: Int[Array, "batch time"],
-    state: LanguageModelState | None,
-    key: Key[Array, ""],
-    *,
-    temperature: float,
-    top_k: int | None,
-) -> tuple[Int[Array, " batch"], LanguageModelState]:
-    """Run over some tokens and draw the one after them. The given state is used up."""
-    logits, new_state = nnx.merge(graphdef, params)(tokens, state)
-    return sample(logits[:, -1], key, temperature=temperature, top_k=top_k), new_state
-
-
-@partial(jax.jit, static_argnames=("graphdef", "temperature", "top_k"))
-def _slide(
-    graphdef,
-    params,
-    window: Int[Array, "batch context_length"],
-    key: Key[Array, ""],
-    *,
-    temperature: float,
-    top_k: int | None,
-) -> tuple[Int[Array, " batch"], Int[Array, "batch context_length"]]:
-    """Draw the token after a full window, and move the window on by it."""
-    logits, _ = nnx.merge(graphdef, params)(window)
-    token = sample(logits[:, -1], key, temperature=temperature, top_k=top_k)
-    return token, jnp.concatenate([window[:, 1:], token[:, None].astype(window.dtype)], axis=1)
+    decoder, arrays, prompt = _prepared(model, prompt, num_tokens, temperature, top_k)
+    return decoder.stream(arrays, prompt, num_tokens, key)
 
 
 def generate(
@@ -146,6 +80,121 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Int[Array, "batch num_tokens"]:
-    """The tokens that `stream` yields, side by side."""
-    tokens = stream(model, prompt, num_tokens, key=key, temperature=temperature, top_k=top_k)
-    return jnp.stack(list(tokens), axis=1)
+    """The tokens that `stream` yields, side by side: one compiled call for this `num_tokens`."""
+    decoder, arrays, prompt = _prepared(model, prompt, num_tokens, temperature, top_k)
+    return decoder.text(arrays, prompt, num_tokens, key)
+
+
+def _prepared(
+    model, prompt, num_tokens, temperature, top_k
+) -> tuple["Decoder", Arrays, Int[Array, "batch time"]]:
+    """The decoder, the model's arrays and the prompt, or what is wrong with the arguments."""
+    prompt = checked_tokens("prompt", prompt, model.config.vocab_size)
+    if prompt.ndim != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: expected shape (batch, time ≥ 1), got {prompt.shape}")
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
+    if not temperature >= 0:
+        raise ValueError(f"temperature: expected at least 0, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: expected at least 1, got {top_k}")
+    evaluating = nnx.view(model, deterministic=True, raise_if_not_found=False)
+    graphdef, variables = nnx.split(evaluating)
+    arrays, structure = jax.tree.flatten(variables)
+    limit = model.config.context_length or sys.maxsize
+    decoder = _decoder(graphdef, structure, limit, temperature, top_k)
+    return decoder, arrays, prompt.astype(jnp.int32)[:, -limit:]
+
+
+class Decoder:
+    """The compiled programs that draw tokens from the models of one structure.
+
+    Each takes the model's arrays as a flat list: to flatten a tree of variables at every token
+    would cost more than a small model does. The randomness of token i is `fold_in(key, i)`.
+    """
+
+    def __init__(self, graphdef, structure, limit: int, temperature: float, top_k):
+        self.graphdef = graphdef
+        self.structure = structure
+        self.limit = limit
+        self.draw = partial(sample, temperature=temperature, top_k=top_k)
+
+    @partial(jax.jit, static_argnums=0)
+    def first(
+        self, arrays: Arrays, prompt: Int[Array, "batch time"], key: Key[Array, ""]
+    ) -> tuple[Token, LanguageModelState, Index]:
+        """The token after a prompt, the state before that token, and the index of the next."""
+        token, state = self._next(arrays, prompt, None, key, jnp.int32(0))
+        return token, state, jnp.int32(1)
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
+    def step(
+        self,
+        arrays: Arrays,
+        token: Token,
+        state: LanguageModelState,
+        index: Index,
+        key: Key[Array, ""],
+    ) -> tuple[Token, LanguageModelState, Index]:
+        """The token after a token. The given state and index are used up."""
+        token, state = self._next(arrays, token[:, None], state, key, index)
+        return token, state, index + 1
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+    def slide(
+        self, arrays: Arrays, window: Window, index: Index, key: Key[Array, ""]
+    ) -> tuple[Token, Window, Index]:
+        """The token after a full window, and the window moved on by it. The given is used up."""
+        token, _ = self._next(arrays, window, None, key, index)
+        return token, jnp.concatenate([window[:, 1:], token[:, None]], axis=1), index + 1
+
+    def stream(self, arrays: Arrays, prompt, num_tokens: int, key) -> Iterator[Token]:
+        """The tokens after a prompt, one call each."""
+        token, state, index = self.first(arrays, prompt, key)
+        yield token
+        tokens, room = [token], self._room(prompt, num_tokens)
+        for _ in range(1, room):
+            token, state, index = self.step(arrays, token, state, index, key)
+            yield token
+            if room < num_tokens:
+                tokens.append(token)
+        if room < num_tokens:
+            window = jnp.concatenate([prompt, jnp.stack(tokens, axis=1)], axis=1)[:, -self.limit :]
+            for _ in range(room, num_tokens):
+                token, window, index = self.slide(arrays, window, index, key)
+                yield token
+
+    @partial(jax.jit, static_argnums=(0, 3))
+    def text(self, arrays: Arrays, prompt, num_tokens: int, key) -> Int[Array, "batch num_tokens"]:
+        """The tokens after a prompt, in one call: a scan of steps, and one of windows."""
+
+        def step(carry, _):
+            carry = self.step(arrays, *carry, key)
+            return carry, carry[0]
+
+        def slide(carry, _):
+            token, *carry = self.slide(arrays, *carry, key)
+            return tuple(carry), token
+
+        room = self._room(prompt, num_tokens)
+        first = self.first(arrays, prompt, key)
+        (_, _, index), tokens = jax.lax.scan(step, first, length=room - 1)
+        tokens = jnp.concatenate([first[0][None], tokens]).T
+        if room == num_tokens:
+            return tokens
+        window = jnp.concatenate([prompt, tokens], axis=1)[:, -self.limit :]
+        _, others = jax.lax.scan(slide, (window, index), length=num_tokens - room)
+        return jnp.concatenate([tokens, others.T], axis=1)
+
+    def _next(self, arrays, tokens, state, key, index) -> tuple[Token, LanguageModelState]:
+        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, arrays))
+        logits, state = model(tokens, state)
+        token = self.draw(logits[:, -1], jax.random.fold_in(key, index))
+        return token.astype(jnp.int32), state
+
+    def _room(self, prompt, num_tokens: int) -> int:
+        """How many tokens come from the carried state: those until the context is full."""
+        return min(num_tokens, self.limit - prompt.shape[1] + 1)
+
+
+_decoder = lru_cache(maxsize=16)(Decoder)

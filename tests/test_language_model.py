@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, stream
-from jax_models.generation import sample
+from jax_models.generation import Decoder, sample
 
 KEY = jax.random.key(0)
 
@@ -83,14 +83,31 @@ def test_tokens_outside_the_vocabulary_are_nan_under_jit():
     assert np.isnan(logits[:, 1]).all()
 
 
-def test_decoding_compiles_once():
-    lm = model(context_length=None, hidden_features=21)
-    generate(lm, tokens(1, 4), 2, key=KEY)
-    from jax_models.generation import _advance
+@pytest.mark.parametrize(("context_length", "num_tokens"), [(None, 9), (8, 3), (8, 9), (8, 4)])
+def test_a_text_in_one_call_is_the_streamed_one(context_length, num_tokens):
+    lm = model(context_length=context_length)
+    prompt = tokens(2, 5)
+    text = generate(lm, prompt, num_tokens, key=KEY)
+    assert text.shape == (2, num_tokens)
+    streamed = list(stream(lm, prompt, num_tokens, key=KEY))
+    np.testing.assert_array_equal(text, np.stack(streamed, axis=1))
 
-    compiled = _advance._cache_size()
-    generate(lm, tokens(1, 4), 50, key=KEY)
-    assert _advance._cache_size() == compiled
+
+def test_a_longer_text_begins_with_the_shorter():
+    lm = model()
+    np.testing.assert_array_equal(
+        generate(lm, tokens(1, 3), 12, key=KEY)[:, :4], generate(lm, tokens(1, 3), 4, key=KEY)
+    )
+
+
+def test_every_position_has_one_program():
+    def programs() -> list[int]:
+        return [p._cache_size() for p in (Decoder.first, Decoder.step, Decoder.slide)]
+
+    before = programs()
+    for length in (3, 30):
+        list(stream(model(hidden_features=21), tokens(1, 4), length, key=KEY))
+    assert np.subtract(programs(), before).tolist() == [1, 1, 1]
 
 
 def test_positions_restart_with_documents_and_end_with_the_context():
