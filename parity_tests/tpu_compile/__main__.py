@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
+from unittest import mock
 
 import tyro
 from rich.console import Console
@@ -28,6 +29,8 @@ CHIPS = ("v5e", "v6e")
 SHAPES = ("1x1", "2x4", "16x16")
 SCHEMA = 1
 """Of the JSON; `docs/tpu-compile.md` describes it."""
+ON_TPU = mock.patch("jax_models.ops.recurrence.default_backend", return_value="tpu")
+"""Loops in the form that a machine with a TPU would give them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +119,7 @@ def main(args: Sequence[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ON_TPU, ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(compile_program, asked_for)
         progress = Console(stderr=True)
         outcomes = [*track(compiled, "compiling", len(asked_for), console=progress, transient=True)]

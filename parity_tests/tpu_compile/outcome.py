@@ -4,7 +4,6 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import jax
 
@@ -13,8 +12,6 @@ from parity_tests.tpu_compile.programs import Program
 
 PRECISION = "highest"
 """Of the products, as parity is measured."""
-ON_TPU = mock.patch("jax_models.ops.recurrence.default_backend", return_value="tpu")
-"""Loops in the form that a machine with a TPU would give them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Outcome:
 def compile_program(program: Program) -> Outcome:
     """Lower the program and compile it."""
     try:
-        with jax.default_matmul_precision(PRECISION), ON_TPU:
+        with jax.default_matmul_precision(PRECISION):
             lowered = program.lower()
         start = time.perf_counter()
         compiled: Any = lowered.compile()
