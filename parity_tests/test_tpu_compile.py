@@ -202,7 +202,7 @@ loop.token_losses = lambda *args: (losses := token_losses(*args)) / mean(losses)
         lines, code, programs = self.compile(path, *self.layer, *self.step, change=change)
         assert code == 1
         assert programs["torch.nn.LSTM, 1 layer, forward, v5e:1x1"]["faults"] == [
-            "1 of 1 products are coarser than float32: default 1"
+            "2 of 2 products are coarser than float32: default 2"
         ]
         of_step = "train step of all-work, 4 rows a chip, v5e:16x16"
         found = programs[of_step]["collectives"]["all-reduce"]

@@ -179,7 +179,7 @@ REFUSED = {
     "nonlinearity": (
         lambda: RNN(5, 6, nonlinearity="gelu", rngs=nnx.Rngs(0)),
         ValueError,
-        r"nonlinearity: expected one of \['relu', 'tanh'\], got 'gelu'",
+        r"nonlinearity: expected one of \['tanh', 'relu'\], got 'gelu'",
     ),
     "wide projection": (lambda: lstm(proj_features=6), ValueError, "proj_features: expected betw"),
     "bias of no projection": (lambda: lstm(proj_bias=True), ValueError, "proj_bias: expected Fal"),

@@ -24,7 +24,7 @@ from parity_tests.tolerance import FLOOR_ULPS, K, group_error, ulp
 from train import evaluate, export, generate
 from train.command_line import CommandLineError
 from train.config import PRESETS, TrainConfig
-from train.run import Run
+from train.run import Run, build_trainer
 from train.text import ALL_WORK, Vocabulary
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
@@ -197,6 +197,19 @@ def test_resuming_gives_the_weights_of_one_run(text_file, tmp_path, preset):
     assert resumed.config.num_steps == 10
     assert (tmp_path / "cut" / "metrics.jsonl").read_text().startswith(with_start)
     chex.assert_trees_all_equal(params(whole), params(resumed))
+
+
+def test_steps_in_one_call_are_the_single_ones():
+    """Bit for bit, masks of dropout included; batches from `count` on are not read."""
+    rnn = dataclasses.replace(TrainConfig().model, num_layers=2, dropout_rate=0.5)
+    trainer = build_trainer(dataclasses.replace(TrainConfig(), model=rnn))
+    batches = np.random.default_rng(0).integers(0, 20, (4, 4, 9))
+    singly = trainer.initial_state()
+    for batch in batches[:3]:
+        singly, _ = trainer.step(singly, trainer.put(batch))
+    at_once = trainer.steps(trainer.initial_state(), trainer.put(batches), 3)
+    assert int(at_once.step) == 3
+    chex.assert_trees_all_equal(at_once, singly)
 
 
 def test_epochs_become_steps(by_rows, text_file, tmp_path):

@@ -27,6 +27,9 @@ from train.text import Vocabulary, Windows, batches, read_text, split
 
 PROG = "python -m train"
 
+STEPS_PER_CALL = 10
+"""So many steps of the optimiser cost one dispatch, unless an evaluation comes first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
@@ -129,7 +132,8 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     console.print(f"{'step':>7}  {'train loss':>10}  {'val loss':>8}  {'seconds':>7}")
     with progress:
         bar = progress.add_task("", total=config.num_steps, completed=start_step)
-        for step in range(start_step, config.num_steps + 1):
+        step = start_step
+        while True:
             if step % config.eval_every == 0 or step == config.num_steps:
                 losses = {
                     name: float(trainer.evaluate(state.params, batches).mean())
@@ -141,9 +145,15 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
                     f"{step:7d}  {losses['train']:10.4f}  {losses['val']:8.4f}  {seconds:7.1f}"
                 )
                 run.checkpoints.save(step, state)
-            if step < config.num_steps:
-                state, _ = trainer.step(state, trainer.put(training[step]))
-                progress.update(bar, completed=step + 1)
+            if step == config.num_steps:
+                break
+            next_evaluation = step - step % config.eval_every + config.eval_every
+            stop = min(step + STEPS_PER_CALL, next_evaluation, config.num_steps)
+            chunk = [training[i] for i in range(step, stop)]
+            chunk += chunk[-1:] * (STEPS_PER_CALL - len(chunk))  # one program for every call
+            state = trainer.steps(state, trainer.put(np.stack(chunk)), stop - step)
+            step = stop
+            progress.update(bar, completed=step)
     run.checkpoints.close()
     return state
 

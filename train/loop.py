@@ -77,9 +77,10 @@ class Trainer:
         """The model with these parameters, for training."""
         return nnx.merge(self.graphdef, params, self.rest, copy=True)
 
-    def put(self, batch: np.ndarray) -> Int[Array, "batch window+1"]:
-        """A batch on the devices."""
-        return jax.device_put(batch, self.by_rows)
+    def put(self, batch: np.ndarray) -> Int[Array, "*n batch window+1"]:
+        """A batch, or several, on the devices."""
+        spec = PartitionSpec(*[None] * (batch.ndim - 2), *self.by_rows.spec)
+        return jax.device_put(batch, NamedSharding(self.mesh, spec))
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def step(
@@ -112,6 +113,20 @@ class Trainer:
             self.optimizer, gradient, state.optimizer_state, state.params
         )
         return TrainState(state.step + 1, params, optimizer_state), loss
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def steps(
+        self,
+        state: TrainState,
+        batches: Int[Array, "n batch window+1"],
+        count: Int[ArrayLike, ""],
+    ) -> TrainState:
+        """A step on each of the first `count` batches, in one call. The given state is used up.
+
+        However a run is cut into calls, all its steps are the same program's and end in the same
+        weights.
+        """
+        return jax.lax.fori_loop(0, count, lambda i, state: self.step(state, batches[i])[0], state)
 
     @partial(jax.jit, static_argnums=0)
     def evaluate(
