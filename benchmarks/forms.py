@@ -1,8 +1,8 @@
 """`python -m benchmarks.forms`: which form of loop is fastest for each cell, batch and width.
 
 "hoisted" multiplies all inputs before the loop, "joined" the input with the state in each step.
-Each is measured forward, and forward with backward; what is fastest at the latter is the table from
-which `jax_models.ops` chooses on this platform. Written to `results/forms-<platform>.json`.
+Each is measured forward, and forward with backward: what to judge the rule of `method="auto"` in
+`jax_models.ops.recurrence` by. Written to `results/forms-<platform>.json`.
 """
 
 import argparse
