@@ -20,7 +20,7 @@ from rich.table import Table
 from parity_tests.cases import CASES
 from parity_tests.tpu_compile import libtpu
 from parity_tests.tpu_compile.outcome import Outcome, compile_program, counts
-from parity_tests.tpu_compile.programs import Program, layer_programs, train_step
+from parity_tests.tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
 from train.command_line import CommandLineError, one_line_errors, parse
 from train.config import PRESETS
 
@@ -35,7 +35,7 @@ ON_TPU = mock.patch("jax_models.ops.recurrence.default_backend", return_value="t
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Compile every layer and a training step for TPUs, with products in full float32.
+    """Compile every layer, kernel and a training step for TPUs, with products in full float32.
 
     Needs no TPU. A layer is compiled forward, and with its weights' gradients; the training step
     for 1, 8 and 256 chips.
@@ -65,6 +65,7 @@ def programs(arguments: Arguments) -> Iterator[Program]:
         for name, case in CASES.items():
             if asked_for(name) and "tpu" in case.platforms:
                 yield from layer_programs(case, one)
+        yield from (kernel for kernel in kernel_programs(one) if asked_for(kernel.name))
         if asked_for(f"train step of {arguments.preset}"):
             for topology in (one, *several):
                 yield train_step(arguments.preset, arguments.rows, topology)

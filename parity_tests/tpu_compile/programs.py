@@ -1,4 +1,4 @@
-"""What is compiled: the registry's layers, and the training step."""
+"""What is compiled: the registry's layers, the operators' kernels, and the training step."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,11 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from jax_models.ops import linear_recurrence, wkv
 from parity_tests.cases import BATCH, Case
 from parity_tests.tpu_compile.libtpu import Topology
 from train.config import PRESETS
 from train.loop import Trainer
 from train.run import build_trainer
+
+KERNEL_SHAPES = ((8, 2048, 1024), (3, 1000, 130), (1, 127, 5))
+"""Of batch, time and features."""
 
 Lower = Callable[[], jax.stages.Lowered]
 
@@ -40,6 +44,34 @@ def layer_programs(case: Case, topology: Topology) -> Iterator[Program]:
     for part, lower in (("forward", lower_forward), ("and backward", lower_backward)):
         sharding = SingleDeviceSharding(*topology.chips)
         yield Program(case.name, part, topology.name, partial(lower, case, sharding))
+
+
+def kernel_programs(topology: Topology) -> Iterator[Program]:
+    """The operators' own kernels, forward and backward, in blocks that divide the arrays and in
+    blocks that do not.
+    """
+    sharding = SingleDeviceSharding(*topology.chips)
+    for operator in (linear_recurrence_by_kernel, wkv_by_kernel):
+        for shape in KERNEL_SHAPES:
+            for dtype in ("float32", "bfloat16"):
+                sequence = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+                vector = jax.ShapeDtypeStruct(shape[2:], jnp.float32, sharding=sharding)
+                part = f"{' × '.join(map(str, shape))}, {dtype}"
+                lower = partial(jax.jit(operator).lower, sequence, sequence, vector)
+                yield Program(operator.__name__.replace("_", " "), part, topology.name, lower)
+
+
+def linear_recurrence_by_kernel(a, b, h0):
+    """h, and the gradients of its sum."""
+    h0 = jnp.broadcast_to(h0, (a.shape[0], a.shape[2]))
+    h, pullback = jax.vjp(lambda *x: linear_recurrence(*x, method="pallas")[0], a, b, h0)
+    return h, pullback(jnp.ones_like(h))
+
+
+def wkv_by_kernel(k, v, w):
+    """y, and the gradients of its sum."""
+    y, pullback = jax.vjp(lambda k, v, w: wkv(k, v, w=w, u=w, method="pallas")[0], k, v, w)
+    return y, pullback(jnp.ones_like(y))
 
 
 def train_step(preset: str, rows: int | None, topology: Topology) -> Program:
