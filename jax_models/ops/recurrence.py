@@ -253,7 +253,7 @@ def _dense(x, tangent):
 
 def _direct_tangent(static: _Static, product: Product, tangent: Product, x, d_x, h):
     """`(dx W_x + x dW_x + db_x) + (h dW + db)` of every step."""
-    of_h = _affine_tangent(h, SymbolicZero, product.kernel, tangent.kernel, tangent.bias)
+    of_h = _affine_tangent(h, None, product.kernel, tangent.kernel, tangent.bias)
     if product.kernel_x is None:
         return of_h
     of_x = _affine_tangent(x, d_x, product.kernel_x, tangent.kernel_x, tangent.bias_x)
@@ -274,7 +274,7 @@ def _affine_tangent(x, d_x, kernel, d_kernel, d_bias):
 
 
 def _is_zero(tangent) -> bool:
-    return tangent is None or tangent is SymbolicZero or isinstance(tangent, SymbolicZero)
+    return tangent is None or isinstance(tangent, SymbolicZero)
 
 
 def _transposable(static: _Static, kernel):
