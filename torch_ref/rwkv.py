@@ -1,5 +1,7 @@
 """RWKV-4 in plain PyTorch (seed 001; arXiv 2305.13048), under BlinkDL's keys."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,20 @@ State = tuple[Tensor, ...]
 def token_shift(x: Tensor, last: Tensor) -> Tensor:
     """`x_{t−1}` at each step; `last` (batch, features) is the token before the first."""
     return torch.cat([last[:, None], x[:, :-1]], dim=1)
+
+
+def wkv(k: Tensor, v: Tensor, w: Tensor, u: Tensor, sums: Sequence[Tensor]) -> tuple[Tensor, State]:
+    """RWKV-4's average of the past, and its sums after the last step, as (num, den, max)."""
+    num, den, max = sums
+    outputs = []
+    for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
+        q = torch.maximum(max, u + k_t)
+        past, now = torch.exp(max - q), torch.exp(u + k_t - q)
+        outputs.append((past * num + now * v_t) / (past * den + now))
+        q = torch.maximum(max - w, k_t)
+        past, now = torch.exp(max - w - q), torch.exp(k_t - q)
+        num, den, max = past * num + now * v_t, past * den + now, q
+    return torch.stack(outputs, dim=1), (num, den, max)
 
 
 class RWKVTimeMix(nn.Module):
@@ -38,22 +54,13 @@ class RWKVTimeMix(nn.Module):
         self.output = nn.Linear(features, features, bias=False)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        last, num, den, max = self.init_state(x.shape[0]) if state is None else state
+        last, *sums = self.init_state(x.shape[0]) if state is None else state
         previous = token_shift(x, last)
         k = self.key(x * self.time_mix_k + previous * (1 - self.time_mix_k))
         v = self.value(x * self.time_mix_v + previous * (1 - self.time_mix_v))
         r = self.receptance(x * self.time_mix_r + previous * (1 - self.time_mix_r))
-        w, u = self.time_decay.exp(), self.time_first
-        outputs = []
-        for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
-            q = torch.maximum(max, u + k_t)
-            past, now = torch.exp(max - q), torch.exp(u + k_t - q)
-            outputs.append((past * num + now * v_t) / (past * den + now))
-            q = torch.maximum(max - w, k_t)
-            past, now = torch.exp(max - w - q), torch.exp(k_t - q)
-            num, den, max = past * num + now * v_t, past * den + now, q
-        wkv = torch.stack(outputs, dim=1)
-        return self.output(torch.sigmoid(r) * wkv), (x[:, -1], num, den, max)
+        average, sums = wkv(k, v, self.time_decay.exp(), self.time_first, sums)
+        return self.output(torch.sigmoid(r) * average), (x[:, -1], *sums)
 
     def init_state(self, batch_size: int) -> State:
         zeros = self.time_first.new_zeros(batch_size, len(self.time_first))
