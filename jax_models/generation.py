@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
+from jax_models.hyena import with_fixed_filters
 from jax_models.language_model import LanguageModel, LanguageModelState, checked_tokens
 from jax_models.ops import carry_dtype
 
@@ -99,7 +100,7 @@ def _prepared(
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected at least 1, got {top_k}")
     evaluating = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    graphdef, variables = nnx.split(evaluating)
+    graphdef, variables = nnx.split(with_fixed_filters(evaluating))
     arrays, structure = jax.tree.flatten(variables)
     limit = model.config.context_length or sys.maxsize
     decoder = _decoder(graphdef, structure, limit, temperature, top_k)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,13 @@ from jaxtyping import Array, Float
 from jax_models import ops
 from jax_models.dropout import Dropout
 from jax_models.hawk import CausalConv1D
-from jax_models.hyena_filter import AuthenticHyenaFilter, HyenaFilter
+from jax_models.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
 from jax_models.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
 from jax_models.sequence import SequenceLayer, check_time, checked_size
 from jax_models.torch_weights import Layouts, linear, nested, squeezed
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 
 class HyenaState(NamedTuple):
@@ -64,7 +66,7 @@ class HyenaOperator(SequenceLayer):
         linear_options = {"kernel_init": torch_uniform(features), **options}
         self.proj_input = Linear(features, (order + 1) * features, **linear_options)
         self.conv = CausalConv1D((order + 1) * features, kernel_size, **options)
-        self.filter = make_filter(
+        self.filter: HyenaFilter | AuthenticHyenaFilter | FixedFilter = make_filter(
             features, max_length, order=order, param_dtype=param_dtype, rngs=rngs
         )
         self.B = nnx.Param(jax.random.normal(rngs.params(), (order, features), param_dtype))
@@ -302,6 +304,19 @@ class AuthenticHyenaBlock(HyenaOperator):
         for x in gates:
             v = x * convolve(v)
         return self.output(v)
+
+
+def with_fixed_filters(model: Model) -> Model:
+    """The model for inference, the filters of its Hyena blocks computed once, at these weights.
+
+    The model itself stays as it is; the two share every other parameter. `generate` and `stream`
+    do this by themselves.
+    """
+    fixed = nnx.merge(*nnx.split(model))
+    for _, module in nnx.iter_modules(fixed):
+        if isinstance(module, HyenaOperator):
+            module.filter = FixedFilter(module.filter, module.max_length)
+    return fixed
 
 
 def normalized(x: Float[Array, "batch features time"]) -> Float[Array, "batch features time"]:

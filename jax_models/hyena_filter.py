@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +186,38 @@ class AuthenticHyenaFilter(nnx.Module):
                 squeezed("alphas", "window.alphas", (0, 2)),
             ]
         }
+
+
+class FixedFilter(nnx.Module):
+    """A filter at its present weights, for inference: its taps, computed once.
+
+    Args:
+        filter: a `HyenaFilter` or an `AuthenticHyenaFilter`.
+        max_length: how many taps it has.
+
+    """
+
+    def __init__(self, filter: Callable[[int], Array], max_length: int):
+        self.h = Constant(_taps(*nnx.split(filter), max_length))
+
+    def __call__(self, length: int) -> Float[Array, "order features length"]:
+        """The first `length` taps."""
+        check_time("length", length, self.h.shape[2])
+        return self.h[...][:, :, :length]
+
+    def torch_layouts(self) -> Layouts:
+        """There are none.
+
+        Raises:
+            NotImplementedError: always.
+
+        """
+        raise NotImplementedError("fixed filters have no weights; export the model they are of")
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _taps(graphdef, params, length: int) -> Float[Array, "order features length"]:
+    return nnx.merge(graphdef, params)(length)
 
 
 def _filter_shape(features: int, max_length: int, order: int) -> tuple[int, int, int]:

@@ -21,6 +21,7 @@ from jax_models import (
     from_torch,
     generate,
     to_torch,
+    with_fixed_filters,
 )
 from jax_models.generation import sample
 from jax_models.gp_model import Block
@@ -215,3 +216,31 @@ def test_generation_is_that_of_full_recomputation(x64, block):
         text = np.concatenate([text, sample(jnp.asarray(logits), key)[:, None]], axis=1)
     np.testing.assert_array_equal(tokens, text[:, 7:])
     assert len(np.unique(tokens)) > 3
+
+
+def test_filters_are_computed_once_for_inference(x64, monkeypatch):
+    """By `generate` too; and only for what is fixed."""
+    config = GPModelConfig(
+        vocab_size=11, context_length=40, features=8, num_layers=2, block="authentic-hyena"
+    )
+    model = config.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 7))
+    logits, state = model(tokens)
+    fixed = with_fixed_filters(with_fixed_filters(model))
+    computed = []
+    original = AuthenticHyenaFilter.network
+    monkeypatch.setattr(
+        AuthenticHyenaFilter,
+        "network",
+        lambda self, length: computed.append(length) or original(self, length),
+    )
+    logits_of_fixed, state_of_fixed = fixed(tokens)
+    assert_same(logits_of_fixed, logits, "logits")
+    for a, b in zip(*map(jax.tree.leaves, (state_of_fixed, state)), strict=True):
+        assert_same(a, b, "state")
+    model.layers.layers[0].filter.alphas[...] *= 2
+    assert (fixed(tokens)[0] == logits_of_fixed).all()
+    with pytest.raises(NotImplementedError, match="export the model they are of"):
+        to_torch(fixed)
+    generate(model, tokens, 60, key=jax.random.key(0))
+    assert computed == []
