@@ -146,7 +146,6 @@ def assert_errs_as_the_twin(printed: str) -> None:
     assert jax_error <= K * max(twin_error, FLOOR_ULPS * ulp(np.float32))
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
 def test_every_cell_trains_and_exports(text_file, tmp_path, capsys, cell):
     start(tmp_path / "run", *small(text_file, "--preset", cell, "--model.num-layers", "2"))
@@ -165,13 +164,10 @@ SIZES = {
 }
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(("preset", "sizes"), SIZES.items())
 def test_every_other_preset_trains_and_exports(text_file, tmp_path, capsys, preset, sizes):
     start(tmp_path / "run", *small_preset(text_file, preset, sizes))
     assert_errs_as_the_twin(capsys.readouterr().out)
-    generate.main(["--run", str(tmp_path / "run"), "--prompt", "naïve café"])
-    assert capsys.readouterr().out.startswith("naïve café")
 
 
 def small_preset(text: Path, preset: str, sizes: str) -> list[str]:
@@ -260,9 +256,9 @@ def test_a_killed_run_is_resumed(text_file, tmp_path):
     run.checkpoints.close()
     assert latest is not None
     assert latest >= 20
-    train_command.main(["--resume", str(tmp_path / "cut"), "--num-steps", str(latest + 500)])
+    train_command.main(["--resume", str(tmp_path / "cut"), "--num-steps", str(latest + 50)])
     metrics = Run.open(tmp_path / "cut").metrics()
-    assert metrics[-1]["step"] == latest + 500
+    assert metrics[-1]["step"] == latest + 50
     assert metrics[-1]["train"] < whole.metrics()[-1]["train"]
 
 
@@ -292,24 +288,24 @@ def test_bfloat16_trains_with_the_seeds_optimizer(text_file, tmp_path):
 def test_eight_devices_train_as_one(text_file, tmp_path):
     code = """
 import sys, jax
-jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
+jax.config.update("jax_num_cpu_devices", 8)
 import train.__main__ as command
-command.main(sys.argv[2:])
-assert jax.device_count() == int(sys.argv[1])
+command.main(sys.argv[1:])
+assert jax.device_count() == 8
 """
-    losses = []
-    for devices in ("1", "8"):
-        folder = tmp_path / devices
-        args = small(text_file, "--out", str(folder), "--eval-batches", "2")
-        subprocess.run(
-            [sys.executable, "-c", code, devices, *args],
-            check=True,
-            capture_output=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        losses.append([record["val"] for record in Run.open(folder).metrics()])
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert losses[0][-1] < losses[0][0]
+    args = small(text_file, "--eval-batches", "2")
+    subprocess.run(
+        [sys.executable, "-c", code, "--out", str(tmp_path / "eight"), *args],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    of_eight, of_one = (
+        [record["val"] for record in run.metrics()]
+        for run in (Run.open(tmp_path / "eight"), start(tmp_path / "one", *args))
+    )
+    np.testing.assert_allclose(of_eight, of_one, rtol=1e-5)
+    assert of_one[-1] < of_one[0]
 
 
 def test_every_device_has_dropout_masks_of_its_own():
