@@ -238,6 +238,18 @@ def test_wkv_gradients_stay_small_over_4000_growing_steps(method):
     assert np.abs(gradients[1]).max() <= 4000 * K, "the first v reaches every y, by its share ≤ 1"
 
 
+@pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
+def test_a_step_that_outweighs_all_keeps_its_whole_gradient(method):
+    """Each y is the first v, to the last bit: so is the gradient, however its max ages by w."""
+    k, v = jnp.full((1, 33, 8), -200.0).at[:, 0].set(200.3), jnp.ones((1, 33, 8))
+
+    def total(v, log_w):
+        return jnp.sum(wkv(k, v, w=jnp.exp(log_w), u=jnp.zeros(8), method=method)[0])
+
+    gradient = jax.jit(jax.grad(total))(v, jnp.linspace(-3, 0, 8))
+    np.testing.assert_allclose(gradient[0, 0], 33, rtol=K * ulp(np.float32))
+
+
 @pytest.mark.parametrize("method", [*METHODS, KERNEL])
 def test_a_nan_does_not_cross_a_reset(method):
     x = np.random.default_rng(0).standard_normal((2, 6, 3)).astype(np.float32)

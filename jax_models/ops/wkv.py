@@ -131,10 +131,11 @@ def _backward(method: WKVMethod, residuals, gradients):
     def where_active(x, otherwise=0):
         return x if active is None else jnp.where(active[..., None], x, otherwise)
 
-    # Every exponential below is of a number ≤ 0, or above it by rounding alone.
-    aged = before.max - _like(w, k)
+    # Every exponential below is of a number ≤ 0, or above it by rounding alone. Where a step is not
+    # the largest, the maximum has only aged: by 1, not by what the rounding of max − w makes of it.
     max_after = jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1)
-    decay = where_active(_exp(aged - max_after), 1)
+    new_is_larger = where_active(k >= max_after, False)
+    decay = jnp.where(new_is_larger, _exp(before.max - _like(w, k) - max_after), 1)
     weight = where_active(_exp(k - max_after))
     bonus = k + _like(u, k)
     weighed = _add(before, WKVState(v, jnp.ones_like(v), bonus))
@@ -151,7 +152,6 @@ def _backward(method: WKVMethod, residuals, gradients):
     # smaller one leaves.
     u_gradient = then / weighed.den * jnp.exp(bonus - weighed.max) * (before.den * v - before.num)
     of_new, of_old = weight * (num * v + den), decay * (num * before.num + den * before.den)
-    new_is_larger = where_active(k >= aged, False)
     smaller = jnp.where(new_is_larger, of_old, -of_new)
     exponent, first_exponent = through(
         jnp.where(new_is_larger, 0.0, jnp.ones_like(k)), smaller - u_gradient, last_gradient.max
