@@ -50,6 +50,11 @@ class Bidirectional(SequenceLayer):
         self.backward = backward
         self.in_features = forward.in_features
         self.time_major = forward.time_major
+        self.resettable = forward.resettable and backward.resettable
+
+    def computation_dtype(self, x):
+        """The forward layer's."""
+        return self.forward.computation_dtype(x)
 
     def init_state(self, batch_size: int) -> BidirectionalState:
         """The initial states of the two stacks."""

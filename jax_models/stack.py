@@ -62,6 +62,10 @@ class Stack(SequenceLayer):
         self.causal = all(layer.causal for layer in self.layers)
         self.resettable = all(layer.resettable for layer in self.layers)
 
+    def computation_dtype(self, x):
+        """The lowest layer's."""
+        return self.layers[0].computation_dtype(x)
+
     def init_state(self, batch_size: int) -> State:
         """The layers' initial states."""
         return tuple(layer.init_state(batch_size) for layer in self.layers)

@@ -194,3 +194,25 @@ def test_auto_without_a_kernel_is_associative(x64, operator, monkeypatch):
         if both[0].shape == (2, 40, 5):
             both = [y[np.arange(40) < np.array([[40], [11]])] for y in both]
         assert_same(*both, name)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_second_derivatives_of_auto(x64, operator):
+    """Compiled, when the derivative of every device's form is taken; against differences."""
+    values = numbers(2, 5, 3)
+    x = {name: jnp.asarray(values[name] + 0.5 * (name == "a")) for name in OPERATORS[operator]}
+    direction = jax.tree.map(lambda leaf: jnp.sin(jnp.arange(1.0, leaf.size + 1)), x)
+    direction = jax.tree.map(lambda d, leaf: d.reshape(leaf.shape), direction, x)
+
+    def gradient(x, **options):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(operator(x, **options)[0])))(x)
+
+    def moved(by):
+        return jax.jit(gradient)(jax.tree.map(lambda leaf, d: leaf + by * d, x, direction))
+
+    (along,) = jax.jit(lambda x: jax.vjp(gradient, x)[1](direction))(x)
+    for name, ahead in moved(1e-5).items():
+        difference = (ahead - moved(-1e-5)[name]) / 2e-5
+        np.testing.assert_allclose(along[name], difference, rtol=1e-6, atol=1e-8)
+    with pytest.raises(NotImplementedError, match='"pallas" has first derivatives only'):
+        jax.make_jaxpr(lambda x: jax.vjp(partial(gradient, method="pallas"), x)[0])(x)

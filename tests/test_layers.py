@@ -8,13 +8,27 @@ from flax import linen as nn
 from flax import nnx
 from flax.nnx import bridge
 
-from jax_models import GRU, LSTM, RNN, Bidirectional, LSTMState, RNNState, state_batch_axes
+from jax_models import (
+    GRU,
+    LSTM,
+    RNN,
+    Bidirectional,
+    HyenaBlock,
+    LSTMState,
+    RNNState,
+    Stack,
+    state_batch_axes,
+)
 
 LAYERS = {"RNN": RNN, "LSTM": LSTM, "GRU": GRU}
 
 
 def lstm(**kwargs) -> LSTM:
     return LSTM(5, 6, rngs=nnx.Rngs(0), **kwargs)
+
+
+def hyena() -> HyenaBlock:
+    return HyenaBlock(5, 8, rngs=nnx.Rngs(0))
 
 
 def inputs(*shape: int) -> np.ndarray:
@@ -199,6 +213,11 @@ REFUSED = {
         ValueError,
         "backward: expected in_features=5 as forward has, got 4",
     ),
+    "reset over Hyenas": (
+        lambda: Bidirectional(hyena(), hyena())(jnp.ones((1, 3, 5)), reset=jnp.zeros((1, 3), bool)),
+        NotImplementedError,
+        "Bidirectional: reset: a long convolution cannot",
+    ),
     "stack of both ways": (
         lambda: Bidirectional(lstm(bidirectional=True), lstm()),
         ValueError,
@@ -260,3 +279,10 @@ def test_the_state_is_carried_in_float32_under_bfloat16(name):
     ours = last_state(layer, lambda s: s) - expected
     rounded = last_state(layer, lambda s: s.astype(jnp.bfloat16).astype(jnp.float32)) - expected
     assert float(jnp.std(ours)) < 0.8 * float(jnp.std(rounded))
+
+
+def test_a_stack_may_have_any_layers():
+    x = inputs(2, 3, 5)
+    stack = Stack([Bidirectional(lstm(), lstm()), Stack([LSTM(12, 5, rngs=nnx.Rngs(0))])])
+    y, _ = jax.jit(lambda x: stack(x))(x)
+    np.testing.assert_allclose(y, stack(x)[0], rtol=1e-5, atol=1e-6)

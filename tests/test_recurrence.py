@@ -189,3 +189,25 @@ def test_unknown_method():
     by, _, args = problem("rnn", batch=1, time=2, hidden=3)
     with pytest.raises(ValueError, match="method: expected one of"):
         by("fast", False)(*args)
+
+
+def test_biases_are_added_in_float32():
+    """Also where the two of a step are one."""
+    by, _, args = problem("lstm", batch=4, time=6, hidden=16)
+    weights, x, state = jax.tree.map(lambda a: a.astype(jnp.bfloat16), args)
+    weights |= {"bias_ih": weights["bias_ih"] + 60, "bias_hh": weights["bias_hh"] - 60}
+    state = jax.tree.map(lambda a: a.astype(jnp.float32), state)
+    hoisted, joined = (by(method, False)(weights, x, state)[0] for method in METHODS)
+    np.testing.assert_allclose(joined, hoisted, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "message"), [(["h", "h"], "asked for again"), ([], r"\['h'\], it asked for \[\]")]
+)
+def test_a_step_asks_for_each_product_once(asked_for, message):
+    def step(state, now):
+        return ops.RNNState(state.h + sum(now.product(name, state.h) for name in asked_for))
+
+    products = {"h": ops.Product(jnp.eye(3))}
+    with pytest.raises(ValueError, match=message):
+        ops.recurrence(step, ops.RNNState(jnp.ones((2, 3))), products, jnp.ones((2, 4, 3)))

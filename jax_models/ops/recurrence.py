@@ -87,7 +87,8 @@ def recurrence(
             `reverse` it restarts where the scan *enters* a document, at the document's last step.
         reverse: run from the last step to the first.
         method: "hoisted", the products of x before the loop, arrays (batch, features) in it;
-            "joined", x and h side by side, one product in the loop, arrays (features, batch);
+            "joined", the products of x in the loop, too, arrays (features, batch): x and h side by
+            side make one product, or two where `join` keeps them apart;
             "auto", joined where `jax.default_backend()` is a CPU and a product makes several
             gates, unless there is one row or there are few steps.
 
@@ -95,15 +96,19 @@ def recurrence(
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: there is no such method, "joined" has a kernel in blocks, or the step does not
+            ask for each product once.
 
     """
     if method not in get_args(RecurrenceMethod):
         raise ValueError(f"method: expected one of {get_args(RecurrenceMethod)}, got {method!r}")
     batch, time, _ = x.shape
+    kernels = [product.kernel for product in products.values()]
+    in_blocks = any(kernel.ndim == 3 for kernel in kernels)
+    if method == "joined" and in_blocks:
+        raise ValueError('method: "joined" takes no kernel in blocks, "hoisted" does')
     if method == "auto":
-        kernels = [product.kernel for product in products.values()]
-        widening = any(kernel.shape[-1] > kernel.shape[-2] for kernel in kernels)
+        widening = not in_blocks and any(k.shape[1] > k.shape[0] for k in kernels)
         joined = default_backend() == "cpu" and widening and batch > 1 and time > FEW_STEPS
         method = "joined" if joined else "hoisted"
     if time == 0:
@@ -139,9 +144,9 @@ class _Static(NamedTuple):
         mask = jnp.expand_dims(mask, self.axis)
         return jax.tree.map(lambda a, b: jnp.where(mask, a, b), x, y)
 
-    def scan(self, body, state, inputs):
+    def scan(self, body, state, inputs, length: int):
         """`lax.scan` in the direction of the recurrence."""
-        return lax.scan(body, state, inputs, reverse=self.reverse)
+        return lax.scan(body, state, inputs, length, reverse=self.reverse)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -163,15 +168,20 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
         found = {}
 
         def product(name, h):
+            if name in found:
+                raise ValueError(f"step: expected product {name!r} once, it was asked for again")
             found[name] = h, in_loop[name](of_x[name], h)
             return found[name][1]
 
         new = static.step(state, Step(product, axis, inputs, params))
+        if found.keys() != products.keys():
+            raise ValueError(f"step: expected products {[*products]}, it asked for {[*found]}")
         new = new if active is None else static.where(active, new, state)
         return new, (new[0], state, found)
 
     state = jax.tree.map(static.turned, state)
-    last, (ys, before, found) = static.scan(body, state, (inputs, before_loop, active, reset))
+    at_steps = (inputs, before_loop, active, reset)
+    last, (ys, before, found) = static.scan(body, state, at_steps, len(x))
     return static.turned(ys), jax.tree.map(static.turned, last), before, found
 
 
@@ -187,7 +197,8 @@ def _prepared(static: _Static, product: Product, x):
     if static.join is not add:
         of_x = _apply(static, kernel_x, bias_x)
         return x, lambda x, h: static.join(of_x(x), of_h(h), 0)
-    biases = [b for b in (bias, bias_x) if b is not None]
+    accumulator = carry_dtype(kernel.dtype)
+    biases = [b.astype(accumulator) for b in (bias, bias_x) if b is not None]
     both = _apply(static, jnp.concatenate([kernel_x, kernel]), sum(biases) if biases else None)
     return x, lambda x, h: both(jnp.concatenate([x, h.astype(x.dtype)]))
 
@@ -243,7 +254,7 @@ def _recurrence_jvp(static: _Static, primals, tangents):
     dense_params = instantiate(params, d_params)
     d_state = jax.tree.map(static.turned, instantiate(state, d_state))
     at_steps = (before, found, inputs, instantiate(inputs, d_inputs), direct, active, reset)
-    d_last, d_ys = static.scan(body, d_state, at_steps)
+    d_last, d_ys = static.scan(body, d_state, at_steps, len(x))
     return (ys, last), (static.turned(d_ys), jax.tree.map(static.turned, d_last))
 
 

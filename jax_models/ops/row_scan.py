@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 from jax_models.ops import row_scan_gpu, row_scan_tpu
@@ -38,8 +38,8 @@ def row_scan(
     A kernel goes through time once, the state in its registers: Mosaic's on a TPU
     (`row_scan_tpu`), Triton's on an NVIDIA GPU (`row_scan_gpu`). Both were compiled for their
     devices and run in an interpreter; neither has run on a device yet. Which it is, or whether
-    there is one, is known where the program is lowered. Under `vmap` the rows become more; there
-    is no derivative.
+    there is one, is known where the program is lowered. Under `vmap` the rows become more; the
+    derivative is the fallback's.
 
     Args:
         step: elementwise in jnp, the same function at each call: programs are kept by it.
@@ -58,28 +58,12 @@ def row_scan(
         NotImplementedError: there is no kernel and no fallback; when the program is lowered.
 
     """
-    options = {"outputs": outputs, "reverse": reverse}
-
-    @custom_vmap
-    def scan(start, xs):
-        if interpret:
-            return row_scan_tpu.row_scan(step, start, xs, interpret=True, **options)
-        results = row_scan_p.bind(
-            *start, *xs, step=step, states=len(start), fallback=fallback, **options
-        )
-        return results[:outputs], results[outputs:]
-
-    @scan.def_vmap
-    def _(size, batched, start, xs):
-        def merged(is_batched, x):
-            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        results = scan(*jax.tree.map(merged, batched, [start, xs]))
-        divided = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
-        return divided, jax.tree.map(lambda _: True, divided)
-
-    return scan([*start], [*xs])
+    options = {"step": step, "states": len(start), "outputs": outputs, "reverse": reverse}
+    if interpret:
+        results = _interpreted(**options)(*start, *xs)
+    else:
+        results = row_scan_p.bind(*start, *xs, fallback=fallback, **options)
+    return results[:outputs], results[outputs:]
 
 
 row_scan_p = Primitive("row_scan")
@@ -130,6 +114,59 @@ def _tpu_kernel(step, start, xs, **options):
         return row_scan_tpu.row_scan(step, start, xs, **options)
 
 
+def _interpreted(*, step, states: int, **options):
+    """The TPU's kernel in Pallas's interpreter, which is no part of a primitive's lowering."""
+
+    @custom_vmap
+    def scan(*args):
+        ys, last = row_scan_tpu.row_scan(
+            step, args[:states], args[states:], interpret=True, **options
+        )
+        return [*ys, *last]
+
+    @scan.def_vmap
+    def _(size, batched, *args):
+        results = _rows_of_one(scan, size, args, [0 if each else None for each in batched])
+        return results, [True] * len(results)
+
+    return scan
+
+
+def _rows_of_one(scan, size: int, args, axes):
+    """A batch of scans as one of more rows."""
+
+    def merged(x, axis):
+        first = jnp.moveaxis(x, axis, 0) if axis is not None else x[None]
+        return jnp.broadcast_to(first, (size, *first.shape[1:])).reshape(-1, *first.shape[2:])
+
+    return [x.reshape(size, -1, *x.shape[1:]) for x in scan(*map(merged, args, axes))]
+
+
+def _batched(args, axes, **params):
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    results = _rows_of_one(partial(row_scan_p.bind, **params), size, args, axes)
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[row_scan_p] = _batched
+
+
+def _jvp(primals, tangents, *, states: int, fallback, **params):
+    if fallback is None:
+        raise NotImplementedError(
+            'method: "pallas" has first derivatives only, "auto" and "associative" have all'
+        )
+
+    def flat(*args):
+        ys, last = fallback(args[:states], args[states:])
+        return [*ys, *last]
+
+    results = row_scan_p.bind(*primals, states=states, fallback=fallback, **params)
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return results, jax.jvp(flat, primals, tangents)[1]
+
+
+ad.primitive_jvps[row_scan_p] = _jvp
 mlir.register_lowering(row_scan_p, _by(_no_kernel))
 mlir.register_lowering(row_scan_p, _by(_tpu_kernel), platform="tpu")
 mlir.register_lowering(row_scan_p, _by(row_scan_gpu.row_scan), platform="cuda")
