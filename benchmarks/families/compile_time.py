@@ -30,6 +30,8 @@ CONFIGS = {
     ),
     "Hawk": HawkLanguageModelConfig(256, features=192),
     "RWKV": RWKVLanguageModelConfig(256, features=192),
+    "Hawk, scanned": HawkLanguageModelConfig(256, features=192, scan_layers=True),
+    "RWKV, scanned": RWKVLanguageModelConfig(256, features=192, scan_layers=True),
 }
 
 

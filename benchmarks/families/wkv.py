@@ -55,7 +55,7 @@ class WKV(Sequences):
             return {}
         if platform != "cpu":
             return {"limit": 0.7, f"{OURS}, associative": 1 / 3}
-        return {"torch": 0.2 if part == FORWARD else 0.05, "lax.scan": 0.9}
+        return {"transformers": 0.2 if part == FORWARD else 0.05, "lax.scan": 0.9}
 
 
 def problems(quick: bool) -> list[WKV]:
