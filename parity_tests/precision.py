@@ -30,6 +30,8 @@ BITS = {"bfloat16": (8, 7), "tensorfloat32": (8, 10)}
 DEFAULT = {"tpu": "bfloat16", "gpu": "tensorfloat32"}
 """What a platform's own products round to, by default."""
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+KERNEL = "pallas_call"
+"""Its body has a place in a grid, so it is left as it is."""
 
 
 def precision_errors(name: str, problem: Problem, platform: str) -> Iterator[PrecisionError]:
@@ -109,11 +111,15 @@ def _evaluate(rounded: Callable, closed: ClosedJaxpr, *args: Any) -> list[Any]:
         operands = [read(atom) for atom in equation.invars]
         if equation.primitive.name in PRODUCTS:
             operands = [rounded(x) for x in operands]
-        params = jax.tree.map(
-            partial(_rewritten, rounded),
-            equation.params,
-            is_leaf=lambda param: isinstance(param, Jaxpr | ClosedJaxpr),
-        )
+        params = equation.params
+        if equation.primitive.name != KERNEL:
+            params = jax.tree.map(
+                partial(_rewritten, rounded),
+                params,
+                is_leaf=lambda param: isinstance(param, Jaxpr | ClosedJaxpr),
+            )
+        elif any(f"{product}[" in str(params["jaxpr"]) for product in PRODUCTS):
+            raise NotImplementedError("a product in a Pallas kernel")
         params = equation.primitive.get_bind_params(params)
         results = equation.primitive.bind(*operands, **params)
         values |= zip(

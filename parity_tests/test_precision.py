@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from parity_tests.cases import CASES
 from parity_tests.precision import BITS, precision_errors, with_rounded_products
@@ -67,6 +68,21 @@ def test_only_float32_is_rounded():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 4)))
     assert x.dtype == np.float64
     np.testing.assert_array_equal(with_rounded_products(8, 7, plain)(x, x), x @ x)
+
+
+def in_a_kernel(body, x):
+    return pl.pallas_call(
+        lambda x, y: y.__setitem__(..., body(x[...])), out_shape=x, interpret=True
+    )(x)
+
+
+def test_a_kernel_is_left_as_it_is():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 8)), jnp.float32)
+    rounded = with_rounded_products(*BITS["bfloat16"], partial(in_a_kernel, jnp.tanh))
+    np.testing.assert_array_equal(jax.jit(rounded)(x), in_a_kernel(jnp.tanh, x))
+    rounded = with_rounded_products(*BITS["bfloat16"], partial(in_a_kernel, lambda x: x @ x))
+    with pytest.raises(NotImplementedError, match="a product in a Pallas kernel"):
+        rounded(x)
 
 
 def test_errors_are_those_of_the_operands():

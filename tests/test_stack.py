@@ -38,13 +38,13 @@ def value_gradient_and_counts(stack: Stack, x):
 @pytest.mark.usefixtures("x64")
 def test_scan_and_remat_change_no_number():
     x = np.random.default_rng(0).standard_normal((2, 6, 8))
-    eager = attention(3)
+    eager = attention(2)
     expected = np.sum(eager(x)[0] ** 2 * eager(x)[0])
-    (value, counts), gradient = value_gradient_and_counts(attention(3), x)
+    (value, counts), gradient = value_gradient_and_counts(attention(2), x)
     np.testing.assert_allclose(value, expected, rtol=1e-12)
     assert jax.tree.leaves(counts) == jax.tree.leaves(nnx.state(eager, nnx.RngCount))
     for remat in get_args(Remat):
-        stack = attention(3, remat=remat, scan_layers=True)
+        stack = attention(2, remat=remat, scan_layers=True)
         (other, other_counts), other_gradient = value_gradient_and_counts(stack, x)
         np.testing.assert_allclose(other, value, rtol=1e-12)
         assert jax.tree.leaves(other_counts) == jax.tree.leaves(counts)
@@ -106,7 +106,7 @@ def test_of_scanned_layers_one_is_compiled():
 @pytest.mark.optimized
 def test_remat_saves_memory():
     def temporary(remat: Remat) -> int:
-        compiled = gradient(tiny(6, remat=remat), 65_536).compile()
+        compiled = gradient(tiny(3, remat=remat), 65_536).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     none, dots, full = map(temporary, get_args(Remat))
