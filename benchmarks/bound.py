@@ -125,12 +125,11 @@ def shares(architecture: str, count: int) -> Shares:
 
 def fault_shares() -> dict[str, float]:
     """The share of its bound that each fault takes, of those that the comparison must find."""
-    with jax.enable_x64(True):
-        return {
-            str(mutation): fault_share(mutation)
-            for mutation in track(MUTATIONS, "planted faults")
-            if mutation.check is None
-        }
+    return {
+        str(mutation): fault_share(mutation)
+        for mutation in track(MUTATIONS, "planted faults")
+        if mutation.check is None
+    }
 
 
 def fault_share(mutation: Mutation) -> float:
@@ -196,12 +195,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--plot", type=Path, help="PNG to draw them into")
     options = parser.parse_args()
+    jax.config.update("jax_enable_x64", True)
+    planted = fault_shares()
     context = multiprocessing.get_context("spawn")
     found = []
     for architecture in track(cases_by_architecture(), "configurations"):
         with context.Pool(1) as pool:
             found.append(pool.apply(shares, (architecture, options.configurations)))
-    planted = fault_shares()
     Console(width=120).print(table(found))
     print(f"the smallest of {len(planted)} planted faults: {min(planted.values()):.0e} bounds")
     if options.json:
