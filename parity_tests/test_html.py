@@ -223,6 +223,7 @@ def test_a_filter_is_kept_in_the_hash(tab, label, value, count):
     tab.reload()
     assert len(column(tab, 1)) == count
     tab.get_by_role("button", name="Reset").click()
+    tab.wait_for_function("document.querySelector('#count').value === '5 of 5 rows'")
     assert len(column(tab, 1)) == 5
     assert "#" not in tab.url
 
