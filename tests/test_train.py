@@ -42,6 +42,12 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture
+def unreported(monkeypatch):
+    """Training without the sample, the plot and the export at its end."""
+    monkeypatch.setattr(train_command, "report", lambda *_: None)
+
+
 def small(text: Path, *args: str, length: str = "--num-steps 10") -> list[str]:
     """A small LSTM on a text."""
     options = "--preset lstm --model.hidden-features 16 --window 12 --batch-size 8 --eval-every 5"
@@ -177,6 +183,7 @@ def small_preset(text: Path, preset: str, sizes: str) -> list[str]:
     return ["--preset", preset, "--text", str(text), *options.split()]
 
 
+@pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize("preset", ["lstm with dropout", "authentic-hyena"])
 def test_resuming_gives_the_weights_of_one_run(text_file, tmp_path, preset):
     options = {
@@ -208,6 +215,7 @@ def test_steps_in_one_call_are_the_single_ones():
     chex.assert_trees_all_equal(at_once, singly)
 
 
+@pytest.mark.usefixtures("unreported")
 def test_epochs_become_steps(by_rows, text_file, tmp_path):
     """169 of 199 rows are to train on: half of them, eight a step, are 11 steps."""
     whole = Run.open(by_rows)
@@ -233,6 +241,7 @@ def test_a_cosine_ends_where_it_was_to_end(text_file, tmp_path):
         train_command.main(["--resume", str(tmp_path / "run"), "--num-steps", "20"])
 
 
+@pytest.mark.usefixtures("unreported")
 def test_a_killed_run_is_resumed(text_file, tmp_path):
     """Killed between evaluations, with half a line in its metrics."""
     whole = start(tmp_path / "whole", *small(text_file))
@@ -277,6 +286,7 @@ def test_half_a_line_costs_no_other(tmp_path):
     assert (run.folder / "metrics.jsonl").read_text().count("\n") == 4
 
 
+@pytest.mark.usefixtures("unreported")
 def test_bfloat16_trains_with_the_seeds_optimizer(text_file, tmp_path):
     optimizer = {"clip-norm": "0.2", "betas": "0.9 0.98", "weight-decay": "0.4"}
     options = " ".join(f"--optimizer.{name} {value}" for name, value in optimizer.items())
@@ -285,6 +295,7 @@ def test_bfloat16_trains_with_the_seeds_optimizer(text_file, tmp_path):
     assert metrics[-1]["train"] < metrics[0]["train"] - 0.3
 
 
+@pytest.mark.usefixtures("unreported")
 def test_eight_devices_train_as_one(text_file, tmp_path):
     code = """
 import sys, jax
@@ -330,6 +341,7 @@ print(loss(2, step=3), loss(1, step=6), loss(1, step=7))
     np.testing.assert_allclose(of_two, (first + second) / 2, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("unreported")
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="the text is not part of the repository")
 def test_tiny_shakespeare_is_learned_from_the_start(tmp_path):
     run = start(tmp_path / "run", *small(SHAKESPEARE, "--num-steps", "60", "--eval-every", "60"))
