@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
@@ -16,7 +15,7 @@ from jax_models.hyena import with_fixed_filters
 from jax_models.language_model import LanguageModel, LanguageModelState, checked_tokens
 from jax_models.ops import carry_dtype
 
-Arrays = tuple[Array, list[Array | None]]
+Arrays = list[Array]
 Token = Int[Array, " batch"]
 Window = Int[Array, "batch context_length"]
 Index = Int[Array, ""]
@@ -104,28 +103,22 @@ def _prepared(
         raise ValueError(f"top_k: expected at least 1, got {top_k}")
     evaluating = nnx.view(model, deterministic=True, raise_if_not_found=False)
     graphdef, variables = nnx.split(with_fixed_filters(evaluating))
-    leaves, structure = jax.tree.flatten(variables)
-    dtype = model.embedding.embedding.dtype
-    vectors = [x if x.ndim == 1 and x.dtype == dtype else None for x in leaves]
-    others = [x if vector is None else None for x, vector in zip(leaves, vectors, strict=True)]
-    joined, unravel = ravel_pytree(vectors)
+    arrays, structure = jax.tree.flatten(variables)
     limit = model.config.context_length or sys.maxsize
-    decoder = _decoder(graphdef, structure, unravel, limit, temperature, top_k)
-    return decoder, (joined, others), prompt.astype(jnp.int32)[:, -limit:]
+    decoder = _decoder(graphdef, structure, limit, temperature, top_k)
+    return decoder, arrays, prompt.astype(jnp.int32)[:, -limit:]
 
 
 class Decoder:
     """The compiled programs that draw tokens from the models of one structure.
 
-    Each takes the model's vectors as one array, beside a flat list of the others: to pass more, or
-    to flatten a tree of variables at every token, would cost more than a small model does. The
-    randomness of token i is `fold_in(key, i)`.
+    Each takes the model's arrays as a flat list: to flatten a tree of variables at every token
+    would cost more than a small model does. The randomness of token i is `fold_in(key, i)`.
     """
 
-    def __init__(self, graphdef, structure, unravel, limit: int, temperature: float, top_k):
+    def __init__(self, graphdef, structure, limit: int, temperature: float, top_k):
         self.graphdef = graphdef
         self.structure = structure
-        self.unravel = unravel
         self.limit = limit
         self.draw = partial(sample, temperature=temperature, top_k=top_k)
 
@@ -197,12 +190,7 @@ class Decoder:
         return jnp.concatenate([tokens, others.T], axis=1)
 
     def _next(self, arrays, tokens, state, key, index) -> tuple[Token, LanguageModelState]:
-        joined, others = arrays
-        leaves = [
-            x if vector is None else vector
-            for x, vector in zip(others, self.unravel(joined), strict=True)
-        ]
-        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, leaves))
+        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, arrays))
         logits, state = model(tokens, state)
         token = self.draw(logits[:, -1], jax.random.fold_in(key, index))
         return token.astype(jnp.int32), state

@@ -81,16 +81,22 @@ def _shapes(*args, states: int, outputs: int, **_):
     return [first.update(dtype=start[0].dtype)] * outputs + [*start]
 
 
+def _flat(scan: Callable[..., Any], states: int):
+    """The scan as the primitive has it: states and inputs, outputs and states in a row."""
+
+    def flat(*args):
+        ys, last = scan(args[:states], args[states:])
+        return [*ys, *last]
+
+    return flat
+
+
 def _by(kernel: Callable[..., Any]):
     """How to lower to a kernel, or to the fallback where the kernel says no."""
 
     def rule(ctx, *args, step, states, outputs, reverse, fallback):
-        def lower(run):
-            def flat(*args):
-                ys, last = run(args[:states], args[states:])
-                return [*ys, *last]
-
-            return mlir.lower_fun(flat, multiple_results=True)(ctx, *args)
+        def lower(scan):
+            return mlir.lower_fun(_flat(scan, states), multiple_results=True)(ctx, *args)
 
         try:
             return lower(partial(kernel, step, outputs=outputs, reverse=reverse))
@@ -116,13 +122,8 @@ def _tpu_kernel(step, start, xs, **options):
 
 def _interpreted(*, step, states: int, **options):
     """The TPU's kernel in Pallas's interpreter, which is no part of a primitive's lowering."""
-
-    @custom_vmap
-    def scan(*args):
-        ys, last = row_scan_tpu.row_scan(
-            step, args[:states], args[states:], interpret=True, **options
-        )
-        return [*ys, *last]
+    kernel = partial(row_scan_tpu.row_scan, step, interpret=True, **options)
+    scan = custom_vmap(_flat(kernel, states))
 
     @scan.def_vmap
     def _(size, batched, *args):
@@ -157,13 +158,9 @@ def _jvp(primals, tangents, *, states: int, fallback, **params):
             'method: "pallas" has first derivatives only, "auto" and "associative" have all'
         )
 
-    def flat(*args):
-        ys, last = fallback(args[:states], args[states:])
-        return [*ys, *last]
-
     results = row_scan_p.bind(*primals, states=states, fallback=fallback, **params)
     tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return results, jax.jvp(flat, primals, tangents)[1]
+    return results, jax.jvp(_flat(fallback, states), primals, tangents)[1]
 
 
 ad.primitive_jvps[row_scan_p] = _jvp
