@@ -55,7 +55,8 @@ def stream(
 
     The prompt runs once; then each token costs one `step` from the carried state, however long the
     text. Where the model has a `context_length` and the text has filled it, each token is drawn
-    from the last `context_length` tokens alone, by a run over all of them.
+    from the last `context_length` tokens alone, by a run over all of them. A token is handed out
+    once the computation of the next is under way, and the device works on while the caller reads.
 
     Args:
         model: dropout, if it has any, is off.
@@ -70,7 +71,16 @@ def stream(
 
     """
     decoder, arrays, prompt = _prepared(model, prompt, num_tokens, temperature, top_k)
-    return decoder.stream(arrays, prompt, num_tokens, key)
+    return _one_ahead(decoder.stream(arrays, prompt, num_tokens, key))
+
+
+def _one_ahead(tokens: Iterator[Token]) -> Iterator[Token]:
+    """Each once the next has been asked for."""
+    token = next(tokens)
+    for following in tokens:
+        yield token
+        token = following
+    yield token
 
 
 def generate(

@@ -45,11 +45,18 @@ def hawk_cases() -> list[Case]:
             decays=slow_decays,
             dtypes=("float64", "float32"),  # between 1 − 2⁻⁸ and 1 bfloat16 has no number
         ),
-        hawk(
-            "RGLRU by kernel, interpreted",
-            partial(torch_ref.RGLRU, 5),
-            partial(RGLRU, 5, method="pallas_interpreted"),
-            call=call_rglru,
+        *(
+            hawk(
+                f"RGLRU {name}",
+                partial(torch_ref.RGLRU, 5),
+                partial(RGLRU, 5, method=method),
+                call=call_rglru,
+            )
+            for name, method in {
+                "by associative scan": "associative",
+                "in chunks": "chunked",
+                "by kernel, interpreted": "pallas_interpreted",
+            }.items()
         ),
         *(
             hawk(

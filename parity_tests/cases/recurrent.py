@@ -1,12 +1,14 @@
 """The classes of seeds 001 and 004, and torch.nn's recurrences."""
 
-from functools import partial
+from functools import partial, partialmethod
 
 import torch
 from torch import nn
 
 import torch_ref
 from jax_models import GRU, LSTM, RNN, Bidirectional
+from jax_models.ops import RecurrenceMethod
+from jax_models.recurrent import RecurrentStack
 from parity_tests.cases.case import TIME, Case
 
 
@@ -46,6 +48,12 @@ def two_stacks(num_layers: int, **kwargs) -> Bidirectional:
     return Bidirectional(
         *(RNN(5, 6, num_layers=num_layers, **kwargs) for _ in ("forward", "backward"))
     )
+
+
+def in_form(layer: type[RecurrentStack], method: RecurrenceMethod) -> type[RecurrentStack]:
+    """The layer with one form of loop, whatever the platform and the shapes."""
+    members = {"recurrence": partialmethod(layer.recurrence, method=method)}
+    return type(layer.__name__, (layer,), {"__module__": layer.__module__, **members})
 
 
 def seed_cases() -> list[Case]:
@@ -140,6 +148,21 @@ def torch_nn_cases() -> list[Case]:
         for family, (twin, layer, twin_options, options) in families.items()
         for name, stack in stacks.items()
     ]
+    not_chosen_on_a_cpu: dict[str, RecurrenceMethod] = {
+        "RNN tanh": "joined",
+        "LSTM": "hoisted",
+        "LSTM proj": "hoisted",
+        "GRU": "hoisted",
+    }
+    in_other_forms = [
+        torch_nn(
+            f"torch.nn.{family}, 1 layer, {method}",
+            partial(twin, 5, 6, batch_first=True, **twin_options),
+            partial(in_form(layer, method), 5, 6, **options),
+        )
+        for family, method in not_chosen_on_a_cpu.items()
+        for twin, layer, twin_options, options in [families[family]]
+    ]
     by_cudnn = [
         torch_nn(
             f"torch.nn.LSTM, {name} by cuDNN",
@@ -150,4 +173,4 @@ def torch_nn_cases() -> list[Case]:
         )
         for name, stack in stacks.items()
     ]
-    return by_xla + by_cudnn
+    return by_xla + in_other_forms + by_cudnn
