@@ -27,8 +27,8 @@ from jax_models import ops
 MODULE = "benchmarks.forms"
 FORMS = ("hoisted", "joined")
 CELLS = ("LSTM", "GRU", "RNN")
-BATCHES = (1, 4, 16, 64)
-WIDTHS = (64, 256, 512, 1024)
+BATCHES = (1, 4, 8, 10, 16, 30, 64, 100)
+WIDTHS = (64, 256, 1024)
 TIME = 64
 STATES = {"LSTM": ops.LSTMState, "GRU": ops.GRUState, "RNN": ops.RNNState}
 

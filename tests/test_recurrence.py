@@ -1,5 +1,7 @@
 """Gated recurrences in both forms, against a plain loop that JAX differentiates."""
 
+import sys
+
 import chex
 import jax
 import jax.extend
@@ -129,6 +131,26 @@ def test_odd_sizes(name, batch, time, hidden):
         by, _, args = problem(name, batch, time, hidden)
         hoisted, joined = (with_gradients(by(method, False))(*args) for method in METHODS)
         chex.assert_trees_all_close(joined, hoisted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("platform", "name", "batch", "time", "method"),
+    [
+        ("cpu", "gru", 8, 5, "joined"),
+        ("cpu", "gru", 8, 4, "hoisted"),
+        ("cpu", "gru", 1, 5, "hoisted"),
+        ("cpu", "gru", 10, 5, "hoisted"),
+        ("cpu", "gru", 66, 5, "joined"),
+        ("cpu", "rnn", 8, 5, "hoisted"),
+        ("gpu", "gru", 8, 5, "hoisted"),
+    ],
+)
+def test_auto_is_the_form_measured_fastest(platform, name, batch, time, method, monkeypatch):
+    module = sys.modules["jax_models.ops.recurrence"]  # the package has its function by that name
+    monkeypatch.setattr(module, "default_backend", lambda: platform)
+    by, _, args = problem(name, batch, time, hidden=4)
+    chosen, expected = (str(jax.make_jaxpr(by(form, False))(*args)) for form in ("auto", method))
+    assert chosen == expected
 
 
 @pytest.mark.parametrize("method", METHODS)

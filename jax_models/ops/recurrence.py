@@ -17,6 +17,8 @@ State = TypeVar("State", bound=tuple)
 RecurrenceMethod = Literal["auto", "hoisted", "joined"]
 FEW_STEPS = 4
 """They do not pay back the copies that "joined" makes of the kernels."""
+LANES, MANY_ROWS = 8, 64
+"""The rows of "joined" go by vectors of 8 on a CPU. Of many the ragged end costs little."""
 
 
 class Product(NamedTuple):
@@ -89,8 +91,8 @@ def recurrence(
         method: "hoisted", the products of x before the loop, arrays (batch, features) in it;
             "joined", the products of x in the loop, too, arrays (features, batch): x and h side by
             side make one product, or two where `join` keeps them apart;
-            "auto", joined where `jax.default_backend()` is a CPU and a product makes several
-            gates, unless there is one row or there are few steps.
+            "auto", joined where `jax.default_backend()` is a CPU, a product makes several gates,
+            and the rows fill its vectors, unless there are few steps.
 
     Returns:
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
@@ -109,7 +111,8 @@ def recurrence(
         raise ValueError('method: "joined" takes no kernel in blocks, "hoisted" does')
     if method == "auto":
         widening = not in_blocks and any(k.shape[1] > k.shape[0] for k in kernels)
-        joined = default_backend() == "cpu" and widening and batch > 1 and time > FEW_STEPS
+        filling = batch % LANES == 0 or batch > MANY_ROWS
+        joined = default_backend() == "cpu" and widening and filling and time > FEW_STEPS
         method = "joined" if joined else "hoisted"
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state

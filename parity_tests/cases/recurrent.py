@@ -51,7 +51,7 @@ def two_stacks(num_layers: int, **kwargs) -> Bidirectional:
 
 
 def in_form(layer: type[RecurrentStack], method: RecurrenceMethod) -> type[RecurrentStack]:
-    """The layer with one form of loop, whatever the platform and the shapes."""
+    """The layer with one form of loop, which `ops.recurrence` otherwise chooses."""
     members = {"recurrence": partialmethod(layer.recurrence, method=method)}
     return type(layer.__name__, (layer,), {"__module__": layer.__module__, **members})
 
@@ -148,20 +148,14 @@ def torch_nn_cases() -> list[Case]:
         for family, (twin, layer, twin_options, options) in families.items()
         for name, stack in stacks.items()
     ]
-    not_chosen_on_a_cpu: dict[str, RecurrenceMethod] = {
-        "RNN tanh": "joined",
-        "LSTM": "hoisted",
-        "LSTM proj": "hoisted",
-        "GRU": "hoisted",
-    }
-    in_other_forms = [
+    joined = [
         torch_nn(
-            f"torch.nn.{family}, 1 layer, {method}",
+            f"torch.nn.{family}, 1 layer, joined",
             partial(twin, 5, 6, batch_first=True, **twin_options),
-            partial(in_form(layer, method), 5, 6, **options),
+            partial(in_form(layer, "joined"), 5, 6, **options),
         )
-        for family, method in not_chosen_on_a_cpu.items()
-        for twin, layer, twin_options, options in [families[family]]
+        for family, (twin, layer, twin_options, options) in families.items()
+        if family != "RNN relu"
     ]
     by_cudnn = [
         torch_nn(
@@ -173,4 +167,4 @@ def torch_nn_cases() -> list[Case]:
         )
         for name, stack in stacks.items()
     ]
-    return by_xla + in_other_forms + by_cudnn
+    return by_xla + joined + by_cudnn
