@@ -150,7 +150,7 @@ def torch_nn_cases() -> list[Case]:
     ]
     joined = [
         torch_nn(
-            f"torch.nn.{family}, 1 layer, joined",
+            f"torch.nn.{family} joined, 1 layer",
             partial(twin, 5, 6, batch_first=True, **twin_options),
             partial(in_form(layer, "joined"), 5, 6, **options),
         )
