@@ -7,7 +7,16 @@ from torch import Tensor
 
 import torch_ref
 from jax_models import RGLRU, CausalConv1D, Hawk, HawkBlock
+from jax_models.ops import LinearRecurrenceMethod
 from parity_tests.cases.case import Case, slow_decays
+
+
+OTHER_METHODS: dict[LinearRecurrenceMethod, str] = {
+    "associative": "by associative scan",
+    "chunked": "in chunks",
+    "pallas_interpreted": "by kernel, interpreted",
+}
+"""What `auto` takes elsewhere than on a CPU, or not at all."""
 
 
 def call_steps(twin, x, state, lengths=None):
@@ -52,11 +61,7 @@ def hawk_cases() -> list[Case]:
                 partial(RGLRU, 5, method=method),
                 call=call_rglru,
             )
-            for name, method in {
-                "by associative scan": "associative",
-                "in chunks": "chunked",
-                "by kernel, interpreted": "pallas_interpreted",
-            }.items()
+            for method, name in OTHER_METHODS.items()
         ),
         *(
             hawk(
