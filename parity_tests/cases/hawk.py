@@ -10,7 +10,6 @@ from jax_models import RGLRU, CausalConv1D, Hawk, HawkBlock
 from jax_models.ops import LinearRecurrenceMethod
 from parity_tests.cases.case import Case, slow_decays
 
-
 OTHER_METHODS: dict[LinearRecurrenceMethod, str] = {
     "associative": "by associative scan",
     "chunked": "in chunks",
