@@ -19,6 +19,8 @@ FEW_STEPS = 4
 """They do not pay back the copies that "joined" makes of the kernels."""
 LANES, MANY_ROWS = 8, 64
 """The rows of "joined" go by vectors of 8 on a CPU. Of many the ragged end costs little."""
+LARGE_KERNEL = 2**18
+"""Elements. The backward pass of less, joined, costs more than its forward pass saves."""
 
 
 class Product(NamedTuple):
@@ -92,7 +94,8 @@ def recurrence(
             "joined", the products of x in the loop, too, arrays (features, batch): x and h side by
             side make one product, or two where `join` keeps them apart;
             "auto", joined where `jax.default_backend()` is a CPU, a product makes several gates,
-            and the rows fill its vectors, unless there are few steps.
+            and the rows fill its vectors, unless there are few steps; or, under differentiation,
+            unless the kernels are small.
 
     Returns:
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
@@ -109,16 +112,16 @@ def recurrence(
     in_blocks = any(kernel.ndim == 3 for kernel in kernels)
     if method == "joined" and in_blocks:
         raise ValueError('method: "joined" takes no kernel in blocks, "hoisted" does')
-    if method == "auto":
-        widening = not in_blocks and any(k.shape[1] > k.shape[0] for k in kernels)
+    joined = joined_derivative = method == "joined"
+    if method == "auto" and default_backend() == "cpu" and not in_blocks and time > FEW_STEPS:
         filling = batch % LANES == 0 or batch > MANY_ROWS
-        joined = default_backend() == "cpu" and widening and filling and time > FEW_STEPS
-        method = "joined" if joined else "hoisted"
+        joined = filling and any(k.shape[1] > k.shape[0] for k in kernels)
+        joined_derivative = joined and max(k.size for k in kernels) >= LARGE_KERNEL
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
     masks = step_masks(time, lengths, reset, reverse=reverse)
     steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
-    static = _Static(step, join, method == "joined", reverse)
+    static = _Static(step, join, joined, joined_derivative, reverse)
     ys, state = _recurrence(
         static, products, *steps_first((x, inputs)), params, state, *steps_first(masks)
     )
@@ -129,6 +132,7 @@ class _Static(NamedTuple):
     step: Callable
     join: Callable
     joined: bool
+    joined_derivative: bool
     reverse: bool
 
     @property
@@ -222,6 +226,7 @@ def _apply(static: _Static, kernel, bias):
 
 @partial(_recurrence.defjvp, symbolic_zeros=True)
 def _recurrence_jvp(static: _Static, primals, tangents):
+    static = static._replace(joined=static.joined_derivative)
     products, x, inputs, params, state, active, reset = primals
     d_products, d_x, d_inputs, d_params, d_state, *_ = tangents
     ys, last, before, found = _forward(static, *primals)
