@@ -59,7 +59,7 @@ class WKV(Sequences):
 
 
 def problems(quick: bool) -> list[WKV]:
-    """A wide one, and the language model's."""
+    """A wide one and the language model's; a short one."""
     sizes = [(8, 64, 192)] if quick else [(8, 512, 512), (32, 128, 192)]
     return [WKV(*size) for size in sizes]
 
