@@ -59,7 +59,9 @@ def main() -> None:
     """Read the options and run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=families.FAMILIES, help="these families")
-    parser.add_argument("--quick", action="store_true", help="most families, few shapes and few bursts")
+    parser.add_argument(
+        "--quick", action="store_true", help="most families, few shapes, few bursts"
+    )
     parser.add_argument("--platform", help="of JAX: cpu, gpu or tpu; by default what it finds")
     parser.add_argument(
         "--out", type=Path, help=f"folder; {RESULTS.name}/, or {QUICK_RESULTS} with --quick"
