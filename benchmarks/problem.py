@@ -40,7 +40,7 @@ class Problem(abc.ABC):
         return {}
 
     def cotangent(self) -> np.ndarray:
-        """The gradient of y, in float32."""
+        """The gradient of y, in float32, of problems that are differentiated."""
         raise NotImplementedError
 
     def oracle(self) -> Arrays:

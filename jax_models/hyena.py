@@ -133,7 +133,7 @@ class HyenaOperator(SequenceLayer):
         v: Float[Array, "batch features time"],
         convolve: Callable[[Array], Array],
     ) -> Float[Array, "batch time features"]:
-        """The equation: the n-th call of `convolve` is `h_n ∗ v + B_n ⊙ v`."""
+        """A subclass's equation: the n-th call of `convolve` is `h_n ∗ v + B_n ⊙ v`."""
         raise NotImplementedError
 
     def output(self, v: Float[Array, "batch features time"]) -> Float[Array, "batch time features"]:

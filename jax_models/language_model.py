@@ -45,7 +45,7 @@ class LanguageModelConfig:
         return None
 
     def build(self, **kwargs: Any) -> "LanguageModel":
-        """The model; `kwargs` are its `dtype`, `param_dtype` and `rngs`."""
+        """A subclass's model; `kwargs` are its `dtype`, `param_dtype` and `rngs`."""
         raise NotImplementedError
 
 
@@ -75,7 +75,7 @@ class LanguageModel(nnx.Module):
     head: Callable[[Array], Array]
 
     def torch_layouts(self) -> Layouts:
-        """The weight tables of this model, by layout name."""
+        """A subclass's weight tables, by layout name."""
         raise NotImplementedError
 
     def embed(

@@ -7,7 +7,6 @@ from torch import nn
 
 import torch_ref
 from jax_models import GRU, LSTM, RNN, Bidirectional
-from jax_models.ops import RecurrenceMethod
 from jax_models.recurrent import RecurrentStack
 from parity_tests.cases.case import TIME, Case
 
@@ -50,9 +49,9 @@ def two_stacks(num_layers: int, **kwargs) -> Bidirectional:
     )
 
 
-def in_form(layer: type[RecurrentStack], method: RecurrenceMethod) -> type[RecurrentStack]:
-    """The layer with one form of loop, which `ops.recurrence` otherwise chooses."""
-    members = {"recurrence": partialmethod(layer.recurrence, method=method)}
+def joined_form(layer: type[RecurrentStack]) -> type[RecurrentStack]:
+    """The layer with x and h multiplied together, whatever `ops.recurrence` would choose."""
+    members = {"recurrence": partialmethod(layer.recurrence, method="joined")}
     return type(layer.__name__, (layer,), {"__module__": layer.__module__, **members})
 
 
@@ -152,7 +151,7 @@ def torch_nn_cases() -> list[Case]:
         torch_nn(
             f"torch.nn.{family} joined, 1 layer",
             partial(twin, 5, 6, batch_first=True, **twin_options),
-            partial(in_form(layer, "joined"), 5, 6, **options),
+            partial(joined_form(layer), 5, 6, **options),
         )
         for family, (twin, layer, twin_options, options) in families.items()
         if family != "RNN relu"
