@@ -65,11 +65,21 @@ class Check:
         excess = self.bound / self.value if self.at_least else self.value / self.bound
         return "pass" if excess <= 1 else "tie" if excess <= 1 + TIE else "MISS"
 
+    @property
+    def measured(self) -> str:
+        """The number, in its unit."""
+        return self._text(self.value)
+
+    @property
+    def target(self) -> str:
+        """What it should be."""
+        return f"{'≥' if self.at_least else '≤'} {self._text(self.bound)}"
+
     def __str__(self) -> str:
-        sign = "≥" if self.at_least else "≤"
-        digits = 0 if self.unit else 2
-        value, bound = (f"{x:.{digits}f}" for x in (self.value, self.bound))
-        return f"{self.what}: {value}{self.unit} ({sign} {bound}{self.unit})"
+        return f"{self.what}: {self.measured} ({self.target})"
+
+    def _text(self, x: float) -> str:
+        return f"{x:.0f}{self.unit}" if self.unit else f"{x:.2f}"
 
 
 @dataclasses.dataclass

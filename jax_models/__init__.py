@@ -28,7 +28,6 @@ from jax_models.hyena import (
     HyenaFilter,
     HyenaState,
     LongConvState,
-    with_fixed_filters,
 )
 from jax_models.hyper_lstm import HyperLSTM, HyperLSTMState
 from jax_models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
@@ -110,5 +109,4 @@ __all__ = [
     "state_batch_axes",
     "stream",
     "to_torch",
-    "with_fixed_filters",
 ]

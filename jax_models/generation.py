@@ -7,18 +7,19 @@ from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
-from jax_models.hyena import with_fixed_filters
 from jax_models.language_model import LanguageModel, LanguageModelState, checked_tokens
 from jax_models.ops import carry_dtype
 
 Arrays = list[Array]
 Token = Int[Array, " batch"]
+Tokens = Int[Array, "steps batch"]
 Window = Int[Array, "batch context_length"]
-Index = Int[Array, ""]
+Index = Int[ArrayLike, ""]
 
 
 def sample(
@@ -50,13 +51,14 @@ def stream(
     key: Key[Array, ""],
     temperature: float = 1.0,
     top_k: int | None = None,
-) -> Iterator[Int[Array, " batch"]]:
+    tokens_per_call: int = 16,
+) -> Iterator[Int[np.ndarray, " batch"]]:
     """Continue a prompt, yielding the tokens (batch,) of one step after the other.
 
     The prompt runs once; then each token costs one `step` from the carried state, however long the
     text. Where the model has a `context_length` and the text has filled it, each token is drawn
-    from the last `context_length` tokens alone, by a run over all of them. A token is handed out
-    once the computation of the next is under way, and the device works on while the caller reads.
+    from the last `context_length` tokens alone, by a run over all of them. The tokens of a call are
+    handed out once the next call is under way: the device works on while the caller reads.
 
     Args:
         model: dropout, if it has any, is off.
@@ -65,22 +67,26 @@ def stream(
         key: the randomness; the same key gives the same text.
         temperature: flattens (> 1) or sharpens (< 1) the distribution; 0 is greedy.
         top_k: draw from the k likeliest tokens only.
+        tokens_per_call: how many steps share what a call costs, which is more than a step of a
+            small model. They come together: 1 where a model is large and its reader impatient.
 
     Raises:
         ValueError: the prompt is empty or of the wrong rank, or an option is out of range.
 
     """
+    if operator.index(tokens_per_call) < 1:
+        raise ValueError(f"tokens_per_call: expected at least 1, got {tokens_per_call}")
     decoder, arrays, prompt = _prepared(model, prompt, num_tokens, temperature, top_k)
-    return _one_ahead(decoder.stream(arrays, prompt, num_tokens, key))
+    return _host(decoder.stream(arrays, prompt, num_tokens, key, tokens_per_call))
 
 
-def _one_ahead(tokens: Iterator[Token]) -> Iterator[Token]:
-    """Each once the next has been asked for."""
-    token = next(tokens)
-    for following in tokens:
-        yield token
-        token = following
-    yield token
+def _host(calls: Iterator[tuple[Token | Tokens, int]]) -> Iterator[Int[np.ndarray, " batch"]]:
+    """The tokens of each call, once the next call has been made."""
+    tokens, count = next(calls)
+    for following in calls:
+        yield from np.atleast_2d(tokens)[:count]
+        tokens, count = following
+    yield from np.atleast_2d(tokens)[:count]
 
 
 def generate(
@@ -111,8 +117,8 @@ def _prepared(
         raise ValueError(f"temperature: expected at least 0, got {temperature}")
     if top_k is not None and operator.index(top_k) < 1:
         raise ValueError(f"top_k: expected at least 1, got {top_k}")
-    evaluating = nnx.view(model, deterministic=True, raise_if_not_found=False)
-    graphdef, variables = nnx.split(with_fixed_filters(evaluating))
+    inference = {"deterministic": True, "fixed_filters": True}
+    graphdef, variables = nnx.split(nnx.view(model, raise_if_not_found=False, **inference))
     arrays, structure = jax.tree.flatten(variables)
     limit = model.config.context_length or sys.maxsize
     decoder = _decoder(graphdef, structure, limit, temperature, top_k)
@@ -135,68 +141,85 @@ class Decoder:
     @partial(jax.jit, static_argnums=0)
     def first(
         self, arrays: Arrays, prompt: Int[Array, "batch time"], key: Key[Array, ""]
-    ) -> tuple[Token, LanguageModelState, Index]:
-        """The token after a prompt, the state before that token, and the index of the next."""
-        token, state = self._next(arrays, prompt, None, key, jnp.int32(0))
-        return token, state, jnp.int32(1)
+    ) -> tuple[Token, LanguageModelState]:
+        """The token after a prompt, and the state before that token."""
+        return self._next(arrays, prompt, None, key, 0)
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
-    def step(
+    @partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
+    def steps(
         self,
         arrays: Arrays,
         token: Token,
         state: LanguageModelState,
-        index: Index,
         key: Key[Array, ""],
-    ) -> tuple[Token, LanguageModelState, Index]:
-        """The token after a token. The given state and index are used up."""
-        token, state = self._next(arrays, token[:, None], state, key, index)
-        return token, state, index + 1
+        most: int,
+        start: Index,
+        count: Index,
+    ) -> tuple[Tokens, Token, LanguageModelState]:
+        """Tokens start … start + count − 1, of `most`; the last; the state before it.
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+        The given state is used up.
+        """
+
+        def step(i, carry):
+            token, state, tokens = carry
+            token, state = self._next(arrays, token[:, None], state, key, start + i)
+            return token, state, tokens.at[i].set(token)
+
+        tokens = jnp.zeros((most, *token.shape), token.dtype)
+        token, state, tokens = jax.lax.fori_loop(0, count, step, (token, state, tokens))
+        return tokens, token, state
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=2)
     def slide(
-        self, arrays: Arrays, window: Window, index: Index, key: Key[Array, ""]
-    ) -> tuple[Token, Window, Index]:
+        self, arrays: Arrays, window: Window, key: Key[Array, ""], index: Index
+    ) -> tuple[Token, Window]:
         """The token after a full window, and the window moved on by it. The given is used up."""
         token, _ = self._next(arrays, window, None, key, index)
-        return token, jnp.concatenate([window[:, 1:], token[:, None]], axis=1), index + 1
+        return token, jnp.concatenate([window[:, 1:], token[:, None]], axis=1)
 
-    def stream(self, arrays: Arrays, prompt, num_tokens: int, key) -> Iterator[Token]:
-        """The tokens after a prompt, one call each."""
-        token, state, index = self.first(arrays, prompt, key)
-        yield token
-        tokens, room = [token], self._room(prompt, num_tokens)
-        for _ in range(1, room):
-            token, state, index = self.step(arrays, token, state, index, key)
-            yield token
+    def stream(
+        self, arrays: Arrays, prompt, num_tokens: int, key, tokens_per_call: int
+    ) -> Iterator[tuple[Token | Tokens, int]]:
+        """The tokens after a prompt, call by call, and how many of a call count."""
+        token, state = self.first(arrays, prompt, key)
+        yield token, 1
+        text, room = [token[None]], self._room(prompt, num_tokens)
+        for start in range(1, room, tokens_per_call):
+            count = min(tokens_per_call, room - start)
+            tokens, token, state = self.steps(
+                arrays, token, state, key, tokens_per_call, start, count
+            )
+            yield tokens, count
             if room < num_tokens:
-                tokens.append(token)
+                text.append(tokens[:count])
         if room < num_tokens:
-            window = jnp.concatenate([prompt, jnp.stack(tokens, axis=1)], axis=1)[:, -self.limit :]
-            for _ in range(room, num_tokens):
-                token, window, index = self.slide(arrays, window, index, key)
-                yield token
+            window = jnp.concatenate([prompt.T, *text])[-self.limit :].T
+            for index in range(room, num_tokens):
+                token, window = self.slide(arrays, window, key, index)
+                yield token, 1
 
     @partial(jax.jit, static_argnums=(0, 3))
     def text(self, arrays: Arrays, prompt, num_tokens: int, key) -> Int[Array, "batch num_tokens"]:
         """The tokens after a prompt, in one call: a scan of steps, and one of windows."""
 
-        def step(carry, _):
-            carry = self.step(arrays, *carry, key)
-            return carry, carry[0]
+        def step(carry, index):
+            token, state = carry
+            token, state = self._next(arrays, token[:, None], state, key, index)
+            return (token, state), token
 
-        def slide(carry, _):
-            token, *carry = self.slide(arrays, *carry, key)
-            return tuple(carry), token
+        def slide(window, index):
+            token, window = self.slide(arrays, window, key, index)
+            return window, token
 
         room = self._room(prompt, num_tokens)
-        first = self.first(arrays, prompt, key)
-        (_, _, index), tokens = jax.lax.scan(step, first, length=room - 1)
-        tokens = jnp.concatenate([first[0][None], tokens]).T
+        first, state = self.first(arrays, prompt, key)
+        _, tokens = jax.lax.scan(step, (first, state), jnp.arange(1, room))
+        tokens = jnp.concatenate([first[None], tokens]).T
         if room == num_tokens:
             return tokens
         window = jnp.concatenate([prompt, tokens], axis=1)[:, -self.limit :]
-        _, others = jax.lax.scan(slide, (window, index), length=num_tokens - room)
+        _, others = jax.lax.scan(slide, window, jnp.arange(room, num_tokens))
         return jnp.concatenate([tokens, others.T], axis=1)
 
     def _next(self, arrays, tokens, state, key, index) -> tuple[Token, LanguageModelState]:

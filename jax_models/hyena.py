@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from jax_models.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
 from jax_models.sequence import SequenceLayer, check_time, checked_size
 from jax_models.torch_weights import Layouts, linear, nested, squeezed
-
-Model = TypeVar("Model", bound=nnx.Module)
 
 
 class HyenaState(NamedTuple):
@@ -72,6 +70,17 @@ class HyenaOperator(SequenceLayer):
         self.B = nnx.Param(jax.random.normal(rngs.params(), (order, features), param_dtype))
         self.proj_output = Linear(features, features, **linear_options)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
+
+    def set_view(self, fixed_filters: bool | None = None):
+        """What `nnx.view` calls.
+
+        Args:
+            fixed_filters: the filter is computed once, at these weights: for inference. The viewed
+                model keeps its own, and shares every other parameter.
+
+        """
+        if fixed_filters:
+            self.filter = FixedFilter(self.filter, self.max_length)
 
     def init_state(self, batch_size: int) -> HyenaState:
         """No inputs yet, in at least float32."""
@@ -304,19 +313,6 @@ class AuthenticHyenaBlock(HyenaOperator):
         for x in gates:
             v = x * convolve(v)
         return self.output(v)
-
-
-def with_fixed_filters(model: Model) -> Model:
-    """The model for inference, the filters of its Hyena blocks computed once, at these weights.
-
-    The model itself stays as it is; the two share every other parameter. `generate` and `stream`
-    do this by themselves.
-    """
-    fixed = nnx.merge(*nnx.split(model))
-    for _, module in nnx.iter_modules(fixed):
-        if isinstance(module, HyenaOperator):
-            module.filter = FixedFilter(module.filter, module.max_length)
-    return fixed
 
 
 def normalized(x: Float[Array, "batch features time"]) -> Float[Array, "batch features time"]:

@@ -92,6 +92,12 @@ def test_a_bound_from_below_is_missed_from_below():
     assert dataclasses.replace(check, value=0.8).verdict == "pass"
 
 
+def test_a_check_says_its_unit():
+    check = Check("p", FORWARD, "overhead", 12.3, 60, unit=" µs")
+    assert (check.measured, check.target) == ("12 µs", "≤ 60 µs")
+    assert str(check) == "overhead: 12 µs (≤ 60 µs)"
+
+
 def test_bursts_beside_other_processes_do_not_count():
     quiet, loud = Burst([1.0, 3.0], 0.0), Burst([90.0], 0.5)
     assert timing([quiet, loud, quiet]) == (2.0, 4, False)

@@ -21,7 +21,6 @@ from jax_models import (
     from_torch,
     generate,
     to_torch,
-    with_fixed_filters,
 )
 from jax_models.generation import sample
 from jax_models.gp_model import Block
@@ -226,7 +225,7 @@ def test_filters_are_computed_once_for_inference(x64, monkeypatch):
     model = config.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 11, (2, 7))
     logits, state = model(tokens)
-    fixed = with_fixed_filters(with_fixed_filters(model))
+    fixed = nnx.view(nnx.view(model, fixed_filters=True), fixed_filters=True)
     computed = []
     original = AuthenticHyenaFilter.network
     monkeypatch.setattr(

@@ -83,14 +83,17 @@ def test_tokens_outside_the_vocabulary_are_nan_under_jit():
     assert np.isnan(logits[:, 1]).all()
 
 
-@pytest.mark.parametrize(("context_length", "num_tokens"), [(None, 9), (8, 3), (8, 9), (8, 4)])
+@pytest.mark.parametrize(
+    ("context_length", "num_tokens"), [(None, 9), (None, 1), (8, 3), (8, 9), (8, 4), (5, 3)]
+)
 def test_a_text_in_one_call_is_the_streamed_one(context_length, num_tokens):
     lm = model(context_length=context_length)
     prompt = tokens(2, 5)
     text = generate(lm, prompt, num_tokens, key=KEY)
     assert text.shape == (2, num_tokens)
-    streamed = list(stream(lm, prompt, num_tokens, key=KEY))
-    np.testing.assert_array_equal(text, np.stack(streamed, axis=1))
+    for tokens_per_call in (1, 3, 8):
+        streamed = list(stream(lm, prompt, num_tokens, key=KEY, tokens_per_call=tokens_per_call))
+        np.testing.assert_array_equal(text, np.stack(streamed, axis=1))
 
 
 def test_a_longer_text_begins_with_the_shorter():
@@ -102,7 +105,7 @@ def test_a_longer_text_begins_with_the_shorter():
 
 def test_every_position_has_one_program():
     def programs() -> list[int]:
-        return [p._cache_size() for p in (Decoder.first, Decoder.step, Decoder.slide)]
+        return [p._cache_size() for p in (Decoder.first, Decoder.steps, Decoder.slide)]
 
     before = programs()
     for length in (3, 30):
@@ -138,6 +141,11 @@ REFUSED = {
     "rank of a token": (lambda lm: lm.step(tokens(1, 1), None), ValueError, "token: expected shap"),
     "state": (lambda lm: lm(tokens(1, 3), (1, 2)), TypeError, "state: expected LanguageModelState"),
     "empty prompt": (lambda lm: stream(lm, tokens(1, 0), 3, key=KEY), ValueError, "prompt: expec"),
+    "no tokens a call": (
+        lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, tokens_per_call=0),
+        ValueError,
+        "tokens_per_call: expected at least 1",
+    ),
     "no tokens": (lambda lm: stream(lm, tokens(1, 1), 0, key=KEY), ValueError, "num_tokens: expec"),
     "temperature": (
         lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=-1.0),

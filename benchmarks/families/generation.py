@@ -5,8 +5,6 @@ overhead. From a prompt of one token, and later.
 """
 
 import dataclasses
-import threading
-import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -136,23 +134,6 @@ def torch_loop(problem: Generation) -> Step:
     return Step(call, lambda: call() or {}, parts=problem.num_tokens)
 
 
-def wake_us(rounds: int = 5000) -> float:
-    """Microseconds to wake a thread and to be woken by it, as a call does and a loop does not."""
-    there, back = threading.Semaphore(0), threading.Semaphore(0)
-
-    def answer():
-        for _ in range(rounds):
-            there.acquire()
-            back.release()
-
-    threading.Thread(target=answer).start()
-    start = time.perf_counter()
-    for _ in range(rounds):
-        there.release()
-        back.acquire()
-    return 1e6 * (time.perf_counter() - start) / rounds
-
-
 def measure(session: Session) -> Outcome:
     """All contenders; and the overhead."""
     outcome = compare(session, __name__, contenders, problems(session.quick))
@@ -163,5 +144,4 @@ def measure(session: Session) -> Outcome:
         )
         size = problem.state_bytes() / 1024
         outcome.notes.append(f"{problem.name}: a state of {size:.1f} KiB, however long the text.")
-    outcome.notes.append(f"To wake a thread and be woken by it takes {wake_us():.0f} µs here.")
     return outcome

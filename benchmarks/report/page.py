@@ -36,10 +36,9 @@ def section(folder: Path, record: Record) -> str:
     if record.outcome.checks:
         lines += ["| | | | measured | target | |", "|---|---|---|--:|--:|---|"]
         for check in record.outcome.checks:
-            what, numbers = str(check).rsplit(": ", 1)
-            value, bound = numbers.split(" ", 1)
-            where = f"{check.problem} | {check.part} | {what}"
-            lines.append(f"| {where} | {value} | {bound[1:-1]} | {check.verdict} |")
+            where = f"{check.problem} | {check.part} | {check.what}"
+            numbers = f"{check.measured} | {check.target}"
+            lines.append(f"| {where} | {numbers} | {check.verdict} |")
         lines.append("")
     for note in record.outcome.notes:
         lines += [note, ""]
