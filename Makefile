@@ -3,13 +3,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test parity tpu-compile lint bench bench-quick
+.PHONY: train test test-slow parity tpu-compile lint bench bench-quick
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m slow $(ARGS)
 
 parity: $(VENV)/.installed
 	$(BIN)/python -m parity_tests $(ARGS)

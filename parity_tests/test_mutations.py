@@ -10,6 +10,7 @@ from parity_tests.mutations import MUTATIONS, is_caught
 
 
 # those with a culprit depart in `test_locate.py`
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is None], ids=str)
 def test_is_caught(mutation):
     assert is_caught(mutation)

@@ -170,6 +170,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "sizes"), SIZES.items())
 def test_every_other_preset_trains_and_exports(text_file, tmp_path, capsys, preset, sizes):
     start(tmp_path / "run", *small_preset(text_file, preset, sizes))
