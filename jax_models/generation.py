@@ -2,6 +2,7 @@
 
 import operator
 import sys
+import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
 
@@ -20,6 +21,10 @@ Token = Int[Array, " batch"]
 Tokens = Int[Array, "steps batch"]
 Window = Int[Array, "batch context_length"]
 Index = Int[ArrayLike, ""]
+CALL_SECONDS = 0.01
+"""After which `stream` hands out what it has, if it has a token."""
+MOST_STEPS = 64
+"""Of a call."""
 
 
 def sample(
@@ -51,14 +56,16 @@ def stream(
     key: Key[Array, ""],
     temperature: float = 1.0,
     top_k: int | None = None,
-    tokens_per_call: int = 16,
 ) -> Iterator[Int[np.ndarray, " batch"]]:
     """Continue a prompt, yielding the tokens (batch,) of one step after the other.
 
     The prompt runs once; then each token costs one `step` from the carried state, however long the
     text. Where the model has a `context_length` and the text has filled it, each token is drawn
-    from the last `context_length` tokens alone, by a run over all of them. The tokens of a call are
-    handed out once the next call is under way: the device works on while the caller reads.
+    from the last `context_length` tokens alone, by a run over all of them.
+
+    A call costs as much as several steps of a small model. So it takes one step at first, and twice
+    as many as the call before while that makes less than 10 ms. Its tokens are handed out once the
+    next call is under way: the device works on while the caller reads.
 
     Args:
         model: dropout, if it has any, is off.
@@ -67,17 +74,13 @@ def stream(
         key: the randomness; the same key gives the same text.
         temperature: flattens (> 1) or sharpens (< 1) the distribution; 0 is greedy.
         top_k: draw from the k likeliest tokens only.
-        tokens_per_call: how many steps share what a call costs, which is more than a step of a
-            small model. They come together: 1 where a model is large and its reader impatient.
 
     Raises:
         ValueError: the prompt is empty or of the wrong rank, or an option is out of range.
 
     """
-    if operator.index(tokens_per_call) < 1:
-        raise ValueError(f"tokens_per_call: expected at least 1, got {tokens_per_call}")
     decoder, arrays, prompt = _prepared(model, prompt, num_tokens, temperature, top_k)
-    return _host(decoder.stream(arrays, prompt, num_tokens, key, tokens_per_call))
+    return _host(decoder.stream(arrays, prompt, num_tokens, key))
 
 
 def _host(calls: Iterator[tuple[Token | Tokens, int]]) -> Iterator[Int[np.ndarray, " batch"]]:
@@ -143,30 +146,30 @@ class Decoder:
         self, arrays: Arrays, prompt: Int[Array, "batch time"], key: Key[Array, ""]
     ) -> tuple[Token, LanguageModelState]:
         """The token after a prompt, and the state before that token."""
-        return self._next(arrays, prompt, None, key, 0)
+        return self._next(arrays, prompt, None, jax.random.fold_in(key, 0))
 
-    @partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)
+    @partial(jax.jit, static_argnums=0, donate_argnums=3)
     def steps(
         self,
         arrays: Arrays,
         token: Token,
         state: LanguageModelState,
         key: Key[Array, ""],
-        most: int,
         start: Index,
         count: Index,
     ) -> tuple[Tokens, Token, LanguageModelState]:
-        """Tokens start … start + count − 1, of `most`; the last; the state before it.
+        """Tokens start … start + count − 1, of `MOST_STEPS`; the last; the state before it.
 
         The given state is used up.
         """
+        keys = _fold_in(key, start + jnp.arange(MOST_STEPS))
 
         def step(i, carry):
             token, state, tokens = carry
-            token, state = self._next(arrays, token[:, None], state, key, start + i)
+            token, state = self._next(arrays, token[:, None], state, keys[i])
             return token, state, tokens.at[i].set(token)
 
-        tokens = jnp.zeros((most, *token.shape), token.dtype)
+        tokens = jnp.zeros((MOST_STEPS, *token.shape), token.dtype)
         token, state, tokens = jax.lax.fori_loop(0, count, step, (token, state, tokens))
         return tokens, token, state
 
@@ -175,24 +178,27 @@ class Decoder:
         self, arrays: Arrays, window: Window, key: Key[Array, ""], index: Index
     ) -> tuple[Token, Window]:
         """The token after a full window, and the window moved on by it. The given is used up."""
-        token, _ = self._next(arrays, window, None, key, index)
+        token, _ = self._next(arrays, window, None, jax.random.fold_in(key, index))
         return token, jnp.concatenate([window[:, 1:], token[:, None]], axis=1)
 
     def stream(
-        self, arrays: Arrays, prompt, num_tokens: int, key, tokens_per_call: int
+        self, arrays: Arrays, prompt, num_tokens: int, key
     ) -> Iterator[tuple[Token | Tokens, int]]:
         """The tokens after a prompt, call by call, and how many of a call count."""
         token, state = self.first(arrays, prompt, key)
         yield token, 1
         text, room = [token[None]], self._room(prompt, num_tokens)
-        for start in range(1, room, tokens_per_call):
-            count = min(tokens_per_call, room - start)
-            tokens, token, state = self.steps(
-                arrays, token, state, key, tokens_per_call, start, count
-            )
+        start, count = 1, 1
+        while start < room:
+            began = time.perf_counter()
+            count = min(count, room - start)
+            tokens, token, state = self.steps(arrays, token, state, key, start, count)
             yield tokens, count
             if room < num_tokens:
                 text.append(tokens[:count])
+            start += count
+            quick = time.perf_counter() - began < CALL_SECONDS
+            count = min(2 * count, MOST_STEPS) if quick else max(count // 2, 1)
         if room < num_tokens:
             window = jnp.concatenate([prompt.T, *text])[-self.limit :].T
             for index in range(room, num_tokens):
@@ -203,9 +209,9 @@ class Decoder:
     def text(self, arrays: Arrays, prompt, num_tokens: int, key) -> Int[Array, "batch num_tokens"]:
         """The tokens after a prompt, in one call: a scan of steps, and one of windows."""
 
-        def step(carry, index):
+        def step(carry, key):
             token, state = carry
-            token, state = self._next(arrays, token[:, None], state, key, index)
+            token, state = self._next(arrays, token[:, None], state, key)
             return (token, state), token
 
         def slide(window, index):
@@ -214,7 +220,7 @@ class Decoder:
 
         room = self._room(prompt, num_tokens)
         first, state = self.first(arrays, prompt, key)
-        _, tokens = jax.lax.scan(step, (first, state), jnp.arange(1, room))
+        _, tokens = jax.lax.scan(step, (first, state), _fold_in(key, jnp.arange(1, room)))
         tokens = jnp.concatenate([first[None], tokens]).T
         if room == num_tokens:
             return tokens
@@ -222,15 +228,15 @@ class Decoder:
         _, others = jax.lax.scan(slide, window, jnp.arange(room, num_tokens))
         return jnp.concatenate([tokens, others.T], axis=1)
 
-    def _next(self, arrays, tokens, state, key, index) -> tuple[Token, LanguageModelState]:
+    def _next(self, arrays, tokens, state, key) -> tuple[Token, LanguageModelState]:
         model = nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, arrays))
         logits, state = model(tokens, state)
-        token = self.draw(logits[:, -1], jax.random.fold_in(key, index))
-        return token.astype(jnp.int32), state
+        return self.draw(logits[:, -1], key).astype(jnp.int32), state
 
     def _room(self, prompt, num_tokens: int) -> int:
         """How many tokens come from the carried state: those until the context is full."""
         return min(num_tokens, self.limit - prompt.shape[1] + 1)
 
 
+_fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
 _decoder = lru_cache(maxsize=16)(Decoder)

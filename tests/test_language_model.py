@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, stream
+from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, generation, stream
 from jax_models.generation import Decoder, sample
 
 KEY = jax.random.key(0)
@@ -86,14 +86,27 @@ def test_tokens_outside_the_vocabulary_are_nan_under_jit():
 @pytest.mark.parametrize(
     ("context_length", "num_tokens"), [(None, 9), (None, 1), (8, 3), (8, 9), (8, 4), (5, 3)]
 )
-def test_a_text_in_one_call_is_the_streamed_one(context_length, num_tokens):
+@pytest.mark.parametrize("call_seconds", [0, 1000])
+def test_a_text_in_one_call_is_the_streamed_one(
+    context_length, num_tokens, call_seconds, monkeypatch
+):
     lm = model(context_length=context_length)
     prompt = tokens(2, 5)
     text = generate(lm, prompt, num_tokens, key=KEY)
     assert text.shape == (2, num_tokens)
-    for tokens_per_call in (1, 3, 8):
-        streamed = list(stream(lm, prompt, num_tokens, key=KEY, tokens_per_call=tokens_per_call))
-        np.testing.assert_array_equal(text, np.stack(streamed, axis=1))
+    monkeypatch.setattr(generation, "CALL_SECONDS", call_seconds)
+    streamed = list(stream(lm, prompt, num_tokens, key=KEY))
+    np.testing.assert_array_equal(text, np.stack(streamed, axis=1))
+
+
+@pytest.mark.parametrize(("call_seconds", "counts"), [(0, [1] * 7), (1000, [1, 2, 4])])
+def test_quick_calls_take_more_steps(call_seconds, counts, monkeypatch):
+    counted, steps = [], Decoder.steps
+    monkeypatch.setattr(generation, "CALL_SECONDS", call_seconds)
+    monkeypatch.setattr(Decoder, "steps", lambda *a: counted.append(a[-1]) or steps(*a))
+    text = stream(model(context_length=None), tokens(1, 3), 8, key=KEY)
+    assert len(list(text)) == 8
+    assert counted == counts
 
 
 def test_a_longer_text_begins_with_the_shorter():
@@ -141,11 +154,6 @@ REFUSED = {
     "rank of a token": (lambda lm: lm.step(tokens(1, 1), None), ValueError, "token: expected shap"),
     "state": (lambda lm: lm(tokens(1, 3), (1, 2)), TypeError, "state: expected LanguageModelState"),
     "empty prompt": (lambda lm: stream(lm, tokens(1, 0), 3, key=KEY), ValueError, "prompt: expec"),
-    "no tokens a call": (
-        lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, tokens_per_call=0),
-        ValueError,
-        "tokens_per_call: expected at least 1",
-    ),
     "no tokens": (lambda lm: stream(lm, tokens(1, 1), 0, key=KEY), ValueError, "num_tokens: expec"),
     "temperature": (
         lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=-1.0),
