@@ -57,9 +57,10 @@ def test_fft_direct_and_dft_matrix_agree(x64, method, time):
     assert_same(skip_gradient, (v * cotangent).sum(axis=(0, 2)), "gradient of the skip")
 
 
-@pytest.mark.parametrize("time", [4099, 5000])
-def test_chunks_that_do_not_divide_the_features(x64, time):
-    v, h, skip, cotangent = signals(2, 11, time)
+@pytest.mark.parametrize("sizes", [(2, 11, 4099), (2, 11, 5000), (40, 11, 300)], ids=str)
+def test_parts_that_do_not_divide_the_features(x64, sizes):
+    """Side by side, and for many short rows in turn."""
+    v, h, skip, cotangent = signals(*sizes)
     results = []
     for method in ("rfft", "twisted"):
         y, pullback = jax.vjp(jax.jit(functools.partial(long_conv, method=method)), v, h, skip)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import starmap
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,8 +15,11 @@ from jax_models.ops.affine import floating_carry_dtype
 
 LongConvMethod = Literal["auto", "rfft", "twisted"]
 
-CHUNK_BYTES = 2**17
-"""Of the inputs of one turn of "twisted": its transforms stay in a core's cache."""
+PARTS = 4
+"""Of the features in "twisted", if there is no loop: XLA's CPU backend makes a transform on one
+core, but several beside each other."""
+LOOP_BELOW, CHUNK_BYTES = 512, 2**17
+"""Shorter transforms wait for memory. Those of a chunk of the inputs stay in a core's cache."""
 
 
 def long_conv(
@@ -38,9 +42,9 @@ def long_conv(
         h: a filter for each feature, the tap of the current input first.
         skip: the weight of the current input beside the filter.
         method: "rfft" multiplies the spectra of v and h at length 2T, over whole arrays.
-            "twisted" goes through the features a few at a time, by complex transforms of length T
-            of v and h times e^{iπt/2T}: what a circular convolution wraps around then comes out
-            imaginary. "auto" is "twisted" on a CPU, "rfft" elsewhere.
+            "twisted" goes, for some features at a time, by complex transforms of length T of v and
+            h times e^{iπt/2T}: what a circular convolution wraps around then comes out imaginary.
+            "auto" is "twisted" on a CPU, "rfft" elsewhere.
 
     Raises:
         TypeError: v, h or skip is not floating.
@@ -127,7 +131,7 @@ def _rfft(product, *signals: Float[Array, "_ features time"]) -> Signals:
 
 
 def _twisted(product, *signals: Float[Array, "_ features time"]) -> Signals:
-    batch_size, features, time = signals[0].shape
+    _, features, time = signals[0].shape
     n = _fast_length(time, real=False)
     dtype = jnp.complex128 if signals[0].dtype == jnp.float64 else jnp.complex64
     twist = np.exp(0.5j * np.pi * np.arange(time) / n).astype(dtype)
@@ -135,24 +139,34 @@ def _twisted(product, *signals: Float[Array, "_ features time"]) -> Signals:
     def twisted(x, twist):
         return x.astype(dtype) * jnp.broadcast_to(twist, x.shape)
 
-    def of_chunk(*signals):
+    def of_part(*signals):
         spectra = product(*(jnp.fft.fft(twisted(x, twist), n) for x in signals))
         signals = (jnp.fft.ifft(spectrum)[..., :time] for spectrum in spectra)
         return tuple(twisted(x, twist.conj()).real for x in signals)
 
-    row_bytes = signals[0].dtype.itemsize * batch_size * time
-    size = max(1, CHUNK_BYTES // max(row_bytes, 1))
-    if size >= features:
-        return of_chunk(*signals)
+    chunks = -(-signals[0].size * signals[0].dtype.itemsize // CHUNK_BYTES)
+    if time >= LOOP_BELOW or chunks <= PARTS:
+        return _side_by_side(of_part, signals, max(min(PARTS, features), 1))
+    return _in_turn(of_part, signals, -(-features // chunks))
+
+
+def _side_by_side(of_part, signals: Signals, count: int) -> Signals:
+    """`of_part` of each of some parts of the features."""
+    parts = zip(*(jnp.array_split(x, count, axis=1) for x in signals), strict=True)
+    return tuple(jnp.concatenate(x, axis=1) for x in zip(*starmap(of_part, parts), strict=True))
+
+
+def _in_turn(of_part, signals: Signals, size: int) -> Signals:
+    """`of_part` of `size` features after the other."""
+    features = signals[0].shape[1]
 
     def turn(i, outputs):
-        start = jnp.minimum(i * size, features - size)  # the last chunk overlaps the one before
-        chunk = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in signals)
+        start = i * size  # clamped by both slices: the last part may overlap the one before
+        part = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in signals)
         return tuple(
-            jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=1)
-            for whole, part in zip(outputs, of_chunk(*chunk), strict=True)
+            jax.lax.dynamic_update_slice_in_dim(whole, new, start, axis=1)
+            for whole, new in zip(outputs, of_part(*part), strict=True)
         )
 
-    outputs = jax.eval_shape(of_chunk, *signals)
-    outputs = tuple(jnp.zeros(x.shape, x.dtype) for x in outputs)
-    return jax.lax.fori_loop(0, -(-features // size), turn, outputs)
+    outputs = (jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(of_part, *signals))
+    return jax.lax.fori_loop(0, -(-features // size), turn, tuple(outputs))
