@@ -58,6 +58,7 @@ class Check:
     bound: float
     at_least: bool = False
     unit: str = ""
+    """With the space before it. Where there is one, numbers are whole."""
 
     @property
     def verdict(self) -> Literal["pass", "tie", "MISS"]:

@@ -21,10 +21,8 @@ Token = Int[Array, " batch"]
 Tokens = Int[Array, "steps batch"]
 Window = Int[Array, "batch context_length"]
 Index = Int[ArrayLike, ""]
-CALL_SECONDS = 0.01
-"""After which `stream` hands out what it has, if it has a token."""
-MOST_STEPS = 64
-"""Of a call."""
+CALL_SECONDS, MOST_STEPS = 0.01, 64
+"""Of a call of `stream`, unless one step takes longer."""
 
 
 def sample(
@@ -57,15 +55,16 @@ def stream(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Iterator[Int[np.ndarray, " batch"]]:
-    """Continue a prompt, yielding the tokens (batch,) of one step after the other.
+    """Continue a prompt, yielding the int32 tokens (batch,) of one step after the other.
 
     The prompt runs once; then each token costs one `step` from the carried state, however long the
     text. Where the model has a `context_length` and the text has filled it, each token is drawn
     from the last `context_length` tokens alone, by a run over all of them.
 
-    A call costs as much as several steps of a small model. So it takes one step at first, and twice
-    as many as the call before while that makes less than 10 ms. Its tokens are handed out once the
-    next call is under way: the device works on while the caller reads.
+    A call costs as much as several steps of a small model. So it takes as many as make some 10 ms,
+    though no more than twice as many as the call before, and 64; of a large model it is one. Its
+    tokens are handed out once the next call is under way: the device works on while the caller
+    reads, and a caller who stops early leaves no more than two calls unread.
 
     Args:
         model: dropout, if it has any, is off.
@@ -76,7 +75,9 @@ def stream(
         top_k: draw from the k likeliest tokens only.
 
     Raises:
-        ValueError: the prompt is empty or of the wrong rank, or an option is out of range.
+        TypeError: the prompt, num_tokens or top_k is not of integers.
+        ValueError: the prompt is empty or of the wrong rank, a token is not in the vocabulary, or
+            an option is out of range.
 
     """
     decoder, arrays, prompt = _prepared(model, prompt, num_tokens, temperature, top_k)
@@ -131,7 +132,7 @@ def _prepared(
 class Decoder:
     """The compiled programs that draw tokens from the models of one structure.
 
-    Each takes the model's arrays as a flat list: to flatten a tree of variables at every token
+    Each takes the model's arrays as a flat list: to flatten a tree of variables at every call
     would cost more than a small model does. The randomness of token i is `fold_in(key, i)`.
     """
 
@@ -158,9 +159,9 @@ class Decoder:
         start: Index,
         count: Index,
     ) -> tuple[Tokens, Token, LanguageModelState]:
-        """Tokens start … start + count − 1, of `MOST_STEPS`; the last; the state before it.
+        """Tokens start … start + count − 1, and zeros up to `MOST_STEPS`; the last; its state.
 
-        The given state is used up.
+        The state is that before the last token. The given one is used up.
         """
         keys = _fold_in(key, start + jnp.arange(MOST_STEPS))
 
@@ -187,20 +188,21 @@ class Decoder:
         """The tokens after a prompt, call by call, and how many of a call count."""
         token, state = self.first(arrays, prompt, key)
         yield token, 1
-        text, room = [token[None]], self._room(prompt, num_tokens)
-        start, count = 1, 1
+        text, room = [(token, 1)], self._room(prompt, num_tokens)
+        start = count = before = 1
         while start < room:
             began = time.perf_counter()
             count = min(count, room - start)
             tokens, token, state = self.steps(arrays, token, state, key, start, count)
-            yield tokens, count
+            yield tokens, count  # by then the call before has been waited for
+            a_step = (time.perf_counter() - began) / before
             if room < num_tokens:
-                text.append(tokens[:count])
-            start += count
-            quick = time.perf_counter() - began < CALL_SECONDS
-            count = min(2 * count, MOST_STEPS) if quick else max(count // 2, 1)
+                text.append((tokens, count))
+            start, before = start + count, count
+            count = max(1, min(2 * count, MOST_STEPS, int(CALL_SECONDS / a_step)))
         if room < num_tokens:
-            window = jnp.concatenate([prompt.T, *text])[-self.limit :].T
+            drawn = (np.atleast_2d(tokens)[:count] for tokens, count in text)
+            window = jnp.array(np.concatenate([prompt.T, *drawn])[-self.limit :].T)
             for index in range(room, num_tokens):
                 token, window = self.slide(arrays, window, key, index)
                 yield token, 1

@@ -172,7 +172,8 @@ class HyenaBlock(HyenaOperator):
 
     x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is `HyenaFilter`,
     the norm is over the features, with a floor of 1e-12. A step costs O(log² max_length) on
-    average (`ops.online_conv`); outputs from step max_length on are NaN.
+    average (`ops.online_conv`); outputs from step max_length on are NaN. For inference,
+    `nnx.view(block, fixed_filters=True)` computes the filters once.
 
     Args:
         features: size of u_t and y_t.
@@ -239,7 +240,8 @@ class AuthenticHyenaBlock(HyenaOperator):
 
     x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is
     `AuthenticHyenaFilter`. A step costs O(log² max_length) on average (`ops.online_conv`);
-    outputs from step max_length on are NaN.
+    outputs from step max_length on are NaN. For inference, `nnx.view(block, fixed_filters=True)`
+    computes the filters once.
 
     Args:
         features: size of u_t and y_t.

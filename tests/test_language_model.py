@@ -99,14 +99,24 @@ def test_a_text_in_one_call_is_the_streamed_one(
     np.testing.assert_array_equal(text, np.stack(streamed, axis=1))
 
 
-@pytest.mark.parametrize(("call_seconds", "counts"), [(0, [1] * 7), (1000, [1, 2, 4])])
-def test_quick_calls_take_more_steps(call_seconds, counts, monkeypatch):
-    counted, steps = [], Decoder.steps
-    monkeypatch.setattr(generation, "CALL_SECONDS", call_seconds)
-    monkeypatch.setattr(Decoder, "steps", lambda *a: counted.append(a[-1]) or steps(*a))
-    text = stream(model(context_length=None), tokens(1, 3), 8, key=KEY)
-    assert len(list(text)) == 8
-    assert counted == counts
+@pytest.mark.parametrize(
+    ("step_seconds", "counts"),
+    [(1e-9, [1, 2, 4, 8, 16, 32, 64, 64]), (1e-3, [1, 2, 4, 8, 9, 9, 9]), (9e-3, [1, 1, 1])],
+)
+def test_a_call_takes_the_steps_that_make_ten_milliseconds(step_seconds, counts, monkeypatch):
+    """By a clock on which the call before is what takes time."""
+    made, steps, now = [1], Decoder.steps, [0.0]
+
+    def timed_steps(*args):
+        now[0] += made[-1] * step_seconds * 1.01
+        made.append(args[-1])
+        return steps(*args)
+
+    monkeypatch.setattr(Decoder, "steps", timed_steps)
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: now[0])
+    text = stream(model(context_length=None), tokens(1, 3), 1 + sum(counts), key=KEY)
+    assert len(list(text)) == 1 + sum(counts)
+    assert made[1:] == counts
 
 
 def test_a_longer_text_begins_with_the_shorter():

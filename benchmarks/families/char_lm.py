@@ -88,14 +88,14 @@ class CharLM(Problem):
         return Work(flops=3 * 2 * self.batch * self.time * per_token)
 
     def targets(self, part, platform):
-        """PERFORMANCE's."""
+        """What the time over theirs should be."""
         if platform != "cpu":
             return {"torch": 1.05}
         return {"torch": 1.15, "nnx + optax": 0.65, "limit": 0.65}
 
 
 def problems(quick: bool) -> list[CharLM]:
-    """PERFORMANCE's, and a quarter of its width."""
+    """The one that is promised, and a quarter of its width."""
     return [CharLM(65, 128 if quick else 512, 2, 32, 128)]
 
 

@@ -39,7 +39,7 @@ class Diagonal(Sequences):
         return Work(num_bytes=4 * math.prod(self.shape) * (3 if part == FORWARD else 8))
 
     def targets(self, part, platform):
-        """PERFORMANCE's."""
+        """What the time over theirs should be."""
         if platform != "cpu":
             return {"limit": 0.7, "lax.associative_scan": 1 / 3}
         of_torch = (0.6 if self.time < 10_000 else 0.06) if part == FORWARD else 0.35

@@ -57,7 +57,7 @@ class LongConv(Problem):
         )
 
     def targets(self, part, platform):
-        """PERFORMANCE's."""
+        """What the time over theirs should be."""
         if platform != "cpu":
             return {"torch": 1.0}
         return {"torch": 1.35, "plain jnp.fft": 0.8} if part == FORWARD else {"torch": 1.0}

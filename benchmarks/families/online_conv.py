@@ -56,7 +56,7 @@ class OnlineConv(Problem):
         return min(self.length, 50_000 // self.length)
 
     def targets(self, part, platform):
-        """PERFORMANCE's."""
+        """What the time over theirs should be."""
         return {1024: {"FFT again": 0.1}, 4096: {"FFT again": 0.02, "direct sum": 0.4}}.get(
             self.length, {}
         )

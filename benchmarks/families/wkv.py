@@ -50,7 +50,7 @@ class WKV(Sequences):
         return Work(num_bytes=4 * math.prod(self.shape) * (3 if part == FORWARD else 9))
 
     def targets(self, part, platform):
-        """PERFORMANCE's."""
+        """What the time over theirs should be."""
         if self.time < 512:
             return {}
         if platform != "cpu":

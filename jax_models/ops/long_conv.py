@@ -42,8 +42,9 @@ def long_conv(
         h: a filter for each feature, the tap of the current input first.
         skip: the weight of the current input beside the filter.
         method: "rfft" multiplies the spectra of v and h at length 2T, over whole arrays.
-            "twisted" goes, for some features at a time, by complex transforms of length T of v and
-            h times e^{iπt/2T}: what a circular convolution wraps around then comes out imaginary.
+            "twisted" goes by complex transforms of length T of v and h times e^{iπt/2T}: what a
+            circular convolution wraps around then comes out imaginary. Parts of the features go
+            beside each other, with memory for all of them; of many short rows a few at a time.
             "auto" is "twisted" on a CPU, "rfft" elsewhere.
 
     Raises:
@@ -157,7 +158,7 @@ def _side_by_side(of_part, signals: Signals, count: int) -> Signals:
 
 
 def _in_turn(of_part, signals: Signals, size: int) -> Signals:
-    """`of_part` of `size` features after the other."""
+    """`of_part` of `size` features at a time."""
     features = signals[0].shape[1]
 
     def turn(i, outputs):

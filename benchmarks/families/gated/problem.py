@@ -72,7 +72,7 @@ class Gated(Problem):
         return Work(flops=products if part == FORWARD else 3 * products)
 
     def targets(self, part, platform):
-        """PERFORMANCE's, forward and with the backward pass."""
+        """What the time over theirs should be, forward and with the backward pass."""
         if platform != "cpu":
             return {"torch": 1.05}
         column = 0 if part == FORWARD else 1
@@ -95,7 +95,7 @@ def torch_module(problem: Gated) -> Any:
 
 
 def problems(quick: bool) -> list[Gated]:
-    """PERFORMANCE's."""
+    """What the time over theirs should be."""
     sizes: list[tuple] = [
         ("LSTM", 128, 32, 256),
         ("LSTM", 512, 16, 512),
