@@ -62,9 +62,9 @@ def stream(
     from the last `context_length` tokens alone, by a run over all of them.
 
     A call costs as much as several steps of a small model. So it takes as many as make some 10 ms,
-    though no more than twice as many as the call before, and 64; of a large model it is one. Its
-    tokens are handed out once the next call is under way: the device works on while the caller
-    reads, and a caller who stops early leaves no more than two calls unread.
+    with the reading of their tokens, though no more than twice as many as the call before, and 64;
+    of a large model it is one. Its tokens are handed out once the next call is under way: the
+    device works on while the caller reads, and one who stops early leaves two calls unread.
 
     Args:
         model: dropout, if it has any, is off.

@@ -71,7 +71,7 @@ class HyenaOperator(SequenceLayer):
         self.proj_output = Linear(features, features, **linear_options)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
-    def set_view(self, fixed_filters: bool | None = None):
+    def set_view(self, fixed_filters: bool | None = None) -> None:
         """What `nnx.view` calls.
 
         Args:
