@@ -1,5 +1,6 @@
 """Recurrent sequence models in Flax NNX, each with a PyTorch twin."""
 
+from jax_models.allocator import tune_allocator
 from jax_models.attention import SelfAttentionBlock, SelfAttentionState
 from jax_models.bidirectional import Bidirectional, BidirectionalState
 from jax_models.bounds import project
@@ -109,4 +110,5 @@ __all__ = [
     "state_batch_axes",
     "stream",
     "to_torch",
+    "tune_allocator",
 ]

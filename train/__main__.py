@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jax_models import LanguageModel, generate
+from jax_models import LanguageModel, generate, tune_allocator
 from train.command_line import CommandLineError, one_line_errors, parse
 from train.config import PRESETS, TrainConfig
 from train.curve import draw_curve
@@ -212,5 +212,6 @@ def main(args: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    tune_allocator()
     with one_line_errors(PROG):
         main(sys.argv[1:])

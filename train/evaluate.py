@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jax_models import tune_allocator
 from train.command_line import CommandLineError, one_line_errors, parse
 from train.loop import Trainer
 from train.run import Run, build_trainer
@@ -64,5 +65,6 @@ def main(args: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    tune_allocator()
     with one_line_errors(PROG):
         main(sys.argv[1:])

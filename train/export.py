@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save
 
-from jax_models import LanguageModel, from_torch, to_torch
+from jax_models import LanguageModel, from_torch, to_torch, tune_allocator
 from train.command_line import one_line_errors, parse
 from train.run import Run
 
@@ -91,5 +91,6 @@ def main(args: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    tune_allocator()
     with one_line_errors(PROG):
         main(sys.argv[1:])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jax_models import stream
+from jax_models import stream, tune_allocator
 from train.command_line import CommandLineError, one_line_errors, parse, seed_faults
 from train.run import Run
 
@@ -63,5 +63,6 @@ def main(args: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    tune_allocator()
     with one_line_errors(PROG):
         main(sys.argv[1:])
