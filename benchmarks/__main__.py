@@ -1,77 +1,140 @@
 """`python -m benchmarks`: our layers and operators against every peer that is installed.
 
 Prints a table a problem: compilation, run, ratio, share of the machine's limits, errors against
-float64; and what was promised beside what was measured. Writes a JSON file and a plot for each
-family, in place of those of its last run, and `README.md` over all of them.
+float64; and what was promised beside what was measured. Writes a JSON file for each family and
+allocator and a plot for each family, in place of those of the last run, and `README.md` over all.
 """
 
-import argparse
+import dataclasses
+import platform
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
 from benchmarks import families
 from benchmarks.compare import Session
+from benchmarks.environment import ALLOCATORS, Allocator
 from benchmarks.families.limits import measure_limits
 from benchmarks.report.page import write_page
 from benchmarks.report.plot import bars, draw
-from benchmarks.report.store import Record, path, versions, write
+from benchmarks.report.store import BrokenRecord, Record, plot_path, read_all, versions, write
 from benchmarks.report.table import line
-from benchmarks.workers import Workers
+from benchmarks.workers import Unsuitable, Workers
+from train.command_line import CommandLineError, one_line_errors, parse
 
+PROG = "python -m benchmarks"
 RESULTS = Path(__file__).parent / "results"
 QUICK_RESULTS = Path("build/bench-quick")
 NOT_QUICK = ("limits", "memory")
 """Any run begins with the limits; programs that save memory compile for longer than they run."""
 
+Platform = Literal["cpu", "gpu", "tpu"]
 
-def run(names: list[str], folder: Path, *, quick: bool, platform: str | None) -> list[Record]:
-    """Measure families, each into its files."""
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Measure our layers and operators against every peer that is installed."""
+
+    only: tuple[Literal[tuple(families.FAMILIES)], ...] = ()  # pyright: ignore[reportInvalidTypeForm]
+    """These families; the results of the others stay."""
+    quick: bool = False
+    """Most families, few shapes, few bursts, and the default allocator."""
+    allocator: tuple[Allocator, ...] = ()
+    """`default` is what users have, `tuned` keeps the memory that is freed (on a CPU, with glibc).
+    By default both, or `default` with --quick; the results of the other stay."""
+    platform: Platform | None = None
+    """Of JAX; by default what it finds."""
+    out: Path | None = None
+    """The folder of the results; by default benchmarks/results, or build/bench-quick with
+    --quick."""
+
+
+def run(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    quick: bool,
+    platform: str | None,
+    allocators: Sequence[Allocator],
+) -> list[Record]:
+    """Measure families, each with each allocator into its files.
+
+    Raises:
+        Unsuitable: a worker has other threads or another allocator than it should have.
+        BrokenRecord: the folder holds one.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    read_all(folder)
     records = []
     console = Console(width=150)
-    with Workers(platform) as workers:
-        session = Session(workers, console, quick, measure_limits)
-        assert session.limits is not None
-        for name in names:
-            console.rule(families.title(name))
-            outcome = families.measure(name, session)
-            record = Record(
-                family=name,
-                title=families.title(name),
-                platform=session.platform,
-                quick=quick,
-                measured_with={"device": workers.device("jax").split(": ")[1], **versions()},
-                limits=session.limits,
-                outcome=outcome,
-            )
-            write(folder, record)
-            plot = getattr(families.family(name), "plot", bars)
-            draw(record, plot(outcome.rows, record.title), path(folder, record, "png"))
-            write_page(folder, families.FAMILIES)
-            records.append(record)
+    for allocator in allocators:
+        with Workers(platform, allocator) as workers:
+            session = Session(workers, console, quick, measure_limits)
+            if allocator == "tuned" and session.platform != "cpu":
+                console.print(f"tuned: left out, it is nothing to a {session.platform}")
+                continue
+            assert session.limits is not None
+            for name in names:
+                console.rule(f"{families.title(name)}, {allocator} allocator")
+                outcome = families.measure(name, session)
+                record = Record(
+                    family=name,
+                    title=families.title(name),
+                    platform=session.platform,
+                    allocator=allocator,
+                    quick=quick,
+                    measured_with={"device": workers.device("jax").split(": ")[1], **versions()},
+                    environments=workers.environments(),
+                    limits=session.limits,
+                    outcome=outcome,
+                )
+                write(folder, record)
+                draw_family(folder, record)
+                write_page(folder, families.FAMILIES)
+                records.append(record)
     for record in records:
+        console.rule(f"{record.title}, {record.allocator} allocator")
         for check in record.outcome.checks:
             console.print(line(check))
     return records
 
 
-def main() -> None:
-    """Read the options and run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=families.FAMILIES, help="these families")
-    parser.add_argument(
-        "--quick", action="store_true", help="most families, few shapes, few bursts"
-    )
-    parser.add_argument("--platform", help="of JAX: cpu, gpu or tpu; by default what it finds")
-    parser.add_argument(
-        "--out", type=Path, help=f"folder; {RESULTS.name}/, or {QUICK_RESULTS} with --quick"
-    )
-    options = parser.parse_args()
-    folder = options.out or (QUICK_RESULTS if options.quick else RESULTS)
+def draw_family(folder: Path, record: Record) -> None:
+    """The record's family, with all allocators for which there is a record of this platform."""
+    key = record.family, record.platform
+    found = {
+        each.allocator: each.outcome.rows
+        for each in read_all(folder)
+        if (each.family, each.platform) == key
+    }
+    plot = getattr(families.family(record.family), "plot", bars)
+    draw(plot(found, record.title), plot_path(folder, record))
+
+
+def main(args: Sequence[str]) -> None:
+    """Measure as the arguments say."""
+    arguments = parse(Arguments, args, prog=PROG)
+    folder = arguments.out or (QUICK_RESULTS if arguments.quick else RESULTS)
     quick = [name for name in families.FAMILIES if name not in NOT_QUICK]
-    names = options.only or (quick if options.quick else families.FAMILIES)
-    run(names, folder, quick=options.quick, platform=options.platform)
+    names = arguments.only or (quick if arguments.quick else families.FAMILIES)
+    tunable = platform.libc_ver()[0] == "glibc" and not arguments.quick
+    allocators = arguments.allocator or (ALLOCATORS if tunable else ALLOCATORS[:1])
+    try:
+        run(
+            names,
+            folder,
+            quick=arguments.quick,
+            platform=arguments.platform,
+            allocators=allocators,
+        )
+    except (BrokenRecord, Unsuitable) as error:
+        raise CommandLineError(str(error)) from None
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors(PROG):
+        main(sys.argv[1:])

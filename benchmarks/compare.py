@@ -87,7 +87,7 @@ def compare_part(
             )
         except (ImportError, LeftOut) as error:
             outcome.left_out[f"{name} ({problem.name})"] = str(error)
-        except Exception as error:
+        except RuntimeError as error:
             if name == OURS:
                 raise
             outcome.left_out[f"{name} ({problem.name})"] = f"failed: {str(error).splitlines()[0]}"

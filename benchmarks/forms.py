@@ -5,30 +5,32 @@ Each is measured forward, and forward with backward: what to judge the rule of `
 `jax_models.ops.recurrence` by. Written to `results/forms-<platform>.json`.
 """
 
-import argparse
+import dataclasses
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.__main__ import RESULTS
+from benchmarks.__main__ import RESULTS, Platform
 from benchmarks.compare import Session, compare
+from benchmarks.environment import Allocator
 from benchmarks.families.gated.jax_peers import named
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import TIE, Outcome
 from benchmarks.problem import BOTH, FORWARD, Contenders, Function
 from benchmarks.report.store import versions
 from benchmarks.report.table import milliseconds
-from benchmarks.workers import Workers
+from benchmarks.workers import Unsuitable, Workers
 from jax_models import ops
+from train.command_line import CommandLineError, one_line_errors, parse
 
-MODULE = "benchmarks.forms"
+PROG, MODULE = "python -m benchmarks.forms", "benchmarks.forms"
 FORMS = ("hoisted", "joined")
-CELLS = ("LSTM", "GRU", "RNN")
-BATCHES = (1, 4, 8, 10, 16, 30, 64, 100)
-WIDTHS = (64, 256, 1024)
 TIME = 64
 STATES = {"LSTM": ops.LSTMState, "GRU": ops.GRUState, "RNN": ops.RNNState}
 
@@ -86,32 +88,51 @@ def table(chosen: list[dict]) -> Table:
     return result
 
 
-def main() -> None:
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Measure both forms of loop, for each cell, batch and width."""
+
+    cell: tuple[Literal["LSTM", "GRU", "RNN"], ...] = ("LSTM", "GRU", "RNN")
+    batch: tuple[int, ...] = (1, 4, 8, 10, 16, 30, 64, 100)
+    hidden: tuple[int, ...] = (64, 256, 1024)
+    allocator: Allocator = "default"
+    """`default` is what users have, `tuned` keeps the memory that is freed."""
+    platform: Platform | None = None
+    """Of JAX; by default what it finds."""
+    out: Path = RESULTS
+    """The folder of the results."""
+
+
+def main(args: Sequence[str]) -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.forms", description=__doc__)
-    parser.add_argument("--cell", nargs="+", choices=CELLS, default=CELLS)
-    parser.add_argument("--batch", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--hidden", nargs="+", type=int, default=WIDTHS)
-    parser.add_argument("--platform", help="of JAX: cpu, gpu or tpu; by default what it finds")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
-    options = parser.parse_args()
+    arguments = parse(Arguments, args, prog=PROG)
     problems = [
         Gated(cell, TIME, batch, hidden)
-        for cell in options.cell
-        for batch in options.batch
-        for hidden in options.hidden
+        for cell in arguments.cell
+        for batch in arguments.batch
+        for hidden in arguments.hidden
     ]
+    arguments.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=150)
-    with Workers(options.platform) as workers:
-        session = Session(workers, console)
-        outcome = compare(session, MODULE, contenders, problems)
-        chosen = choices(outcome, problems)
-        record = {"measured_with": versions(), "time": TIME, "choices": chosen}
-        options.out.mkdir(parents=True, exist_ok=True)
-        file = options.out / f"forms-{session.platform}.json"
-        file.write_text(json.dumps(record, indent=1) + "\n")
+    try:
+        with Workers(arguments.platform, arguments.allocator) as workers:
+            session = Session(workers, console)
+            outcome = compare(session, MODULE, contenders, problems)
+            environments = workers.environments()
+    except Unsuitable as error:
+        raise CommandLineError(str(error)) from None
+    chosen = choices(outcome, problems)
+    record = {
+        "measured_with": versions(),
+        "environments": {name: dataclasses.asdict(each) for name, each in environments.items()},
+        "time": TIME,
+        "choices": chosen,
+    }
+    file = arguments.out / f"forms-{session.platform}.json"
+    file.write_text(json.dumps(record, indent=1) + "\n")
     console.print(table(chosen))
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors(PROG):
+        main(sys.argv[1:])

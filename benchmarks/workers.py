@@ -1,8 +1,8 @@
 """Contenders timed by turns, each framework in a process of its own.
 
-Fresh large allocations cost more than most kernels on a virtual machine, so both sides run with a
-malloc that keeps its memory. Bursts of calls alternate between the contenders (A B C A B C …).
-A burst during which other processes ran does not count; a time is the median of the others.
+Both have as many threads as there are cores and the same allocator, and the run ends where they
+have not. Bursts of calls alternate between the contenders (A B C A B C …). A burst during which
+other processes ran does not count; a time is the median of the others.
 """
 
 import contextlib
@@ -11,18 +11,16 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.environment import Allocator, Environment, find, without_malloc
 from benchmarks.problem import Framework, LeftOut, Problem
+from jax_models import tune_allocator
 
 ENVIRONMENT = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "1099511627776",
-    "MALLOC_ARENA_MAX": "1",
-    "OMP_PROC_BIND": "true",
     "KERAS_BACKEND": "jax",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch is on the same device
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -62,16 +60,23 @@ class Prepared(NamedTuple):
     result: dict[str, np.ndarray]
 
 
+class Unsuitable(Exception):  # noqa: N818
+    """A worker in which nothing can be measured, and why."""
+
+
 class Workers:
     """A process a framework, started when it is first needed.
 
     Args:
         platform: of JAX, which otherwise chooses; torch then takes the same.
+        allocator: `default` leaves malloc as users have it, `tuned` calls `tune_allocator`.
 
     """
 
-    def __init__(self, platform: str | None = None):
+    def __init__(self, platform: str | None = None, allocator: Allocator = "default"):
         self.environment = ENVIRONMENT | ({"JAX_PLATFORMS": platform} if platform else {})
+        self.platform, self.allocator = platform, allocator
+        self.cores = len(os.sched_getaffinity(0))  # importing torch can make it less
         self.context = multiprocessing.get_context("spawn")
         self.processes: dict[Framework, tuple[Any, Any]] = {}
         self.devices: dict[Framework, str] = {}
@@ -89,36 +94,40 @@ class Workers:
         """What a function of a module returns in the framework's process.
 
         Raises:
-            Exception: what it raised there.
+            Unsuitable: the process has ended.
+            ImportError, LeftOut: the function raised it.
+            RuntimeError: the function raised something else.
 
         """
         if framework not in self.processes:
-            mine, theirs = self.context.Pipe()
-            process = self.context.Process(target=_work, args=(theirs,), daemon=True)
-            with self._environment():
-                process.start()
-            self.processes[framework] = process, mine
-        _, pipe = self.processes[framework]
-        pipe.send((function, args))
-        answer, error = pipe.recv()
+            self.processes[framework] = self._start()
+        process, pipe = self.processes[framework]
+        try:
+            pipe.send((function, args))
+            answer, error = pipe.recv()
+        except (EOFError, BrokenPipeError):
+            process.join()
+            raise Unsuitable(
+                f"{framework}: its worker ended with code {process.exitcode}"
+            ) from None
         if error is not None:
             raise error
         return answer
 
-    def fresh(self, function: Callable, *args) -> Any:
-        """What a function of a module returns in a new process."""
-        with self._environment(), self.context.Pool(1) as pool:
-            return pool.apply(function, args)
-
-    @contextlib.contextmanager
-    def _environment(self) -> Iterator[None]:
+    def _start(self) -> tuple[Any, Any]:
+        mine, theirs = self.context.Pipe()
+        tuned = self.allocator == "tuned"
+        process = self.context.Process(target=_work, args=(theirs, tuned), daemon=True)
         before = dict(os.environ)
-        os.environ.update(self.environment)
+        os.environ.clear()
+        os.environ.update(without_malloc(before) | self.environment)
         try:
-            yield
+            process.start()
         finally:
             os.environ.clear()
             os.environ.update(before)
+        theirs.close()
+        return process, mine
 
     def device(self, framework: Framework) -> str:
         """Where a framework computes, `platform: device`.
@@ -126,13 +135,42 @@ class Workers:
         Raises:
             LeftOut: torch has no such platform.
             ImportError: the framework is not installed.
+            Unsuitable: it has other threads or another allocator than it should have.
 
         """
         if framework not in self.devices:
-            platform = () if framework == "jax" else (self.device("jax").split(":")[0],)
-            find = _jax_device if framework == "jax" else _torch_device
-            self.devices[framework] = self.call(framework, find, *platform)
+            if framework == "jax":
+                self.devices["jax"] = self._jax_device()
+            else:
+                platform = self.device("jax").split(":")[0]
+                self.devices["torch"] = self.call("torch", _torch_device, platform, self.cores)
+            self.find_environment(framework)
         return self.devices[framework]
+
+    def _jax_device(self) -> str:
+        try:
+            return self.call("jax", _jax_device)
+        except RuntimeError as error:
+            expected = f"--platform: expected one that JAX finds, got {self.platform}"
+            raise Unsuitable(f"{expected}: {str(error).splitlines()[0]}") from None
+
+    def environments(self) -> dict[Framework, Environment]:
+        """What each framework that has a device computes with, found anew.
+
+        Raises:
+            Unsuitable: other threads or another allocator than there should be.
+
+        """
+        return {framework: self.find_environment(framework) for framework in self.devices}
+
+    def find_environment(self, framework: Framework) -> Environment:
+        """That of one framework."""
+        compute = _jax_exp if framework == "jax" else _torch_exp
+        found = self.call(framework, find, compute, self.allocator)
+        if self.devices[framework].startswith("cpu"):
+            for fault in found.faults(self.cores, self.allocator):
+                raise Unsuitable(f"{framework}: {fault}; in its environment: {found.variables}")
+        return found
 
     def prepare(
         self, framework: Framework, module: str, name: str, problem: Problem, part: str
@@ -197,7 +235,9 @@ def own_seconds() -> float:
 _PREPARED: dict[str, tuple[Callable[[], Any], int]] = {}
 
 
-def _work(connection) -> None:
+def _work(connection, tuned: bool) -> None:
+    if tuned:
+        tune_allocator()
     while (task := connection.recv()) is not None:
         function, args = task
         try:
@@ -244,10 +284,16 @@ def _jax_device() -> str:
     return f"{jax.default_backend()}: {jax.devices()[0].device_kind}"
 
 
-def _torch_device(platform: str) -> str:
+def _jax_exp(x: np.ndarray) -> None:
+    import jax
+
+    jax.block_until_ready(jax.jit(jax.numpy.exp)(x))
+
+
+def _torch_device(platform: str, threads: int) -> str:
     import torch
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)
     if platform == "cpu":
         return "cpu: cpu"
     if platform != "gpu" or not torch.cuda.is_available():
@@ -255,3 +301,9 @@ def _torch_device(platform: str) -> str:
     torch.set_default_device("cuda")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     return f"gpu: {torch.cuda.get_device_name()}"
+
+
+def _torch_exp(x: np.ndarray) -> None:
+    import torch
+
+    torch.from_numpy(x).exp()

@@ -3,19 +3,23 @@
 import dataclasses
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
 
-from benchmarks import families
-from benchmarks.__main__ import run
+from benchmarks import families, workers
+from benchmarks.__main__ import main, run
 from benchmarks.compare import Session
+from benchmarks.environment import Environment, without_malloc
 from benchmarks.families import gated, limits
 from benchmarks.families.gated.problem import Gated
-from benchmarks.outcome import Check, Row, check_targets
+from benchmarks.outcome import Check, Outcome, Row, check_targets
 from benchmarks.problem import BOTH, FORWARD, OURS, LeftOut, Limits, Work
-from benchmarks.report.store import read_all
-from benchmarks.workers import Burst, timing
+from benchmarks.report.page import write_page
+from benchmarks.report.store import BrokenRecord, Record, read_all, write
+from benchmarks.workers import Burst, Unsuitable, Workers, timing
+from train.command_line import CommandLineError
 
 
 def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
@@ -27,24 +31,144 @@ def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(limits, "TRIAD", 1024)
     monkeypatch.setattr(Session, "rounds", 1)
 
-    (record,) = run(["gated"], tmp_path, quick=True, platform="cpu")
+    tuned = record("tuned")
+    write(tmp_path, tuned)
 
-    rows = {(row.name, row.part): row for row in record.outcome.rows}
+    arguments = {"quick": True, "platform": "cpu", "allocators": ["default"]}
+    (found,) = run(["gated"], tmp_path, **arguments)
+
+    rows = {(row.name, row.part): row for row in found.outcome.rows}
     for name, part in itertools.product((OURS, "torch.nn", "nnx.RNN"), (FORWARD, BOTH)):
         row = rows[name, part]
         assert row.ms > 0
         assert row.error < 1e-6
         assert part == FORWARD or row.gradient_error < 1e-6
         assert row.limit_ms > 0
-    assert any(name.startswith("equinox") for name in record.outcome.left_out)
-    assert {check.what for check in record.outcome.checks} >= {f"{OURS} / torch.nn"}
-    assert read_all(tmp_path) == [record]
+    assert any(name.startswith("equinox") for name in found.outcome.left_out)
+    assert {check.what for check in found.outcome.checks} >= {f"{OURS} / torch.nn"}
+    assert set(found.environments) == {"jax", "torch"}
+    for environment in found.environments.values():
+        assert environment.cores == found.measured_with["cores"] <= environment.threads
+        assert not environment.keeps_memory
+    assert read_all(tmp_path) == [found, tuned]
     assert (tmp_path / "gated-cpu.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "README.md").read_text()
     assert "gated-cpu.png" in page
     assert "RNN T5 B2 H4" in page
-    assert json.loads((tmp_path / "gated-cpu.json").read_text())["platform"] == "cpu"
+    assert json.loads((tmp_path / "gated-cpu-default.json").read_text())["platform"] == "cpu"
     assert "equinox (RNN T5 B2 H4): left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("framework", "variable", "value", "found"),
+    [
+        ("torch", "OMP_PROC_BIND", "true", "{cores} on 1"),
+        ("torch", "OMP_THREAD_LIMIT", "1", "1 on {cores}"),
+        ("jax", "NPROC", "1", "1 on {cores}"),
+    ],
+)
+def test_a_worker_without_all_cores_is_refused(monkeypatch, framework, variable, value, found):
+    monkeypatch.setitem(workers.ENVIRONMENT, variable, value)
+    with Workers("cpu") as processes:
+        fault = f"expected {processes.cores} threads.* got {found.format(cores=processes.cores)}"
+        if framework == "torch":
+            processes.devices["jax"] = "cpu: cpu"
+        with pytest.raises(Unsuitable, match=rf"^{framework}: {fault}"):
+            processes.device(framework)
+
+
+def test_a_worker_that_lost_its_cores_is_refused_afterwards():
+    with Workers("cpu") as processes:
+        processes.device("jax")
+        processes.call("jax", os.sched_setaffinity, 0, [min(os.sched_getaffinity(0))])
+        with pytest.raises(Unsuitable, match=r"jax: expected .* got \d+ on 1;"):
+            processes.environments()
+
+
+@pytest.mark.parametrize("allocator", ["default", "tuned"])
+def test_a_worker_has_the_allocator_whatever_the_shell_says(monkeypatch, allocator):
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
+    with Workers("cpu", allocator) as processes:
+        processes.device("jax")
+        environment = processes.environments()["jax"]
+    assert environment.keeps_memory == (allocator == "tuned")
+    assert ("M_MMAP_MAX 0" in environment.malloc) == (allocator == "tuned")
+    assert environment.variables.keys().isdisjoint({"MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"})
+
+
+def test_no_variable_that_changes_malloc_reaches_a_worker():
+    assert without_malloc({"LD_PRELOAD": "libjemalloc.so", "HOME": "/"}) == {"HOME": "/"}
+
+
+def test_another_allocator_than_the_one_asked_for_is_refused():
+    kept = Environment(2, 2, "glibc 2.36", keeps_memory=True, variables={})
+    assert not list(kept.faults(2, "tuned"))
+    (fault,) = kept.faults(2, "default")
+    assert fault == "expected the default allocator, got glibc 2.36: freed memory is kept"
+    (fault,) = dataclasses.replace(kept, keeps_memory=False).faults(2, "tuned")
+    assert fault == "expected the tuned allocator, got glibc 2.36: freed memory is returned"
+
+
+def test_a_worker_that_dies_is_named():
+    with Workers("cpu") as processes, pytest.raises(Unsuitable, match="worker ended with code 3"):
+        processes.call("jax", os._exit, 3)
+
+
+def record(allocator: str, **fields) -> Record:
+    """Of a run that was not made."""
+    check = Check("p", FORWARD, f"{OURS} / torch", 2.0, 1.5)
+    environment = Environment(2, 2, "glibc 2.36", allocator == "tuned", {})
+    values = {
+        "family": "gated",
+        "title": "The gated recurrences",
+        "platform": "cpu",
+        "allocator": allocator,
+        "quick": False,
+        "measured_with": {"processor": "Zen 9", "cores": 2},
+        "environments": {"jax": environment, "torch": environment},
+        "limits": Limits(1, 1, 1),
+        "outcome": Outcome([row(OURS, 3.0), row("torch", 1.5, "torch")], [check]),
+    }
+    return Record(**values | fields)
+
+
+def test_the_page_has_both_allocators_the_machine_and_the_targets_missed(tmp_path):
+    better = Outcome([row(OURS, 1.0), row("torch", 2.0, "torch")])
+    write(tmp_path, record("tuned", outcome=better))
+    write(tmp_path, record("default"))
+    write_page(tmp_path, ["gated"])
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("processor Zen 9, cores 2") == 1
+    environment = "2 threads, each on 2 cores, glibc 2.36, freed memory is"
+    assert f"| default | 1 GFLOP/s, 1 GB/s, 1 µs a call | {environment} returned |" in page
+    assert f"| tuned | 1 GFLOP/s, 1 GB/s, 1 µs a call | {environment} kept |" in page
+    assert "| The gated recurrences (cpu) | default | 0 | 0 | 1 |" in page
+    assert "| p | forward | default | twinscan / torch | 2.00 | ≤ 1.50 | MISS |" in page
+    assert "| p | forward | torch | 1.50 ms | 2.00 | – | 2.00 ms | 0.50 | – | –" in page
+
+
+@pytest.mark.parametrize("text", ['{"outcome": {}}', "{", '{"outcome": 1, "limits": 2}'])
+def test_a_broken_record_is_named_before_anything_is_measured(tmp_path, text):
+    (tmp_path / "wkv-cpu-default.json").write_text(text)
+    with pytest.raises(BrokenRecord, match=r"wkv-cpu-default\.json: expected a record") as error:
+        run(["wkv"], tmp_path, quick=True, platform="cpu", allocators=["default"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "argument"),
+    [
+        (["--platform", "foo"], "--platform"),
+        (["--only", "foo"], "--only"),
+        (["--allocator", "foo"], "--allocator"),
+        (["--platform", "tpu", "--only", "wkv"], "--platform: expected one that JAX finds"),
+    ],
+)
+def test_a_wrong_argument_is_named_in_one_line(tmp_path, args, argument):
+    with pytest.raises(CommandLineError, match=argument) as error:
+        main([*args, "--out", str(tmp_path)])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -116,7 +240,8 @@ def test_a_peer_without_the_cell_says_so():
         gated.contenders["haiku"].make(Gated("GRU", 2, 2, 2))
 
 
-def test_the_oracle_has_a_gradient_for_each_array():
-    problem = Gated("LSTM", 3, 2, 4)
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"padded": True}])
+def test_the_oracle_has_a_gradient_for_each_array(options):
+    problem = Gated("LSTM", 8, 2, 4, **options)
     assert set(problem.oracle()) == {"y", *problem.arrays()}
     assert np.isfinite(problem.oracle()["x"]).all()

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from matplotlib.figure import Figure
 
 from benchmarks.compare import Session
 from benchmarks.outcome import Check, Outcome, Row
 from benchmarks.problem import OURS
-from benchmarks.report.plot import bars
+from benchmarks.report.plot import RowsByAllocator, bars
 from benchmarks.report.table import show
 from jax_models import HawkLanguageModelConfig, RNNLanguageModelConfig, RWKVLanguageModelConfig
 from train.loop import token_losses
@@ -73,7 +74,10 @@ def measure(session: Session) -> Outcome:
     return outcome
 
 
-def plot(rows: list[Row], title: str):
+def plot(found: RowsByAllocator, title: str) -> Figure:
     """Bars of the seconds to compile."""
-    as_times = [dataclasses.replace(row, ms=1e3 * (row.compile_s or 0)) for row in rows]
+    as_times = {
+        allocator: [dataclasses.replace(row, ms=1e3 * (row.compile_s or 0)) for row in rows]
+        for allocator, rows in found.items()
+    }
     return bars(as_times, title)

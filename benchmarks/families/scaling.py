@@ -16,6 +16,7 @@ import jax_models
 from benchmarks.compare import Session, compare
 from benchmarks.outcome import Check, Outcome, Row
 from benchmarks.problem import BOTH, OURS, Contenders, Function, Sequences
+from benchmarks.report.plot import OPACITIES, RowsByAllocator
 from benchmarks.report.table import milliseconds
 
 FITTED_FROM = 2048
@@ -122,17 +123,20 @@ def exponents(rows: list[Row]) -> dict[str, float]:
     return result
 
 
-def plot(rows: list[Row], title: str) -> Figure:
-    """Lines, with the exponents."""
+def plot(found: RowsByAllocator, title: str) -> Figure:
+    """Lines, with the exponents; pale ones for the second allocator."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
-    fitted = exponents(rows)
-    for name, curve in curves(rows).items():
-        log = " log T" if name == "Hyena" else ""
-        axes.plot(*zip(*curve, strict=True), "o-", label=f"{name}: T^{fitted[name]:.2f}{log}")
+    for (allocator, rows), opacity in zip(found.items(), OPACITIES, strict=False):
+        fitted = exponents(rows)
+        for turn, (name, curve) in enumerate(curves(rows).items()):
+            label = f"{name}, {allocator}: T^{fitted[name]:.2f}"
+            label += " log T" if name == "Hyena" else ""
+            line = {"color": f"C{turn}", "alpha": opacity, "label": label}
+            axes.plot(*zip(*curve, strict=True), "o-", **line)
     axes.set(xscale="log", yscale="log", xlabel="T, steps", ylabel="ms, forward and backward")
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize=7, ncols=len(found))
     figure.suptitle(title)
     return figure

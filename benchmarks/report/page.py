@@ -1,21 +1,26 @@
 """`results/README.md`: all families that have been measured."""
 
+from collections import Counter
+from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
-from benchmarks.outcome import Row
-from benchmarks.problem import OURS
-from benchmarks.report.store import Record, path, read_all
-from benchmarks.report.table import error, part_cells
+from benchmarks.problem import OURS, Framework
+from benchmarks.report.store import Record, plot_path, read_all
+from benchmarks.report.table import compile_cell, other_cells, time_cells
 
 INTRODUCTION = """\
 # Results
 
-`make bench` wrote this page; `python -m benchmarks --only gated` measures one family again. Times
-are medians over calls in bursts that alternate between the contenders, float32, without those
-during which other processes ran ("?": there were none). *Ratio* is our time over theirs: below 1,
-ours is faster, and differences under 10 % are ties. *Of limit*: the least time that the operations
-and bytes would take at the limits measured in the same run. *Error* and *gradients* are against
-float64, root mean square, relative; the gradients' is the largest of all inputs' and weights'.
+`make bench` wrote this page; `python -m benchmarks --only gated` measures one family again.
+[How it is measured](../../docs/benchmarks.md). Times are medians over calls in bursts that
+alternate between the contenders, float32, without those during which other processes ran ("?":
+there were none). Both sides have all cores and the same allocator: first the *default* one, which
+users have, then a *tuned* one, which keeps the memory that is freed (`jax_models.tune_allocator`).
+*Ratio* is our time over theirs: below 1, ours is faster, and differences under 10 % are ties. *Of
+limit*: the least time that the operations and bytes would take at the limits measured in the same
+run. *Error* and *gradients* are against float64, root mean square, relative; the gradients' is the
+largest of all inputs' and weights'.
 """
 
 
@@ -23,53 +28,97 @@ def write_page(folder: Path, order: list[str]) -> None:
     """From the records that are there."""
     records = [record for record in read_all(folder) if record.family in order]
     records.sort(key=lambda record: (record.platform, order.index(record.family)))
-    sections = [INTRODUCTION, *(section(folder, record) for record in records)]
-    (folder / "README.md").write_text("\n".join(sections))
+    groups = groupby(records, key=lambda record: (record.platform, record.family))
+    sections = [section(folder, list(group)) for _, group in groups]
+    (folder / "README.md").write_text("\n".join([INTRODUCTION, verdicts(records), *sections]))
 
 
-def section(folder: Path, record: Record) -> str:
-    """A family."""
-    lines = [f"## {record.title} ({record.platform})\n", _measured_with(record), ""]
-    plot = path(folder, record, "png")
-    if plot.exists():
-        lines += [f"![{record.title}]({plot.name})\n"]
-    if record.outcome.checks:
-        lines += ["| | | | measured | target | |", "|---|---|---|--:|--:|---|"]
-        for check in record.outcome.checks:
-            where = f"{check.problem} | {check.part} | {check.what}"
-            numbers = f"{check.measured} | {check.target}"
-            lines.append(f"| {where} | {numbers} | {check.verdict} |")
-        lines.append("")
-    for note in record.outcome.notes:
-        lines += [note, ""]
-    lines += _rows(record.outcome.rows)
-    lines += [f"Left out: {name}: {why}." for name, why in record.outcome.left_out.items()]
+def verdicts(records: list[Record]) -> str:
+    """How many targets each family reaches and misses."""
+    lines = ["## Targets\n", "| | allocator | pass | tie | MISS |", "|---|---|--:|--:|--:|"]
+    for record in records:
+        count = Counter(check.verdict for check in record.outcome.checks)
+        if count:
+            numbers = " | ".join(str(count[verdict]) for verdict in ("pass", "tie", "MISS"))
+            name = f"{record.title} ({record.platform})"
+            lines.append(f"| {name} | {record.allocator} | {numbers} |")
     return "\n".join(lines) + "\n"
 
 
-def _measured_with(record: Record) -> str:
-    words = [f"{name} {value}" for name, value in record.measured_with.items()]
-    if record.limits:
+def section(folder: Path, records: list[Record]) -> str:
+    """A family on a platform, its allocators beside each other."""
+    first = records[0]
+    lines = [f"## {first.title} ({first.platform})\n", *_measured_with(records)]
+    if plot_path(folder, first).exists():
+        lines += [f"![{first.title}]({plot_path(folder, first).name})\n"]
+    lines += _checks(records)
+    for note in dict.fromkeys(note for record in records for note in record.outcome.notes):
+        lines += [note, ""]
+    lines += _rows(records)
+    left_out = first.outcome.left_out
+    lines += [f"Left out: {name}: {why}." for name, why in left_out.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _measured_with(records: list[Record]) -> list[str]:
+    lines = []
+    for record in records:
+        words = [f"{name} {value}" for name, value in record.measured_with.items()]
+        line = ("A quick run. " if record.quick else "") + ", ".join(words) + ".\n"
+        lines += [] if line in lines else [line]
+    frameworks = get_args(Framework)
+    lines += [
+        f"| allocator | limits | {' | '.join(frameworks)} |",
+        "|---|---" + len(frameworks) * "|---" + "|",
+    ]
+    for record in records:
         limits = record.limits
-        words.append(
-            f"limits {limits.gflops:.0f} GFLOP/s, {limits.gbytes:.0f} GB/s, "
+        speeds = (
+            f"{limits.gflops:.0f} GFLOP/s, {limits.gbytes:.0f} GB/s, "
             f"{limits.dispatch_us:.0f} µs a call"
         )
-    return ("A quick run. " if record.quick else "") + ", ".join(words) + "."
+        found = (str(record.environments.get(name, "–")) for name in frameworks)
+        lines.append(f"| {' | '.join([record.allocator, speeds, *found])} |")
+    return [*lines, ""]
 
 
-def _rows(rows: list[Row]) -> list[str]:
-    columns = ("time", "ratio", "of limit", "compile", "memory", "error", "gradients")
+def _checks(records: list[Record]) -> list[str]:
+    found = [(check, record.allocator) for record in records for check in record.outcome.checks]
+    if not found:
+        return []
+    places = list(dict.fromkeys((check.problem, check.part) for check, _ in found))
+    found.sort(key=lambda each: places.index((each[0].problem, each[0].part)))
+    lines = ["| | | allocator | | measured | target | |", "|---|---|---|---|--:|--:|---|"]
+    for check, allocator in found:
+        where = f"{check.problem} | {check.part} | {allocator} | {check.what}"
+        lines.append(f"| {where} | {check.measured} | {check.target} | {check.verdict} |")
+    return [*lines, ""]
+
+
+def _rows(records: list[Record]) -> list[str]:
+    columns = [
+        f"{record.allocator}: {column}"
+        for record in records
+        for column in ("time", "ratio", "of limit")
+    ]
+    columns += ["compile", "memory", "error", "gradients"]
     lines = [f"| | | | {' | '.join(columns)} |", "|---|---|---" + len(columns) * "|--:" + "|"]
-    for row in rows:
+    tables = [
+        {(row.problem, row.part, row.name): row for row in record.outcome.rows}
+        for record in records
+    ]
+    for key in dict.fromkeys(key for table in tables for key in table):
+        row = next(table[key] for table in tables if key in table)
+        times = [
+            cell for table in tables for cell in time_cells(table.get(key), list(table.values()))
+        ]
         cells = (
             row.problem,
             row.part,
             f"**{row.name}**" if row.name == OURS else row.name,
-            *part_cells(row, [r for r in rows if r.problem == row.problem]),
-            f"{row.memory / 2**20:,.0f} MiB" if row.memory else "–",
-            error(row.error, row.comparable),
-            error(row.gradient_error, row.comparable),
+            *times,
+            compile_cell(row),
+            *other_cells(row),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]

@@ -3,54 +3,72 @@
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.outcome import Row
-from benchmarks.report.store import Record
 from benchmarks.report.table import milliseconds
 
 matplotlib.use("Agg")
 
 LONGEST = 4
 """Times our time: longer bars end there."""
+OPACITIES = (1.0, 0.5)
+"""Of the allocators, in their order."""
+
+RowsByAllocator = dict[str, list[Row]]
 
 
-def bars(rows: list[Row], title: str) -> Figure:
-    """A panel for each part of each problem: a bar a contender, and a line where the limit is."""
+def bars(found: RowsByAllocator, title: str) -> Figure:
+    """A panel for each part of each problem: bars a contender, and a line where the limit is."""
+    rows = [row for rows in found.values() for row in rows]
     panels = list(dict.fromkeys((row.problem, row.part) for row in rows))
     parts = list(dict.fromkeys(part for _, part in panels))
     problems = list(dict.fromkeys(problem for problem, _ in panels))
     names = max(len({row.name for row in rows if row.problem == p}) for p in problems)
-    figure = Figure(
-        figsize=(5.5 * len(parts), (0.7 + 0.28 * names) * len(problems)), layout="constrained"
-    )
+    height = 0.7 + (0.12 + 0.16 * len(found)) * names
+    figure = Figure(figsize=(5.5 * len(parts), height * len(problems)), layout="constrained")
     axes = figure.subplots(len(problems), len(parts), squeeze=False)
     for (problem, part), panel in (
         ((problem, part), axes[i][j])
         for i, problem in enumerate(problems)
         for j, part in enumerate(parts)
     ):
-        _bars(panel, [row for row in rows if (row.problem, row.part) == (problem, part)])
+        here = {
+            allocator: [row for row in rows if (row.problem, row.part) == (problem, part)]
+            for allocator, rows in found.items()
+        }
+        _bars(panel, here)
         panel.set_title(f"{problem}, {part}", fontsize=9)
-    figure.suptitle(title)
+    figure.suptitle(f"{title}\nallocator, from above: {', '.join(found)}")
     return figure
 
 
-def _bars(panel, rows: list[Row]) -> None:
-    rows = sorted(rows, key=lambda row: row.ms)
-    longest = LONGEST * min((row.ms for row in rows if row.ours), default=rows[-1].ms)
-    colors = ["C3" if row.ours else "C1" if row.framework == "torch" else "C0" for row in rows]
-    widths = [min(row.ms, longest) for row in rows]
-    found = panel.barh([row.name for row in rows], widths, color=colors)
-    panel.bar_label(found, [f" {milliseconds(row.ms)}" for row in rows], fontsize=7)
-    if rows[0].limit_ms:
-        panel.axvline(rows[0].limit_ms, color="black", linewidth=0.8, linestyle="--")
+def _bars(panel, found: RowsByAllocator) -> None:
+    everything = sorted((row for rows in found.values() for row in rows), key=lambda row: row.ms)
+    names = list(dict.fromkeys(row.name for row in everything))
+    longest = LONGEST * max((row.ms for row in everything if row.ours), default=np.inf)
+    thickness = 0.8 / len(found)
+    for turn, (rows, opacity) in enumerate(zip(found.values(), OPACITIES, strict=False)):
+        offset = (turn - (len(found) - 1) / 2) * thickness
+        colors = ["C3" if row.ours else "C1" if row.framework == "torch" else "C0" for row in rows]
+        drawn = panel.barh(
+            [names.index(row.name) + offset for row in rows],
+            [min(row.ms, longest) for row in rows],
+            height=thickness,
+            color=colors,
+            alpha=opacity,
+        )
+        panel.bar_label(drawn, [f" {milliseconds(row.ms)}" for row in rows], fontsize=6)
+    panel.set_yticks(range(len(names)), names)
+    if everything[0].limit_ms:
+        panel.axvline(everything[0].limit_ms, color="black", linewidth=0.8, linestyle="--")
     panel.invert_yaxis()
     panel.margins(x=0.2)
     panel.set_xlabel("ms", fontsize=8)
     panel.tick_params(labelsize=8)
 
 
-def draw(record: Record, figure: Figure, path: Path) -> None:
+def draw(figure: Figure, path: Path) -> None:
     """Into a file."""
     figure.savefig(path, dpi=110)

@@ -9,8 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import ALLOCATORS, Allocator, Environment, processor
 from benchmarks.outcome import Check, Outcome, Row
-from benchmarks.problem import Limits
+from benchmarks.problem import Framework, Limits
 
 PACKAGES = (
     *("jax", "flax", "optax", "torch", "numpy"),
@@ -18,22 +19,28 @@ PACKAGES = (
 )
 
 
+class BrokenRecord(ValueError):  # noqa: N818
+    """A file that cannot be read, and why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A family on a platform, as it was measured last."""
+    """A family on a platform with an allocator, as it was measured last."""
 
     family: str
     title: str
     platform: str
+    allocator: Allocator
     quick: bool
     measured_with: dict[str, Any]
-    limits: Limits | None
+    environments: dict[Framework, Environment]
+    limits: Limits
     outcome: Outcome
 
 
 def versions() -> dict[str, str | int]:
     """What the figures were measured with."""
-    found: dict[str, str | int] = {"cores": len(os.sched_getaffinity(0))}
+    found: dict[str, str | int] = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
     found["python"] = platform.python_version()
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -41,42 +48,57 @@ def versions() -> dict[str, str | int]:
     return found
 
 
-def path(folder: Path, record: Record, suffix: str) -> Path:
+def path(folder: Path, record: Record) -> Path:
     """Its file."""
-    return folder / f"{record.family}-{record.platform}.{suffix}"
+    return folder / f"{record.family}-{record.platform}-{record.allocator}.json"
+
+
+def plot_path(folder: Path, record: Record) -> Path:
+    """The picture of the family on the platform, with all allocators."""
+    return folder / f"{record.family}-{record.platform}.png"
 
 
 def write(folder: Path, record: Record) -> None:
-    """As JSON, in place of what the family had."""
+    """As JSON, in place of what the family had on this platform with this allocator."""
     fields = dataclasses.asdict(record)
     fields["outcome"]["checks"] = [
         {**dataclasses.asdict(check), "verdict": check.verdict} for check in record.outcome.checks
     ]
-    folder.mkdir(parents=True, exist_ok=True)
-    path(folder, record, "json").write_text(json.dumps(fields, indent=1) + "\n")
+    path(folder, record).write_text(json.dumps(fields, indent=1) + "\n")
 
 
 def read_all(folder: Path) -> list[Record]:
-    """The records in a folder; files of other kinds are passed over."""
+    """The records in a folder, the default allocator's first; other files are passed over.
+
+    Raises:
+        BrokenRecord: a file is none, or was written by another version.
+
+    """
     found = []
     for file in sorted(folder.glob("*.json")):
-        fields = json.loads(file.read_text())
-        if "outcome" in fields:
-            found.append(_record(fields))
-    return found
+        try:
+            fields = json.loads(file.read_text())
+            if "outcome" in fields:
+                found.append(_record(fields))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BrokenRecord(
+                f"{file}: expected a record of this version, got {error!r}; delete the file"
+            ) from None
+    return sorted(found, key=lambda record: ALLOCATORS.index(record.allocator))
 
 
 def _record(fields: dict[str, Any]) -> Record:
     outcome = fields.pop("outcome")
     checks = [{key: c[key] for key in c if key != "verdict"} for c in outcome["checks"]]
-    limits = fields.pop("limits")
+    environments = fields.pop("environments")
     return Record(
-        **fields,
-        limits=limits and Limits(**limits),
+        limits=Limits(**fields.pop("limits")),
+        environments={name: Environment(**found) for name, found in environments.items()},
         outcome=Outcome(
             rows=[Row(**row) for row in outcome["rows"]],
             checks=[Check(**check) for check in checks],
             left_out=outcome["left_out"],
             notes=outcome["notes"],
         ),
+        **fields,
     )

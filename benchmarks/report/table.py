@@ -41,28 +41,38 @@ def table(problem: str, rows: list[Row]) -> Table:
         result.add_column(column, justify="right")
     for name in dict.fromkeys(row.name for row in rows):
         mine = {row.part: row for row in rows if row.name == name}
-        cells = [cell for part in parts for cell in part_cells(mine.get(part), rows)]
-        last = mine[list(mine)[-1]]
-        result.add_row(
-            name,
-            *cells,
-            f"{last.memory / 2**20:,.0f} MiB" if last.memory else "–",
-            error(last.error, last.comparable),
-            error(last.gradient_error, last.comparable),
-        )
+        cells = []
+        for part in parts:
+            row = mine.get(part)
+            cells += [*time_cells(row, rows), compile_cell(row)]
+        result.add_row(name, *cells, *other_cells(mine[list(mine)[-1]]))
     return result
 
 
-def part_cells(row: Row | None, rows: list[Row]) -> list[str]:
-    """Time, ratio, share of the limit, seconds to compile."""
+def time_cells(row: Row | None, rows: list[Row]) -> list[str]:
+    """Time, ratio, share of the limit."""
     if row is None:
-        return ["–"] * 4
-    ours = [other for other in rows if (other.part, other.name) == (row.part, OURS)]
+        return ["–"] * 3
+    key = (row.problem, row.part, OURS)
+    ours = [other for other in rows if (other.problem, other.part, other.name) == key]
     return [
         milliseconds(row.ms) + (" ?" if row.disturbed else ""),
         f"{ours[0].ms / row.ms:.2f}" if ours else "–",
         f"{row.limit_ms / row.ms:.0%}" if row.limit_ms else "–",
-        "–" if row.compile_s is None else f"{row.compile_s:.1f} s",
+    ]
+
+
+def compile_cell(row: Row | None) -> str:
+    """Seconds to compile."""
+    return "–" if row is None or row.compile_s is None else f"{row.compile_s:.1f} s"
+
+
+def other_cells(row: Row) -> list[str]:
+    """Memory, and both errors."""
+    return [
+        f"{row.memory / 2**20:,.0f} MiB" if row.memory else "–",
+        error(row.error, row.comparable),
+        error(row.gradient_error, row.comparable),
     ]
 
 

@@ -1,5 +1,6 @@
 """The gated recurrences of other JAX libraries."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,17 @@ from benchmarks.families.gated.problem import GATES, Gated
 from benchmarks.problem import Contenders, Function, LeftOut
 
 contenders = Contenders()
+
+
+def plain(make: Callable[[Gated], Function]) -> Callable[[Gated], Function]:
+    """A peer that is measured without the options."""
+
+    def without_options(problem: Gated) -> Function:
+        if problem.bidirectional or problem.padded:
+            raise LeftOut("it is measured in one direction and without lengths")
+        return make(problem)
+
+    return without_options
 
 
 def named(x, w_ih, w_hh, bias) -> dict[str, Any]:
@@ -25,6 +37,7 @@ def zero_state(problem: Gated):
 
 
 @contenders.jax("equinox")
+@plain
 def equinox(problem: Gated):
     """Its cells in a `lax.scan`."""
     import equinox as eqx  # pyright: ignore[reportMissingImports]
@@ -57,6 +70,7 @@ def equinox(problem: Gated):
 
 
 @contenders.jax("haiku")
+@plain
 def haiku(problem: Gated):
     """`hk.dynamic_unroll`."""
     import haiku as hk  # pyright: ignore[reportMissingImports]
@@ -91,34 +105,49 @@ def haiku(problem: Gated):
 @contenders.jax("nnx.RNN")
 def nnx_rnn(problem: Gated):
     """Flax NNX's, around the optimised LSTM cell."""
-    x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
+    arrays = problem.arrays()
+    x = arrays.pop("x")
     cells: dict[str, Any] = {
         "LSTM": nnx.OptimizedLSTMCell,
         "GRU": nnx.GRUCell,
         "RNN": nnx.SimpleCell,
     }
-    cell = cells[problem.cell](problem.hidden, problem.hidden, rngs=nnx.Rngs(0))
     biased = "dense_h" if problem.cell == "LSTM" else "dense_i"
-    cell.dense_i.kernel.set_value(jnp.asarray(w_ih.T))
-    cell.dense_h.kernel.set_value(jnp.asarray(w_hh.T))
-    getattr(cell, biased).bias.set_value(jnp.asarray(b_ih + b_hh))
-    graphdef, weights, rest = nnx.split(cell, nnx.Param, ...)
+    layers = []
+    for end in problem.directions:
+        cell = cells[problem.cell](problem.hidden, problem.hidden, rngs=nnx.Rngs(0))
+        cell.dense_i.kernel.set_value(jnp.asarray(arrays[f"weight_ih{end}"].T))
+        cell.dense_h.kernel.set_value(jnp.asarray(arrays[f"weight_hh{end}"].T))
+        bias = arrays[f"bias_ih{end}"] + arrays[f"bias_hh{end}"]
+        getattr(cell, biased).bias.set_value(jnp.asarray(bias))
+        layers.append(nnx.RNN(cell, rngs=False))
+    graphdef, weights, rest = nnx.split(nnx.List(layers), nnx.Param, ...)
+    lengths, steps = problem.lengths, jnp.arange(problem.time)
+    seq_lengths = None if lengths is None else jnp.asarray(lengths)
 
     def apply(params):
         x, weights = params
-        layer = nnx.RNN(nnx.merge(graphdef, weights, rest), rngs=False)
-        return layer(x, initial_carry=zero_state(problem))
+        layers = nnx.merge(graphdef, weights, rest)
+        layer: Any = nnx.Bidirectional(*layers, rngs=False) if problem.bidirectional else layers[0]
+        zeros: Any = zero_state(problem)
+        carry = (zeros, zeros) if problem.bidirectional else zeros
+        y = layer(x, initial_carry=carry, seq_lengths=seq_lengths)
+        return y if lengths is None else y * (steps < lengths[:, None])[..., None]
 
     def of_torch(gradients):
         x, weights = gradients
-        cell = nnx.merge(graphdef, weights, rest)
-        bias = getattr(cell, biased).bias[...]
-        return named(x, cell.dense_i.kernel[...], cell.dense_h.kernel[...], bias)
+        found = {"x": x}
+        for end, layer in zip(problem.directions, nnx.merge(graphdef, weights, rest), strict=True):
+            found[f"weight_ih{end}"] = layer.cell.dense_i.kernel[...].T
+            found[f"weight_hh{end}"] = layer.cell.dense_h.kernel[...].T
+            found[f"bias_ih{end}"] = getattr(layer.cell, biased).bias[...]
+        return found
 
     return Function((x, weights), apply, of_torch)
 
 
 @contenders.jax("linen.RNN")
+@plain
 def linen_rnn(problem: Gated):
     """Flax Linen's, around the optimised LSTM cell."""
     x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
@@ -153,6 +182,7 @@ def linen_rnn(problem: Gated):
 
 
 @contenders.jax("keras")
+@plain
 def keras(problem: Gated):
     """Keras's on JAX."""
     import keras  # pyright: ignore[reportMissingImports]

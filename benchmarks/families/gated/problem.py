@@ -19,11 +19,28 @@ class Gated(Problem):
     time: int
     batch: int
     hidden: int
+    bidirectional: bool = False
+    padded: bool = False
+    """Rows of other lengths: of T/4 to T steps, of which all others are zero in y."""
 
     @property
     def name(self) -> str:
-        """The cell and the sizes."""
-        return f"{self.cell} T{self.time} B{self.batch} H{self.hidden}"
+        """The cell, the sizes, the options."""
+        options = " bidirectional" * self.bidirectional + " with lengths" * self.padded
+        return f"{self.cell} T{self.time} B{self.batch} H{self.hidden}{options}"
+
+    @property
+    def directions(self) -> list[str]:
+        """What torch's keys of each direction end in."""
+        return ["_l0", "_l0_reverse"] if self.bidirectional else ["_l0"]
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """Of the rows, if they are padded."""
+        if not self.padded:
+            return None
+        rng = np.random.default_rng(2)
+        return rng.integers(self.time // 4, self.time, self.batch, np.int32, endpoint=True)
 
     def arrays(self):
         """X, and the weights under torch's keys.
@@ -36,20 +53,19 @@ class Gated(Problem):
         def uniform(*shape: int) -> np.ndarray:
             return rng.uniform(-bound, bound, shape).astype(np.float32)
 
-        arrays = {
-            "x": rng.standard_normal((self.batch, self.time, self.hidden), np.float32),
-            "weight_ih_l0": uniform(gates, self.hidden),
-            "weight_hh_l0": uniform(gates, self.hidden),
-            "bias_ih_l0": uniform(gates),
-            "bias_hh_l0": uniform(gates),
-        }
-        if self.cell == "GRU":
-            arrays["bias_hh_l0"][-self.hidden :] = 0
+        arrays = {"x": rng.standard_normal((self.batch, self.time, self.hidden), np.float32)}
+        for end in self.directions:
+            arrays[f"weight_ih{end}"] = uniform(gates, self.hidden)
+            arrays[f"weight_hh{end}"] = uniform(gates, self.hidden)
+            arrays[f"bias_ih{end}"] = uniform(gates)
+            arrays[f"bias_hh{end}"] = uniform(gates)
+            if self.cell == "GRU":
+                arrays[f"bias_hh{end}"][-self.hidden :] = 0
         return arrays
 
     def cotangent(self):
         """Of y."""
-        shape = (self.batch, self.time, self.hidden)
+        shape = (self.batch, self.time, len(self.directions) * self.hidden)
         return np.random.default_rng(1).standard_normal(shape, np.float32)
 
     def oracle(self):
@@ -60,7 +76,7 @@ class Gated(Problem):
         x = torch.from_numpy(arrays.pop("x")).requires_grad_()
         module = torch_module(self).double()
         module.load_state_dict({name: torch.from_numpy(w) for name, w in arrays.items()})
-        y, _ = module(x)
+        y = torch_outputs(self, module, x)
         y.backward(torch.from_numpy(self.cotangent()).double())
         leaves = {"x": x, **dict(module.named_parameters())}
         gradients = {name: leaf.grad.numpy() for name, leaf in leaves.items()}
@@ -68,7 +84,9 @@ class Gated(Problem):
 
     def work(self, part):
         """The products with both matrices; as many again for the gradients of each factor."""
-        products = 2 * self.time * self.batch * 2 * self.hidden * GATES[self.cell] * self.hidden
+        steps = self.batch * self.time if self.lengths is None else int(self.lengths.sum())
+        per_step = 2 * 2 * self.hidden * GATES[self.cell] * self.hidden
+        products = len(self.directions) * steps * per_step
         return Work(flops=products if part == FORWARD else 3 * products)
 
     def targets(self, part, platform):
@@ -78,12 +96,16 @@ class Gated(Problem):
         column = 0 if part == FORWARD else 1
         if self.cell != "LSTM":
             pairs = {"torch": (1.05, 1.0), "JAX peer": (0.85, 0.75)}
+        elif self.bidirectional or self.padded:
+            pairs = {"torch": (1.5, 1.5)}
         elif self.batch == 1:
-            pairs = {"torch": (1.4, 1.2), "JAX peer": (0.75, 0.5)}
+            pairs = {"torch": (1.4, 1.5), "JAX peer": (0.75, 0.5)}
         elif self.hidden < 512:
-            pairs = {"torch": (1.15, 1.25), "JAX peer": (0.85, 0.85), "limit": (0.55, 0.55)}
+            backward = 1.35 if self.hidden >= 384 else 1.5
+            pairs = {"torch": (1.15, backward), "JAX peer": (0.85, 0.85), "limit": (0.55, 0.55)}
         else:
-            pairs = {"torch": (1.05, 1.15), "JAX peer": (0.9, 0.8), "limit": (0.75, 0.6)}
+            pairs = {"torch": (1.05, 1.35), "JAX peer": (0.9, 0.8), "limit": (0.75, 0.6)}
+        pairs["nnx.RNN"] = (1.0, 1.0)
         return {against: pair[column] for against, pair in pairs.items()}
 
 
@@ -91,17 +113,33 @@ def torch_module(problem: Gated) -> Any:
     """Torch's layer of these sizes."""
     import torch
 
-    return getattr(torch.nn, problem.cell)(problem.hidden, problem.hidden, batch_first=True)
+    return getattr(torch.nn, problem.cell)(
+        problem.hidden, problem.hidden, batch_first=True, bidirectional=problem.bidirectional
+    )
+
+
+def torch_outputs(problem: Gated, module: Any, x: Any) -> Any:
+    """Y, of rows that are packed if they are padded."""
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    if problem.lengths is None:
+        return module(x)[0]
+    lengths = problem.lengths.tolist()
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return pad_packed_sequence(module(packed)[0], batch_first=True, total_length=problem.time)[0]
 
 
 def problems(quick: bool) -> list[Gated]:
-    """What the time over theirs should be."""
-    sizes: list[tuple] = [
-        ("LSTM", 128, 32, 256),
-        ("LSTM", 512, 16, 512),
-        ("LSTM", 1024, 1, 256),
-        ("LSTM", 64, 64, 1024),
-        ("GRU", 256, 32, 256),
-        ("RNN", 256, 32, 256),
+    """Small and large, alone and in batches, and with the LSTM's options."""
+    found = [
+        Gated("LSTM", 128, 32, 256),
+        Gated("LSTM", 512, 16, 512),
+        Gated("LSTM", 1024, 1, 256),
+        Gated("LSTM", 64, 64, 1024),
+        Gated("LSTM", 100, 24, 384),
+        Gated("LSTM", 150, 16, 200, bidirectional=True),
+        Gated("LSTM", 128, 32, 256, padded=True),
+        Gated("GRU", 256, 32, 256),
+        Gated("RNN", 256, 32, 256),
     ]
-    return [Gated(*size) for size in (sizes[:1] if quick else sizes)]
+    return found[:1] if quick else found

@@ -3,7 +3,7 @@
 from flax import nnx
 
 import jax_models
-from benchmarks.families.gated.problem import Gated, torch_module
+from benchmarks.families.gated.problem import Gated, torch_module, torch_outputs
 from benchmarks.problem import OURS, Contenders, Function
 from jax_models import from_torch, to_torch
 
@@ -15,12 +15,13 @@ def ours(problem: Gated):
     """Our layer, through `nnx.split` and a pure function."""
     arrays = problem.arrays()
     x = arrays.pop("x")
-    layer = getattr(jax_models, problem.cell)(problem.hidden, problem.hidden, rngs=nnx.Rngs(0))
+    options = {"bidirectional": problem.bidirectional, "rngs": nnx.Rngs(0)}
+    layer = getattr(jax_models, problem.cell)(problem.hidden, problem.hidden, **options)
     graphdef, weights, rest = nnx.split(from_torch(layer, arrays), nnx.Param, ...)
 
     def apply(params):
         x, weights = params
-        return nnx.merge(graphdef, weights, rest)(x)[0]
+        return nnx.merge(graphdef, weights, rest)(x, lengths=problem.lengths)[0]
 
     def named(gradients):
         x, weights = gradients
@@ -39,4 +40,4 @@ def torch_nn(problem: Gated):
     module = torch_module(problem)
     module.load_state_dict({name: torch.tensor(w) for name, w in arrays.items()})
     leaves = {"x": x, **dict(module.named_parameters())}
-    return Function(leaves, lambda leaves: module(leaves["x"])[0])
+    return Function(leaves, lambda leaves: torch_outputs(problem, module, leaves["x"]))

@@ -1,0 +1,139 @@
+"""What a worker computes with: its threads, their cores, its malloc."""
+
+import ctypes
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from jax_models.allocator import SETTINGS, library_of, malloc_is_glibc
+
+Allocator = Literal["default", "tuned"]
+ALLOCATORS: tuple[Allocator, ...] = get_args(Allocator)
+OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "NPROC", "XLA_FLAGS")
+"""How the names of environment variables begin that change malloc, or threads."""
+BLOCK = 2**26
+"""Bytes. By default glibc returns a block of more than 2²⁵ to the system when it is freed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """As a worker finds it."""
+
+    threads: int
+    """That compute at the same time."""
+    cores: int
+    """On which the most restricted of these threads may run."""
+    malloc: str
+    keeps_memory: bool
+    """Whether memory that was freed remains with the process."""
+    variables: dict[str, str]
+    """Those of its environment that change malloc or threads."""
+
+    def faults(self, cores: int, allocator: Allocator) -> Iterator[str]:
+        """Where it is not what was asked for."""
+        if self.threads < cores or self.cores != cores:
+            yield (
+                f"expected {cores} threads or more, each on {cores} cores, "
+                f"got {self.threads} on {self.cores}"
+            )
+        if self.keeps_memory != (allocator == "tuned"):
+            kept = "kept" if self.keeps_memory else "returned"
+            yield f"expected the {allocator} allocator, got {self.malloc}: freed memory is {kept}"
+
+    def __str__(self) -> str:
+        variables = "".join(f", {name}={value}" for name, value in self.variables.items())
+        kept = "kept" if self.keeps_memory else "returned"
+        threads = f"{self.threads} threads, each on {self.cores} cores"
+        return f"{threads}, {self.malloc}, freed memory is {kept}{variables}"
+
+
+def without_malloc(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an environment that leave malloc as it is by default."""
+    return {name: x for name, x in environment.items() if not name.startswith(OF_MALLOC)}
+
+
+def find(compute: Callable[[np.ndarray], object], allocator: Allocator) -> Environment:
+    """That of this process, in which `compute` has a framework compute something of an array."""
+    threads, cores = working_threads(compute)
+    glibc = " ".join(platform.libc_ver())
+    malloc = glibc if malloc_is_glibc() else Path(library_of("malloc")).name
+    settings = "".join(f", {name} {value}" for name, (_, value) in SETTINGS.items())
+    names = (*OF_MALLOC, *OF_THREADS)
+    return Environment(
+        threads,
+        cores,
+        malloc + (settings if allocator == "tuned" else ""),
+        keeps_memory(),
+        {name: x for name, x in sorted(os.environ.items()) if name.startswith(names)},
+    )
+
+
+def working_threads(
+    compute: Callable[[np.ndarray], object], *, seconds: float = 0.2, tries: int = 5
+) -> tuple[int, int]:
+    """How many threads compute at the same time, and on how many cores the most restricted may run.
+
+    Other processes can keep a thread from working, so it tries again until no thread is missing.
+    """
+    x, most = np.zeros(2**22, np.float32), (0, 0)
+    compute(x)
+    for _ in range(tries):
+        before, start = ticks_by_thread(), time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            compute(x)
+        used = {thread: t - before.get(thread, 0) for thread, t in ticks_by_thread().items()}
+        working = [thread for thread, ticks in used.items() if 4 * ticks >= max(used.values())]
+        cores = min(len(os.sched_getaffinity(thread)) for thread in working)
+        most = max(most, (len(working), cores))
+        if len(working) >= cores:
+            break
+    return most
+
+
+def ticks_by_thread() -> dict[int, int]:
+    """Processor time of each thread of this process so far."""
+    found = {}
+    for path in Path("/proc/self/task").iterdir():
+        fields = (path / "stat").read_text().rpartition(")")[2].split()
+        found[int(path.name)] = int(fields[11]) + int(fields[12])
+    return found
+
+
+def keeps_memory() -> bool:
+    """Whether a large block that is freed remains with this process."""
+    c = ctypes.CDLL(None)
+    c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    c.free.restype, c.free.argtypes = None, [ctypes.c_void_p]
+    block = c.malloc(BLOCK)
+    ctypes.memset(block, 1, BLOCK)
+    before = resident_bytes()
+    c.free(block)
+    return before - resident_bytes() < BLOCK // 2
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def processor() -> str:
+    """The model of the processor, and its vectors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = {name.strip(): x.strip() for name, _, x in (line.partition(":") for line in lines)}
+    if "model name" not in fields:
+        return platform.machine()
+    numbers = f"family {fields.get('cpu family')}, model {fields.get('model')}"
+    flags = fields.get("flags", "").split()
+    vectors = [flag for flag in ("amx_tile", "avx512f", "avx2") if flag in flags]
+    return f"{fields['model name']} ({', '.join([numbers, *vectors])})"

@@ -1,0 +1,53 @@
+"""Memory that a process keeps: only where it is asked for."""
+
+import os
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+import jax_models
+from benchmarks.environment import keeps_memory, without_malloc
+from jax_models import allocator
+
+CODE = """
+from benchmarks.environment import keeps_memory
+import jax_models
+before = keeps_memory()
+print(before, jax_models.tune_allocator(), keeps_memory())
+"""
+
+
+def test_memory_is_kept_from_the_call_on_and_not_from_the_import():
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=without_malloc(os.environ),
+    )
+    assert done.stdout == "False True True\n"
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_are_left_alone(monkeypatch, platform):
+    monkeypatch.setattr(sys, "platform", platform)
+    assert not jax_models.tune_allocator()
+
+
+def test_a_preloaded_malloc_is_left_alone(monkeypatch):
+    monkeypatch.setattr(allocator, "library_of", {"malloc": "jemalloc.so.2"}.get)
+    assert not jax_models.tune_allocator()
+    assert not keeps_memory()
+
+
+@pytest.mark.parametrize("command", ["train", "train.generate", "train.evaluate", "train.export"])
+def test_commands_tune_before_anything_else(monkeypatch, capsys, command):
+    calls = []
+    monkeypatch.setattr(jax_models, "tune_allocator", lambda: calls.append(command))
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    monkeypatch.delitem(sys.modules, command if "." in command else "train.__main__", raising=False)
+    with pytest.raises(SystemExit):
+        runpy.run_module(command, run_name="__main__")
+    assert calls == [command]
