@@ -29,16 +29,16 @@ def bars(found: RowsByAllocator, title: str) -> Figure:
     height = 0.7 + (0.12 + 0.16 * len(found)) * names
     figure = Figure(figsize=(5.5 * len(parts), height * len(problems)), layout="constrained")
     axes = figure.subplots(len(problems), len(parts), squeeze=False)
-    for (problem, part), panel in (
-        ((problem, part), axes[i][j])
-        for i, problem in enumerate(problems)
-        for j, part in enumerate(parts)
-    ):
+    for panel in axes.flat:
+        panel.set_axis_off()
+    for problem, part in panels:
+        panel = axes[problems.index(problem)][parts.index(part)]
         here = {
             allocator: [row for row in rows if (row.problem, row.part) == (problem, part)]
             for allocator, rows in found.items()
         }
         _bars(panel, here)
+        panel.set_axis_on()
         panel.set_title(f"{problem}, {part}", fontsize=9)
     figure.suptitle(f"{title}\nallocator, from above: {', '.join(found)}")
     return figure
