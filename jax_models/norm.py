@@ -4,15 +4,24 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_models.options import CheckedOptions, FloatingDtype
 
-class LayerNorm(nnx.LayerNorm):
+
+class LayerNorm(CheckedOptions, nnx.LayerNorm):
     """`(x − mean) / √(var + 1e-5) · scale + bias` over the features, in at least float32.
 
     The variance is that of the centred values, not a difference of squares. It works under
     `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
     """
 
-    def __init__(self, features: int, *, dtype=None, param_dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        features: int,
+        *,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
         super().__init__(
             features,
             epsilon=1e-5,
@@ -28,13 +37,20 @@ class LayerNorm(nnx.LayerNorm):
             return super().__call__(x, **kwargs)
 
 
-class RMSNorm(nnx.RMSNorm):
+class RMSNorm(CheckedOptions, nnx.RMSNorm):
     """`x / √(mean(x²) + 1e-6) · scale` over the features, in at least float32.
 
     It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
-    def __init__(self, features: int, *, dtype=None, param_dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        features: int,
+        *,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
         super().__init__(features, epsilon=1e-6, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x, mask=None):
