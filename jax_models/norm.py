@@ -4,16 +4,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.ops.checks import checked
+from jax_models.options import OPTIONS, FloatingDtype
 
 
-class LayerNorm(CheckedOptions, nnx.LayerNorm):
+class LayerNorm(nnx.LayerNorm):
     """`(x − mean) / √(var + 1e-5) · scale + bias` over the features, in at least float32.
 
     The variance is that of the centred values, not a difference of squares. It works under
     `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
     """
 
+    @checked(OPTIONS)
     def __init__(
         self,
         features: int,
@@ -37,12 +39,13 @@ class LayerNorm(CheckedOptions, nnx.LayerNorm):
             return super().__call__(x, **kwargs)
 
 
-class RMSNorm(CheckedOptions, nnx.RMSNorm):
+class RMSNorm(nnx.RMSNorm):
     """`x / √(mean(x²) + 1e-6) · scale` over the features, in at least float32.
 
     It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
+    @checked(OPTIONS)
     def __init__(
         self,
         features: int,

@@ -63,8 +63,8 @@ class SequenceLayer(CheckedOptions, nnx.Module):
     ):
         self.in_features = in_features
         self.time_major = time_major
-        self.dtype: Any = dtype
-        self.param_dtype: Any = param_dtype
+        self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.param_dtype = jnp.dtype(param_dtype)
 
     def __init_subclass__(cls, **kwargs: Any):
         """Check the constructor and `init_state`, if the class has its own."""

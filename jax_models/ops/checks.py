@@ -218,8 +218,8 @@ def lengths_within(lengths: Int[ArrayLike, "*batch"], time: int) -> Int[Array, "
     return jnp.asarray(values, jnp.int32)
 
 
-def checked_integer(name: str, value: Any) -> int:
-    """An integer of any type as int."""
+def checked_integer(name: str, value: Any) -> Any:
+    """An integer of any type as int; a symbolic dimension as it is."""
     if is_symbolic_dim(value):
         return value
     try:

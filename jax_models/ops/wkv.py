@@ -98,7 +98,8 @@ def wkv(
         return v.astype(dtype), state
     active, reset = step_masks(k.shape[1], lengths, reset)
     state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
-    y, last = _wkv(method, w, u, k, v, state, active, reset)
+    results: Any = _wkv(method, w, u, k, v, state, active, reset)
+    y, last = results
     return y, last._replace(max=jnp.where(last.den == 0, NEVER, last.max))
 
 
