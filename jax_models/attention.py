@@ -12,7 +12,8 @@ from jax_models.dropout import Dropout
 from jax_models.linear import Linear, torch_uniform
 from jax_models.norm import LayerNorm
 from jax_models.ops import carry_dtype
-from jax_models.sequence import SequenceLayer, at_end, check_time, checked_size, positions_after
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer, at_end, check_time, positions_after
 from jax_models.torch_weights import Layouts, layer_norm, linear, same, transposed
 
 
@@ -64,17 +65,17 @@ class SelfAttentionBlock(SequenceLayer):
         max_length: int = 1024,
         dropout_rate: float = 0.0,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.num_heads = checked_size("num_heads", num_heads)
+        self.num_heads = num_heads
         if features % num_heads:
             raise ValueError(
                 f"num_heads: expected a divisor of features={features}, got {num_heads}"
             )
-        self.max_length = checked_size("max_length", max_length)
+        self.max_length = max_length
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.ln1 = LayerNorm(features, **options)
         self.ln3 = LayerNorm(features, **options)

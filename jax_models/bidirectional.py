@@ -22,7 +22,8 @@ class Bidirectional(SequenceLayer):
 
     The two stacks meet at the end only. With one layer each this is the network that
     `bidirectional=True` makes; with more it is another one, in which each layer sees just its own
-    direction of the layer below.
+    direction of the layer below. `time_major` is that of both, `dtype` and `param_dtype` are the
+    forward layer's.
 
     Args:
         forward: the layer that runs from the first step to the last.
@@ -50,11 +51,8 @@ class Bidirectional(SequenceLayer):
         self.backward = backward
         self.in_features = forward.in_features
         self.time_major = forward.time_major
+        self.dtype, self.param_dtype = forward.dtype, forward.param_dtype
         self.resettable = forward.resettable and backward.resettable
-
-    def computation_dtype(self, x):
-        """The forward layer's."""
-        return self.forward.computation_dtype(x)
 
     def init_state(self, batch_size: int) -> BidirectionalState:
         """The initial states of the two stacks."""

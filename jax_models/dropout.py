@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from jax_models.sequence import checked_rate
+from jax_models.ops.checks import checked_rate
 
 
 class Dropout(nnx.Dropout):

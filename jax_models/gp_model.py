@@ -1,7 +1,7 @@
 """The GPT-like language model of "The Annotated Hyena" (seed 002), over Hyena or attention."""
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +12,9 @@ from jax_models.dropout import Dropout
 from jax_models.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.norm import LayerNorm
-from jax_models.sequence import SequenceLayer, checked_choice, checked_rate
+from jax_models.ops.checks import checked_rate
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer
 from jax_models.stack import Remat, Stack
 from jax_models.torch_weights import Layouts, layer_norm, nested, squeezed, tied
 
@@ -62,7 +64,6 @@ class GPModelConfig(LanguageModelConfig):
     def __post_init__(self):
         """Refuse sizes, blocks and rates that there are not."""
         super().__post_init__()
-        checked_choice("block", self.block, get_args(Block))
         checked_rate("block_dropout_rate", self.block_dropout_rate)
         checked_rate("embedding_dropout_rate", self.embedding_dropout_rate)
 
@@ -116,8 +117,8 @@ class GPModel(LanguageModel):
         self,
         config: GPModelConfig,
         *,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}

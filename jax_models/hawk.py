@@ -1,6 +1,6 @@
 """Hawk and its RG-LRU (seed 000; Griffin, arXiv 2402.19427)."""
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ from flax import nnx
 from jax_models import ops
 from jax_models.linear import Linear
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
-from jax_models.sequence import SequenceLayer, checked_choice, checked_size
+from jax_models.ops.checks import checked_positive
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer
 from jax_models.torch_weights import Layouts, Weight, linear, nested, same
 
 
@@ -50,17 +52,13 @@ class RGLRU(SequenceLayer):
         c: float = 8.0,
         method: ops.LinearRecurrenceMethod = "auto",
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        if not c > 0:
-            raise ValueError(f"c: expected a positive number, got {c}")
-        self.c = c
-        self.method: ops.LinearRecurrenceMethod = checked_choice(
-            "method", method, get_args(ops.LinearRecurrenceMethod)
-        )
+        self.c = checked_positive("c", c)
+        self.method: ops.LinearRecurrenceMethod = method
         options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.input_gate = Linear(features, features, **options)
         self.recurrence_gate = Linear(features, features, **options)
@@ -127,12 +125,12 @@ class CausalConv1D(SequenceLayer):
         kernel_size: int,
         *,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.kernel_size = checked_size("kernel_size", kernel_size)
+        self.kernel_size = kernel_size
         bound = kernel_size**-0.5
 
         def uniform(*shape: int) -> nnx.Param:
@@ -207,8 +205,8 @@ class Hawk(SequenceLayer):
         c: float = 8.0,
         method: ops.LinearRecurrenceMethod = "auto",
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)

@@ -11,12 +11,13 @@ from jax_models.hawk import Hawk, HawkState
 from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.linear import Linear
 from jax_models.norm import RMSNorm
-from jax_models.sequence import SequenceLayer, checked_size
+from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.sequence import SequenceLayer
 from jax_models.stack import Remat, Stack
 from jax_models.torch_weights import Layouts, Table, embedding, linear, nested, rms_norm
 
 
-class GatedMLP(nnx.Module):
+class GatedMLP(CheckedOptions, nnx.Module):
     """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu."""
 
     def __init__(
@@ -24,8 +25,8 @@ class GatedMLP(nnx.Module):
         features: int,
         mlp_features: int,
         *,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -75,8 +76,8 @@ class HawkBlock(SequenceLayer):
         *,
         kernel_size: int = 4,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
@@ -84,7 +85,7 @@ class HawkBlock(SequenceLayer):
         self.temporal_pre_norm = RMSNorm(features, **options)
         self.hawk = Hawk(features, kernel_size=kernel_size, **options)
         self.channel_pre_norm = RMSNorm(features, **options)
-        self.mlp = GatedMLP(features, checked_size("mlp_features", mlp_features), **options)
+        self.mlp = GatedMLP(features, mlp_features, **options)
 
     def init_state(self, batch_size: int) -> HawkState:
         """Zeros, in at least float32."""
@@ -151,8 +152,8 @@ class HawkLanguageModel(LanguageModel):
         self,
         config: HawkLanguageModelConfig,
         *,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}

@@ -16,7 +16,8 @@ from jax_models.hawk import CausalConv1D
 from jax_models.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
 from jax_models.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
-from jax_models.sequence import SequenceLayer, check_time, checked_size
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer, check_time
 from jax_models.torch_weights import Layouts, linear, nested, squeezed
 
 
@@ -58,8 +59,8 @@ class HyenaOperator(SequenceLayer):
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.max_length = checked_size("max_length", max_length)
-        self.order = checked_size("order", order)
+        self.max_length = max_length
+        self.order = order
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         linear_options = {"kernel_init": torch_uniform(features), **options}
         self.proj_input = Linear(features, (order + 1) * features, **linear_options)
@@ -206,8 +207,8 @@ class HyenaBlock(HyenaOperator):
         kernel_size: int = 3,
         dropout_rate: float = 0.0,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -285,8 +286,8 @@ class AuthenticHyenaBlock(HyenaOperator):
         omega: float = 12.0,
         implicit: bool = True,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         make_filter = partial(

@@ -15,14 +15,15 @@ from jax_models import ops
 from jax_models.constant import Constant
 from jax_models.linear import torch_uniform
 from jax_models.ops import carry_dtype
-from jax_models.sequence import check_time, checked_size
+from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.sequence import check_time
 from jax_models.torch_weights import Layouts, same, squeezed, transposed
 
 FAST_DECAY, SLOW_DECAY, TARGET = 0.3, 1.5, 1e-2
 """A window falls to TARGET after these parts of max_length, in its fastest and slowest channel."""
 
 
-class HyenaFilter(nnx.Module):
+class HyenaFilter(CheckedOptions, nnx.Module):
     """The explicit filters of the simple block, one for each order.
 
         h_t = g_t ⊙ (exp(α t/(L−1)) + b) / ‖·‖₁
@@ -50,10 +51,10 @@ class HyenaFilter(nnx.Module):
         max_length: int,
         *,
         order: int = 2,
-        param_dtype=jnp.float32,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shape = _filter_shape(features, max_length, order)
+        shape = (order, features, max_length)
         self.h = nnx.Param(jax.random.normal(rngs.params(), shape, param_dtype))
         self.alphas = nnx.Param(_decays(features, param_dtype))
         self.b = nnx.Param(jnp.zeros(features, param_dtype))
@@ -79,7 +80,7 @@ class HyenaFilter(nnx.Module):
         }
 
 
-class AuthenticHyenaFilter(nnx.Module):
+class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
     """The paper's filters, one for each order: a small network of the position, times a window.
 
         h_t = (sin(f ⊙ (… sin(f ⊙ (p_t W_1 + b_1)) …)) W_last) ⊙ exp(α t/(L−1))
@@ -121,18 +122,17 @@ class AuthenticHyenaFilter(nnx.Module):
         num_filter_layers: int = 4,
         omega: float = 12.0,
         implicit: bool = True,
-        param_dtype=jnp.float32,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shape = _filter_shape(features, max_length, order)
-        if checked_size("embed_features", embed_features) % 2 == 0 or embed_features < 3:
+        shape = (order, features, max_length)
+        if embed_features % 2 == 0 or embed_features < 3:
             raise ValueError(
                 f"embed_features: expected an odd number of at least 3 (the time, and a cosine and "
                 f"a sine of each frequency), got {embed_features}"
             )
-        if checked_size("num_filter_layers", num_filter_layers) < 2:
+        if num_filter_layers < 2:
             raise ValueError(f"num_filter_layers: expected at least 2, got {num_filter_layers}")
-        mlp_features = checked_size("mlp_features", mlp_features)
         self.shape, self.implicit = shape, implicit
         of_network, explicit = (nnx.Param, Constant) if implicit else (Constant, nnx.Param)
         widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
@@ -218,15 +218,6 @@ class FixedFilter(nnx.Module):
 @partial(jax.jit, static_argnums=(0, 2))
 def _taps(graphdef, params, length: int) -> Float[Array, "order features length"]:
     return nnx.merge(graphdef, params)(length)
-
-
-def _filter_shape(features: int, max_length: int, order: int) -> tuple[int, int, int]:
-    """(order, features, max_length), all positive, or the fault."""
-    return (
-        checked_size("order", order),
-        checked_size("features", features),
-        checked_size("max_length", max_length),
-    )
 
 
 def _wide(param: nnx.Variable) -> Array:

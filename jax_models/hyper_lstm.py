@@ -7,7 +7,8 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layer_norm_lstm import CellNorms, LayerNormLSTM, cell_norms, linear_param
 from jax_models.ops import HyperLSTMState, carry_dtype
-from jax_models.sequence import SequenceLayer, checked_size
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer
 from jax_models.torch_weights import Layouts, Table, gates, nested
 
 
@@ -56,15 +57,14 @@ class HyperLSTM(SequenceLayer):
         *,
         num_layers: int = 1,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.hidden_features = checked_size("hidden_features", hidden_features)
-        self.hyper_features = checked_size("hyper_features", hyper_features)
-        checked_size("embedding_features", embedding_features)
-        self.num_layers = checked_size("num_layers", num_layers)
+        self.hidden_features = hidden_features
+        self.hyper_features = hyper_features
+        self.num_layers = num_layers
         self.cells = nnx.List(
             HyperLSTMCell(
                 hidden_features if layer else in_features,

@@ -12,15 +12,16 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.options import CheckedOptions, check_fields
 from jax_models.sequence import (
     SequenceLayer,
     State,
     at_end,
     checked_lengths,
     checked_reset,
-    checked_size,
     checked_state,
     mask_padding,
+    nan_rows,
     positions_after,
 )
 from jax_models.torch_weights import Layouts
@@ -34,10 +35,8 @@ class LanguageModelConfig:
     """Number of distinct tokens."""
 
     def __post_init__(self):
-        """Refuse sizes that are not positive."""
-        for field in dataclasses.fields(self):
-            if field.type is int:
-                checked_size(field.name, getattr(self, field.name))
+        """Refuse what the annotations do not allow, and integers that are not positive."""
+        check_fields(self)
 
     @property
     def context_length(self) -> int | None:
@@ -56,15 +55,15 @@ class LanguageModelState(NamedTuple):
     position: Int[Array, " batch"]
 
 
-class LanguageModel(nnx.Module):
+class LanguageModel(CheckedOptions, nnx.Module):
     """Tokens (batch, time) → logits (batch, time, vocab_size) of each next token.
 
         logits = head(norm(layers(embedding(tokens) + pos_embedding(position))))
 
     The contract is a sequence layer's: state in and out, `step`, `lengths`, `reset`. A model with a
     `context_length` counts positions from its state, or from the last `reset`; beyond that length,
-    as under `jit` for tokens outside the vocabulary, its logits are NaN. Subclasses set the
-    attributes.
+    as under `jit` for tokens outside the vocabulary and for rows whose length lies outside
+    0 … time, its logits are NaN. Subclasses set the attributes.
     """
 
     config: LanguageModelConfig
@@ -115,7 +114,7 @@ class LanguageModel(nnx.Module):
         limit = self.config.context_length
         if limit is not None and time > limit and reset is None:
             raise ValueError(f"tokens: expected at most context_length={limit} steps, got {time}")
-        lengths = checked_lengths(lengths, (batch_size,), time)
+        ends, outside = checked_lengths(lengths, (batch_size,), time)
         reset = checked_reset(reset, tokens.shape)
         if state is None:
             start, before = None, jnp.zeros(batch_size, jnp.int32)
@@ -125,9 +124,10 @@ class LanguageModel(nnx.Module):
 
         positions = positions_after(before, time, reset)
         x, layers = self.layers(self.embed(tokens, positions), start, lengths=lengths, reset=reset)
-        logits = mask_padding(self.head(self.norm(x)), lengths)
-
-        return logits, LanguageModelState(layers, at_end(before, positions + 1, lengths))
+        logits = mask_padding(self.head(self.norm(x)), ends)
+        if outside is not None:
+            logits = nan_rows(outside, logits, 0)
+        return logits, LanguageModelState(layers, at_end(before, positions + 1, ends))
 
     def step(
         self, token: Int[ArrayLike, " batch"], state: LanguageModelState

@@ -7,7 +7,8 @@ from flax import nnx
 from jax_models import ops
 from jax_models.linear import torch_uniform
 from jax_models.ops import LSTMNorms, LSTMState, carry_dtype
-from jax_models.sequence import SequenceLayer, checked_size
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer
 from jax_models.torch_weights import Layouts, Table, gates, same, transposed
 
 
@@ -43,12 +44,12 @@ class LayerNormLSTM(SequenceLayer):
         hidden_features: int,
         *,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.hidden_features = checked_size("hidden_features", hidden_features)
+        self.hidden_features = hidden_features
         width = 4 * hidden_features
         self.kernel_ih = linear_param(rngs, in_features, (in_features, width), param_dtype)
         self.kernel_hh = linear_param(rngs, hidden_features, (hidden_features, width), param_dtype)

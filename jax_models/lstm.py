@@ -1,7 +1,7 @@
 """The LSTM (seed 001, torch.nn.LSTM)."""
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from flax import nnx
 from jax_models import ops
 from jax_models.ops import LSTMState
 from jax_models.recurrent import RecurrentStack, run_layers
-from jax_models.sequence import checked_choice
 
 LSTMImplementation = Literal["auto", "xla", "cudnn"]
 
@@ -80,9 +79,7 @@ class LSTM(RecurrentStack):
         implementation: LSTMImplementation = "auto",
         rngs: nnx.Rngs,
     ):
-        self.implementation = checked_choice(
-            "implementation", implementation, get_args(LSTMImplementation)
-        )
+        self.implementation: LSTMImplementation = implementation
         if proj_features is not None and not 0 < proj_features < hidden_features:
             raise ValueError(
                 f"proj_features: expected between 1 and hidden_features − 1 = "

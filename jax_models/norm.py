@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_models.ops.checks import checked
+from jax_models.options import OPTIONS, FloatingDtype
+
 
 class LayerNorm(nnx.LayerNorm):
     """`(x − mean) / √(var + 1e-5) · scale + bias` over the features, in at least float32.
@@ -12,7 +15,15 @@ class LayerNorm(nnx.LayerNorm):
     `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
     """
 
-    def __init__(self, features: int, *, dtype=None, param_dtype=jnp.float32, rngs: nnx.Rngs):
+    @checked(OPTIONS)
+    def __init__(
+        self,
+        features: int,
+        *,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
         super().__init__(
             features,
             epsilon=1e-5,
@@ -34,7 +45,15 @@ class RMSNorm(nnx.RMSNorm):
     It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
-    def __init__(self, features: int, *, dtype=None, param_dtype=jnp.float32, rngs: nnx.Rngs):
+    @checked(OPTIONS)
+    def __init__(
+        self,
+        features: int,
+        *,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
         super().__init__(features, epsilon=1e-6, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x, mask=None):

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.dropout import Dropout
 from jax_models.ops import carry_dtype
-from jax_models.sequence import SequenceLayer, State, checked_size
+from jax_models.ops.checks import checked_size
+from jax_models.sequence import SequenceLayer, State
 from jax_models.torch_weights import Layouts, Table, gates, same, transposed
 
 

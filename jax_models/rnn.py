@@ -1,14 +1,11 @@
 """The simple RNN (seeds 001 and 004, torch.nn.RNN)."""
 
-from typing import get_args
-
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
 from jax_models.ops import Nonlinearity, RNNState
 from jax_models.recurrent import RecurrentStack
-from jax_models.sequence import checked_choice
 from jax_models.torch_weights import Layouts, same, summed
 
 
@@ -64,7 +61,6 @@ class RNN(RecurrentStack):
         param_dtype=jnp.float32,
         rngs: nnx.Rngs,
     ):
-        checked_choice("nonlinearity", nonlinearity, get_args(Nonlinearity))
         super().__init__(
             in_features,
             hidden_features,

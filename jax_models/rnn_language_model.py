@@ -11,8 +11,9 @@ from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.linear import Linear, torch_uniform
 from jax_models.lstm import LSTM
 from jax_models.norm import LayerNorm
+from jax_models.ops.checks import checked_rate
+from jax_models.options import FloatingDtype
 from jax_models.rnn import RNN
-from jax_models.sequence import checked_choice
 from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
 
 CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU}
@@ -38,11 +39,9 @@ class RNNLanguageModelConfig(LanguageModelConfig):
     """Dropout between the layers."""
 
     def __post_init__(self):
-        """Refuse sizes and cells that there are not."""
+        """Refuse sizes, cells and rates that there are not."""
         super().__post_init__()
-        if self.context_length is not None and self.context_length < 1:
-            raise ValueError(f"context_length: expected at least 1, got {self.context_length}")
-        checked_choice("cell", self.cell, tuple(sorted(CELLS)))
+        checked_rate("dropout_rate", self.dropout_rate)
 
     def build(self, **kwargs: Any) -> "RNNLanguageModel":
         """`RNNLanguageModel(self, …)`."""
@@ -67,8 +66,8 @@ class RNNLanguageModel(LanguageModel):
         self,
         config: RNNLanguageModelConfig,
         *,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ from jax_models import ops
 from jax_models.linear import Linear
 from jax_models.norm import LayerNorm
 from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
-from jax_models.sequence import SequenceLayer, checked_choice, checked_size
+from jax_models.options import FloatingDtype, Index
+from jax_models.sequence import SequenceLayer
 from jax_models.torch_weights import Layouts, Weight, layer_norm, linear, nested, same
 
 MARKS = {
@@ -80,16 +81,16 @@ class RWKVTimeMix(SequenceLayer):
         self,
         features: int,
         *,
-        layer_index: int = 0,
+        layer_index: Index = 0,
         num_layers: int = 1,
         method: ops.WKVMethod = "auto",
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.method: ops.WKVMethod = checked_choice("method", method, get_args(ops.WKVMethod))
+        self.method: ops.WKVMethod = method
         depth, height = _depth_and_height(layer_index, num_layers)
         channel = np.arange(features)
         width = channel / max(features - 1, 1)
@@ -188,15 +189,15 @@ class RWKVChannelMix(SequenceLayer):
         features: int,
         hidden_features: int,
         *,
-        layer_index: int = 0,
+        layer_index: Index = 0,
         num_layers: int = 1,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.hidden_features = checked_size("hidden_features", hidden_features)
+        self.hidden_features = hidden_features
         _, height = _depth_and_height(layer_index, num_layers)
         start = jnp.asarray((np.arange(features) / features) ** height, param_dtype)
         self.time_mix_k = nnx.Param(start)
@@ -271,11 +272,11 @@ class RWKVBlock(SequenceLayer):
         features: int,
         hidden_features: int | None = None,
         *,
-        layer_index: int = 0,
+        layer_index: Index = 0,
         num_layers: int = 1,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
@@ -351,7 +352,7 @@ def orthogonal(
 
 def _depth_and_height(layer_index: int, num_layers: int) -> tuple[float, float]:
     """How far up a layer is, 0 (lowest) to 1 (highest), and what remains, 1 to almost 0."""
-    if not 0 <= layer_index < checked_size("num_layers", num_layers):
+    if not 0 <= layer_index < num_layers:
         raise ValueError(
             f"layer_index: expected 0 … num_layers − 1 = {num_layers - 1}, got {layer_index}"
         )

@@ -11,6 +11,7 @@ from flax import nnx
 from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.linear import Linear
 from jax_models.norm import LayerNorm
+from jax_models.options import FloatingDtype
 from jax_models.rwkv import RWKVBlock, orthogonal, other_version
 from jax_models.stack import Remat, Stack
 from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
@@ -86,8 +87,8 @@ class RWKVLanguageModel(LanguageModel):
         self,
         config: RWKVLanguageModelConfig,
         *,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}

@@ -1,6 +1,6 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,22 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jax_models.ops.checks import (
+    checked,
+    checked_array,
+    checked_count,
+    described,
+    lengths_within,
+    wrong_shape,
+)
+from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.torch_weights import Layouts
 
 State = Any
 """A pytree of arrays: a NamedTuple with named fields, which the layer's `init_state` defines."""
 
 
-Choice = TypeVar("Choice")
-
-
-class SequenceLayer(nnx.Module):
+class SequenceLayer(CheckedOptions, nnx.Module):
     """A layer from sequences to sequences that carries a state.
 
     `layer(x, state) -> (y, state)` runs over whole sequences, `layer.step(x_t, state)` over one
@@ -28,7 +34,7 @@ class SequenceLayer(nnx.Module):
 
     A subclass sets `in_features`, `time_major`, `causal` (is there a `step`?) and `resettable` (can
     documents be packed?) and defines `init_state` and `sequence`; it sees only checked, batched,
-    batch-major arguments.
+    batch-major arguments. Its constructor is checked by its annotations (`CheckedOptions`).
     """
 
     in_features: int
@@ -48,12 +54,23 @@ class SequenceLayer(nnx.Module):
     )
 
     def __init__(
-        self, in_features: int, *, time_major: bool = False, dtype=None, param_dtype=jnp.float32
+        self,
+        in_features: int,
+        *,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
     ):
-        self.in_features = checked_size("in_features", in_features)
+        self.in_features = in_features
         self.time_major = time_major
-        self.dtype = None if dtype is None else checked_dtype("dtype", dtype)
-        self.param_dtype = checked_dtype("param_dtype", param_dtype)
+        self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.param_dtype = jnp.dtype(param_dtype)
+
+    def __init_subclass__(cls, **kwargs: Any):
+        """Check the constructor and `init_state`, if the class has its own."""
+        super().__init_subclass__(**kwargs)
+        if "init_state" in vars(cls):
+            cls.init_state = checked({int: checked_count})(cls.init_state)
 
     def computation_dtype(self, x: Float[Array, "..."]) -> jnp.dtype:
         """The `dtype` that the layer was built with, or else that of x and the parameters."""
@@ -97,7 +114,9 @@ class SequenceLayer(nnx.Module):
             state: the state to start from, as `init_state` shapes it (an unbatched sequence's has
                 no batch axis); zeros when None.
             lengths: how many steps of each row are real, 0 … time. Outputs beyond are zero, the
-                state is the one at the row's end, and a backward direction starts there.
+                state is the one at the row's end, and a backward direction starts there. Under
+                `jit`, which cannot refuse it, a length outside makes the row's outputs and state
+                NaN; positions in the state then count the nearest length inside.
             reset: (batch, time) in both layouts, true at the first step of a document: the state
                 is zeroed before that step, so that documents packed into a row stay apart.
 
@@ -122,11 +141,13 @@ class SequenceLayer(nnx.Module):
         batch_size, time = x.shape[:2]
         batch_shape = (batch_size,) if batched else ()
         state = self._batched_state(state, batch_size, batched)
-        lengths = checked_lengths(lengths, batch_shape, time)
+        lengths, outside = checked_lengths(lengths, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time))
 
         y, state = self.sequence(mask_padding(x, lengths), state, lengths, reset)
         y = mask_padding(y, lengths)
+        if outside is not None:
+            y, state = nan_rows(outside, (y, state), (0, state_batch_axes(self)))
         if not batched:
             axes = state_batch_axes(self)
             return y[0], jax.tree.map(jnp.squeeze, state, axes)
@@ -175,13 +196,6 @@ def state_batch_axes(layer: HasState) -> Any:
     )
 
 
-def checked_size(name: str, size: int) -> int:
-    """A size, if it is a positive integer."""
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"{name}: expected a positive integer, got {size!r}")
-    return size
-
-
 def check_time(name: str, time: int, max_length: int) -> None:
     """Refuse more steps than a layer was built for."""
     if time > max_length:
@@ -191,32 +205,9 @@ def check_time(name: str, time: int, max_length: int) -> None:
         )
 
 
-def checked_rate(name: str, rate: float) -> float:
-    """A rate of dropout, if it is in [0, 1)."""
-    if not 0 <= rate < 1:
-        raise ValueError(f"{name}: expected 0 ≤ rate < 1, got {rate}")
-    return rate
-
-
-def checked_choice(name: str, value: Choice, choices: tuple[Choice, ...]) -> Choice:
-    """A value, if it is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
-    return value
-
-
-def checked_dtype(name: str, dtype) -> jnp.dtype:
-    """A dtype, if it is floating."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{name}: expected a floating dtype, got {jnp.dtype(dtype)}")
-    return jnp.dtype(dtype)
-
-
 def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major: bool) -> Array:
     """The features as an array of one of the ranks (unbatched, batched), or the fault."""
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
+    x = checked_array("x", jnp.asarray(x), Float)
     if x.ndim not in ranks or x.shape[-1] != in_features:
         steps = {3: "(time, batch, {})" if time_major else "(batch, time, {})", 2: "(batch, {})"}
         alone = {3: "(time, {})", 2: "({},)"}
@@ -229,57 +220,55 @@ def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major:
 
 def checked_lengths(
     lengths, batch_shape: tuple[int, ...], time: int
-) -> Int[Array, " batch"] | None:
-    """`lengths` as integers (batch,), a scalar for an unbatched sequence, or the fault."""
+) -> tuple[Int[Array, " batch"] | None, Bool[Array, " batch"] | None]:
+    """`lengths` (a scalar for an unbatched sequence) as (batch,), and the rows to make NaN.
+
+    Those are the rows whose length lies outside 0 … time where nobody sees the values, under `jit`:
+    there the nearest length inside stands for it. Elsewhere it is an error.
+    """
     if lengths is None:
-        return None
-    values = lengths if isinstance(lengths, Tracer) else np.asarray(lengths)
-    if not jnp.issubdtype(values.dtype, jnp.integer):
-        raise TypeError(f"lengths: expected an integer dtype, got {values.dtype}")
-    if values.shape != batch_shape:
-        raise ValueError(f"lengths: expected shape {batch_shape}, got {values.shape}")
-    if isinstance(values, np.ndarray):
-        outside = (values < 0) | (values > time)
-        if outside.any():
-            raise ValueError(
-                f"lengths: expected values in 0 … {time}, got {values[outside].tolist()}"
-            )
-    return jnp.asarray(values, jnp.int32).reshape(-1)
+        return None, None
+    lengths = lengths if hasattr(lengths, "dtype") else np.asarray(lengths)
+    lengths = checked_array("lengths", lengths, Int, batch_shape)
+    inside = lengths_within(lengths, time).reshape(-1)
+    if not isinstance(lengths, Tracer):
+        return inside, None
+    return inside, inside.astype(lengths.dtype) != lengths.reshape(-1)
+
+
+def nan_rows(rows: Bool[Array, " batch"], tree: Any, axes: Any) -> Any:
+    """A tree of arrays, the floating ones NaN in some rows, which each array has on its axis."""
+
+    def nan(array, axis: int):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return array
+        shape = [-1 if i == axis else 1 for i in range(array.ndim)]
+        return jnp.where(rows.reshape(shape), jnp.nan, array)
+
+    return jax.tree.map(nan, tree, axes)
 
 
 def checked_reset(reset, shape: tuple[int, ...]) -> Bool[Array, "batch time"] | None:
     """`reset` as booleans (batch, time), (time,) for an unbatched sequence, or the fault."""
     if reset is None:
         return None
-    reset = jnp.asarray(reset)
-    if reset.dtype != jnp.bool_:
-        raise TypeError(f"reset: expected dtype bool, got {reset.dtype}")
-    if reset.shape != shape:
-        raise ValueError(f"reset: expected shape {shape}, got {reset.shape}")
+    reset = checked_array("reset", jnp.asarray(reset), Bool, shape)
     return reset if reset.ndim == 2 else reset[None]
 
 
 def checked_state(state: State, expected: State) -> State:
     """`state` as arrays, if it has the structure and the shapes of `expected`, or the fault."""
     if jax.tree.structure(state) != jax.tree.structure(expected):
-        raise TypeError(f"state: expected {_describe(expected)}, got {_describe(state)}")
+        raise TypeError(f"state: expected {described(expected)}, got {described(state)}")
     state = jax.tree.map(jnp.asarray, state)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     for (path, leaf), like in zip(leaves, jax.tree.leaves(expected), strict=True):
         name = f"state{jax.tree_util.keystr(path)}"
         if leaf.shape != like.shape:
-            raise ValueError(f"{name}: expected shape {like.shape}, got {leaf.shape}")
+            raise wrong_shape(name, like.shape, leaf.shape)
         if jnp.issubdtype(leaf.dtype, jnp.floating) != jnp.issubdtype(like.dtype, jnp.floating):
             raise TypeError(f"{name}: expected a dtype like {like.dtype}, got {leaf.dtype}")
     return state
-
-
-def _describe(state: State) -> str:
-    if hasattr(state, "_fields"):
-        return f"{type(state).__name__}({', '.join(state._fields)})"
-    if isinstance(state, tuple | list):
-        return f"a {type(state).__name__} of {len(state)}"
-    return f"a {type(state).__name__}"
 
 
 def mask_padding(

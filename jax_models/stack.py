@@ -2,15 +2,16 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from jax_models.sequence import SequenceLayer, State, checked_choice
+from jax_models.ops.checks import described
+from jax_models.sequence import SequenceLayer, State
 from jax_models.torch_weights import Layouts, nested
 
 Remat = Literal["none", "dots", "full"]
@@ -27,10 +28,11 @@ PureLayer = Callable[[Array, tuple[nnx.State, State]], tuple[Array, tuple[State,
 
 
 class Stack(SequenceLayer):
-    """Layers of one size, each over the outputs of the one below.
+    """Layers, each over the outputs of the one below.
 
     The state is the tuple of the layers' states, the lowest first. JAX traces one layer for all
-    that follow each other and have one structure.
+    that follow each other and have one structure. `time_major` is that of all layers, `dtype` and
+    `param_dtype` are the lowest layer's.
 
     Args:
         layers: at least one; each returns as many features as the next one reads.
@@ -40,7 +42,9 @@ class Stack(SequenceLayer):
             all. A single step goes through the layers in turn, and stacks nothing.
 
     Raises:
-        ValueError: there is no layer, or no such `remat`.
+        TypeError: one of the layers is none.
+        ValueError: there is no layer, or no such `remat`, the layers have not one layout, or (at
+            the call) one reads another size than the one below returns.
 
     Layouts: those that all layers have, under `{i}`.
 
@@ -56,15 +60,22 @@ class Stack(SequenceLayer):
         self.layers = nnx.List(layers)
         if not self.layers:
             raise ValueError("layers: expected at least one, got none")
-        self.remat: Remat = checked_choice("remat", remat, get_args(Remat))
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, SequenceLayer):
+                raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
+        self.time_major = self.layers[0].time_major
+        for i, layer in enumerate(self.layers):
+            if layer.time_major != self.time_major:
+                raise ValueError(
+                    f"layers[{i}]: expected time_major={self.time_major} as layers[0] has, "
+                    f"got {layer.time_major}"
+                )
+        self.remat: Remat = remat
         self.scan_layers = scan_layers
         self.in_features = self.layers[0].in_features
+        self.dtype, self.param_dtype = self.layers[0].dtype, self.layers[0].param_dtype
         self.causal = all(layer.causal for layer in self.layers)
         self.resettable = all(layer.resettable for layer in self.layers)
-
-    def computation_dtype(self, x):
-        """The lowest layer's."""
-        return self.layers[0].computation_dtype(x)
 
     def init_state(self, batch_size: int) -> State:
         """The layers' initial states."""
@@ -80,6 +91,7 @@ class Stack(SequenceLayer):
         last_states = []
         if not _is_traced((x, state, nnx.state(self))):  # nothing is compiled or differentiated
             for layer, layer_state in pairs:
+                check_fits(x, layer)
                 x, last_state = layer.sequence(x, layer_state, lengths, reset)
                 last_states.append(last_state)
             return x, tuple(last_states)
@@ -99,6 +111,7 @@ class Stack(SequenceLayer):
         def pure(x, arrays_and_state):
             arrays, state = arrays_and_state
             layer = nnx.merge(graphdef, arrays, copy=True)
+            check_fits(x, layer)
             x, last_state = layer.sequence(x, state, lengths, reset)
             return x, (last_state, _assigned(arrays, nnx.state(layer)))
 
@@ -118,6 +131,15 @@ class Stack(SequenceLayer):
         }
 
 
+def check_fits(x: Float[Array, "batch time features"], layer: SequenceLayer) -> None:
+    """Refuse a layer that reads another size than the one below returns."""
+    if x.shape[-1] != layer.in_features:
+        raise ValueError(
+            f"layers: expected in_features={x.shape[-1]} of the {type(layer).__name__}, as many as "
+            f"the layer below it returns, got {layer.in_features}"
+        )
+
+
 def _run_in_turn(
     pure: PureLayer, x: Array, layers: Sequence[SequenceLayer], states: Sequence[State]
 ) -> tuple[Array, list[State]]:
@@ -134,8 +156,14 @@ def _scan(
     pure: PureLayer, x: Array, layers: Sequence[SequenceLayer], states: Sequence[State]
 ) -> tuple[Array, list[State]]:
     """Layers of one structure, compiled once."""
+
+    def body(x, arrays_and_state):
+        y, outputs = pure(x, arrays_and_state)
+        check_fits(y, layers[1])
+        return y, outputs
+
     inputs = [(nnx.state(layer), state) for layer, state in zip(layers, states, strict=True)]
-    x, outputs = jax.lax.scan(pure, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs))
+    x, outputs = jax.lax.scan(body, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs))
     last_states = []
     for i, layer in enumerate(layers):
         last_state, assigned = jax.tree.map(lambda a: a[i], outputs)  # noqa: B023

@@ -250,21 +250,49 @@ def vmap_equals_loop(subject: Subject):
 
 
 @check
-def gradients_of_padding_are_zero_and_finite(subject: Subject):
+def nan_stays_where_it_is(subject: Subject):
+    """In its row, its document or its padding: outputs, states and gradients of others are as ever.
+
+    The gradient of the padding is zero, NaN or not.
+    """
     if isinstance(subject.layer, LanguageModel):
         return
 
-    def loss(x, state):
-        y, last = subject.eager(x, state, LENGTHS)
+    @quick_jit
+    @partial(jax.grad, has_aux=True)
+    def gradient_and_results(x, lengths, reset):
+        y, last = subject.eager(x, subject.state, lengths, reset)
         floating = (a for a in jax.tree.leaves(last) if jnp.issubdtype(a.dtype, jnp.floating))
-        return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating))
+        return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating)), (y, last)
 
-    x = np.where(PADDING[..., None], np.nan, subject.x)
-    gradient = np.asarray(quick_jit(jax.grad(loss))(x, subject.state))
-    assert np.isfinite(gradient).all(), "NaN in the padding reaches the gradients"
-    unpadded = np.where(PADDING[..., None], 0, gradient)
-    subject.assert_unchanged(gradient, unpadded, "the gradient of the padding")
-    assert (gradient[~PADDING] != 0).any(axis=-1).all(), "an input has no gradient"
+    row, step = np.indices((BATCH, TIME))
+    full, unset, cut = np.full(BATCH, TIME), NO_RESET, (row == 1) & (step == 3)
+    if not subject.case.resettable:
+        unset = cut = None
+    plants = {  # where NaN is, what it may reach, and whether the state of row 1 is of that
+        "another row": ((row == 1) & (step == 2), row == 1, True, full, unset),
+        "the padding": (PADDING, PADDING, False, LENGTHS, unset),
+    }
+    if cut is not None:
+        before, after = (row == 1) & (step < 3), (row == 1) & (step >= 3)
+        plants["an earlier document"] = (before, before, not subject.case.causal, full, cut)
+        plants["a later document"] = (after, after, True, full, cut)
+    for name, (where, reached, reaches_state, lengths, reset) in plants.items():
+        expected = jax.device_get(gradient_and_results(subject.x, lengths, reset))
+        planted = np.where(where[..., None], np.nan, subject.x)
+        actual = jax.device_get(gradient_and_results(planted, lengths, reset))
+        for ours, theirs, what in (
+            (actual[1][0], expected[1][0], "outputs"),
+            (actual[0], expected[0], "gradients"),
+        ):
+            assert_same(ours[~reached], theirs[~reached], f"{what} beside a NaN in {name}")
+            assert np.isfinite(ours[~reached]).all(), f"a NaN in {name} reaches the {what}"
+        for index in {0, 1, 2} - ({1} if reaches_state else set()):
+            states = (subject.row(index, results[1][1]) for results in (actual, expected))
+            assert_same_state(*states, f"state of row {index} beside a NaN in {name}")
+        if name == "the padding":
+            assert (actual[0][PADDING] == 0).all(), "the padding has a gradient"
+            assert (actual[0][~PADDING] != 0).any(axis=-1).all(), "an input has no gradient"
 
 
 @check

@@ -1,5 +1,7 @@
 """Layers as a user calls them: layouts, dtypes, dropout, and what they refuse."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +15,13 @@ from jax_models import (
     LSTM,
     RNN,
     Bidirectional,
+    CausalConv1D,
     HyenaBlock,
     LSTMState,
+    RNNLanguageModelConfig,
     RNNState,
+    SelfAttentionBlock,
+    SequenceLayer,
     Stack,
     state_batch_axes,
 )
@@ -205,7 +211,7 @@ REFUSED = {
     "half a feature": (
         lambda: RNN(5.0, 6, rngs=nnx.Rngs(0)),
         ValueError,
-        "in_features: expected a positive integer, got 5.0",
+        "in_features: expected an integer, got 5.0",
     ),
     "certain dropout": (lambda: lstm(dropout_rate=1.0), ValueError, "dropout_rate: expected 0 ≤"),
     "stacks of two sizes": (
@@ -217,6 +223,35 @@ REFUSED = {
         lambda: Bidirectional(hyena(), hyena())(jnp.ones((1, 3, 5)), reset=jnp.zeros((1, 3), bool)),
         NotImplementedError,
         "Bidirectional: reset: a long convolution cannot",
+    ),
+    "stack of two layouts": (
+        lambda: Stack(
+            [LSTM(5, 5, rngs=nnx.Rngs(0)), LSTM(5, 5, time_major=True, rngs=nnx.Rngs(0))]
+        ),
+        ValueError,
+        r"layers\[1\]: expected time_major=False as layers\[0\] has, got True",
+    ),
+    "stack of what is no layer": (
+        lambda: Stack([nnx.Linear(5, 5, rngs=nnx.Rngs(0))]),
+        TypeError,
+        r"layers\[0\]: expected a SequenceLayer, got a Linear",
+    ),
+    "layers that do not fit": (
+        lambda: Stack([lstm(), lstm()])(inputs(2, 3, 5)),
+        ValueError,
+        "layers: expected in_features=6 of the LSTM, as many as the layer below it returns, got 5",
+    ),
+    "scanned layers that do not fit": (
+        lambda: jax.jit(Stack([lstm(), lstm()], scan_layers=True).__call__)(inputs(2, 3, 5)),
+        ValueError,
+        "layers: expected in_features=6 of the LSTM, .* got 5",
+    ),
+    "convolution of one feature in a stack": (
+        lambda: Stack([RNN(5, 5, rngs=nnx.Rngs(0)), CausalConv1D(1, 3, rngs=nnx.Rngs(0))])(
+            inputs(2, 3, 5)
+        ),
+        ValueError,
+        "layers: expected in_features=5 of the CausalConv1D, .* got 1",
     ),
     "stack of both ways": (
         lambda: Bidirectional(lstm(bidirectional=True), lstm()),
@@ -279,6 +314,52 @@ def test_the_state_is_carried_in_float32_under_bfloat16(name):
     ours = last_state(layer, lambda s: s) - expected
     rounded = last_state(layer, lambda s: s.astype(jnp.bfloat16).astype(jnp.float32)) - expected
     assert float(jnp.std(ours)) < 0.8 * float(jnp.std(rounded))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **kwargs: Stack([LSTM(5, 5, **kwargs), LSTM(5, 6, **kwargs)]),
+        lambda **kwargs: Bidirectional(LSTM(5, 6, **kwargs), LSTM(5, 6, **kwargs)),
+    ],
+)
+def test_layers_of_layers_have_their_layout_and_their_dtypes(build):
+    x = inputs(3, 4, 5)
+    y, _ = build(rngs=nnx.Rngs(0))(x)
+    time_major = build(time_major=True, rngs=nnx.Rngs(0))
+    y_time, _ = time_major(x.swapaxes(0, 1))
+    np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
+    assert (time_major.dtype, time_major.param_dtype) == (None, jnp.float32)
+    narrow = build(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert (narrow.dtype, narrow.param_dtype) == (jnp.bfloat16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(LSTM, 6, 6),
+        partial(SelfAttentionBlock, 6, 2, max_length=9),
+        partial(HyenaBlock, 6, 9),
+        partial(CausalConv1D, 6, 4),
+        RNNLanguageModelConfig().build,
+    ],
+)
+def test_traced_lengths_outside_make_their_rows_nan(build):
+    layer = build(rngs=nnx.Rngs(0))
+    x = inputs(4, 3, 6) if isinstance(layer, SequenceLayer) else np.ones((4, 3), int)
+    run = jax.jit(lambda lengths: layer(x, lengths=lengths))
+    y, state = run(np.array([4, -1, 2, 3]))
+    y_near, state_near = run(np.array([3, 0, 2, 3]))
+    axes = state_batch_axes(layer)
+    for a, near, axis in zip(
+        *map(jax.tree.leaves, ((y, state), (y_near, state_near), (0, axes))), strict=True
+    ):
+        a, near = np.moveaxis(a, axis, 0), np.moveaxis(near, axis, 0)
+        np.testing.assert_array_equal(a[2:], near[2:])
+        if np.issubdtype(a.dtype, np.integer):
+            np.testing.assert_array_equal(a, near)
+        else:
+            assert np.isnan(a[:2]).all()
 
 
 def test_a_stack_may_have_any_layers():

@@ -93,7 +93,7 @@ def test_the_short_convolution_is_a_padded_cross_correlation(x64):
     [
         ((np.zeros((2, 3, 5), int), np.zeros((3, 5))), TypeError, "v: .* floating"),
         ((np.zeros((2, 3, 5)), np.zeros((3, 5), complex)), TypeError, "h: .* floating"),
-        ((np.zeros((2, 3, 5)), np.zeros((5, 3))), ValueError, r"h: .*\(5, 3\) for \(2, 3, 5\)"),
+        ((np.zeros((2, 3, 5)), np.zeros((5, 3))), ValueError, r"h: .*\(3, 5\), got \(5, 3\)"),
         ((np.zeros((2, 3, 5)), np.zeros((3, 5)), np.zeros(2)), ValueError, r"skip: .*\(3,\)"),
     ],
 )
@@ -111,7 +111,12 @@ def test_unknown_method():
     ("v", "sizes", "error", "message"),
     [
         (np.zeros((2, 3, 5), int), (2, 3, 9), TypeError, "v: .* floating"),
-        (np.zeros((2, 3)), (2, 3, 9), ValueError, r"v: expected shape .*≤ max_length=9\), got"),
+        (
+            np.zeros((2, 3)),
+            (2, 3, 9),
+            ValueError,
+            r"v: expected shape \(batch, features, time\), got",
+        ),
         (np.zeros((2, 3, 10)), (2, 3, 9), ValueError, r"v: .*max_length=9\), got \(2, 3, 10\)"),
         (np.zeros((2, 3, 5)), (2, 3, 80), ValueError, "state: expected the shapes"),
     ],

@@ -114,13 +114,13 @@ def test_auto_is_sequential_on_a_cpu_a_kernel_on_a_tpu_and_associative_elsewhere
 
 def test_what_the_operators_refuse():
     a = jnp.ones((2, 3, 4))
-    with pytest.raises(ValueError, match=r"a, b: expected one shape .* got \(2, 3, 4\) and \(2, 4"):
+    with pytest.raises(ValueError, match=r"b: expected shape \(2, 3, 4\), got \(2, 4, 4\)"):
         linear_recurrence(a, jnp.ones((2, 4, 4)))
     with pytest.raises(ValueError, match=r"h0: expected shape \(2, 4\), got \(4,\)"):
         linear_recurrence(a, a, jnp.ones(4))
     with pytest.raises(ValueError, match=r"method: expected one of .*'chunked'.*, got 'fast'"):
         linear_recurrence(a, a, method="fast")
-    with pytest.raises(ValueError, match="k, v: expected one shape"):
+    with pytest.raises(ValueError, match=r"v: expected shape \(2, 3, 4\), got \(2, 1, 4\)"):
         wkv(a, a[:, :1], w=jnp.ones(4), u=jnp.ones(4))
     with pytest.raises(ValueError, match="method: expected one of"):
         wkv(a, a, w=jnp.ones(4), u=jnp.ones(4), method="chunked")
@@ -223,6 +223,39 @@ def test_wkv_is_finite_at_the_extremes(method):
         for leaf in jax.tree.leaves((gradients, y, state)):
             assert np.isfinite(leaf).all()
         assert np.abs(y).max() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):
+    """One step outweighs all others, so y is its v, however k + u and the aged sums overflow."""
+    with jax.enable_x64(dtype == "float64"):
+        largest = float(jnp.finfo(dtype).max)
+        k = largest * np.array([-0.99, -0.5, -0.9, -1, -0.2, 0.1, 1, 0.9, -1])
+        v = np.arange(9.0)
+        lengths, reset = np.array([9, 9, 6, 0]), np.zeros((4, 9), bool)
+        reset[1, 3] = True
+
+        @jax.jit
+        @partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
+        def gradients_and_results(k, v, w, u):
+            y, state = wkv(k, v, w=w, u=u, lengths=lengths, reset=reset, method=method)
+            active = np.arange(9)[:, None] < lengths[:, None, None]
+            return jnp.sum(jnp.where(active, jnp.sin(y), 0)), (y, state)
+
+        k, v = (jnp.asarray(np.broadcast_to(a[:, None], (4, 9, 6)), dtype) for a in (k, v))
+        w = jnp.asarray([0, 0, largest, -largest, 1, 0], dtype)
+        u = jnp.asarray([0, -largest, 0, 0, largest, 1], dtype)
+        gradients, (y, state) = gradients_and_results(k, v, w, u)
+        for leaf in jax.tree.leaves((gradients, y[0], y[1], y[2, :6], state)):
+            assert np.isfinite(leaf).all()
+        expected = {0: [0, 1, 1, 1, 4, 5, 6, 6, 6], 1: [0, 0, 1, 1, 1, 4, 5, 6, 6]}
+        for feature, values in expected.items():
+            np.testing.assert_array_equal(y[0, :, feature], values)
+        np.testing.assert_array_equal(y[1, 3:, 0], [3, 4, 5, 6, 6, 6])
+        np.testing.assert_array_equal(y[0, :7, 4], v[0, :7, 4])
+        empty = jax.tree.map(lambda s: s[3, 0].astype(float), state)
+        assert empty == WKVState(0, 0, float(jnp.asarray(-1e38, state.max.dtype)))
 
 
 @pytest.mark.parametrize("method", WKV_METHODS)

@@ -6,31 +6,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_models.ops.checks import checked
+
 
 def carry_dtype(dtype) -> jnp.dtype:
     """The dtype in which a recurrence computed in `dtype` accumulates: at least float32."""
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
-def floating_carry_dtype(**arrays: Array) -> jnp.dtype:
-    """`carry_dtype` of arrays together, if all of them are floating.
-
-    Raises:
-        TypeError: one is not.
-
-    """
-    for name, array in arrays.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name}: expected a floating dtype, got {array.dtype}")
+def common_carry_dtype(*arrays: Array) -> jnp.dtype:
+    """`carry_dtype` of arrays together."""
     with jax.numpy_dtype_promotion("standard"):
-        return carry_dtype(jnp.result_type(*arrays.values()))
+        return carry_dtype(jnp.result_type(*arrays))
 
 
+@checked()
 def affine(
-    x: Float[Array, "*batch in"],
-    kernel: Float[Array, "*blocks in out"],
-    bias: Float[Array, " out"] | None = None,
-) -> Float[Array, "*batch out"]:
+    x: Float[Array, "*batch blocks*features"],
+    kernel: Float[Array, "*blocks features out"],
+    bias: Float[Array, " blocks*out"] | None = None,
+) -> Float[Array, "*batch blocks*out"]:
     """`x W + b`: operands in the kernel's dtype, the result in `carry_dtype` of it.
 
     With (blocks, in, out) kernels each block of x has its own, and the results stand side by side.
@@ -42,7 +37,8 @@ def affine(
         rows = x.reshape(-1, x.shape[-1]).astype(kernel.dtype)
         y = jnp.matmul(rows, kernel, preferred_element_type=accumulator)
     else:
-        rows = x.reshape(-1, *kernel.shape[:2]).astype(kernel.dtype)
-        y = jnp.einsum("rki,kio->rko", rows, kernel, preferred_element_type=accumulator)
+        kernels = kernel.reshape(-1, *kernel.shape[-2:])
+        rows = x.reshape(-1, *kernels.shape[:2]).astype(kernel.dtype)
+        y = jnp.einsum("rki,kio->rko", rows, kernels, preferred_element_type=accumulator)
     y = y.reshape(*x.shape[:-1], math.prod(y.shape[1:]))
     return y if bias is None else y + jnp.broadcast_to(bias.astype(accumulator), y.shape)

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_models.ops.affine import carry_dtype
+from jax_models.ops.checks import checked
 
 
+@checked()
 def attention(
     q: Float[Array, "batch time heads head_features"],
     k: Float[Array, "batch keys heads head_features"],
@@ -19,12 +21,26 @@ def attention(
 ) -> Float[Array, "batch time heads head_features"]:
     """`softmax(q kᵀ / √head_features) v` of each head, over the keys that a step's mask has.
 
-    The softmax is in at least float32; `dropout` is of the weights.
+    The softmax is in at least float32; `dropout` is of the weights. A step is NaN whose query is
+    not finite, or whose mask has a key or a value that is not; no other step knows of it.
 
     In float32 this is `jax.nn.dot_product_attention`, which has no dropout, whose softmax is never
     wider, and whose gradient in bfloat16 does not work under strict dtype promotion.
     """
-    mask = mask[:, None]
+    q_faulty, k_faulty, v_faulty = (~jnp.all(jnp.isfinite(a), axis=(2, 3)) for a in (q, k, v))
+    keys_faulty = k_faulty | v_faulty
+    faulty = q_faulty | jnp.any(mask & keys_faulty[:, None], axis=2)
+    q = _zero_where(q_faulty, q)
+    k, v = (_zero_where(keys_faulty, a) for a in (k, v))  # a weight of 0 times NaN would be NaN
+    y = _attention(q, k, v, mask[:, None], dropout)
+    return jnp.where(faulty[..., None, None], jnp.nan, y)
+
+
+def _zero_where(steps: Bool[Array, "batch steps"], x: Float[Array, "batch steps heads features"]):
+    return jnp.where(steps[..., None, None], 0, x)
+
+
+def _attention(q, k, v, mask: Bool[Array, "batch heads time keys"], dropout):
     if q.dtype == jnp.float32 and dropout is None:
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
     scores = jnp.einsum("bthf,bshf->bhts", q, k, preferred_element_type=carry_dtype(q.dtype))

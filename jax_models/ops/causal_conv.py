@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype
+from jax_models.ops.checks import checked
 
 
 class CausalConv1DState(NamedTuple):
@@ -14,6 +15,7 @@ class CausalConv1DState(NamedTuple):
     inputs: Float[Array, "batch features kernel_size-1"]
 
 
+@checked()
 def causal_conv(
     x: Float[Array, "batch time features"],
     state: CausalConv1DState,
@@ -35,6 +37,7 @@ def causal_conv(
     return y, state
 
 
+@checked()
 def delayed(
     x: Float[Array, "batch time features"],
     state: CausalConv1DState,

@@ -9,6 +9,7 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import rnn
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.ops.checks import checked
 from jax_models.ops.lstm import LSTMState
 
 MAX_STEPS = 65_535
@@ -32,6 +33,7 @@ class Options(NamedTuple):
     precision: jax.lax.Precision
 
 
+@checked()
 def cudnn_lstm(
     x: Float[Array, "batch time in"],
     state: LSTMState,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_models.ops.checks import checked
 from jax_models.ops.recurrence import Product, Step, recurrence
 
 
@@ -15,6 +16,7 @@ class GRUState(NamedTuple):
     h: Float[Array, "*layers batch hidden"]
 
 
+@checked(layers=())
 def gru(
     x: Float[Array, "batch time in"],
     state: GRUState,

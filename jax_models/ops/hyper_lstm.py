@@ -1,11 +1,12 @@
 """The HyperLSTM's recurrence: a small LSTM scales the products of a large one."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine
+from jax_models.ops.checks import checked
 from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_cell
 from jax_models.ops.recurrence import Product, Step, recurrence
 
@@ -19,17 +20,18 @@ class HyperLSTMState(NamedTuple):
     hyper_c: Float[Array, "*layers batch hyper"]
 
 
+@checked(layers=())
 def hyper_lstm(
-    x: Float[Array, "batch time in"],
+    x: Float[Array, "batch time features"],
     state: HyperLSTMState,
     *,
-    kernel_ih: Float[Array, "in 4*hidden"],
+    kernel_ih: Float[Array, "features 4*hidden"],
     kernel_hh: Float[Array, "hidden 4*hidden"],
     norms: LSTMNorms,
-    hyper_kernel_ih: Float[Array, "hidden_and_in 4*hyper"],
+    hyper_kernel_ih: Float[Array, "hidden+features 4*hyper"],
     hyper_kernel_hh: Float[Array, "hyper 4*hyper"],
     hyper_bias: Float[Array, " 4*hyper"],
-    hyper_norms: LSTMNorms,
+    hyper_norms: Annotated[LSTMNorms, ("hidden", "hyper")],
     z_kernel: Float[Array, "hyper 12*embedding"],
     z_bias: Float[Array, " 8*embedding"],
     d_kernel: Float[Array, "embedding 12*hidden"],

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import carry_dtype
+from jax_models.ops.checks import checked
 from jax_models.ops.lstm import LSTMState
 from jax_models.ops.recurrence import Product, Step, recurrence
 
@@ -20,12 +21,13 @@ class LSTMNorms(NamedTuple):
     cell_bias: Float[Array, " hidden"]
 
 
+@checked(layers=())
 def layer_norm_lstm(
     x: Float[Array, "batch time in"],
     state: LSTMState,
     *,
     kernel_ih: Float[Array, "in 4*hidden"],
-    kernel_hh: Float[Array, "hidden 4*hidden"],
+    kernel_hh: Float[Array, "out 4*hidden"],
     bias: Float[Array, " 4*hidden"],
     norms: LSTMNorms,
     **masks,

@@ -2,14 +2,15 @@
 
 import math
 from functools import cache, partial
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.affine import floating_carry_dtype
+from jax_models.ops.affine import common_carry_dtype
+from jax_models.ops.checks import checked
 from jax_models.ops.masks import step_masks
 from jax_models.ops.row_scan import KERNELS, row_scan
 
@@ -18,6 +19,7 @@ LinearRecurrenceMethod = Literal[
 ]
 
 
+@checked()
 def linear_recurrence(
     a: Float[Array, "batch time features"],
     b: Float[Array, "batch time features"],
@@ -59,25 +61,12 @@ def linear_recurrence(
     Raises:
         NotImplementedError: "pallas" has no kernel for this device, dtype or division over devices;
             when the program is lowered.
-        TypeError: a or b is not floating.
-        ValueError: the shapes differ, or there is no such method.
+        TypeError: an array is of another kind of dtype.
+        ValueError: the shapes differ, a length lies outside 0 … time, or there is no such method.
 
     """
-    if a.shape != b.shape or a.ndim != 3:
-        raise ValueError(
-            f"a, b: expected one shape (batch, time, features), got {a.shape} and {b.shape}"
-        )
-    if method not in get_args(LinearRecurrenceMethod):
-        raise ValueError(
-            f"method: expected one of {get_args(LinearRecurrenceMethod)}, got {method!r}"
-        )
-    dtype = floating_carry_dtype(a=a, b=b)
-    state_shape = (a.shape[0], a.shape[2])
-    if h0 is None:
-        h0 = jnp.zeros(state_shape, dtype)
-    if h0.shape != state_shape:
-        raise ValueError(f"h0: expected shape {state_shape}, got {h0.shape}")
-    h0 = h0.astype(dtype)
+    dtype = common_carry_dtype(a, b)
+    h0 = jnp.zeros((a.shape[0], a.shape[2]), dtype) if h0 is None else h0.astype(dtype)
     if a.dtype != b.dtype:
         a, b = a.astype(dtype), b.astype(dtype)
     if a.shape[1] == 0:
@@ -137,7 +126,9 @@ def _solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bo
     if method == "sequential":
         return _sequential(a, b, h0, reverse=reverse, ahead=ahead)
     if ahead:
-        a = jnp.roll(a, -1 if reverse else 1, axis=1)
+        first = jnp.zeros_like(a[:, :1])  # not the other end's factor, which may be NaN
+        parts = [a[:, 1:], first] if reverse else [first, a[:, :-1]]
+        a = jnp.concatenate(parts, axis=1)
     if reverse:
         a, b = jnp.flip(a, axis=1), jnp.flip(b, axis=1)
     h = (_associative if method == "associative" else _chunked)(a, b, h0)

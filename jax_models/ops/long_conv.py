@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import starmap
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ import numpy as np
 import scipy.fft
 from jaxtyping import Array, Complex, Float
 
-from jax_models.ops.affine import floating_carry_dtype
+from jax_models.ops.affine import common_carry_dtype
+from jax_models.ops.checks import checked
 
 LongConvMethod = Literal["auto", "rfft", "twisted"]
 
@@ -22,6 +23,7 @@ LOOP_BELOW, CHUNK_BYTES = 512, 2**17
 """Shorter transforms wait for memory. Those of a chunk of the inputs stay in a core's cache."""
 
 
+@checked()
 def long_conv(
     v: Float[Array, "batch features time"],
     h: Float[Array, "features time"],
@@ -52,18 +54,7 @@ def long_conv(
         ValueError: the shapes do not fit each other, or there is no such method.
 
     """
-    dtype = floating_carry_dtype(v=v, h=h)
-    if method not in get_args(LongConvMethod):
-        raise ValueError(f"method: expected one of {get_args(LongConvMethod)}, got {method!r}")
-    if v.ndim != 3 or h.shape != v.shape[1:]:
-        raise ValueError(
-            f"h: expected shape (features, time) of v (batch, features, time), "
-            f"got {h.shape} for {v.shape}"
-        )
-    if skip is not None:
-        floating_carry_dtype(skip=skip)
-        if skip.shape != h.shape[:1]:
-            raise ValueError(f"skip: expected shape {h.shape[:1]}, got {skip.shape}")
+    dtype = common_carry_dtype(v, h)
     return with_skip(fft_conv(method, v.astype(dtype), h.astype(dtype)), v, skip)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_models.ops.checks import checked
 from jax_models.ops.recurrence import Product, Step, recurrence
 
 
@@ -16,6 +17,7 @@ class LSTMState(NamedTuple):
     c: Float[Array, "*layers batch hidden"]
 
 
+@checked(layers=())
 def lstm(
     x: Float[Array, "batch time in"],
     state: LSTMState,

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jax_models.ops.checks import checked
+
 
 def step_masks(
     time: int,
@@ -23,6 +25,7 @@ def step_masks(
     return active, reset
 
 
+@checked()
 def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
     """The last steps of packed documents (but the row's last), from their first steps."""
     return jnp.pad(reset[:, 1:], ((0, 0), (0, 1)))

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.affine import floating_carry_dtype
+from jax_models.ops.affine import carry_dtype
+from jax_models.ops.checks import checked
 from jax_models.ops.long_conv import fft_conv, with_skip
 
 BLOCK = 16
@@ -43,6 +44,7 @@ class LongConvState(NamedTuple):
     """What the last tile of each size contributes to the outputs after it."""
 
 
+@checked()
 def empty_long_conv_state(
     batch_size: int, features: int, max_length: int, dtype=jnp.float32
 ) -> LongConvState:
@@ -65,6 +67,7 @@ def _buffer(max_length: int) -> int:
     return -(-max_length // BLOCK) * BLOCK
 
 
+@checked()
 @partial(jax.jit, static_argnames=("taps", "max_length"))
 def long_conv_state(
     v: Float[Array, "batch features time"],
@@ -84,6 +87,7 @@ def long_conv_state(
     return _state(taps, max_length, params, history, _end(start, v, lengths))
 
 
+@checked()
 @partial(jax.jit, static_argnames=("taps", "max_length"))
 def online_conv(
     v: Float[Array, "batch features time"],
@@ -111,9 +115,9 @@ def online_conv(
         lengths: how many steps of each row are real; the others do not enter the state.
 
     Raises:
-        TypeError: v is not floating.
-        ValueError: v has another rank or more than max_length steps, or the state is of other
-            sizes.
+        TypeError: an array is of another kind of dtype.
+        ValueError: a shape is wrong, a length lies outside 0 … time, v has more than max_length
+            steps, or the state is of other sizes.
 
     """
     inputs = _history(v, lengths, max_length)
@@ -139,8 +143,8 @@ def online_conv(
 
 def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]:
     """The inputs by steps in the dtype of the computation, zero from `lengths` on, or the fault."""
-    dtype = floating_carry_dtype(v=v)
-    if v.ndim != 3 or v.shape[-1] > max_length:
+    dtype = carry_dtype(v.dtype)
+    if v.shape[-1] > max_length:
         raise ValueError(
             f"v: expected shape (batch, features, time ≤ max_length={max_length}), got {v.shape}"
         )
@@ -148,7 +152,7 @@ def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]
     if lengths is None:
         return inputs
     steps = jnp.arange(v.shape[2], dtype=jnp.int32)[None]
-    return jnp.where((steps < lengths.astype(steps.dtype)[:, None])[..., None], inputs, 0)
+    return jnp.where((steps < lengths[:, None])[..., None], inputs, 0)
 
 
 def _end(start, v, lengths) -> Int[Array, " batch"]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import affine, carry_dtype
+from jax_models.ops.checks import checked
 from jax_models.ops.masks import step_masks
 
 State = TypeVar("State", bound=tuple)
@@ -27,7 +28,7 @@ class Product(NamedTuple):
     """`h ↦ h W + b`, to which a product of the step's x is joined if there is a kernel for it."""
 
     kernel: Float[Array, "*blocks in out"]
-    bias: Float[Array, " out"] | None = None
+    bias: Float[Array, " blocks*out"] | None = None
     kernel_x: Float[Array, "in_x out_x"] | None = None
     bias_x: Float[Array, " out_x"] | None = None
 
@@ -52,6 +53,7 @@ def add(of_x: Array, of_h: Array, axis: int) -> Array:
     return of_x + of_h
 
 
+@checked()
 def recurrence(
     step: Callable[[State, Step], State],
     state: State,
@@ -105,8 +107,6 @@ def recurrence(
             ask for each product once.
 
     """
-    if method not in get_args(RecurrenceMethod):
-        raise ValueError(f"method: expected one of {get_args(RecurrenceMethod)}, got {method!r}")
     batch, time, _ = x.shape
     kernels = [product.kernel for product in products.values()]
     in_blocks = any(kernel.ndim == 3 for kernel in kernels)

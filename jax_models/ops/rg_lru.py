@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine
+from jax_models.ops.checks import checked, checked_positive
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 
 
@@ -16,6 +17,7 @@ class RGLRUState(NamedTuple):
     h: Float[Array, "batch features"]
 
 
+@checked()
 def rg_lru(
     x: Float[Array, "batch time features"],
     state: RGLRUState,
@@ -36,6 +38,7 @@ def rg_lru(
 
     `masks` are `lengths`, `reset` and `reverse`, as in `linear_recurrence`.
     """
+    checked_positive("c", c)
     i = jax.nn.sigmoid(affine(x, input_kernel))
     r = jax.nn.sigmoid(affine(x, recurrence_kernel))
     a_t, complement = decay(a.astype(r.dtype), c * r)
@@ -46,6 +49,7 @@ def rg_lru(
 
 
 @jax.custom_jvp
+@checked()
 def decay(
     a: Float[Array, " features"], exponent: Float[Array, "*steps features"]
 ) -> tuple[Float[Array, "*steps features"], Float[Array, "*steps features"]]:

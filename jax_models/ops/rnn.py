@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jax_models.ops.checks import checked
 from jax_models.ops.recurrence import Product, Step, recurrence
 
 Nonlinearity = Literal["tanh", "relu"]
@@ -17,6 +18,7 @@ class RNNState(NamedTuple):
     h: Float[Array, "*layers batch hidden"]
 
 
+@checked(layers=())
 def rnn(
     x: Float[Array, "batch time in"],
     state: RNNState,

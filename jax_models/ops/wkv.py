@@ -2,21 +2,22 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.affine import carry_dtype, floating_carry_dtype
+from jax_models.ops.affine import carry_dtype, common_carry_dtype
+from jax_models.ops.checks import checked
 from jax_models.ops.linear_recurrence import linear_recurrence
 from jax_models.ops.masks import step_masks
 from jax_models.ops.row_scan import KERNELS, row_scan
 
 WKVMethod = Literal["auto", "associative", "sequential", "pallas", "pallas_interpreted"]
 NEVER = -1e38
-"""The exponent of a sum that nothing was added to; exp(NEVER − anything usual) is zero."""
+"""The exponent of a sum that nothing was added to, in a `WKVState`."""
 
 
 class WKVState(NamedTuple):
@@ -27,11 +28,13 @@ class WKVState(NamedTuple):
     max: Float[Array, "batch features"]
 
 
+@checked()
 def empty_wkv_state(batch_size: int, features: int, dtype) -> WKVState:
     """The state before the first step."""
     return WKVState(*(jnp.full((batch_size, features), x, dtype) for x in (0, 0, NEVER)))
 
 
+@checked()
 def wkv(
     k: Float[Array, "batch time features"],
     v: Float[Array, "batch time features"],
@@ -77,28 +80,16 @@ def wkv(
     Raises:
         NotImplementedError: "pallas" has no kernel for this device, dtype or division over devices;
             when the program is lowered.
-        TypeError: k or v is not floating.
-        ValueError: a shape is wrong, or there is no such method.
+        TypeError: an array is of another kind of dtype.
+        ValueError: a shape is wrong, a length lies outside 0 … time, or there is no such method.
 
     Source: Peng et al. 2023 (arXiv 2305.13048), its appendix on numerical stability.
 
     """
-    if k.shape != v.shape or k.ndim != 3:
-        raise ValueError(
-            f"k, v: expected one shape (batch, time, features), got {k.shape} and {v.shape}"
-        )
-    if method not in get_args(WKVMethod):
-        raise ValueError(f"method: expected one of {get_args(WKVMethod)}, got {method!r}")
     batch, _, features = k.shape
     if state is None:
         state = empty_wkv_state(batch, features, carry_dtype(k.dtype))
-    vectors = {"w": w, "u": u}
-    sums = {f"state.{name}": array for name, array in state._asdict().items()}
-    for name, array in (vectors | sums).items():
-        shape = (features,) if name in vectors else (batch, features)
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")
-    dtype = floating_carry_dtype(k=k, v=v)
+    dtype = common_carry_dtype(k, v)
     w, u, num, den, max = (x.astype(dtype) for x in (w, u, *state))
     if k.dtype != v.dtype:
         k, v = k.astype(dtype), v.astype(dtype)
@@ -106,7 +97,10 @@ def wkv(
     if k.shape[1] == 0:
         return v.astype(dtype), state
     active, reset = step_masks(k.shape[1], lengths, reset)
-    return _wkv(method, w, u, k, v, state, active, reset)
+    state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
+    results: Any = _wkv(method, w, u, k, v, state, active, reset)
+    y, last = results
+    return y, last._replace(max=jnp.where(last.den == 0, NEVER, last.max))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -133,18 +127,23 @@ def _backward(method: WKVMethod, residuals, gradients):
 
     # Every exponential below is of a number ≤ 0, or above it by rounding alone. Where a step is not
     # the largest, the maximum has only aged: by 1, not by what the rounding of max − w makes of it.
-    max_after = jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1)
-    new_is_larger = where_active(k >= max_after, False)
-    decay = jnp.where(new_is_larger, _exp(before.max - _like(w, k) - max_after), 1)
+    max_after = _finite(jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1))
+    empty = before.den == 0
+    carried = partial(jnp.where, empty, 0)  # nothing, were the step NaN, to the document before
+    new_is_larger = where_active((k >= max_after) | empty, False)
+    aged = _aged(before, _like(w, k)).max
+    decay = jnp.where(new_is_larger, carried(_exp(aged - max_after)), 1)
     weight = where_active(_exp(k - max_after))
-    bonus = k + _like(u, k)
+    bonus = _finite(k + _like(u, k))
     weighed = _add(before, WKVState(v, jnp.ones_like(v), bonus))
     gradient = where_active(y_gradient / weighed.den)
     now = jnp.exp(bonus - weighed.max) * gradient
-    then = jnp.exp(before.max - weighed.max) * gradient
+    then = carried(jnp.exp(before.max - weighed.max) * gradient)
 
     end = jnp.stack(last_gradient[:2])
-    sums, first = jax.vmap(through, in_axes=(None, 0, 0))(decay, jnp.stack([then, -then * y]), end)
+    sums, first = jax.vmap(through, in_axes=(None, 0, 0))(
+        decay, jnp.stack([then, carried(-then * y)]), end
+    )
     num, den = jnp.concatenate([sums[:, :, 1:], end[:, :, None]], axis=2)
 
     # The gradient of a step's exponent, and that of all before it, add up to that of the sums'
@@ -154,7 +153,9 @@ def _backward(method: WKVMethod, residuals, gradients):
     of_new, of_old = weight * (num * v + den), decay * (num * before.num + den * before.den)
     smaller = jnp.where(new_is_larger, of_old, -of_new)
     exponent, first_exponent = through(
-        jnp.where(new_is_larger, 0.0, jnp.ones_like(k)), smaller - u_gradient, last_gradient.max
+        jnp.where(new_is_larger, 0.0, jnp.ones_like(k)),
+        carried(smaller - u_gradient),
+        last_gradient.max,
     )
     exponent = jnp.concatenate([exponent[:, 1:], last_gradient.max[:, None]], axis=1)
     k_gradient = u_gradient + jnp.where(new_is_larger, exponent - of_old, of_new)
@@ -186,7 +187,7 @@ def _sum_steps(x):
 
 def _average(u, before: WKVState, now: WKVState):
     """y: the sums before a step, and the step with its bonus, as a quotient."""
-    both = _add(before, now._replace(max=now.max + _like(u, now.max)))
+    both = _add(before, now._replace(max=_finite(now.max + _like(u, now.max))))
     return both.num / both.den
 
 
@@ -211,18 +212,37 @@ def _add(x: WKVState, y: WKVState) -> WKVState:
 
 def _empty_where(condition: Bool[Array, "..."], sums: WKVState) -> WKVState:
     """Sums to which nothing was added, where the condition holds."""
-    empty = (0.0, 0.0, NEVER)
+    empty = (0.0, 0.0, -jnp.inf)  # however it ages, it stays below all others
     return WKVState(*(jnp.where(condition, e, s) for e, s in zip(empty, sums, strict=True)))
 
 
 def _advance(decay, before: WKVState, now: WKVState) -> WKVState:
     """`exp(−decay) S + step`."""
-    return _add(before._replace(max=before.max - decay), now)
+    return _add(_aged(before, decay), now)
+
+
+def _aged(sums: WKVState, decay) -> WKVState:
+    return sums._replace(max=jnp.minimum(sums.max - decay, _largest(sums.max.dtype)))
+
+
+def _largest(dtype) -> float:
+    return float(jnp.finfo(dtype).max)
+
+
+def _finite(x):
+    """A sum of exponents: where it overflows, the dtype's largest number or its negative."""
+    return jnp.clip(x, -_largest(x.dtype), _largest(x.dtype))
 
 
 def _step(k, v) -> WKVState:
     """What a step adds to the sums."""
     return WKVState(v, jnp.ones_like(v), k)
+
+
+def _step_or_nothing(k, v) -> WKVState:
+    """What a step adds to the sums: nothing where k is −∞, as at the end of a row."""
+    nothing = k == -jnp.inf
+    return WKVState(jnp.where(nothing, 0, v), jnp.where(nothing, 0.0, jnp.ones_like(v)), _finite(k))
 
 
 Output = Callable[[Array, WKVState, WKVState], Any]
@@ -290,7 +310,7 @@ def _masked(w, k, v, active, reset):
     if active is not None:
         active = active[..., None]
         decay = jnp.where(active, decay, 0)
-        k, v = jnp.where(active, k, 2 * NEVER), jnp.where(active, v, 0)
+        k, v = jnp.where(active, k, -jnp.inf), jnp.where(active, v, 0)
     if reset is not None:
         decay = jnp.where(reset[..., None], jnp.inf, decay)
     return decay, k, v
@@ -302,9 +322,11 @@ def _tree(decay, k, v, start: WKVState, forgets) -> tuple[WKVState, WKVState]:
     def combine(x, y):
         (x_decay, x), (y_decay, y) = x, y
         x = _empty_where(y_decay == jnp.inf, x)
-        return x_decay + y_decay, _advance(y_decay, x, y)
+        forgets = (x_decay == jnp.inf) | (y_decay == jnp.inf)
+        decay = jnp.where(forgets, jnp.inf, _finite(x_decay + y_decay))
+        return decay, _advance(y_decay, x, y)
 
-    sums = lax.associative_scan(combine, (decay, _step(k, v)), axis=1)
+    sums = lax.associative_scan(combine, (decay, _step_or_nothing(k, v)), axis=1)
     first = jax.tree.map(lambda s: s[:, None], start)
     _, after = combine((jnp.zeros_like(first.max), first), sums)
     before = jax.tree.map(lambda f, s: jnp.concatenate([f, s[:, :-1]], axis=1), first, after)
@@ -337,7 +359,7 @@ def _kernel_step(output: Output):
         [decay] = decays or [w]
         if decays:
             before = _empty_where(decay == jnp.inf, before)
-        now = _step(k, v)
+        now = _step_or_nothing(k, v)
         return (*_advance(decay, before, now), w, u), jax.tree.leaves(output(u, before, now))
 
     return step

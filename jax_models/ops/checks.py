@@ -1,0 +1,312 @@
+"""What calls and constructors refuse, read from their annotations, when they are traced."""
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from functools import cache, wraps
+from types import CodeType, NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.export import is_symbolic_dim
+from jax.typing import ArrayLike
+from jaxtyping import AbstractArray, Array, Bool, Float, Int
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Choice = TypeVar("Choice")
+
+KINDS = {
+    Float: (jnp.floating, "a floating dtype"),
+    Int: (jnp.integer, "an integer dtype"),
+    Bool: (jnp.bool_, "dtype bool"),
+}
+"""Of the dtypes that an annotation allows: their common type, and their name."""
+
+
+def checked(
+    types: dict[Any, Callable[[str, Any], Any]] | None = None, **sizes: Any
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Make a function refuse arguments that its annotations do not allow.
+
+        @checked()
+        def scaled(x: Float[Array, "batch features"], scale: Float[Array, " features"]): ...
+
+    One name is one size in all arrays of a call, those in NamedTuples among them. A size may be an
+    expression of others, in which the name of several axes (`*batch`) stands for their product.
+    The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
+    whose `hidden` is the call's `hyper`, and whose other sizes are its own.
+    `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool and a `Literal`
+    one of its choices. An argument without an annotation passes, and so do other annotations.
+
+    The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time:
+    under `jit`, where nobody sees the values, a length outside counts as the nearest inside.
+
+    Args:
+        types: other annotations, and the checks `(name, value) -> value` that they stand for.
+        sizes: what a name in the annotations stands for in this function, a size or a tuple.
+
+    """
+    checks = SCALARS | (types or {})
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        parameters = inspect.signature(function)
+        annotations = {name: p.annotation for name, p in parameters.parameters.items()}
+
+        @wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            try:
+                given = parameters.bind(*args, **kwargs)
+            except TypeError:
+                return function(*args, **kwargs)  # Python's message names the function
+            scope = Scope(checks, sizes)
+            for name, value in given.arguments.items():
+                given.arguments[name] = scope.checked(name, value, annotations[name])
+            scope.check_shapes()
+            if given.arguments.get("lengths") is not None:
+                lengths, time = given.arguments["lengths"], scope.sizes["time"]
+                given.arguments["lengths"] = lengths_within(lengths, time)
+            return function(*given.args, **given.kwargs)
+
+        return call
+
+    return decorate
+
+
+class Scope:
+    """The arrays of one call, and the sizes that they share."""
+
+    def __init__(self, checks: dict[Any, Callable[[str, Any], Any]], sizes: dict[str, Any]):
+        self.checks = checks
+        self.sizes = dict(sizes)
+        self.arrays: list[tuple[str, tuple[int, ...], list[tuple[str, Any]]]] = []
+
+    def checked(self, name: str, value: Any, annotation: Any) -> Any:
+        """An argument as the function gets it; shapes are for `check_shapes`."""
+        if annotation in self.checks:
+            return self.checks[annotation](name, value)
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin in (Union, UnionType) and NoneType in arguments:
+            if value is None:
+                return None
+            [annotation] = (a for a in arguments if a is not NoneType)
+            return self.checked(name, value, annotation)
+        if origin is Literal:
+            return checked_choice(name, value, arguments)
+        if origin is dict and isinstance(value, dict):
+            return {key: self._alone(f"{name}[{key!r}]", value[key], arguments[1]) for key in value}
+        if origin is Annotated:
+            annotation, (theirs, ours) = arguments
+            return self._alone(name, value, annotation, **{theirs: self.sizes[ours]})
+        if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
+            return self._array(name, value, annotation)
+        if hasattr(annotation, "_fields"):
+            if not isinstance(value, annotation):
+                raise TypeError(f"{name}: expected {described(annotation)}, got {described(value)}")
+            hints = _hints(annotation)
+            fields = value._asdict().items()
+            return annotation(
+                *(self.checked(f"{name}.{key}", field, hints[key]) for key, field in fields)
+            )
+        return value
+
+    def check_shapes(self) -> None:
+        """Refuse the first array whose sizes are not those of the others."""
+        for name, shape, axes in self.arrays:
+            for axis, size in axes:
+                expected = self._size(axis)
+                if expected is not None and size != expected:
+                    raise self._wrong_shape(name, shape, [axis for axis, _ in axes])
+
+    def _alone(self, name: str, value: Any, annotation: Any, **sizes: Any) -> Any:
+        scope = Scope(self.checks, sizes)
+        value = scope.checked(name, value, annotation)
+        scope.check_shapes()
+        return value
+
+    def _array(self, name: str, value: Any, annotation: Any) -> Array:
+        array = checked_array(name, value, annotation.dtype)
+        axes = annotation.dim_str.split()
+        several = [i for i, axis in enumerate(axes) if axis.startswith("*")]
+        shape: list[Any] = list(array.shape)
+        if several and len(shape) >= len(axes) - 1:
+            [i] = several
+            end = len(shape) - (len(axes) - 1 - i)
+            shape[i:end] = [tuple(shape[i:end])]
+        if len(shape) != len(axes):
+            raise self._wrong_shape(name, array.shape, axes)
+        pairs = [*zip(axes, shape, strict=True)]
+        for axis, size in pairs:
+            if axis.lstrip("*").isidentifier():
+                self.sizes.setdefault(axis.lstrip("*"), size)
+        self.arrays.append((name, array.shape, pairs))
+        return array
+
+    def _size(self, axis: str) -> Any:
+        """A size, or the tuple of several; None of a name that no array of the call has."""
+        if axis.lstrip("*").isidentifier():
+            return self.sizes.get(axis.lstrip("*"))
+        code = _compiled(axis)
+        if not self.sizes.keys() >= set(code.co_names):
+            return None
+        names = {name: self.sizes[name] for name in code.co_names}
+        products = {k: math.prod(v) if isinstance(v, tuple) else v for k, v in names.items()}
+        return eval(code, {}, products)  # of our own annotations
+
+    def _wrong_shape(self, name: str, shape: tuple[int, ...], axes: list[str]) -> ValueError:
+        expected = []
+        for axis in axes:
+            size = self._size(axis)
+            expected += size if isinstance(size, tuple) else [axis if size is None else size]
+        return wrong_shape(name, expected, shape)
+
+
+@cache
+def _hints(annotation: type) -> dict[str, Any]:
+    return get_type_hints(annotation)
+
+
+@cache
+def _compiled(axis: str) -> CodeType:
+    return compile(axis, "an axis", "eval")
+
+
+def wrong_shape(name: str, expected: Any, shape: tuple[int, ...]) -> ValueError:
+    """The error of an array of another shape; an expected size may be a name."""
+    expected = f"({', '.join(map(str, expected))}{',' if len(expected) == 1 else ''})"
+    return ValueError(f"{name}: expected shape {expected}, got {shape}")
+
+
+def checked_array(name: str, value: Any, kind: Any, shape: tuple[int, ...] | None = None) -> Array:
+    """An array of one of the `KINDS` and, if given, of a shape; NumPy's as JAX's, but of integers.
+
+    Of those the values may be looked at before JAX takes their last 32 bits.
+    """
+    if not hasattr(value, "dtype"):
+        raise TypeError(f"{name}: expected an array, got {described(value)}")
+    common, expected = KINDS[kind]
+    if not jnp.issubdtype(value.dtype, common):
+        raise TypeError(f"{name}: expected {expected}, got {value.dtype}")
+    if shape is not None and value.shape != shape:
+        raise wrong_shape(name, shape, value.shape)
+    return value if kind is Int else jnp.asarray(value)
+
+
+def lengths_within(lengths: Int[ArrayLike, "*batch"], time: int) -> Int[Array, "*batch"]:
+    """`lengths` as int32 in 0 … time: others are refused or, traced, count as the nearest."""
+    if isinstance(lengths, Tracer):
+        dtype = lengths.dtype if lengths.dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
+        limits = (jnp.asarray(limit, dtype) for limit in (0, time))
+        return jnp.clip(lengths.astype(dtype), *limits).astype(jnp.int32)
+    values = np.asarray(lengths)
+    outside = (values < 0) | (values > time)
+    if outside.any():
+        raise ValueError(f"lengths: expected values in 0 … {time}, got {values[outside].tolist()}")
+    return jnp.asarray(values, jnp.int32)
+
+
+def checked_integer(name: str, value: Any) -> Any:
+    """An integer of any type as int; a symbolic dimension as it is."""
+    if is_symbolic_dim(value):
+        return value
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}: expected an integer, got {value!r}") from None
+
+
+def checked_count(name: str, count: Any) -> int:
+    """An integer of at least 0."""
+    count = checked_integer(name, count)
+    if count < 0:
+        raise ValueError(f"{name}: expected at least 0, got {count}")
+    return count
+
+
+def checked_size(name: str, size: Any) -> int:
+    """A positive integer."""
+    size = checked_integer(name, size)
+    if size < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {size}")
+    return size
+
+
+def checked_number(name: str, value: Any) -> float:
+    """A finite real number."""
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    if isinstance(value, bool) or not is_number or not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
+    return float(value)
+
+
+def checked_positive(name: str, value: Any) -> float:
+    """A positive number."""
+    value = checked_number(name, value)
+    if value <= 0:
+        raise ValueError(f"{name}: expected a positive number, got {value}")
+    return value
+
+
+def checked_rate(name: str, rate: Any) -> float:
+    """A rate of dropout: in [0, 1)."""
+    rate = checked_number(name, rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name}: expected 0 ≤ rate < 1, got {rate}")
+    return rate
+
+
+def checked_bool(name: str, value: Any) -> bool:
+    """A bool, Python's or NumPy's."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
+    return bool(value)
+
+
+def checked_choice(name: str, value: Any, choices: tuple[Choice, ...]) -> Choice:
+    """One of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
+    return value
+
+
+def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
+    """A floating dtype."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or dtype is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"{name}: expected a floating dtype, got {found or repr(dtype)}")
+    return found
+
+
+SCALARS: dict[Any, Callable[[str, Any], Any]] = {
+    int: checked_integer,
+    float: checked_number,
+    bool: checked_bool,
+}
+
+
+def described(value: Any) -> str:
+    """A value, or a NamedTuple's type, in an error."""
+    if hasattr(value, "_fields"):
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        return f"{name}({', '.join(value._fields)})"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

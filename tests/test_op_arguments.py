@@ -1,0 +1,174 @@
+"""Every operator with one wrong argument at a time: an error of one line that says which."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_models import ops
+
+BATCH, TIME, IN, HIDDEN, OUT, HYPER, EMBEDDING, TAPS, MAX_LENGTH = 2, 3, 5, 6, 4, 7, 8, 3, 40
+SIZES = dict(zip("BTIHOYEK", (BATCH, TIME, IN, HIDDEN, OUT, HYPER, EMBEDDING, TAPS), strict=True))
+MASKS = {"lengths": np.array([3, 1], np.int32), "reset": np.zeros((BATCH, TIME), bool)}
+
+
+def array(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).uniform(0.1, 0.9, shape), jnp.float32)
+
+
+def arrays(**shapes: str) -> dict[str, jax.Array]:
+    """By name; an axis is a letter of `SIZES` or several of them."""
+    return {
+        name: array(*(eval(axis, {}, SIZES) for axis in shape.split()))
+        for name, shape in shapes.items()
+    }
+
+
+def norms(size: str) -> ops.LSTMNorms:
+    return ops.LSTMNorms(**arrays(
+        gate_scale=f"4*{size}", gate_bias=f"4*{size}", cell_scale=size, cell_bias=size
+    ))  # fmt: skip
+
+
+def gated(gates: int) -> dict[str, jax.Array]:
+    width = f"{gates}*H"
+    return arrays(
+        kernel_ih=f"I {width}", kernel_hh=f"H {width}", bias_ih=width, bias_hh=width, x="B T I"
+    )
+
+
+CONV = {
+    "taps": lambda params, length: params[:, :length],
+    "params": array(IN, MAX_LENGTH),
+    "max_length": MAX_LENGTH,
+}
+OPS = {
+    "rnn": gated(1) | MASKS | {"state": ops.RNNState(array(BATCH, HIDDEN))},
+    "gru": gated(3) | MASKS | {"state": ops.GRUState(array(BATCH, HIDDEN))},
+    "lstm": MASKS | arrays(
+        x="B T I", kernel_ih="I 4*H", kernel_hh="O 4*H", bias_ih="4*H", bias_hh="4*H",
+        kernel_hr="H O", bias_hr="O",
+    ) | {"state": ops.LSTMState(array(BATCH, OUT), array(BATCH, HIDDEN))},
+    "layer_norm_lstm": MASKS
+    | arrays(x="B T I", kernel_ih="I 4*H", kernel_hh="H 4*H", bias="4*H")
+    | {"state": ops.LSTMState(*array(2, BATCH, HIDDEN)), "norms": norms("H")},
+    "hyper_lstm": MASKS | arrays(
+        x="B T I", kernel_ih="I 4*H", kernel_hh="H 4*H", hyper_kernel_ih="H+I 4*Y",
+        hyper_kernel_hh="Y 4*Y", hyper_bias="4*Y", z_kernel="Y 12*E", z_bias="8*E",
+        d_kernel="E 12*H", d_bias="4*H",
+    ) | {
+        "state": ops.HyperLSTMState(*array(2, BATCH, HIDDEN), *array(2, BATCH, HYPER)),
+        "norms": norms("H"), "hyper_norms": norms("Y"),
+    },
+    "rg_lru": MASKS
+    | arrays(x="B T H", a="H", input_kernel="H H", recurrence_kernel="H H")
+    | {"state": ops.RGLRUState(array(BATCH, HIDDEN))},
+    "decay": arrays(a="H", exponent="B T H"),
+    "linear_recurrence": MASKS | arrays(a="B T H", b="B T H", h0="B H"),
+    "wkv": MASKS
+    | arrays(k="B T H", v="B T H", w="H", u="H")
+    | {"state": ops.WKVState(*array(3, BATCH, HIDDEN))},
+    "causal_conv": MASKS
+    | arrays(x="B T H", kernel="K H", bias="H")
+    | {"state": ops.CausalConv1DState(array(BATCH, HIDDEN, TAPS - 1))},
+    "delayed": MASKS
+    | arrays(x="B T H")
+    | {"state": ops.CausalConv1DState(array(BATCH, HIDDEN, TAPS - 1))},
+    "long_conv": arrays(v="B I T", h="I T", skip="I"),
+    "long_conv_state": arrays(v="B I T") | CONV | {"lengths": MASKS["lengths"]},
+    "online_conv": arrays(v="B I T", skip="I") | CONV | {
+        "lengths": MASKS["lengths"], "state": ops.empty_long_conv_state(BATCH, IN, MAX_LENGTH),
+    },
+    "attention": arrays(q="B T O E", k="B H O E", v="B H O E")
+    | {"mask": np.ones((BATCH, TIME, HIDDEN), bool)},
+    "affine": arrays(x="B I", kernel="I H", bias="H"),
+    "affine in blocks": arrays(x="B 2*I", kernel="2 I H", bias="2*H"),
+    "document_ends": {"reset": MASKS["reset"]},
+}  # fmt: skip
+FAULTS = {
+    "another kind of dtype": lambda a: a.astype(np.float32 if a.dtype != np.float32 else np.int32),
+    "a complex dtype": lambda a: a.astype(np.complex64),
+    "an axis more": lambda a: a[None],
+    "no axis": lambda a: a.ravel()[0],
+    "one more along the last axis": lambda a: jnp.concatenate([a, a[..., :1]], -1),
+    "one along the last axis": lambda a: a[..., :1],
+    "a list": lambda a: a.tolist(),
+}
+ALLOWED = {
+    ("affine", "x", "an axis more"), ("affine in blocks", "x", "an axis more"),
+    ("affine", "kernel", "an axis more"), ("affine in blocks", "kernel", "an axis more"),
+    ("decay", "exponent", "an axis more"),
+    ("document_ends", "reset", "one more along the last axis"),
+    ("document_ends", "reset", "one along the last axis"),
+    ("long_conv_state", "v", "one more along the last axis"),
+    ("long_conv_state", "v", "one along the last axis"),
+    ("online_conv", "v", "one more along the last axis"),
+    ("online_conv", "v", "one along the last axis"),
+    ("delayed", "state.inputs", "one more along the last axis"),
+    ("delayed", "state.inputs", "one along the last axis"),
+}  # fmt: skip
+"""No faults: the sizes are free, or there may be more axes."""
+ONE_LINE = r"[\w.]+: expected .+, got .+"
+
+
+def operator(name: str):
+    return getattr(ops, name.removesuffix(" in blocks"))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_arguments_are_right_before_one_is_made_wrong(name):
+    arrays = {k: v for k, v in OPS[name].items() if k not in ("taps", "max_length")}
+    others = {k: v for k, v in OPS[name].items() if k not in arrays}
+    jax.eval_shape(partial(operator(name), **others), **arrays)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", OPS)
+def test_an_operator_refuses(name, fault):
+    arrays = {k: v for k, v in OPS[name].items() if k not in ("taps", "params", "max_length")}
+    others = {k: v for k, v in OPS[name].items() if k not in arrays}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(arrays)
+    for wrong, (path, leaf) in enumerate(leaves):
+        argument = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+        if (name, argument, fault) in ALLOWED:
+            continue
+        values = [FAULTS[fault](leaf) if i == wrong else a for i, (_, a) in enumerate(leaves)]
+        with pytest.raises((TypeError, ValueError)) as error:  # noqa: PT012
+            operator(name)(**jax.tree.unflatten(structure, values), **others)
+            pytest.fail(f"{argument}: {fault}: accepted")
+        assert re.fullmatch(ONE_LINE, str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("lstm", {"lengths": np.array([4, -1])}, r"lengths: expected values in 0 … 3, got \[4, -1"),
+        ("online_conv", {"lengths": np.array([4, 1])}, "lengths: expected values in 0 … 3, got"),
+        ("lstm", {"reset": np.zeros((TIME, BATCH), bool)}, r"reset: expected shape \(2, 3\), got"),
+        ("lstm", {"kernel_hh": array(4, 25)}, r"kernel_hh: expected shape \(4, 24\), got \(4, 25"),
+        ("lstm", {"x": array(BATCH, TIME)}, r"x: expected shape \(batch, time, in\), got \(2, 3\)"),
+        ("lstm", {"state": ops.RNNState(array(2, 4))}, r"state: expected LSTMState\(h, c\), got R"),
+        ("lstm", {"state": None}, r"state: expected LSTMState\(h, c\), got a NoneType"),
+        ("lstm", {"method": "fast"}, "method: expected one of .*'joined'.*, got 'fast'"),
+        ("lstm", {"reverse": "no"}, "reverse: expected True or False, got 'no'"),
+        ("rnn", {"nonlinearity": "gelu"}, "nonlinearity: expected one of .*, got 'gelu'"),
+        ("rg_lru", {"c": -1}, "c: expected a positive number, got -1"),
+        ("rg_lru", {"c": float("nan")}, "c: expected a finite number, got nan"),
+        ("wkv", {"method": "chunked"}, "method: expected one of .*, got 'chunked'"),
+        ("causal_conv", {"kernel": array(2, 6)}, r"state.inputs: expected shape \(2, 6, 1\), got"),
+        ("online_conv", {"max_length": 9.5}, "max_length: expected an integer, got 9.5"),
+    ],
+)  # fmt: skip
+def test_the_message_names_the_argument(name, change, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        operator(name)(**OPS[name] | change)
+
+
+def test_traced_lengths_outside_count_as_the_nearest():
+    arguments = {k: v for k, v in OPS["causal_conv"].items() if k != "lengths"}
+    call = jax.jit(lambda lengths: ops.causal_conv(**arguments, lengths=lengths))
+    outside, inside = (call(np.array(pair)) for pair in ([300, -5], [TIME, 0]))
+    jax.tree.map(np.testing.assert_array_equal, outside, inside)

@@ -1,0 +1,114 @@
+"""Every constructor with one wrong option at a time: an error of one line that says which."""
+
+import inspect
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_models
+from jax_models import LanguageModelConfig
+from jax_models.options import FloatingDtype, Index
+
+SIZES = {
+    "RNN": (5, 6), "LSTM": (5, 6), "GRU": (5, 6), "LayerNormLSTM": (5, 6),
+    "HyperLSTM": (5, 6, 3, 2),
+    "RGLRU": (5,), "CausalConv1D": (5, 2), "Hawk": (5,), "HawkBlock": (5, 6), "GatedMLP": (5, 6),
+    "RWKVTimeMix": (5,), "RWKVChannelMix": (5, 6), "RWKVBlock": (5,), "SelfAttentionBlock": (6, 2),
+    "HyenaBlock": (5, 8), "AuthenticHyenaBlock": (5, 8), "HyenaFilter": (5, 8),
+    "AuthenticHyenaFilter": (5, 8), "LayerNorm": (5,), "RMSNorm": (5,),
+}  # fmt: skip
+CONFIGS = [
+    name
+    for name, value in vars(jax_models).items()
+    if isinstance(value, type) and issubclass(value, LanguageModelConfig)
+]
+NAN, KEY = float("nan"), jax.random.key(0)
+WRONG = {
+    int: (True, 2.5, "3", -1, NAN, None, jnp.ones(2)),
+    Index: (True, 2.5, "3", -1, NAN, None),
+    int | None: (True, 2.5, "3", -1, NAN),
+    float: (NAN, float("inf"), "1", True, None),
+    bool: (1, "no", None),
+    nnx.Rngs: (None, KEY, 0),
+    FloatingDtype: ("foo", int, "complex64", None),
+    FloatingDtype | None: ("foo", int, "complex64"),
+    inspect.Parameter.empty: (),
+}
+ONE_LINE = r"{}: expected .+, got .+"
+
+
+def build(name: str, **options):
+    given = inspect.signature(getattr(jax_models, name).__init__).parameters
+    sizes = dict(zip([*given][1:], SIZES[name], strict=False))
+    return getattr(jax_models, name)(**{**sizes, "rngs": nnx.Rngs(0), **options})
+
+
+def wrong_values(annotation):
+    return WRONG.get(annotation, ("foo",))  # of a Literal, or of no use
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_constructor_refuses(name):
+    parameters = inspect.signature(getattr(jax_models, name).__init__).parameters
+    for option, parameter in [*parameters.items()][1:]:
+        annotation = parameter.annotation
+        if option in ("dtype", "param_dtype"):
+            annotation = FloatingDtype if option == "param_dtype" else FloatingDtype | None
+        for value in wrong_values(annotation):
+            with pytest.raises((TypeError, ValueError)) as error:
+                build(name, **{option: value})
+            assert re.fullmatch(ONE_LINE.format(option), str(error.value))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_refuses(name):
+    for option, parameter in inspect.signature(getattr(jax_models, name)).parameters.items():
+        for value in wrong_values(parameter.annotation):
+            with pytest.raises(ValueError, match=ONE_LINE.format(option)):
+                getattr(jax_models, name)(**{option: value})
+
+
+def test_every_constructor_is_tried():
+    makes_weights = {
+        name
+        for name, value in vars(jax_models).items()
+        if isinstance(value, type) and "rngs" in inspect.signature(value.__init__).parameters
+    }
+    models = {name.removesuffix("Config") for name in CONFIGS}
+    assert makes_weights - models == SIZES.keys()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_may_be_numpys(name):
+    given = [*inspect.signature(getattr(jax_models, name).__init__).parameters][1:]
+    sizes = dict(zip(given, map(np.int64, SIZES[name]), strict=False))
+    layer = nnx.eval_shape(partial(build, name, **sizes))
+    assert not [key for key, value in vars(layer).items() if isinstance(value, np.integer)]
+
+
+def test_a_config_keeps_numpys_sizes_as_int():
+    config = jax_models.RNNLanguageModelConfig(vocab_size=np.int64(7), dropout_rate=np.float32(0))
+    assert (type(config.vocab_size), type(config.dropout_rate)) == (int, float)
+
+
+@pytest.mark.parametrize("batch_size", [-1, 2.0, True])
+def test_a_state_has_some_rows(batch_size):
+    model = jax_models.RNNLanguageModelConfig().build(rngs=nnx.Rngs(0))
+    for layer in (build("LSTM"), build("SelfAttentionBlock"), model):
+        with pytest.raises(ValueError, match="batch_size: expected "):
+            layer.init_state(batch_size)
+
+
+def test_a_model_refuses_as_a_layer_does():
+    config = jax_models.RNNLanguageModelConfig()
+    for options, message in (
+        ({"rngs": KEY}, r"rngs: expected nnx.Rngs, such as nnx.Rngs\(0\) or nnx.Rngs\(key\), got"),
+        ({"rngs": nnx.Rngs(0), "dtype": "foo"}, "dtype: expected a floating dtype, got 'foo'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            config.build(**options)
