@@ -18,7 +18,9 @@ from benchmarks.report.plot import bars, draw
 from benchmarks.report.store import Record, path, versions, write
 from benchmarks.report.table import line
 from benchmarks.workers import Workers
+from train.command_line import one_line_errors
 
+PROG = "python -m benchmarks"
 RESULTS = Path(__file__).parent / "results"
 QUICK_RESULTS = Path("build/bench-quick")
 NOT_QUICK = ("limits", "memory")
@@ -57,7 +59,7 @@ def run(names: list[str], folder: Path, *, quick: bool, platform: str | None) ->
 
 def main() -> None:
     """Read the options and run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__)
     parser.add_argument("--only", nargs="+", choices=families.FAMILIES, help="these families")
     parser.add_argument(
         "--quick", action="store_true", help="most families, few shapes, few bursts"
@@ -74,4 +76,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors(PROG):
+        main()
