@@ -3,7 +3,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: train test test-slow parity tpu-compile lint bench bench-quick
+PYTHONS := 3.11 3.12 3.13
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VERSION := $(call version,$(PYTHON))
+
+ifeq ($(filter $(VERSION),$(PYTHONS)),)
+$(error PYTHON: expected Python $(PYTHONS), got $(PYTHON), which is $(or $(VERSION),not there); \
+name another one as in make PYTHON=python3.12)
+endif
+
+ifneq ($(call version,$(BIN)/python),$(VERSION))
+$(VENV)/.installed: new-venv
+endif
+
+.DEFAULT_GOAL := train
+.PHONY: train test test-slow parity tpu-compile lint bench bench-quick new-venv
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
@@ -31,8 +45,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+new-venv:
+	$(PYTHON) -m venv --clear $(VENV)
+
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 

@@ -150,5 +150,5 @@ def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:
         if outside.any():
             found = sorted(set(values[outside].tolist()))[:10]
             raise ValueError(f"{name}: expected values in 0 … {vocab_size - 1}, got {found}")
-        return jnp.asarray(values)
+        return jax.device_put(values)  # `jnp.asarray` would compile a program for each shape
     return jnp.where(outside, vocab_size, values)

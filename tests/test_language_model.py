@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, generation, stream
-from jax_models.generation import Decoder, sample
+from jax_models.generation import Decoder, _keep_largest, sample
 
 KEY = jax.random.key(0)
 
@@ -128,12 +128,105 @@ def test_a_longer_text_begins_with_the_shorter():
 
 def test_every_position_has_one_program():
     def programs() -> list[int]:
-        return [p._cache_size() for p in (Decoder.first, Decoder.steps, Decoder.slide)]
+        return [p._cache_size() for p in (Decoder.first, Decoder.steps, Decoder.slides)]
 
     before = programs()
     for length in (3, 30):
         list(stream(model(hidden_features=21), tokens(1, 4), length, key=KEY))
     assert np.subtract(programs(), before).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("context_length", [None, 100])
+def test_fifty_prompts_share_few_programs(context_length):
+    """Of all lengths and options, operations outside of the programs and keys included."""
+    compiled = []
+
+    def listen(event: str, seconds: float, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    random = np.random.default_rng(0)
+    lm = model(context_length=context_length, hidden_features=22)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for i in range(50):
+            prompt = random.integers(0, 20, (1, random.integers(1, 400)))
+            call = [generate, stream][i % 2]
+            text = call(
+                lm,
+                prompt if i % 4 < 2 else jax.device_put(prompt),
+                int(random.integers(1, 150)),
+                key=jax.random.key(i),
+                temperature=random.choice([0.0, 1.0, random.uniform(0.1, 2)]),
+                top_k=random.choice([None, int(random.integers(1, 30))]),
+            )
+            assert np.asarray(text if call is generate else [*text]).size > 0
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) <= 8
+
+
+def test_the_largest_are_kept():
+    """As sorting finds them, ties and rows with infinities included."""
+    logits = np.random.default_rng(0).normal(size=(4, 50)).round(1).astype(np.float32)
+    logits[1, :40] = -np.inf
+    logits[2] = 0
+    for k in (1, 2, 49, 50):
+        kth = np.sort(logits, axis=1)[:, -k, None]
+        kept = jax.jit(_keep_largest)(logits, k)
+        np.testing.assert_array_equal(kept, np.where(logits < kth, -np.inf, logits))
+
+
+def test_generation_under_jit_is_the_same():
+    """Past the context too, of a traced prompt, key and model; −1 in the place of an error."""
+    lm = model()
+    prompt = tokens(2, 5)
+    graphdef, weights = nnx.split(lm)
+
+    @jax.jit
+    def text(weights, prompt, key):
+        return generate(nnx.merge(graphdef, weights), prompt, 9, key=key)
+
+    np.testing.assert_array_equal(text(weights, prompt, KEY), generate(lm, prompt, 9, key=KEY))
+    assert (text(weights, prompt + 20, KEY) == -1).all()
+
+
+@pytest.mark.parametrize("call", [generate, lambda *args, **kwargs: list(stream(*args, **kwargs))])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_refuses_to_draw_from_logits_that_are_not_finite(call, bad, temperature):
+    lm = model(context_length=None)
+    lm.embedding.embedding[...] = lm.embedding.embedding[...].at[3].set(bad)
+    ok, fatal = [[1, 2], [1, 2]], [[1, 2], [1, 3]]
+    call(lm, ok, 1, key=KEY)
+    with pytest.raises(ValueError, match=r"model: expected finite logits.* in rows \[1\]"):
+        call(lm, fatal, 9, key=KEY, temperature=temperature)
+
+
+def test_streams_the_tokens_before_logits_that_are_not_finite():
+    lm = model(context_length=None)
+    lm.head.kernel[...] = jnp.zeros_like(lm.head.kernel[...])
+    lm.head.bias[...] = jnp.zeros(20).at[3].set(1e3)
+    lm.embedding.embedding[...] = lm.embedding.embedding[...].at[3].set(np.nan)
+    text = stream(lm, [[1, 2]], 9, key=KEY)
+    assert next(text).tolist() == [3]
+    with pytest.raises(ValueError, match="model: expected finite logits"):
+        next(text)
+
+
+@pytest.mark.parametrize("three", [3, np.int64(3), jnp.int32(3), np.uint8(3)])
+def test_counts_may_be_integers_of_any_kind(three):
+    lm = model()
+    expected = generate(lm, tokens(1, 4), 3, key=KEY, top_k=3)
+    np.testing.assert_array_equal(generate(lm, tokens(1, 4), three, key=KEY, top_k=three), expected)
+
+
+def test_a_key_may_be_of_the_old_kind():
+    of_new, of_old = (
+        generate(model(), tokens(1, 4), 9, key=key)
+        for key in (jax.random.key(5), jax.random.PRNGKey(5))
+    )
+    np.testing.assert_array_equal(of_new, of_old)
 
 
 def test_positions_restart_with_documents_and_end_with_the_context():
@@ -169,6 +262,77 @@ REFUSED = {
         lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=-1.0),
         ValueError,
         "temperature: expected at least 0",
+    ),
+    "infinite temperature": (
+        lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=float("inf")),
+        ValueError,
+        "temperature: expected at least 0 and finite, got inf",
+    ),
+    "temperature of a word": (
+        lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature="hot"),
+        TypeError,
+        "temperature: expected a number, got 'hot'",
+    ),
+    "fraction of tokens": (
+        lambda lm: generate(lm, tokens(1, 1), 2.5, key=KEY),
+        TypeError,
+        "num_tokens: expected an integer, got 2.5",
+    ),
+    "several counts": (
+        lambda lm: generate(lm, tokens(1, 1), np.ones(3, int), key=KEY),
+        TypeError,
+        "num_tokens: expected an integer",
+    ),
+    "fraction of top_k": (
+        lambda lm: generate(lm, tokens(1, 1), 3, key=KEY, top_k=2.0),
+        TypeError,
+        "top_k: expected an integer, got 2.0",
+    ),
+    "number as a key": (
+        lambda lm: generate(lm, tokens(1, 1), 3, key=0),
+        TypeError,
+        "key: expected one key, such as .*, got int",
+    ),
+    "rngs as a key": (
+        lambda lm: generate(lm, tokens(1, 1), 3, key=nnx.Rngs(0)),
+        TypeError,
+        "key: expected one key, such as .*, got Rngs",
+    ),
+    "several keys": (
+        lambda lm: generate(lm, tokens(1, 1), 3, key=jax.random.split(KEY, 3)),
+        TypeError,
+        r"key: expected one key, such as .*, got key<fry> of shape \(3,\)",
+    ),
+    "array as a key": (
+        lambda lm: generate(lm, tokens(1, 1), 3, key=np.zeros(4, np.uint32)),
+        TypeError,
+        r"key: expected one key, such as .*, got uint32 of shape \(4,\)",
+    ),
+    "no model": (
+        lambda lm: generate(lm.layers, tokens(1, 1), 3, key=KEY),
+        TypeError,
+        "model: expected a LanguageModel, got",
+    ),
+    "no rows": (lambda lm: generate(lm, tokens(0, 3), 3, key=KEY), ValueError, "prompt: expected"),
+    "rank of a prompt": (
+        lambda lm: generate(lm, tokens(3), 3, key=KEY),
+        ValueError,
+        r"prompt: expected shape \(batch ≥ 1, time ≥ 1\), got \(3,\)",
+    ),
+    "floating prompt": (
+        lambda lm: generate(lm, np.zeros((1, 3)), 3, key=KEY),
+        TypeError,
+        "prompt: expected an integer dtype, got float64",
+    ),
+    "ragged prompt": (
+        lambda lm: generate(lm, [[1, 2], [1]], 3, key=KEY),
+        ValueError,
+        "prompt: expected rows of one length",
+    ),
+    "unknown prompt": (
+        lambda lm: generate(lm, [[1, 20]], 3, key=KEY),
+        ValueError,
+        "prompt: expected values in 0 … 19, got",
     ),
     "top_k": (
         lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, top_k=0),

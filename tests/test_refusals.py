@@ -1,5 +1,6 @@
-"""What the commands refuse: one line, exit code 2, nothing written."""
+"""What the commands refuse: one line, exit code 2, nothing written. And how they print it."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 import parity_tests.__main__ as parity_command
 import train.__main__ as train_command
-from train import evaluate, export, generate
+from train import command_line, evaluate, export, generate
 from train.command_line import one_line_errors
 
 COMMANDS = {
@@ -214,3 +215,49 @@ def test_a_module_ends_with_code_2_and_no_traceback():
     )
     assert done.returncode == 2
     assert done.stderr == ("python -m train: error: no-such-file.txt: No such file or directory\n")
+
+
+def in_ascii(*args: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments where only ASCII can be printed."""
+    return subprocess.run(
+        [sys.executable, *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
+    )
+
+
+def test_ascii_takes_the_place_of_what_cannot_be_printed():
+    """Of every command: what they print goes through `one_line_errors`."""
+    code = """
+import sys
+from train.command_line import CommandLineError, one_line_errors
+with one_line_errors("x"):
+    print("1 — 2 … ≥ 3 × 4 µs, é, 5\u00a0ms, 中")
+    raise CommandLineError("naïve …")
+"""
+    done = in_ascii("-c", code)
+    assert done.stdout == "1 - 2 ... >= 3 x 4 us, e, 5 ms, ?\n"
+    assert done.stderr == "x: error: naive ...\n"
+
+
+def test_an_unknown_option_is_told_without_rules_in_ascii():
+    done = in_ascii("-m", "train", "--nix", "1")
+    assert done.stderr.startswith("python -m train: error: Unrecognized options: --nix")
+    assert "--- " not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("python", "line"),
+    [
+        ("/home/me/project/.venv/bin/python", ".venv/bin/python -m train"),
+        ("/opt/some python/bin/python", "'/opt/some python/bin/python' -m train"),
+        ("/usr/bin/python", "python -m train"),
+    ],
+)
+def test_a_printed_command_works_as_printed(python, line, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setattr(command_line.shutil, "which", lambda name: "/usr/bin/python")
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/home/me/project"))
+    assert command_line.command("train") == line

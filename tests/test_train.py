@@ -10,7 +10,9 @@ from pathlib import Path
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
@@ -22,7 +24,8 @@ import train.__main__ as train_command
 from parity_tests.mutations import MUTATIONS
 from parity_tests.tolerance import FLOOR_ULPS, K, group_error, ulp
 from train import evaluate, export, generate
-from train.command_line import CommandLineError
+from train import run as run_module
+from train.command_line import CommandLineError, one_line_errors
 from train.config import PRESETS, TrainConfig
 from train.run import Run, build_trainer
 from train.text import ALL_WORK, Vocabulary
@@ -208,12 +211,57 @@ def test_steps_in_one_call_are_the_single_ones():
     rnn = dataclasses.replace(TrainConfig().model, num_layers=2, dropout_rate=0.5)
     trainer = build_trainer(dataclasses.replace(TrainConfig(), model=rnn))
     batches = np.random.default_rng(0).integers(0, 20, (4, 4, 9))
-    singly = trainer.initial_state()
+    singly, losses = trainer.initial_state(), []
     for batch in batches[:3]:
-        singly, _ = trainer.step(singly, trainer.put(batch))
-    at_once = trainer.steps(trainer.initial_state(), trainer.put(batches), 3)
+        singly, loss = trainer.step(singly, trainer.put(batch))
+        losses.append(loss)
+    at_once, at_once_losses = trainer.steps(trainer.initial_state(), trainer.put(batches), 3)
     assert int(at_once.step) == 3
     chex.assert_trees_all_equal(at_once, singly)
+    np.testing.assert_array_equal(at_once_losses, [*losses, 0])
+
+
+def explodes_at(step: int):
+    """An optimiser whose weights are NaN after so many steps."""
+
+    def build(config, num_steps):
+        return optax.sgd(lambda count: jnp.where(count == step - 1, jnp.nan, 1e-3))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("nan_after", "failed", "latest"),
+    [
+        (8, "step 8: the loss is", 5),
+        (23, "step 23: the loss is", 20),
+        (15, "step 15: the weights or their losses are", 10),
+        (30, "step 30: the weights or their losses are", 25),
+    ],
+)
+def test_a_run_ends_where_its_numbers_are_not_finite(
+    nan_after, failed, latest, text_file, tmp_path, monkeypatch, capsys
+):
+    """At the first loss, or before the weights become a checkpoint; and is resumed from before."""
+    folder = tmp_path / "run"
+    args = small(text_file, *CONSTANT, length="--num-steps 30")
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "build_optimizer", explodes_at(nan_after))
+        with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
+            start(folder, *args)
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"prog: error: {failed} not finite; the last finite checkpoint is of ")
+    assert f"step {latest}, in {folder} " in error
+    assert error.count("\n") == 1
+    assert not (folder / "twin.safetensors").exists()
+    run = Run.open(folder)
+    assert run.metrics()[-1]["step"] == run.checkpoints.latest_step == latest
+    run.checkpoints.close()
+    monkeypatch.setattr(run_module, "build_optimizer", explodes_at(99))
+    monkeypatch.setattr(train_command, "report", lambda *_: None)
+    train_command.main(["--resume", str(folder)])
+    assert Run.open(folder).metrics()[-1]["step"] == 30
 
 
 @pytest.mark.usefixtures("unreported")

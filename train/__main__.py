@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import itertools
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from typing import Annotated, Literal
 import jax
 import numpy as np
 import tyro
+from jax.typing import ArrayLike
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jax_models import LanguageModel, generate, tune_allocator
-from train.command_line import CommandLineError, one_line_errors, parse
+from train.command_line import CommandLineError, NonFiniteError, command, one_line_errors, parse
 from train.config import PRESETS, TrainConfig
 from train.curve import draw_curve
 from train.export import describe_errors, export
@@ -110,7 +112,12 @@ def free_folder(folder: Path) -> Path:
 
 
 def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Console) -> TrainState:
-    """Train to the config's last step, from the newest checkpoint if there is one."""
+    """Train to the config's last step, from the newest checkpoint if there is one.
+
+    Raises:
+        NonFiniteError: a loss or a weight is not finite. The newest checkpoint is from before.
+
+    """
     config = run.config
     resuming = run.checkpoints.latest_step is not None
     state = run.restore(trainer) if resuming else trainer.initial_state()
@@ -133,12 +140,16 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     with progress:
         bar = progress.add_task("", total=config.num_steps, completed=start_step)
         step = start_step
+        called = (step, np.zeros(0))
         while True:
             if step % config.eval_every == 0 or step == config.num_steps:
+                check_losses(run, *called)
                 losses = {
                     name: float(trainer.evaluate(state.params, batches).mean())
                     for name, batches in evaluation.items()
                 }
+                if not np.isfinite([*losses.values()]).all() or not trainer.is_finite(state):
+                    raise not_finite(run, step, "the weights or their losses are")
                 seconds = time.perf_counter() - start_time
                 run.log({"step": step, **losses, "seconds": round(seconds, 2)})
                 console.print(
@@ -151,11 +162,30 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
             stop = min(step + STEPS_PER_CALL, next_evaluation, config.num_steps)
             chunk = [training[i] for i in range(step, stop)]
             chunk += chunk[-1:] * (STEPS_PER_CALL - len(chunk))  # one program for every call
-            state = trainer.steps(state, trainer.put(np.stack(chunk)), stop - step)
+            state, losses = trainer.steps(state, trainer.put(np.stack(chunk)), stop - step)
+            before, called = called, (step, losses)
+            check_losses(run, *before)  # while the device works on this call
             step = stop
             progress.update(bar, completed=step)
     run.checkpoints.close()
     return state
+
+
+def check_losses(run: Run, start: int, losses: ArrayLike) -> None:
+    """Raise where a loss of the steps from `start` on is not finite."""
+    for step, loss in enumerate(np.asarray(losses), start):
+        if not np.isfinite(loss):
+            raise not_finite(run, step, "the loss is")
+
+
+def not_finite(run: Run, step: int, what: str) -> NonFiniteError:
+    """The end of a run, with the checkpoint that is left."""
+    run.checkpoints.close()
+    return NonFiniteError(
+        f"step {step}: {what} not finite; the last finite checkpoint is of step "
+        f"{run.checkpoints.latest_step}, in {run.folder} (a new run may need a lower "
+        "--optimizer.learning-rate, or --optimizer.clip-norm)"
+    )
 
 
 def report(run: Run, model: LanguageModel, console: Console) -> None:
@@ -175,7 +205,8 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     console.rule()
     console.print(describe_errors(model, weights), highlight=False, soft_wrap=True)
     console.print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n", highlight=False)
-    console.print(f"go on writing: python -m train.generate --run {run.folder}", highlight=False)
+    line = f"{command('train.generate')} --run {shlex.quote(str(run.folder))}"
+    console.print(f"go on writing: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def main(args: Sequence[str]) -> None:

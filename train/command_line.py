@@ -1,10 +1,15 @@
-"""What the command lines share: arguments from dataclasses, faults as one line and exit code 2."""
+"""What the command lines share: arguments from dataclasses, faults as one line and exit code."""
 
+import codecs
 import contextlib
 import io
 import os
+import shlex
+import shutil
 import sys
+import unicodedata
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import tyro
@@ -14,6 +19,14 @@ T = TypeVar("T")
 
 class CommandLineError(Exception):
     """A fault of the person's input, told in one line."""
+
+    exit_code = 2
+
+
+class NonFiniteError(CommandLineError):
+    """A computation whose numbers are no longer finite."""
+
+    exit_code = 1
 
 
 def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | None = None) -> T:
@@ -40,32 +53,60 @@ def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | 
 
 
 def _message(box: str) -> str:
-    """The text of the first section of tyro's framed report."""
+    """The text of the first section of tyro's report, framed or, in ASCII, ruled."""
     rows = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()]
-    section = []
-    for row in rows[1:]:
-        if set(row) <= {"─"}:
-            break
-        section.append(row)
-    return " ".join(section)
+    rules = (i for i, row in enumerate(rows[2:], 2) if row and set(row) <= {"─", "-"})
+    first = 2 if set(rows[1]) <= {"-"} else 1
+    return " ".join(rows[first : next(rules, len(rows))])
 
 
 def seed_faults(seed: int) -> Iterator[str]:
     """What is wrong with `--seed`."""
     if not 0 <= seed < 2**31:
-        yield f"--seed: expected 0 … 2³¹ − 1, got {seed}"
+        yield f"--seed: expected 0 … {2**31 - 1}, got {seed}"
+
+
+def command(module: str) -> str:
+    """The line by which a person runs a module with this Python from this folder."""
+    python = sys.executable
+    if shutil.which("python") == python:
+        python = "python"
+    elif Path(python).is_relative_to(Path.cwd()):
+        python = str(Path(python).relative_to(Path.cwd()))
+    return f"{shlex.quote(python)} -m {module}"
+
+
+PLAIN = {"—": "-", "–": "-", "−": "-", "≤": "<=", "≥": ">=", "×": "x", "→": "->", "µ": "u"}
+"""Of characters that `unicodedata` does not spell out, and ASCII lacks."""
+
+
+def print_anywhere() -> None:
+    """Let characters that the output's encoding lacks be spelled with those that it has."""
+
+    def spelled(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        characters = error.object[error.start : error.end]
+        plain = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in characters)
+        return "".join(c.encode("ascii", "ignore").decode() or "?" for c in plain), error.end
+
+    codecs.register_error("spelled", spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="spelled")
 
 
 @contextlib.contextmanager
 def one_line_errors(prog: str) -> Iterator[None]:
-    """Turn a fault of the input into `prog: error: …` on standard error and exit code 2."""
+    """Turn a fault into `prog: error: …` on standard error and its exit code, 2 for the input's."""
+    exit_code = CommandLineError.exit_code
+    print_anywhere()
     try:
         yield
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except CommandLineError as error:
-        message = str(error)
+        message, exit_code = str(error), error.exit_code
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except KeyboardInterrupt:
@@ -74,4 +115,4 @@ def one_line_errors(prog: str) -> Iterator[None]:
     else:
         return
     print(f"{prog}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(exit_code)

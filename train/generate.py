@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from jax_models import stream, tune_allocator
-from train.command_line import CommandLineError, one_line_errors, parse, seed_faults
+from train.command_line import CommandLineError, NonFiniteError, one_line_errors, parse, seed_faults
 from train.run import Run
 
 PROG = "python -m train.generate"
@@ -57,9 +57,13 @@ def main(args: Sequence[str]) -> None:
     except ValueError as error:
         raise CommandLineError(str(error)) from None
     print(prompt, end="", flush=True)
-    for token in continuation:
-        print(run.vocabulary.decode(token), end="", flush=True)
-    print()
+    try:
+        for token in continuation:
+            print(run.vocabulary.decode(token), end="", flush=True)
+    except ValueError as error:
+        raise NonFiniteError(str(error)) from None
+    finally:
+        print()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import LanguageModel
 from jax_models.ops import carry_dtype
@@ -120,13 +120,24 @@ class Trainer:
         state: TrainState,
         batches: Int[Array, "n batch window+1"],
         count: Int[ArrayLike, ""],
-    ) -> TrainState:
+    ) -> tuple[TrainState, Float[Array, " n"]]:
         """A step on each of the first `count` batches, in one call. The given state is used up.
 
-        However a run is cut into calls, all its steps are the same program's and end in the same
-        weights.
+        Also the loss before each step, and zeros from `count` on. However a run is cut into calls,
+        all its steps are the same program's and end in the same weights.
         """
-        return jax.lax.fori_loop(0, count, lambda i, state: self.step(state, batches[i])[0], state)
+
+        def step(i, state_and_losses):
+            state, losses = state_and_losses
+            state, loss = self.step(state, batches[i])
+            return state, losses.at[i].set(loss.astype(losses.dtype))
+
+        return jax.lax.fori_loop(0, count, step, (state, jnp.zeros(len(batches))))
+
+    @partial(jax.jit, static_argnums=0)
+    def is_finite(self, state: TrainState) -> Bool[Array, ""]:
+        """Are all numbers of the state finite?"""
+        return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]).all()
 
     @partial(jax.jit, static_argnums=0)
     def evaluate(
