@@ -135,30 +135,32 @@ def test_odd_sizes(name, batch, time, hidden):
 
 
 @pytest.mark.parametrize(
-    ("platform", "name", "batch", "time", "method"),
+    ("platform", "name", "batch", "time", "hidden", "method"),
     [
-        ("cpu", "gru", 8, 5, "joined"),
-        ("cpu", "gru", 8, 4, "hoisted"),
-        ("cpu", "gru", 1, 5, "hoisted"),
-        ("cpu", "gru", 10, 5, "hoisted"),
-        ("cpu", "gru", 66, 5, "joined"),
-        ("cpu", "rnn", 8, 5, "hoisted"),
-        ("gpu", "gru", 8, 5, "hoisted"),
+        ("cpu", "gru", 8, 5, 4, "joined"),
+        ("cpu", "gru", 8, 4, 4, "hoisted"),
+        ("cpu", "gru", 1, 5, 4, "hoisted"),
+        ("cpu", "gru", 10, 5, 4, "hoisted"),
+        ("cpu", "gru", 66, 5, 4, "joined"),
+        ("cpu", "projected lstm", 8, 5, 4, "hoisted"),
+        ("cpu", "projected lstm", 8, 5, 300, "joined"),
+        ("cpu", "rnn", 8, 5, 600, "hoisted"),
+        ("gpu", "gru", 8, 5, 4, "hoisted"),
     ],
 )
-def test_auto_is_the_form_measured_fastest(platform, name, batch, time, method, monkeypatch):
+def test_auto_is_the_form_measured_fastest(
+    platform, name, batch, time, hidden, method, monkeypatch
+):
     module = sys.modules["jax_models.ops.recurrence"]  # the package has its function by that name
     monkeypatch.setattr(module, "default_backend", lambda: platform)
-    by, _, args = problem(name, batch, time, hidden=4)
+    by, _, args = problem(name, batch, time, hidden)
     assert jaxpr_of(by("auto", False), args) == jaxpr_of(by(method, False), args)
 
 
-@pytest.mark.parametrize(("hidden", "method"), [(295, "hoisted"), (296, "joined")])
-def test_auto_under_differentiation(hidden, method, monkeypatch):
-    monkeypatch.setattr(sys.modules["jax_models.ops.recurrence"], "default_backend", lambda: "cpu")
-    by, _, args = problem("gru", 8, 5, hidden)
-    chosen, expected = (with_gradients(by(form, False)) for form in ("auto", method))
-    assert jaxpr_of(chosen, args) == jaxpr_of(expected, args)
+def test_differentiation_hoists():
+    by, _, args = problem("gru", 8, 5, 4)
+    hoisted, joined = (with_gradients(by(form, False)) for form in METHODS)
+    assert jaxpr_of(joined, args) == jaxpr_of(hoisted, args)
 
 
 def jaxpr_of(function, args) -> str:

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -43,7 +42,7 @@ def gru(
 
 def _step(state: GRUState, now: Step) -> GRUState:
     r, z, input_n, hidden_n = now.split(now.product("gates", state.h), 4)
-    r, z = jax.nn.sigmoid(r), jax.nn.sigmoid(z)
+    r, z = (0.5 + 0.5 * jnp.tanh(0.5 * gate) for gate in (r, z))  # σ; XLA's tanh is faster
     n = jnp.tanh(input_n + r * hidden_n)
     return GRUState((1 - z) * n + z * state.h)
 

@@ -1,9 +1,11 @@
 """The long short-term memory recurrence."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jax_models.ops.checks import checked
@@ -46,9 +48,43 @@ def lstm(
 
 
 def _step(state: LSTMState, now: Step) -> LSTMState:
-    i, f, g, o = now.split(now.product("gates", state.h), 4)
-    c = jax.nn.sigmoid(f) * state.c + jax.nn.sigmoid(i) * jnp.tanh(g)
-    return LSTMState(jax.nn.sigmoid(o) * jnp.tanh(c), c)
+    return LSTMState(*_cell(now.axis, now.product("gates", state.h), state.c))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _cell(axis: int, z, c):
+    """The next h and c, from the sums z of the four gates, side by side on `axis`."""
+    _, _, (i, f, g, o) = _gates(axis, z)
+    c = f * c + i * g
+    return o * jnp.tanh(c), c
+
+
+@_cell.defjvp
+def _cell_jvp(axis: int, primals, tangents):
+    """Each gate has one derivative to pass on: of c by i's, f's and g's sum, of h by o's.
+
+    So the transpose is one product with all four, which XLA's CPU backend makes of whole vectors.
+    """
+    (z, c), (d_z, d_c) = primals, tangents
+    t, scale, (i, f, g, o) = _gates(axis, z)
+    next_c = f * c + i * g
+    u = jnp.tanh(next_c)
+    factors = jnp.concatenate([g, c, i, u], axis)
+    d_i, d_f, d_g, d_o = jnp.split(factors * (1 - t * t) * scale * scale * d_z, 4, axis)
+    d_c = f * d_c + d_i + d_f + d_g
+    return (o * u, next_c), (o * (1 - u * u) * d_c + d_o, d_c)
+
+
+def _gates(axis: int, z):
+    """`t = tanh(scale ⊙ z)`, `scale`, and i, f, g, o, of which σ(z) = ½ + ½ tanh(½ z).
+
+    One tanh of all four is one loop over whole vectors, twice as fast as four functions.
+    """
+    scale = np.repeat(np.asarray([0.5, 0.5, 1, 0.5], z.dtype), z.shape[axis] // 4)
+    scale = jnp.broadcast_to(jnp.expand_dims(scale, 1 - axis), z.shape)
+    t = jnp.tanh(scale * z)
+    i, f, g, o = jnp.split(t, 4, axis)
+    return t, scale, (0.5 + 0.5 * i, 0.5 + 0.5 * f, g, 0.5 + 0.5 * o)
 
 
 def _projected_step(state: LSTMState, now: Step) -> LSTMState:

@@ -21,7 +21,8 @@ FEW_STEPS = 4
 LANES, MANY_ROWS = 8, 64
 """The rows of "joined" go by vectors of 8 on a CPU. Of many the ragged end costs little."""
 LARGE_KERNEL = 2**18
-"""Elements. The backward pass of less, joined, costs more than its forward pass saves."""
+"""Elements. With a smaller kernel "joined" pays only if `join` keeps x and h apart: hoisted, the
+loop then copies the parts."""
 
 
 class Product(NamedTuple):
@@ -94,10 +95,11 @@ def recurrence(
         reverse: run from the last step to the first.
         method: "hoisted", the products of x before the loop, arrays (batch, features) in it;
             "joined", the products of x in the loop, too, arrays (features, batch): x and h side by
-            side make one product, or two where `join` keeps them apart;
+            side make one product, or two where `join` keeps them apart; under differentiation the
+            loop is hoisted, whose backward pass is faster;
             "auto", joined where `jax.default_backend()` is a CPU, a product makes several gates,
-            and the rows fill its vectors, unless there are few steps; or, under differentiation,
-            unless the kernels are small.
+            the rows fill its vectors, and the kernel is large or `join` keeps x and h apart,
+            unless there are few steps.
 
     Returns:
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
@@ -112,27 +114,21 @@ def recurrence(
     in_blocks = any(kernel.ndim == 3 for kernel in kernels)
     if method == "joined" and in_blocks:
         raise ValueError('method: "joined" takes no kernel in blocks, "hoisted" does')
-    joined = joined_derivative = method == "joined"
+    joined = method == "joined"
     if method == "auto" and default_backend() == "cpu" and not in_blocks and time > FEW_STEPS:
         filling = batch % LANES == 0 or batch > MANY_ROWS
-        joined = filling and any(k.shape[1] > k.shape[0] for k in kernels)
-        joined_derivative = joined and max(k.size for k in kernels) >= LARGE_KERNEL
+        pays = join is not add or max(k.size for k in kernels) >= LARGE_KERNEL
+        joined = filling and pays and any(k.shape[1] > k.shape[0] for k in kernels)
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
-    masks = step_masks(time, lengths, reset, reverse=reverse)
-    steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
-    static = _Static(step, join, joined, joined_derivative, reverse)
-    ys, state = _recurrence(
-        static, products, *steps_first((x, inputs)), params, state, *steps_first(masks)
-    )
-    return jnp.swapaxes(ys, 0, 1), state
+    static = _Static(step, join, joined, reverse)
+    return _batch_first(static, products, x, inputs, params, state, lengths, reset)
 
 
 class _Static(NamedTuple):
     step: Callable
     join: Callable
     joined: bool
-    joined_derivative: bool
     reverse: bool
 
     @property
@@ -154,6 +150,16 @@ class _Static(NamedTuple):
     def scan(self, body, state, inputs, length: int):
         """`lax.scan` in the direction of the recurrence."""
         return lax.scan(body, state, inputs, length, reverse=self.reverse)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)  # outside a jit, each call would compile anew
+def _batch_first(static: _Static, products, x, inputs, params, state, lengths, reset):
+    masks = step_masks(x.shape[1], lengths, reset, reverse=static.reverse)
+    steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
+    ys, state = _recurrence(
+        static, products, *steps_first((x, inputs)), params, state, *steps_first(masks)
+    )
+    return jnp.swapaxes(ys, 0, 1), state
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -226,7 +232,7 @@ def _apply(static: _Static, kernel, bias):
 
 @partial(_recurrence.defjvp, symbolic_zeros=True)
 def _recurrence_jvp(static: _Static, primals, tangents):
-    static = static._replace(joined=static.joined_derivative)
+    static = static._replace(joined=False)
     products, x, inputs, params, state, active, reset = primals
     d_products, d_x, d_inputs, d_params, d_state, *_ = tangents
     ys, last, before, found = _forward(static, *primals)
@@ -236,10 +242,8 @@ def _recurrence_jvp(static: _Static, primals, tangents):
     for name, product in products.items():
         widths[name] = product.kernel_x is not None and product.kernel_x.shape[1]
         h, _ = found[name]
-        direct[name] = static.turned(
-            _direct_tangent(static, product, d_products[name], x, d_x, static.turned(h))
-        )
-        transposable[name] = _transposable(static, product.kernel)
+        direct[name] = _direct_tangent(static.join, product, d_products[name], x, d_x, h)
+        transposable[name] = _transposable(product.kernel)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def body(d_state, at_step):
@@ -247,7 +251,7 @@ def _recurrence_jvp(static: _Static, primals, tangents):
 
         def step(state, values, inputs, params):
             def product(name, h):
-                return _known(static, widths[name], h, transposable[name], values[name])
+                return _known(static.join, widths[name], h, transposable[name], values[name])
 
             return static.step(state, Step(product, static.axis, inputs, params))
 
@@ -260,23 +264,22 @@ def _recurrence_jvp(static: _Static, primals, tangents):
         return d_new, d_new[0]
 
     dense_params = instantiate(params, d_params)
-    d_state = jax.tree.map(static.turned, instantiate(state, d_state))
     at_steps = (before, found, inputs, instantiate(inputs, d_inputs), direct, active, reset)
-    d_last, d_ys = static.scan(body, d_state, at_steps, len(x))
-    return (ys, last), (static.turned(d_ys), jax.tree.map(static.turned, d_last))
+    d_last, d_ys = static.scan(body, instantiate(state, d_state), at_steps, len(x))
+    return (ys, last), (d_ys, d_last)
 
 
 def _dense(x, tangent):
     return jnp.zeros_like(x) if isinstance(tangent, SymbolicZero) else tangent
 
 
-def _direct_tangent(static: _Static, product: Product, tangent: Product, x, d_x, h):
+def _direct_tangent(join, product: Product, tangent: Product, x, d_x, h):
     """`(dx W_x + x dW_x + db_x) + (h dW + db)` of every step."""
     of_h = _affine_tangent(h, None, product.kernel, tangent.kernel, tangent.bias)
     if product.kernel_x is None:
         return of_h
     of_x = _affine_tangent(x, d_x, product.kernel_x, tangent.kernel_x, tangent.bias_x)
-    return static.join(of_x, of_h, 2)
+    return join(of_x, of_h, 2)
 
 
 def _affine_tangent(x, d_x, kernel, d_kernel, d_bias):
@@ -296,30 +299,28 @@ def _is_zero(tangent) -> bool:
     return tangent is None or isinstance(tangent, SymbolicZero)
 
 
-def _transposable(static: _Static, kernel):
+def _transposable(kernel):
     """The kernel such that the transpose of `_known`'s product is a plain one."""
-    return lax.optimization_barrier(kernel.T) if not static.joined and kernel.ndim == 2 else kernel
+    return kernel if kernel.ndim == 3 else lax.optimization_barrier(kernel.T)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _known(static: _Static, width: int, h, kernel, value):
+def _known(join, width: int, h, kernel, value):
     """`value`, which is h W and what else was added to it; its own tangent is that of the rest."""
     return value
 
 
 @_known.defjvp
-def _known_jvp(static: _Static, width: int, primals, tangents):
+def _known_jvp(join, width: int, primals, tangents):
     """`width` is that of the products of x which are joined to this one, or 0."""
     _, kernel, value = primals
     d_h, _, d_value = tangents
     if kernel.ndim == 3:
         of_h = affine(d_h, kernel)
     else:
-        contract = (((0,), (0,)), ((), ())) if static.joined else (((1,), (1,)), ((), ()))
-        pair = (kernel, d_h.astype(kernel.dtype))
-        pair = pair if static.joined else pair[::-1]
-        of_h = lax.dot_general(*pair, contract, preferred_element_type=value.dtype)
-    if width and static.join is not add:
-        of_x = jnp.zeros((width, d_h.shape[1]) if static.joined else (len(d_h), width), of_h.dtype)
-        of_h = static.join(of_x, of_h, static.axis)
+        contract = (((1,), (1,)), ((), ()))
+        d_h = d_h.astype(kernel.dtype)
+        of_h = lax.dot_general(d_h, kernel, contract, preferred_element_type=value.dtype)
+    if width and join is not add:
+        of_h = join(jnp.zeros((len(d_h), width), of_h.dtype), of_h, 1)
     return value, d_value + of_h
