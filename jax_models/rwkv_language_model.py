@@ -14,6 +14,7 @@ from jax_models.norm import LayerNorm
 from jax_models.options import FloatingDtype
 from jax_models.rwkv import RWKVBlock, orthogonal, other_version
 from jax_models.stack import Remat, Stack
+from jax_models.torch_keys import elsewhere
 from jax_models.torch_weights import Layouts, embedding, layer_norm, linear, nested
 
 
@@ -49,9 +50,11 @@ class RWKVLanguageModelConfig(LanguageModelConfig):
         if version := other_version(state_dict):
             raise ValueError(f"state_dict: {version}")
         needed = ("emb.weight", "blocks.0.ffn.key.weight")
+        if found := elsewhere(state_dict, [{*needed}]):
+            raise ValueError(f"state_dict: {found}")
         if missing := [key for key in needed if key not in state_dict]:
             raise ValueError(f"state_dict: not of an RWKV-4, it has no {' and no '.join(missing)}")
-        shapes = [tuple(state_dict[key].shape) for key in needed]
+        shapes = [tuple(getattr(state_dict[key], "shape", ())) for key in needed]
         if any(len(shape) != 2 for shape in shapes):
             raise ValueError(f"state_dict: expected matrices {' and '.join(needed)}, got {shapes}")
         (vocab_size, features), (hidden_features, _) = shapes

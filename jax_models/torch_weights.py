@@ -7,16 +7,20 @@ torch to be installed.
 """
 
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
 
 from jax_models.bounds import bounds
 from jax_models.constant import Constant
+from jax_models.torch_keys import Fault, elsewhere, joined, lines
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -143,13 +147,19 @@ def from_torch(
         layout: the layout's name, or a table; by default the one whose keys these are.
 
     Every key is used once and every parameter is set once. Values are never changed: a dtype that
-    the parameter cannot hold exactly is refused. A parameter keeps its dtype and its sharding.
+    the parameter cannot hold exactly is refused, and so are integers and bools. A parameter keeps
+    its dtype and its sharding.
 
     Raises:
-        TypeError: the state_dict is no mapping, or a foreign module has no table.
-        ValueError: the layout is unknown, or keys are missing, unexpected, of another shape or of
-            a wider dtype, or hold values outside a parameter's bounds: all of them are listed, and
-            the layer is left as it was.
+        TypeError: the layer is no module, the state_dict no mapping, the layout neither a name nor
+            a table, or a foreign module has no table.
+        ValueError: the layout is unknown, a table's row does not fit, or keys are missing,
+            unexpected, of another shape or of a wider dtype, or hold values outside a parameter's
+            bounds: all of them are listed, and the layer is left as it was. If the weights are
+            under a prefix of the keys or in an entry, the message has the code that gives them.
+
+    Warns:
+        UserWarning: weights are NaN or infinite.
 
     """
     if not isinstance(state_dict, Mapping):
@@ -161,43 +171,43 @@ def from_torch(
     if foreign_format is not None and (foreign := foreign_format(state_dict)):
         raise ValueError(f"state_dict: {foreign}")
     params = _params(layer)
-    name, table = weight_table(layer, layout, set(state_dict))
+    name, table = weight_table(layer, layout, state_dict)
 
     arrays, faults = {}, []
     for row in table:
-        expected = row.to_torch(*(_placeholder(params[p].get_value()) for p in row.params))
-        for key, like in zip(row.keys, expected, strict=True):
+        placeholders = [_placeholder(params[path].get_value()) for path in row.params]
+        for key, like in zip(row.keys, _transformed(row, "to_torch", placeholders), strict=True):
             if key not in state_dict:
-                faults.append(f"missing key {key}, shape {like.shape}")
+                faults.append(("missing key ", key, f", shape {like.shape}"))
                 continue
-            arrays[key] = value = as_numpy(state_dict[key])
-            if value.shape != like.shape:
-                faults.append(f"{key}: expected shape {like.shape}, got {value.shape}")
-            elif not np.can_cast(value.dtype, like.dtype, "safe"):
-                faults.append(
-                    f"{key}: {value.dtype} does not fit into {like.dtype} exactly: build the layer "
-                    f"with param_dtype={value.dtype} (float64 needs jax_enable_x64), or cast the "
-                    "state_dict first"
-                )
+            try:
+                arrays[key] = _read(state_dict[key], like)
+            except ValueError as error:
+                faults.append(("", key, f": {error}"))
     known = {key for row in table for key in row.keys}
-    faults += [f"unexpected key {key}" for key in state_dict if key not in known]
+    faults += [("unexpected key ", str(key), "") for key in state_dict if key not in known]
     _refuse(faults, layer, name)
 
     loaded = {}
     for row in table:
         try:
-            values = row.to_jax(*(arrays[key] for key in row.keys))
+            values = _transformed(row, "to_jax", [arrays[key] for key in row.keys])
         except ValueError as error:
-            faults.append(f"{', '.join(row.keys)}: {error}")
+            faults.append(("", str(error), ""))
             continue
         loaded |= zip(row.params, values, strict=True)
         faults += [
-            f"{', '.join(row.keys)}: {fault}"
+            ("", ", ".join(row.keys), f": {fault}")
             for path, value in zip(row.params, values, strict=True)
-            if (fault := _out_of_bounds(params[path], value))
+            if (fault := _misfit(params[path], value))
         ]
     _refuse(faults, layer, name)
 
+    if not_finite := [key for key, array in arrays.items() if not np.isfinite(array).all()]:
+        warnings.warn(
+            f"state_dict: numbers that are not finite in {', '.join(joined(not_finite))}",
+            stacklevel=2,
+        )
     for path, value in loaded.items():
         old = params[path].get_value()
         own = np.array(value, dtype=old.dtype)  # jax may keep the memory that it is given
@@ -217,14 +227,20 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
     .view(torch.bfloat16)` reads them.
 
     Raises:
-        ValueError: this layer has no such layout.
+        TypeError: the layer is no module, or the layout neither a name nor a table.
+        ValueError: this layer has no such layout, or its parameters have no values.
 
     """
-    params = _params(layer)
+    params = {path: param.get_value() for path, param in _params(layer).items()}
+    if any(isinstance(value, jax.ShapeDtypeStruct | jax.core.Tracer) for value in params.values()):
+        raise ValueError(
+            "layer: its parameters have no values, as under nnx.eval_shape or jax.jit: "
+            "load weights first, or call to_torch outside"
+        )
     _, table = weight_table(layer, layout)
     state_dict = {}
     for row in table:
-        values = row.to_torch(*(np.asarray(params[path].get_value()) for path in row.params))
+        values = _transformed(row, "to_torch", [np.asarray(params[path]) for path in row.params])
         state_dict |= {
             key: np.array(value, order="C") for key, value in zip(row.keys, values, strict=True)
         }
@@ -232,46 +248,98 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
 
 
 def weight_table(
-    layer: Any, layout: str | Table | None, keys: set[str] | None = None
+    layer: Any, layout: str | Table | None, state_dict: Mapping[str, Any] | None = None
 ) -> tuple[str, Table]:
-    """A layout's name and table; by default that which has these keys, or the layer's first.
+    """A layout's name and table; by default that of the state_dict, or the layer's first.
 
     Raises:
-        ValueError: the layer has no such layout, or a table does not name each parameter once.
+        TypeError: the layout is neither a name nor a table.
+        ValueError: the layer has no such layout, a table does not name each parameter once, or the
+            state_dict is of no layout.
 
     """
-    if isinstance(layout, list):
-        name, table = "of its own", layout
-    else:
+    if isinstance(layout, list) and all(isinstance(row, Weight) for row in layout):
+        layouts = {"of its own": layout}
+    elif layout is None or isinstance(layout, str):
         layouts = _layouts(layer)
-        name = layout
-        if name is None:
-            name = next(iter(layouts)) if keys is None else _detect(layouts, keys, layer)
-        if name not in layouts:
+    else:
+        raise TypeError(f"layout: expected a name or a list of `Weight` rows, got {layout!r:.100}")
+    if isinstance(layout, str):
+        if layout not in layouts:
             raise ValueError(
                 f"layout: {type(layer).__name__} with these options has {sorted(layouts)}, "
-                f"not {name!r}"
+                f"not {layout!r}"
             )
-        table = layouts[name]
-    params = _params(layer)
-    named = [path for row in table for path in row.params]
-    if sorted(named) != sorted(params):
+        layouts = {layout: layouts[layout]}
+    for name, table in layouts.items():
+        _check_rows(name, table, layer)
+    name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer)
+    return name, layouts[name]
+
+
+def _check_rows(name: str, table: Table, layer: Any) -> None:
+    """Refuse a table that does not name every parameter once, and no key twice."""
+    params, kind = _params(layer), type(layer).__name__
+    named = Counter(path for row in table for path in row.params)
+    keys = Counter(key for row in table for key in row.keys)
+    faults = [
+        *(("no row for the parameter ", path, "") for path in params if path not in named),
+        *((f"{kind} has no parameter ", path, "") for path in named if path not in params),
+        *(("two rows for the parameter ", path, "") for path, count in named.items() if count > 1),
+        *(("two rows for the key ", key, "") for key, count in keys.items() if count > 1),
+    ]
+    if faults:
+        raise ValueError(f"layout {name!r}: {'; '.join(lines(faults))}")
+
+
+def _transformed(row: Weight, transform: str, arrays: list[np.ndarray]) -> Arrays:
+    """What a row's transform makes of arrays, checked to be as many as the row names."""
+    names = row.params if transform == "to_jax" else row.keys
+    try:
+        values = getattr(row, transform)(*arrays)
+        if not isinstance(values, tuple):
+            raise ValueError(f"{transform} gives a {type(values).__name__}, expected a tuple")
+        if len(values) != len(names):
+            raise ValueError(f"{transform} gives {len(values)} arrays for {len(names)}")
+    except ValueError as error:
+        raise ValueError(f"{', '.join(row.keys)}: {error}") from None
+    return values
+
+
+def _read(value: Any, like: np.ndarray) -> np.ndarray:
+    """A state_dict's value as an array that can take the place of another."""
+    if not hasattr(value, "shape"):
+        raise ValueError(f"expected a tensor or an array, got {type(value).__name__}")
+    try:
+        array = as_numpy(value)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"it cannot be read: {str(error).splitlines()[0]}") from None
+    if array.shape != like.shape:
+        raise ValueError(f"expected shape {like.shape}, got {array.shape}")
+    if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"expected floating numbers, got {array.dtype}")
+    if not np.can_cast(array.dtype, like.dtype, "safe"):
         raise ValueError(
-            f"layout {name!r} names the parameters {sorted(named)}, but "
-            f"{type(layer).__name__} has {sorted(params)}"
+            f"{array.dtype} does not fit into {like.dtype} exactly: build the layer with "
+            f"param_dtype={array.dtype} (float64 needs jax_enable_x64), or cast the state_dict "
+            "first"
         )
-    return name, table
+    return array
 
 
-def _refuse(faults: list[str], layer, layout: str) -> None:
+def _refuse(faults: list[Fault], layer, layout: str) -> None:
     if faults:
         raise ValueError(
             f"state_dict does not fit {type(layer).__name__} in layout {layout!r}:\n  "
-            + "\n  ".join(faults)
+            + "\n  ".join(lines(faults))
         )
 
 
-def _out_of_bounds(param: nnx.Variable, value: np.ndarray) -> str | None:
+def _misfit(param: nnx.Variable, value: np.ndarray) -> str | None:
+    """Why the parameter cannot take the value."""
+    shape = param.get_value().shape
+    if value.shape != shape:
+        return f"to_jax gives shape {value.shape}, the parameter has {shape}"
     interval = bounds(param)
     if interval is None:
         return None
@@ -281,6 +349,9 @@ def _out_of_bounds(param: nnx.Variable, value: np.ndarray) -> str | None:
 
 
 def _params(layer) -> dict[str, nnx.Variable]:
+    if not isinstance(layer, nnx.Module):
+        name = f"the class {layer.__name__}" if isinstance(layer, type) else type(layer).__name__
+        raise TypeError(f"layer: expected an nnx.Module, got {name}")
     flat = nnx.to_flat_state(nnx.state(layer, (nnx.Param, nnx.BatchStat, Constant)))
     return {".".join(map(str, path)): param for path, param in flat}
 
@@ -299,17 +370,24 @@ def _layouts(layer: HasLayouts) -> Layouts:
     return layouts
 
 
-def _detect(layouts: Layouts, keys: set[str], layer) -> str:
+def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer) -> str:
     """The layout that shares the most keys with a state_dict, least missing first among equals."""
+    keys = set(state_dict)
     known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
     best = max(known, key=lambda name: (len(known[name] & keys), -len(known[name] - keys)))
-    if not known[best] & keys:
-        layouts_seen = "\n  ".join(f"{name}: {sorted(known[name])}" for name in known)
-        raise ValueError(
-            f"state_dict: its keys {sorted(keys)} are of no layout that {type(layer).__name__} "
-            f"with these options (layers, directions, biases, projection) has:\n  {layouts_seen}"
-        )
-    return best
+    if known[best] & keys or not known[best]:
+        return best
+    if not keys:
+        raise ValueError("state_dict: it has no keys")
+    if found := elsewhere(state_dict, known.values()):
+        raise ValueError(f"state_dict: {found}")
+    expected = "; ".join(
+        f"layout {name!r} takes {', '.join(joined(sorted(known[name])))}" for name in known
+    )
+    raise ValueError(
+        f"state_dict: none of its keys fits {type(layer).__name__} with these options: it has "
+        f"{', '.join(joined(sorted(map(str, keys))))}; {expected}"
+    )
 
 
 def _placeholder(value) -> np.ndarray:

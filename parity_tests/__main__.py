@@ -175,7 +175,7 @@ def previous(path: Path | None) -> Record | None:
     if path is None:
         return None
     try:
-        return Record.from_json(path.read_text(encoding="utf-8"))
+        return Record.from_json(path.read_bytes())
     except OSError as error:
         raise CommandLineError(f"--compare: {path}: {error.strerror}") from error
     except ValueError as error:

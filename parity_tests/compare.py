@@ -14,10 +14,10 @@ from flax import nnx
 
 from jax_models import from_torch, to_torch
 from jax_models.torch_weights import Table, as_numpy, weight_table
-from parity_tests.cases import DTYPES
+from parity_tests.cases import PLATFORMS
 from parity_tests.locate import find_departure
 from parity_tests.measure import Report, measure
-from parity_tests.problem import Problem
+from parity_tests.problem import Problem, checked_dtypes, checked_int
 
 Loader = Callable[[Mapping[str, Any]], Any]
 """Makes the JAX side's weights, an `nnx.Module` or any tree of arrays, of a state_dict."""
@@ -67,11 +67,9 @@ def compare(
         TypeError: a function without a loader, or a result that is no tree of arrays.
 
     """
-    dtypes = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
-    if not dtypes or not {*dtypes} <= {*DTYPES}:
-        raise ValueError(f"dtypes: expected some of {', '.join(DTYPES)}, got {dtypes}")
-    if not isinstance(twin, torch.nn.Module):
-        raise TypeError(f"twin: expected a torch.nn.Module, got {type(twin).__name__}")
+    dtypes, seed = checked_dtypes(dtypes), checked_int("seed", seed, 0)
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform: expected one of {', '.join(PLATFORMS)}, got {platform!r}")
     with jax.enable_x64(True):
         problem, faults, notes = port(
             twin,
@@ -104,6 +102,12 @@ def port(
     twin: torch.nn.Module, model: Any, weights: Any, call: Any = None, **fields: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """The problem with these fields, the faults of the weights, and what cannot be compared."""
+    if not isinstance(twin, torch.nn.Module):
+        raise TypeError(f"twin: expected a torch.nn.Module, got {type(twin).__name__}")
+    is_function = callable(model) and not isinstance(model, type | torch.nn.Module)
+    if not isinstance(model, nnx.Module) and not is_function:
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model: expected an nnx.Module or a function of weights, got {kind}")
     start = partial(Problem, twin=copy.deepcopy(twin).cpu().eval(), **fields)
     of_kind = _of_module if isinstance(model, nnx.Module) else _of_loader
     return of_kind(start, twin, model, weights, call)
@@ -127,7 +131,7 @@ def _of_module(
         note = "weight gradients are not compared: `weights` does not say which is which"
         return start(build=lambda _, dtype: _cast(model, dtype), to_torch=None), [], [note]
     state_dict = _state_dict(twin, "float64")
-    _, table = weight_table(model, weights, set(state_dict))
+    _, table = weight_table(model, weights, state_dict)
 
     def build(twin: torch.nn.Module, dtype: str) -> nnx.Module:
         return from_torch(_cast(model, dtype), _state_dict(twin, dtype), table)

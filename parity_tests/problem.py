@@ -1,8 +1,9 @@
 """What a comparison runs: a torch module, its JAX port, and their inputs."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -39,6 +40,32 @@ class Problem:
     seed: int = 0
     table: Table | None = None
     """The weight table, which says what submodules correspond."""
+
+
+def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
+    """The dtypes to compare in, at least one.
+
+    Raises:
+        ValueError: there is none, or one that is not compared.
+
+    """
+    given = (dtypes,) if isinstance(dtypes, str) or not isinstance(dtypes, Iterable) else dtypes
+    chosen = tuple(given)
+    if not chosen or not all(dtype in DTYPES for dtype in chosen):
+        raise ValueError(f"dtypes: expected some of {', '.join(DTYPES)}, got {chosen}")
+    return chosen
+
+
+def checked_int(name: str, value: int, least: int) -> int:
+    """An integer of at least so much.
+
+    Raises:
+        ValueError: it is another, or none.
+
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+    return int(value)
 
 
 def tensors(tree: Any, dtype: str) -> Any:

@@ -181,7 +181,7 @@ class Record:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Record":
+    def from_json(cls, text: str | bytes) -> "Record":
         """The record that `to_json` wrote.
 
         Raises:
@@ -191,19 +191,19 @@ class Record:
         try:
             fields = json.loads(text)
             if fields["schema"] != SCHEMA:
-                raise ValueError(f"expected schema {SCHEMA}, got {fields['schema']}")
+                raise ValueError(f"expected schema {SCHEMA}, got {fields['schema']!r:.40}")
             return cls(
                 dict(fields["versions"]),
                 dict(fields["platforms"]),
                 tuple(Measurement.from_dict(m) for m in fields["measurements"]),
                 tuple(fields["faults"]),
                 tuple(PrecisionError.from_dict(p) for p in fields["precision"]),
-                fields["cases"],
+                dict(fields["cases"]),
                 tuple(ErrorOverTime.from_dict(e) for e in fields["over_time"]),
                 tuple(MutationResult(**m) for m in fields["mutations"]),
                 {case: tuple(names) for case, names in fields.get("not_run", {}).items()},
             )
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a record of --json ({type(error).__name__}: {error})") from error
 
 

@@ -305,6 +305,29 @@ def test_arguments_that_do_not_fit(arguments, message):
         )
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"dtypes": ()}, r"^dtypes: expected some of .*, got \(\)"),
+        ({"dtypes": 3}, r"^dtypes: expected some of .*, got \(3,\)"),
+        ({"dtypes": ([],)}, "^dtypes: expected some of"),
+        ({"platform": "foo"}, "^platform: expected one of cpu, gpu, tpu, got 'foo'"),
+        ({"seed": -1}, "^seed: expected an integer of at least 0, got -1"),
+        ({"seed": True}, "^seed: expected an integer of at least 0, got True"),
+    ],
+)
+def test_options_that_do_not_fit(option, message):
+    module, model = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        compare(module, model, np.ones((2, 3)), **option)
+
+
+@pytest.mark.parametrize("model", [None, 3, nnx.Linear, torch.nn.Linear(3, 4)])
+def test_what_is_no_model(model):
+    with pytest.raises(TypeError, match=r"^model: expected an nnx\.Module or a function"):
+        compare(torch.nn.Linear(3, 4), model, np.ones((2, 3)))
+
+
 def test_a_layer_of_the_package_needs_no_table():
     x = np.random.default_rng(0).standard_normal((2, 5, 3))
     module = twin(torch.nn.LSTM, 3, 4, num_layers=2, batch_first=True)

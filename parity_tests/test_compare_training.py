@@ -222,3 +222,16 @@ def test_arguments_that_do_not_fit():
         compare_training(module, model, [np.ones((2, 3))], **options)
     with pytest.raises(ValueError, match="batches: expected at least one"):
         compare_training(module, model, [], **options)
+    for name, (value, error) in {
+        "dtypes": ((), r"dtypes: expected some of .*, got \(\)"),
+        "accumulate": (2, "accumulate: expected at most the 1 batches, got 2"),
+    }.items():
+        with pytest.raises(ValueError, match=error):
+            compare_training(module, model, [np.ones((2, 3))], **options, **{name: value})
+    assert not TrainingReport({}).passed
+
+
+def test_a_training_that_changes_nothing_shows_nothing():
+    report = train(optax.sgd(0.0), of(torch.optim.SGD, lr=0.0), dtypes="float64")
+    assert not report.passed
+    assert "no weight of the torch side changed" in str(report)

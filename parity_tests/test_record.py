@@ -83,6 +83,10 @@ def test_json_has_no_nan():
         ("{}", "not a record of --json .KeyError: 'schema'"),
         ('{"schema": 7}', "expected schema 2, got 7"),
         ('{"schema": 2, "versions": [1]}', "not a record of --json"),
+        (200_000 * "[", "not a record of --json .RecursionError"),
+        (json.dumps({**record().to_dict(), "cases": 5}), "not a record of --json"),
+        (json.dumps({**record().to_dict(), "over_time": [{"torch": ["x"]}]}), "not a record of"),
+        (record(measurement(1e-7)).to_json()[:-20], "not a record of --json .JSONDecodeError"),
     ],
 )
 def test_what_is_no_record(text, message):

@@ -16,7 +16,15 @@ import torch
 from flax import nnx
 
 from parity_tests.compare import port
-from parity_tests.problem import Arrays, Problem, arrays, in_double, tensors
+from parity_tests.problem import (
+    Arrays,
+    Problem,
+    arrays,
+    checked_dtypes,
+    checked_int,
+    in_double,
+    tensors,
+)
 from parity_tests.rounding import InFloat64, RandomRounding
 from parity_tests.tolerance import ROUNDED_RUNS, Error, group_error
 
@@ -40,7 +48,8 @@ class TrainingReport:
     @property
     def passed(self) -> bool:
         """Did they stay together to the end?"""
-        return not self.faults and not self.parting and all(self.steps.values())
+        compared = bool(self.steps) and all(self.steps.values())
+        return compared and not self.faults and not self.parting
 
     def __str__(self) -> str:
         """The errors after the steps 1, 2, 4, … and the last, and where the two part."""
@@ -97,12 +106,18 @@ def compare_training(
         dtypes: those to train in.
 
     Raises:
-        ValueError: the weights do not fit the model, nobody says which are which, or there is no
-            batch.
+        ValueError: the weights do not fit the model, nobody says which are which, there is no
+            batch or no dtype, or no step is taken.
 
     """
+    batches, dtypes = list(batches), checked_dtypes(dtypes)
     if not batches:
         raise ValueError("batches: expected at least one")
+    if checked_int("accumulate", accumulate, 1) > len(batches):
+        raise ValueError(
+            f"accumulate: expected at most the {len(batches)} batches, got {accumulate}: "
+            "no optimizer would take a step"
+        )
 
     def of_torch(
         dtype: str, arithmetic: InFloat64 | RandomRounding | None = None
@@ -168,6 +183,11 @@ def compare_training(
             )
             for dtype in steps
         }
+        before = {
+            name: weight.detach().double().numpy().copy()
+            for name, weight in problem.twin.named_parameters()
+        }
+        oracle: Arrays = before
         for step, oracle in enumerate(of_torch("float64", in_float64), 1):
             theirs = {dtype: next(run) for dtype, run in of_twins.items()}
             for dtype, port_run in of_ports.items():
@@ -181,6 +201,8 @@ def compare_training(
                     scatter=partial(rounded[dtype].after, step),
                 )
                 steps[dtype].append(error)
+    if all(np.array_equal(oracle[name], weight) for name, weight in before.items()):
+        faults.append("training: no weight of the torch side changed, there is nothing to compare")
     return TrainingReport({dtype: tuple(e) for dtype, e in steps.items()}, tuple(faults))
 
 

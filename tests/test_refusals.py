@@ -184,6 +184,28 @@ REFUSED = {
         "--case: these run on gpu only, not on cpu: torch.nn.LSTM, 1 layer by cuDNN",
     ),
     "missing platform": ("parity", lambda d, f: ["--platform", "tpu"], "this machine has no tpu"),
+    **{
+        f"{name} for a record": (
+            "parity",
+            lambda d, f, content=content: [
+                *["--case", "RNNDeep", "--compare"],
+                write(d / "r.json", content),
+            ],
+            "r.json: not a record of --json",
+        )
+        for name, content in {
+            "nothing": b"",
+            "text": b"hello",
+            "bytes": b"\xff\xfe\x00",
+            "another JSON": b'[{"loss": 3}]',
+            "a number": b"3",
+        }.items()
+    },
+    "folder for a record": (
+        "parity",
+        lambda d, f: ["--case", "RNNDeep", "--compare", str(d)],
+        "--compare: ",
+    ),
     "no record": (
         "parity",
         lambda d, f: ["--case", "RNNDeep", "--compare", str(d / "none.json")],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from safetensors.numpy import save
 
 import torch_ref
 from jax_models import (
@@ -74,14 +75,41 @@ def test_a_pth_that_is_none(tmp_path):
         read_pth(tmp_path / "list.pth")
     torch.save(checkpoint(), tmp_path / "whole.pth")
     whole = (tmp_path / "whole.pth").read_bytes()
-    damaged = {"empty": b"", "text": b"hello world\n"}
+    damaged = {"text": b"hello world\n"}
     damaged |= {f"cut{end}": whole[:end] for end in (1, 100, 2000, len(whole) // 2, -1)}
     for name, content in damaged.items():
         (tmp_path / f"{name}.pth").write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{name}\.pth: (refused|not a whole file)"):
+        with pytest.raises(ValueError, match=rf"^{name}\.pth: not a whole file .*[^:]$"):
             read_pth(tmp_path / f"{name}.pth")
     with pytest.raises(FileNotFoundError):
         read_pth(tmp_path / "none.pth")
+    with pytest.raises(TypeError, match="path: expected the path of a file, got NoneType"):
+        read_pth(None)  # pyright: ignore[reportArgumentType]
+
+
+OTHER_FILES = {
+    "it is empty": b"",
+    r"safetensors\.torch\.load_file": save({"a": np.zeros(3, np.float32)}),
+    "it is a web page": b"\n<!doctype html>\n<html>",
+    "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    r"numpy\.load": b"\x93NUMPY\x01\x00",
+    r"h5py\.File": b"\x89HDF\r\n\x1a\n",
+    "gzip": b"\x1f\x8b\x08",
+}
+
+
+@pytest.mark.parametrize("what", OTHER_FILES)
+def test_a_file_of_another_format_is_named(what, tmp_path):
+    (tmp_path / "other.pth").write_bytes(OTHER_FILES[what])
+    with pytest.raises(ValueError, match=rf"^other\.pth: not a file of torch\.save, .*{what}"):
+        read_pth(tmp_path / "other.pth")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_module_is_refused_and_the_way_out_is_named(zipped, tmp_path):
+    torch.save(torch.nn.LSTM(2, 3), tmp_path / "m.pth", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match=r"rnn\.LSTM; save model\.state_dict\(\) alone"):
+        read_pth(tmp_path / "m.pth")
 
 
 @pytest.mark.parametrize(

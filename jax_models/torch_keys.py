@@ -1,0 +1,82 @@
+"""The keys of a `state_dict` in error messages: many in few words, and where else they may be."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+Fault = tuple[str, str, str]
+"""What is wrong with a key: the text before the key, the key, the text behind it."""
+
+
+def joined(keys: Iterable[Any]) -> list[str]:
+    """The keys; those that differ in one number are one, `blocks.{0-3,5}.weight`."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for key in map(str, keys):
+        number = re.search(r"(?<![^.])\d+(?![^.])", key)
+        start, end = (len(key), len(key)) if number is None else number.span()
+        numbers = groups.setdefault((key[:start], key[end:]), [])
+        numbers += [] if number is None else [int(number[0])]
+    return [f"{head}{_ranges(numbers)}{tail}" for (head, tail), numbers in groups.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs = [
+        [n for _, n in run]
+        for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    ]
+    text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"{{{text}}}" if len(numbers) > 1 else text
+
+
+def lines(faults: Iterable[Fault]) -> list[str]:
+    """A line for all keys with one fault that differ in one number."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for before, key, behind in faults:
+        groups.setdefault((before, behind), []).append(key)
+    return [
+        f"{before}{key}{behind}"
+        for (before, behind), keys in groups.items()
+        for key in joined(keys)
+    ]
+
+
+def elsewhere(
+    state_dict: Mapping[Any, Any], layouts: Collection[set[str]], code: str = "state_dict"
+) -> str | None:
+    """Where at least half of a layout's keys are: in an entry, or under a prefix.
+
+    The answer ends with the Python code that gives them; `code` is that of the `state_dict`.
+    """
+    for name, entry in state_dict.items():
+        if not isinstance(entry, Mapping):
+            continue
+        inside = f'{code}["{name}"]'
+        if any(2 * len(known & entry.keys()) >= len(known) for known in layouts):
+            return f'its weights are in the entry "{name}": give {inside}'
+        if found := elsewhere(entry, layouts, inside):
+            return found
+    keys = [key for key in state_dict if isinstance(key, str)]
+    for known in layouts:
+        places = Counter(
+            key[: dot.end()]
+            for key in keys
+            for dot in re.finditer(r"\.", key)
+            if key[dot.end() :] in known
+        )
+        most = max(places.values(), default=0)
+        if 2 * most >= len(known):
+            prefixes = [prefix for prefix, count in places.items() if count == most]
+            return _without(prefixes, keys, code)
+    return None
+
+
+def _without(prefixes: list[str], keys: list[str], code: str) -> str:
+    first = prefixes[0]
+    only = "" if all(key.startswith(first) for key in keys) else f' if k.startswith("{first}")'
+    names = ", ".join(f'"{prefix}"' for prefix in joined(prefixes))
+    return (
+        f"its weights are under {names}: give "
+        f'{{k.removeprefix("{first}"): v for k, v in {code}.items(){only}}}'
+    )
