@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import default_backend, lax
 from jax.custom_derivatives import SymbolicZero
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.checks import checked
 from jax_models.ops.masks import step_masks
+from jax_models.ops.varying import alike
 
 State = TypeVar("State", bound=tuple)
 RecurrenceMethod = Literal["auto", "hoisted", "joined"]
@@ -113,13 +115,16 @@ def recurrence(
     if method == "joined" and in_blocks:
         raise ValueError('method: "joined" takes no kernel in blocks, "hoisted" does')
     joined = joined_derivative = method == "joined"
-    if method == "auto" and default_backend() == "cpu" and not in_blocks and time > FEW_STEPS:
+    known = not any(map(is_symbolic_dim, x.shape))
+    on_cpu = default_backend() == "cpu"
+    if method == "auto" and on_cpu and not in_blocks and known and time > FEW_STEPS:
         filling = batch % LANES == 0 or batch > MANY_ROWS
         joined = filling and any(k.shape[1] > k.shape[0] for k in kernels)
         joined_derivative = joined and max(k.size for k in kernels) >= LARGE_KERNEL
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
     masks = step_masks(time, lengths, reset, reverse=reverse)
+    products, x, inputs, params, state, masks = alike((products, x, inputs, params, state, masks))
     steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
     static = _Static(step, join, joined, joined_derivative, reverse)
     ys, state = _recurrence(
@@ -153,7 +158,8 @@ class _Static(NamedTuple):
 
     def scan(self, body, state, inputs, length: int):
         """`lax.scan` in the direction of the recurrence."""
-        return lax.scan(body, state, inputs, length, reverse=self.reverse)
+        known = None if is_symbolic_dim(length) else length
+        return lax.scan(body, state, inputs, known, reverse=self.reverse)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -188,7 +194,7 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
 
     state = jax.tree.map(static.turned, state)
     at_steps = (inputs, before_loop, active, reset)
-    last, (ys, before, found) = static.scan(body, state, at_steps, len(x))
+    last, (ys, before, found) = static.scan(body, state, at_steps, x.shape[0])
     return static.turned(ys), jax.tree.map(static.turned, last), before, found
 
 
@@ -262,7 +268,7 @@ def _recurrence_jvp(static: _Static, primals, tangents):
     dense_params = instantiate(params, d_params)
     d_state = jax.tree.map(static.turned, instantiate(state, d_state))
     at_steps = (before, found, inputs, instantiate(inputs, d_inputs), direct, active, reset)
-    d_last, d_ys = static.scan(body, d_state, at_steps, len(x))
+    d_last, d_ys = static.scan(body, d_state, at_steps, x.shape[0])
     return (ys, last), (static.turned(d_ys), jax.tree.map(static.turned, d_last))
 
 
@@ -320,6 +326,8 @@ def _known_jvp(static: _Static, width: int, primals, tangents):
         pair = pair if static.joined else pair[::-1]
         of_h = lax.dot_general(*pair, contract, preferred_element_type=value.dtype)
     if width and static.join is not add:
-        of_x = jnp.zeros((width, d_h.shape[1]) if static.joined else (len(d_h), width), of_h.dtype)
+        of_x = jnp.zeros(
+            (width, d_h.shape[1]) if static.joined else (d_h.shape[0], width), of_h.dtype
+        )
         of_h = static.join(of_x, of_h, static.axis)
     return value, d_value + of_h
