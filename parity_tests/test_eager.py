@@ -62,15 +62,15 @@ def test_an_equal_eager_call_compiles_nothing(name):
             np.testing.assert_array_equal(a, b, what)
 
 
-@pytest.mark.parametrize("name", [n for n in ("RGLRU", "RWKVBlock", "LSTMProj") if n in NAMES])
+@pytest.mark.parametrize("name", [n for n in ("RGLRU", "RWKVTimeMix", "LSTMProj") if n in NAMES])
 def test_a_thousand_eager_calls_keep_no_memory(name):
-    for _, call in calls(name):
-        for _ in range(100):
-            call()
-        before = resident_bytes()
-        for _ in range(1000):
-            jax.block_until_ready(call())
-        assert resident_bytes() - before < 10 * 2**20
+    _, call = next(calls(name))
+    for _ in range(100):
+        call()
+    before = resident_bytes()
+    for _ in range(1000):
+        jax.block_until_ready(call())
+    assert resident_bytes() - before < 10 * 2**20
 
 
 def resident_bytes() -> int:
