@@ -194,7 +194,6 @@ def _scan(
     reset: Array | None,
 ) -> tuple[Array, list[State]]:
     """Layers of one structure, compiled once."""
-
     inputs = [(nnx.state(layer), state) for layer, state in zip(layers, states, strict=True)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
     x, outputs = _compiled_scan(pure, x, stacked, lengths, reset)
