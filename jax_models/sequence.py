@@ -197,7 +197,11 @@ def state_batch_axes(layer: HasState) -> Any:
 
 
 def check_time(name: str, time: int, max_length: int) -> None:
-    """Refuse more steps than a layer was built for."""
+    """Refuse more steps than a layer was built for.
+
+    Of a symbolic number JAX has to know that it is not larger: `jax.export.symbolic_shape("b, t",
+    constraints=["t <= 128"])`.
+    """
     if time > max_length:
         raise ValueError(
             f"{name}: expected at most max_length={max_length} steps, got {time}; build the layer "
@@ -300,6 +304,6 @@ def at_end(
     lengths: Int[Array, " batch"] | None,
 ) -> Int[Array, " batch"]:
     """Each row's value at its last step; `start` where it has no step."""
-    ends = jnp.full(len(start), values.shape[1], jnp.int32) if lengths is None else lengths
+    ends = jnp.full(start.shape, values.shape[1], jnp.int32) if lengths is None else lengths
     values = jnp.concatenate([start[:, None], values], axis=1)
     return jnp.take_along_axis(values, ends[:, None], axis=1)[:, 0]

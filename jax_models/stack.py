@@ -1,14 +1,15 @@
 """Sequence layers one after the other."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.checks import described
 from jax_models.sequence import SequenceLayer, State
@@ -23,8 +24,32 @@ SAVED = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-PureLayer = Callable[[Array, tuple[nnx.State, State]], tuple[Array, tuple[State, nnx.State]]]
-"""x and a layer's arrays and state → y and its last state and the variables that it assigned to."""
+
+class PureLayer(NamedTuple):
+    """A layer as a function of its arrays. What JAX compiles of it serves all that are equal."""
+
+    graphdef: nnx.GraphDef
+    remat: Remat
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time in"],
+        arrays: nnx.State,
+        state: State,
+        lengths: Int[Array, " batch"] | None,
+        reset: Bool[Array, "batch time"] | None,
+    ) -> tuple[Float[Array, "batch time out"], State, nnx.State]:
+        """y, the last state, and the variables that the layer assigned to."""
+
+        def run(x, arrays, state):
+            layer = nnx.merge(self.graphdef, arrays, copy=True)
+            check_fits(x, layer)
+            y, last_state = layer.sequence(x, state, lengths, reset)
+            return y, last_state, _assigned(arrays, nnx.state(layer))
+
+        if self.remat != "none":
+            run = jax.checkpoint(run, policy=SAVED[self.remat])
+        return run(x, arrays, state)
 
 
 class Stack(SequenceLayer):
@@ -99,23 +124,12 @@ class Stack(SequenceLayer):
             layers, states = map(list, zip(*alike, strict=True))
             x = x.astype(layers[0].computation_dtype(x))
             scanned = self.scan_layers or self.remat != "none"
-            several = len(layers) > 1 and x.shape[1] > 1 and not _share_variables(layers)
+            several = len(layers) > 1 and x.shape[1] != 1 and not _share_variables(layers)
             run = _scan if scanned and several else _run_in_turn
-            x, results = run(self._pure(layers[0], lengths, reset), x, layers, states)
+            pure = PureLayer(nnx.graphdef(layers[0]), self.remat)
+            x, results = run(pure, x, layers, states, lengths, reset)
             last_states += results
         return x, tuple(last_states)
-
-    def _pure(self, layer: SequenceLayer, lengths, reset) -> PureLayer:
-        graphdef = nnx.graphdef(layer)
-
-        def pure(x, arrays_and_state):
-            arrays, state = arrays_and_state
-            layer = nnx.merge(graphdef, arrays, copy=True)
-            check_fits(x, layer)
-            x, last_state = layer.sequence(x, state, lengths, reset)
-            return x, (last_state, _assigned(arrays, nnx.state(layer)))
-
-        return pure if self.remat == "none" else jax.checkpoint(pure, policy=SAVED[self.remat])
 
     def torch_layouts(self) -> Layouts:
         """The layouts that all layers have, numbered."""
@@ -140,30 +154,49 @@ def check_fits(x: Float[Array, "batch time features"], layer: SequenceLayer) -> 
         )
 
 
+_compiled = jax.jit(PureLayer.__call__, static_argnums=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def _compiled_scan(pure: PureLayer, x, arrays_and_states, lengths, reset):
+    def step(x, arrays_and_state):
+        arrays, state = arrays_and_state
+        y, *others = pure(x, arrays, state, lengths, reset)
+        check_fits(y, nnx.merge(pure.graphdef, arrays, copy=True))
+        return y, others
+
+    return jax.lax.scan(step, x, arrays_and_states)
+
+
 def _run_in_turn(
-    pure: PureLayer, x: Array, layers: Sequence[SequenceLayer], states: Sequence[State]
+    pure: PureLayer,
+    x: Array,
+    layers: Sequence[SequenceLayer],
+    states: Sequence[State],
+    lengths: Array | None,
+    reset: Array | None,
 ) -> tuple[Array, list[State]]:
     """Layers of one structure, traced once."""
-    pure, last_states = jax.jit(pure), []
+    last_states = []
     for layer, state in zip(layers, states, strict=True):
-        x, (last_state, assigned) = pure(x, (nnx.state(layer), state))
+        x, last_state, assigned = _compiled(pure, x, nnx.state(layer), state, lengths, reset)
         nnx.update(layer, assigned)
         last_states.append(last_state)
     return x, last_states
 
 
 def _scan(
-    pure: PureLayer, x: Array, layers: Sequence[SequenceLayer], states: Sequence[State]
+    pure: PureLayer,
+    x: Array,
+    layers: Sequence[SequenceLayer],
+    states: Sequence[State],
+    lengths: Array | None,
+    reset: Array | None,
 ) -> tuple[Array, list[State]]:
     """Layers of one structure, compiled once."""
-
-    def body(x, arrays_and_state):
-        y, outputs = pure(x, arrays_and_state)
-        check_fits(y, layers[1])
-        return y, outputs
-
     inputs = [(nnx.state(layer), state) for layer, state in zip(layers, states, strict=True)]
-    x, outputs = jax.lax.scan(body, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
+    x, outputs = _compiled_scan(pure, x, stacked, lengths, reset)
     last_states = []
     for i, layer in enumerate(layers):
         last_state, assigned = jax.tree.map(lambda a: a[i], outputs)  # noqa: B023

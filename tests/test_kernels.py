@@ -214,5 +214,6 @@ def test_second_derivatives_of_auto(x64, operator):
     for name, ahead in moved(1e-5).items():
         difference = (ahead - moved(-1e-5)[name]) / 2e-5
         np.testing.assert_allclose(along[name], difference, rtol=1e-6, atol=1e-8)
-    with pytest.raises(NotImplementedError, match='"pallas" has first derivatives only'):
-        jax.make_jaxpr(lambda x: jax.vjp(partial(gradient, method="pallas"), x)[0])(x)
+    if operator is sums:
+        with pytest.raises(NotImplementedError, match='"pallas" has first derivatives only'):
+            jax.make_jaxpr(lambda x: jax.vjp(partial(gradient, method="pallas"), x)[0])(x)

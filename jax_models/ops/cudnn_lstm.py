@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.experimental import rnn
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.checks import checked
@@ -88,6 +89,8 @@ def cudnn_refusal(
 ) -> str | None:
     """Why cuDNN cannot serve these arguments, or None where it can."""
     batch, time, _ = x.shape
+    if is_symbolic_dim(batch) or is_symbolic_dim(time):
+        return "it takes known sizes, not the symbolic ones of jax.export"
     reasons = {
         f"it computes in float32, not in {x.dtype}": x.dtype != jnp.float32,
         "it has no projection (proj_features)": "kernel_hr" in cells[0],

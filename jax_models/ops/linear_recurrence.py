@@ -2,17 +2,20 @@
 
 import math
 from functools import cache, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.checks import checked
+from jax_models.ops.linear_map import linear_map
 from jax_models.ops.masks import step_masks
 from jax_models.ops.row_scan import KERNELS, row_scan
+from jax_models.ops.varying import alike
 
 LinearRecurrenceMethod = Literal[
     "auto", "associative", "sequential", "chunked", "pallas", "pallas_interpreted"
@@ -36,8 +39,9 @@ def linear_recurrence(
 
         g_t = ∂L/∂h_t + a_{t+1} ⊙ g_{t+1},   ∂L/∂b_t = g_t,   ∂L/∂a_t = g_t ⊙ h_{t−1}
 
-    which keeps a and h, and nothing else, for the backward pass. There is no forward-mode gradient.
-    Where a_t is 0 nothing of h_{t−1} remains, even of a NaN.
+    which keeps a and h, and nothing else, for the backward pass. Forward mode and higher
+    derivatives are linear recurrences, too. Where a_t is 0 nothing of h_{t−1} remains, not even of
+    a NaN.
 
     Args:
         a: the factors of the state. The parallel methods form products of them, so |a| ≤ 1 keeps
@@ -76,40 +80,85 @@ def linear_recurrence(
         a = jnp.where(reset[..., None], 0, a)
     if active is not None:
         a, b = jnp.where(active[..., None], a, 1), jnp.where(active[..., None], b, 0)
-    h = jnp.asarray(_differentiable(method, reverse, a, b, h0))
+    h = _compiled(method, reverse, *alike((a, b, h0)))
     return h, h[:, 0 if reverse else -1]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(method: LinearRecurrenceMethod, reverse: bool, a, b, h0):
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _recurrence(method: LinearRecurrenceMethod, reverse: bool, a, b, h0):
     return _solve(method, a, b, h0, reverse=reverse)
 
 
-def _forward(method: LinearRecurrenceMethod, reverse: bool, a, b, h0):
-    h = _solve(method, a, b, h0, reverse=reverse)
-    return h, (a, h, h0)
+@_recurrence.defjvp
+def _recurrence_jvp(method: LinearRecurrenceMethod, reverse: bool, primals, tangents):
+    a, b, h0 = primals
+    h = _recurrence(method, reverse, a, b, h0)
+    tangent, gradient = _Tangent(method, reverse), _Gradient(method, reverse)
+    return h, linear_map(tangent, gradient, (a, h, h0), tangents)
 
 
-def _backward(method: LinearRecurrenceMethod, reverse: bool, residuals, h_gradient):
-    a, h, h0 = residuals
-    g = _solve(method, a, h_gradient, jnp.zeros_like(h0), reverse=not reverse, ahead=True)
+_compiled = jax.jit(_recurrence, static_argnums=(0, 1))
+"""Compiled once for all calls that nobody else compiles."""
+
+
+class _Tangent(NamedTuple):
+    """`dh_t = a_t dh_{t−1} + (da_t h_{t−1} + db_t)`, the same recurrence."""
+
+    method: LinearRecurrenceMethod
+    reverse: bool
+
+    def __call__(self, residuals, tangents):
+        a, h, h0 = residuals
+        d_a, d_b, d_h0 = tangents
+        d_b = d_a.astype(h.dtype) * _before(h, h0, self.reverse) + d_b.astype(h.dtype)
+        return _recurrence(self.method, self.reverse, a, d_b, d_h0)
+
+
+class _Gradient(NamedTuple):
+    """Its transpose, the recurrence run the other way."""
+
+    method: LinearRecurrenceMethod
+    reverse: bool
+
+    def __call__(self, residuals, h_gradient):
+        a, h, h0 = residuals
+        g = _ahead(self.method, not self.reverse, a, h_gradient)
+        first = -1 if self.reverse else 0
+        h0_gradient = _advance(a[:, first].astype(g.dtype), g[:, first], 0)
+        a_gradient = g * _before(h, h0, self.reverse)
+        return a_gradient.astype(a.dtype), g.astype(a.dtype), h0_gradient
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _ahead(method: LinearRecurrenceMethod, reverse: bool, a, b):
+    """The recurrence from zero in which the factor into a step is that of the step before it."""
+    return _solve(method, a, b, jnp.zeros_like(b[:, 0]), reverse=reverse, ahead=True)
+
+
+@_ahead.defjvp
+def _ahead_jvp(method: LinearRecurrenceMethod, reverse: bool, primals, tangents):
+    def with_factors_moved(a, b):
+        a = jnp.roll(a, -1 if reverse else 1, axis=1)
+        return _recurrence(method, reverse, a, b, jnp.zeros_like(b[:, 0]))
+
+    return jax.jvp(with_factors_moved, primals, tangents)
+
+
+def _before(h, h0, reverse: bool):
+    """The state before each step."""
     if reverse:
-        before = jnp.concatenate([h[:, 1:], h0[:, None]], axis=1)
-    else:
-        before = jnp.concatenate([h0[:, None], h[:, :-1]], axis=1)
-    first = -1 if reverse else 0
-    h0_gradient = _advance(a[:, first].astype(g.dtype), g[:, first], 0)
-    return (g * before).astype(a.dtype), g.astype(a.dtype), h0_gradient
-
-
-_differentiable.defvjp(_forward, _backward)
+        return jnp.concatenate([h[:, 1:], h0[:, None]], axis=1)
+    return jnp.concatenate([h0[:, None], h[:, :-1]], axis=1)
 
 
 def _solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bool = False):
     """All h. With `ahead`, the factor into step t is that of the step before it in the scan.
 
-    The first step's factor then does not exist: any will do, because h0 is zero.
+    The first step's factor then does not exist: any will do, because h0 is zero. Of an unknown
+    number of steps no tree can be made.
     """
+    if method == "auto" and is_symbolic_dim(a.shape[1]):
+        method = "sequential"
     if method == "auto":
         with_kernel = partial(row_scan, fallback=_without_kernel(reverse, ahead))
         return lax.platform_dependent(
@@ -212,10 +261,7 @@ def _chunked(a, b, h0):
         after = _combine(before, now)
         return after, after
 
-    identity = (
-        jnp.ones((batch, count, features), a.dtype),
-        jnp.zeros((batch, count, features), a.dtype),
-    )
+    identity = jnp.ones_like(a[:, :, 0]), jnp.zeros_like(b[:, :, 0])
     (chunk_a, chunk_b), (a, b) = lax.scan(
         step, identity, (jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 2, 0))
     )

@@ -3,16 +3,19 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import starmap
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.fft
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Complex, Float
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.checks import checked
+from jax_models.ops.linear_map import linear_map
+from jax_models.ops.varying import alike
 
 LongConvMethod = Literal["auto", "rfft", "twisted"]
 
@@ -36,8 +39,7 @@ def long_conv(
     Time is the last axis. Computed in at least float32, whatever v and h are in (there is no FFT in
     bfloat16); y has the dtype of v. Where T is no product of small primes, the transform is of the
     next length that is. The rounding errors of a step are of the size of its whole row: later steps
-    reach earlier ones by an ulp of the largest output, and NaN by all of it. There is no
-    forward-mode gradient.
+    reach earlier ones by an ulp of the largest output, and NaN by all of it.
 
     Args:
         v: the inputs.
@@ -54,8 +56,13 @@ def long_conv(
         ValueError: the shapes do not fit each other, or there is no such method.
 
     """
+    if is_symbolic_dim(v.shape[2]):
+        raise NotImplementedError(
+            f"v: expected a known number of steps, as an FFT needs, got {v.shape[2]}: export one "
+            "length, pad shorter rows to it and give their `lengths`"
+        )
     dtype = common_carry_dtype(v, h)
-    return with_skip(fft_conv(method, v.astype(dtype), h.astype(dtype)), v, skip)
+    return with_skip(fft_conv(method, *alike((v.astype(dtype), h.astype(dtype)))), v, skip)
 
 
 def with_skip(y, v, skip) -> Float[Array, "batch features time"]:
@@ -65,28 +72,46 @@ def with_skip(y, v, skip) -> Float[Array, "batch features time"]:
     return y.astype(v.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fft_conv(
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _fft_conv(
     method: LongConvMethod,
     v: Float[Array, "batch features time"],
     h: Float[Array, "features time"],
 ) -> Float[Array, "batch features time"]:
-    """The convolution alone, of float32 or float64."""
-    return _forward(method, v, h)[0]
-
-
-def _forward(method, v, h):
     (y,) = _by_method(method, _convolve, v, h[None])
-    return y, (v, h)
+    return y
 
 
-def _backward(method, residuals, cotangent):
-    v, h = residuals
-    v_gradient, h_gradient = _by_method(method, _correlate, v, h[None], cotangent)
-    return v_gradient, h_gradient[0]
+fft_conv = jax.jit(_fft_conv, static_argnums=0)
+"""The convolution alone, of float32 or float64."""
 
 
-fft_conv.defvjp(_forward, _backward)
+@_fft_conv.defjvp
+def _fft_conv_jvp(method: LongConvMethod, primals, tangents):
+    y = _fft_conv(method, *primals)
+    return y, linear_map(_Tangent(method), _Gradient(method), primals, tangents)
+
+
+class _Tangent(NamedTuple):
+    """`v ∗ dh + dv ∗ h`."""
+
+    method: LongConvMethod
+
+    def __call__(self, residuals, tangents):
+        (v, h), (d_v, d_h) = residuals, tangents
+        (d_y,) = _by_method(self.method, _tangent, v, h[None], d_v, d_h[None])
+        return d_y
+
+
+class _Gradient(NamedTuple):
+    """Its transpose, the correlations."""
+
+    method: LongConvMethod
+
+    def __call__(self, residuals, cotangent):
+        v, h = residuals
+        v_gradient, h_gradient = _by_method(self.method, _correlate, v, h[None], cotangent)
+        return v_gradient, h_gradient[0]
 
 
 Signals = tuple[Float[Array, "_ features time"], ...]
@@ -95,6 +120,10 @@ Spectra = tuple[Complex[Array, "_ features frequencies"], ...]
 
 def _convolve(v: Complex[Array, "..."], h: Complex[Array, "..."]) -> Spectra:
     return (v * h,)
+
+
+def _tangent(v, h, d_v, d_h) -> Spectra:
+    return (v * d_h + d_v * h,)
 
 
 def _correlate(v, h, cotangent) -> Spectra:
@@ -136,8 +165,9 @@ def _twisted(product, *signals: Float[Array, "_ features time"]) -> Signals:
         signals = (jnp.fft.ifft(spectrum)[..., :time] for spectrum in spectra)
         return tuple(twisted(x, twist.conj()).real for x in signals)
 
+    unknown = is_symbolic_dim(signals[0].size)
     chunks = -(-signals[0].size * signals[0].dtype.itemsize // CHUNK_BYTES)
-    if time >= LOOP_BELOW or chunks <= PARTS:
+    if unknown or time >= LOOP_BELOW or chunks <= PARTS:
         return _side_by_side(of_part, signals, max(min(PARTS, features), 1))
     return _in_turn(of_part, signals, -(-features // chunks))
 
@@ -160,5 +190,6 @@ def _in_turn(of_part, signals: Signals, size: int) -> Signals:
             for whole, new in zip(outputs, of_part(*part), strict=True)
         )
 
-    outputs = (jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(of_part, *signals))
-    return jax.lax.fori_loop(0, -(-features // size), turn, tuple(outputs))
+    outputs = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(of_part, *signals)]
+    outputs = alike((*outputs, *signals))[: len(outputs)]
+    return jax.lax.fori_loop(0, -(-features // size), turn, outputs)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.checks import checked
 from jax_models.ops.long_conv import fft_conv, with_skip
+from jax_models.ops.varying import alike
 
 BLOCK = 16
 """Steps below which a sum costs less than an FFT."""
@@ -83,7 +84,7 @@ def long_conv_state(
     """
     history = _history(v, lengths, max_length)
     history = jnp.pad(history, ((0, 0), (0, _buffer(max_length) - v.shape[2]), (0, 0)))
-    start = jnp.zeros(len(v), jnp.int32)
+    start = jnp.zeros(v.shape[0], jnp.int32)
     return _state(taps, max_length, params, history, _end(start, v, lengths))
 
 
@@ -122,7 +123,8 @@ def online_conv(
     """
     inputs = _history(v, lengths, max_length)
     dtype, time = inputs.dtype, v.shape[2]
-    expected = jax.eval_shape(lambda: empty_long_conv_state(len(v), v.shape[1], max_length, dtype))
+    sizes = (v.shape[0], v.shape[1], max_length)
+    expected = jax.eval_shape(lambda: empty_long_conv_state(*sizes, dtype))
     shapes = [[s.shape for s in each] for each in (state, expected)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"state: expected the shapes {shapes[1]}, got {shapes[0]}")
@@ -135,7 +137,8 @@ def online_conv(
     history = _put(state.inputs, start - start % BLOCK, state.block)
     history = _put(history, start, inputs)
     past = jnp.swapaxes(history, 1, 2)[..., :max_length]
-    y = jnp.swapaxes(fft_conv("auto", past, taps(params, max_length).astype(dtype)), 1, 2)
+    y = fft_conv("auto", *alike((past, taps(params, max_length).astype(dtype))))
+    y = jnp.swapaxes(y, 1, 2)
     y = jnp.swapaxes(_take(y, start, time, fill_value=jnp.nan), 1, 2)
     last_state = _state(taps, max_length, params, history, _end(start, v, lengths))
     return with_skip(y, v, skip), last_state
@@ -171,14 +174,14 @@ def _take(rows, start, count: int, fill_value: float = 0):
     """Rows start … start + count − 1 of each batch row; those that there are not are filled."""
     index = start[:, None] + jnp.arange(count, dtype=start.dtype)[None]
     index = jnp.where(index < 0, rows.shape[1], index)
-    batch = jnp.arange(len(start), dtype=start.dtype)[:, None]
+    batch = jnp.arange(start.shape[0], dtype=start.dtype)[:, None]
     return rows.at[batch, index].get(mode="fill", fill_value=fill_value)
 
 
 def _put(rows, start, values):
     """The rows with `values` added at start …; what does not fit is dropped."""
     index = start[:, None] + jnp.arange(values.shape[1], dtype=start.dtype)[None]
-    batch = jnp.arange(len(start), dtype=start.dtype)[:, None]
+    batch = jnp.arange(start.shape[0], dtype=start.dtype)[:, None]
     return rows.at[batch, index].add(values, mode="drop")
 
 
@@ -192,7 +195,7 @@ def _tile(taps: Taps, max_length: int, params, inputs: Float[Array, "batch size 
 
 def _ahead(max_length: int, tiles, start):
     """What the tiles contribute to the block that starts at `start`."""
-    ahead = jnp.zeros((len(start), BLOCK, tiles.shape[2]), tiles.dtype)
+    ahead = jnp.zeros((start.shape[0], BLOCK, tiles.shape[2]), tiles.dtype)
     for size in _tile_sizes(max_length):
         rows = _take(tiles, size - BLOCK + start % size, BLOCK)
         ahead = ahead + jnp.where((start // size % 2 == 1)[:, None, None], rows, 0)
@@ -203,7 +206,7 @@ def _state(taps: Taps, max_length: int, params, history, end) -> LongConvState:
     """The state after the inputs before `end` of a history that is zero from `end` on."""
     start = end - end % BLOCK
     before = jnp.arange(history.shape[1], dtype=start.dtype)[None] < start[:, None]
-    tiles = [jnp.zeros((len(end), 0, history.shape[2]), history.dtype)]
+    tiles = [jnp.zeros((end.shape[0], 0, history.shape[2]), history.dtype)]
     for size in _tile_sizes(max_length):
         count = end // size
         last = (count - 1 + count % 2) * size  # the last odd multiple of the size
@@ -230,11 +233,11 @@ def _step(
     h = h.at[jnp.where(lag < 0, BLOCK, lag)].get(mode="fill", fill_value=0)
     y = jnp.sum(h * block, axis=1) + _take(state.ahead, offset, 1)[:, 0]
     y = jnp.where((state.position < max_length)[:, None], y, jnp.nan)
-    advanced: Any = _advance(taps, max_length, params, state._replace(block=block))
+    advanced: Any = _advance(taps, max_length, *alike((params, state._replace(block=block))))
     return y, advanced
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _advance(taps: Taps, max_length: int, params, state: LongConvState) -> LongConvState:
     """The state after the step whose input is in the block already.
 
@@ -269,29 +272,26 @@ def _write_tile(taps, max_length, params, size, end, needed: Bool[Array, " batch
     tile = jax.lax.cond(
         turn == 0,
         lambda: _tile(taps, max_length, params, _take(inputs, end - size, size)),
-        lambda: jnp.zeros((len(end), size, inputs.shape[2]), inputs.dtype),
+        lambda: jnp.zeros((end.shape[0], size, inputs.shape[2]), inputs.dtype),
     )
     old = jax.lax.slice_in_dim(tiles, size - BLOCK, 2 * size - BLOCK, axis=1)
     new = jnp.where(needed[:, None, None], tile, old)
     return inputs, jax.lax.dynamic_update_slice_in_dim(tiles, new, size - BLOCK, axis=1)
 
 
-def _advance_forward(taps, max_length, params, state):
-    return _advance(taps, max_length, params, state), (params, state)
-
-
-def _advance_backward(taps, max_length, residuals, cotangent):
-    """The gradient of the state as a function of all inputs, in which `ahead` and `tiles` are."""
-    params, state = residuals
+@_advance.defjvp
+def _advance_jvp(taps: Taps, max_length: int, primals, tangents):
+    """The derivative of the state as a function of all inputs, in which `ahead` and `tiles` are."""
+    params, state = primals
+    d_params, d_state = tangents
 
     def advance(params, block, inputs):
         start = state.position - state.position % BLOCK
         return _state(taps, max_length, params, _put(inputs, start, block), state.position + 1)
 
-    _, pullback = jax.vjp(advance, params, state.block, state.inputs)
-    params_gradient, block_gradient, inputs_gradient = pullback(cotangent)
-    nothing = jax.tree.map(jnp.zeros_like, state)
-    return params_gradient, nothing._replace(block=block_gradient, inputs=inputs_gradient)
-
-
-_advance.defvjp(_advance_forward, _advance_backward)
+    _, tangent = jax.jvp(
+        advance,
+        (params, state.block, state.inputs),
+        (d_params, d_state.block, d_state.inputs),
+    )
+    return _advance(taps, max_length, params, state), tangent

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import default_backend, lax
 from jax.custom_derivatives import SymbolicZero
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.checks import checked
 from jax_models.ops.masks import step_masks
+from jax_models.ops.varying import alike
 
 State = TypeVar("State", bound=tuple)
 RecurrenceMethod = Literal["auto", "hoisted", "joined"]
@@ -115,7 +117,9 @@ def recurrence(
     if method == "joined" and in_blocks:
         raise ValueError('method: "joined" takes no kernel in blocks, "hoisted" does')
     joined = method == "joined"
-    if method == "auto" and default_backend() == "cpu" and not in_blocks and time > FEW_STEPS:
+    known = not any(map(is_symbolic_dim, x.shape))
+    on_cpu = default_backend() == "cpu"
+    if method == "auto" and on_cpu and not in_blocks and known and time > FEW_STEPS:
         filling = batch % LANES == 0 or batch > MANY_ROWS
         pays = join is not add or max(k.size for k in kernels) >= LARGE_KERNEL
         joined = filling and pays and any(k.shape[1] > k.shape[0] for k in kernels)
@@ -149,12 +153,14 @@ class _Static(NamedTuple):
 
     def scan(self, body, state, inputs, length: int):
         """`lax.scan` in the direction of the recurrence."""
-        return lax.scan(body, state, inputs, length, reverse=self.reverse)
+        known = None if is_symbolic_dim(length) else length
+        return lax.scan(body, state, inputs, known, reverse=self.reverse)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # outside a jit, each call would compile anew
 def _batch_first(static: _Static, products, x, inputs, params, state, lengths, reset):
     masks = step_masks(x.shape[1], lengths, reset, reverse=static.reverse)
+    products, x, inputs, params, state, masks = alike((products, x, inputs, params, state, masks))
     steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
     ys, state = _recurrence(
         static, products, *steps_first((x, inputs)), params, state, *steps_first(masks)
@@ -194,7 +200,7 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
 
     state = jax.tree.map(static.turned, state)
     at_steps = (inputs, before_loop, active, reset)
-    last, (ys, before, found) = static.scan(body, state, at_steps, len(x))
+    last, (ys, before, found) = static.scan(body, state, at_steps, x.shape[0])
     return static.turned(ys), jax.tree.map(static.turned, last), before, found
 
 
@@ -265,7 +271,7 @@ def _recurrence_jvp(static: _Static, primals, tangents):
 
     dense_params = instantiate(params, d_params)
     at_steps = (before, found, inputs, instantiate(inputs, d_inputs), direct, active, reset)
-    d_last, d_ys = static.scan(body, instantiate(state, d_state), at_steps, len(x))
+    d_last, d_ys = static.scan(body, instantiate(state, d_state), at_steps, x.shape[0])
     return (ys, last), (d_ys, d_last)
 
 
@@ -322,5 +328,5 @@ def _known_jvp(join, width: int, primals, tangents):
         d_h = d_h.astype(kernel.dtype)
         of_h = lax.dot_general(d_h, kernel, contract, preferred_element_type=value.dtype)
     if width and join is not add:
-        of_h = join(jnp.zeros((len(d_h), width), of_h.dtype), of_h, 1)
+        of_h = join(jnp.zeros((d_h.shape[0], width), of_h.dtype), of_h, 1)
     return value, d_value + of_h

@@ -71,8 +71,9 @@ row_scan_p.multiple_results = True
 
 
 @row_scan_p.def_impl
+@partial(jax.jit, static_argnames=("step", "states", "outputs", "reverse", "fallback"))
 def _compiled(*args, **params):
-    return jax.jit(partial(row_scan_p.bind, **params))(*args)
+    return row_scan_p.bind(*args, **params)
 
 
 @row_scan_p.def_abstract_eval
@@ -99,6 +100,8 @@ def _by(kernel: Callable[..., Any]):
             return mlir.lower_fun(_flat(scan, states), multiple_results=True)(ctx, *args)
 
         try:
+            if len(ctx.module_context.platforms) > 1:
+                raise NotImplementedError("a program of several platforms can have no kernel")
             return lower(partial(kernel, step, outputs=outputs, reverse=reverse))
         except NotImplementedError as error:
             if fallback is None:

@@ -7,13 +7,16 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype, common_carry_dtype
 from jax_models.ops.checks import checked
+from jax_models.ops.linear_map import linear_map
 from jax_models.ops.linear_recurrence import linear_recurrence
 from jax_models.ops.masks import step_masks
 from jax_models.ops.row_scan import KERNELS, row_scan
+from jax_models.ops.varying import alike
 
 WKVMethod = Literal["auto", "associative", "sequential", "pallas", "pallas_interpreted"]
 NEVER = -1e38
@@ -58,8 +61,8 @@ def wkv(
 
         ∂L/∂N_{t−1} = exp(−w) ∂L/∂N_t + (∂L/∂y_t) / (D_{t−1} + exp(u + k_t))
 
-    and ∂L/∂D_{t−1} the same with −y_t ∂L/∂y_t, each in units of its own max. There is no
-    forward-mode gradient.
+    and ∂L/∂D_{t−1} the same with −y_t ∂L/∂y_t, each in units of its own max. Forward
+    mode is linear recurrences, too.
 
     Args:
         k: the keys.
@@ -98,82 +101,167 @@ def wkv(
         return v.astype(dtype), state
     active, reset = step_masks(k.shape[1], lengths, reset)
     state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
-    results: Any = _wkv(method, w, u, k, v, state, active, reset)
-    y, last = results
+    y, last = _compiled(method, *alike((w, u, k, v, state, active, reset)))
     return y, last._replace(max=jnp.where(last.den == 0, NEVER, last.max))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _wkv(method: WKVMethod, w, u, k, v, state, active, reset):
     return _decaying_sums(method, _average, w, u, k, v, state, active, reset)
 
 
-def _forward(method: WKVMethod, w, u, k, v, state, active, reset):
-    (y, before), last = _decaying_sums(
-        method, _average_and_before, w, u, k, v, state, active, reset
-    )
-    return (y, last), (w, u, k, v, y, before, last, active)
+@_wkv.defjvp
+def _wkv_jvp(method: WKVMethod, primals, tangents):
+    w, u, k, v, _, active, _ = primals
+    (y, before), last = _decaying_sums(method, _average_and_before, *primals)
+    residuals = _Residuals(w, u, k, v, y, before, last, active)
+    return (y, last), linear_map(_Tangent(method), _Gradient(method), residuals, tangents[:5])
 
 
-def _backward(method: WKVMethod, residuals, gradients):
-    w, u, k, v, y, before, last, active = residuals
-    y_gradient, last_gradient = gradients
-    inputs_dtype = k.dtype
-    k, v = k.astype(w.dtype), v.astype(w.dtype)
-    through = partial(linear_recurrence, reverse=True, method=method)
-
-    def where_active(x, otherwise=0):
-        return x if active is None else jnp.where(active[..., None], x, otherwise)
-
-    # Every exponential below is of a number ≤ 0, or above it by rounding alone. Where a step is not
-    # the largest, the maximum has only aged: by 1, not by what the rounding of max − w makes of it.
-    max_after = _finite(jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1))
-    empty = before.den == 0
-    carried = partial(jnp.where, empty, 0)  # nothing, were the step NaN, to the document before
-    new_is_larger = where_active((k >= max_after) | empty, False)
-    aged = _aged(before, _like(w, k)).max
-    decay = jnp.where(new_is_larger, carried(_exp(aged - max_after)), 1)
-    weight = where_active(_exp(k - max_after))
-    bonus = _finite(k + _like(u, k))
-    weighed = _add(before, WKVState(v, jnp.ones_like(v), bonus))
-    gradient = where_active(y_gradient / weighed.den)
-    now = jnp.exp(bonus - weighed.max) * gradient
-    then = carried(jnp.exp(before.max - weighed.max) * gradient)
-
-    end = jnp.stack(last_gradient[:2])
-    sums, first = jax.vmap(through, in_axes=(None, 0, 0))(
-        decay, jnp.stack([then, carried(-then * y)]), end
-    )
-    num, den = jnp.concatenate([sums[:, :, 1:], end[:, :, None]], axis=2)
-
-    # The gradient of a step's exponent, and that of all before it, add up to that of the sums'
-    # exponent after it. The larger part has few digits where it is nearly all: it is what the
-    # smaller one leaves.
-    u_gradient = then / weighed.den * jnp.exp(bonus - weighed.max) * (before.den * v - before.num)
-    of_new, of_old = weight * (num * v + den), decay * (num * before.num + den * before.den)
-    smaller = jnp.where(new_is_larger, of_old, -of_new)
-    exponent, first_exponent = through(
-        jnp.where(new_is_larger, 0.0, jnp.ones_like(k)),
-        carried(smaller - u_gradient),
-        last_gradient.max,
-    )
-    exponent = jnp.concatenate([exponent[:, 1:], last_gradient.max[:, None]], axis=1)
-    k_gradient = u_gradient + jnp.where(new_is_larger, exponent - of_old, of_new)
-    v_gradient = now + weight * num
-    kept = where_active(jnp.where(new_is_larger, of_old, exponent - of_new))
-    state_gradient = WKVState(first[0], first[1], first_exponent)
-    return (
-        -_sum_steps(kept),
-        _sum_steps(u_gradient),
-        k_gradient.astype(inputs_dtype),
-        v_gradient.astype(inputs_dtype),
-        state_gradient,
-        None,
-        None,
-    )
+_compiled = jax.jit(_wkv, static_argnums=0)
+"""Compiled once for all calls that nobody else compiles."""
 
 
-_wkv.defvjp(_forward, _backward)
+class _Residuals(NamedTuple):
+    w: Array
+    u: Array
+    k: Array
+    v: Array
+    y: Array
+    before: WKVState
+    last: WKVState
+    active: Array | None
+
+    def wide(self) -> "_Residuals":
+        """The keys and values in the dtype of the sums."""
+        return self._replace(k=self.k.astype(self.w.dtype), v=self.v.astype(self.w.dtype))
+
+    def where_active(self, x, otherwise=0):
+        """x, and something else at steps that are not real."""
+        return x if self.active is None else jnp.where(self.active[..., None], x, otherwise)
+
+    def carried(self, x):
+        """x, and 0 where nothing was: a NaN stays out of the document before."""
+        return jnp.where(self.before.den == 0, 0, x)
+
+    def factors(self) -> "_Factors":
+        """The factors of each step.
+
+        Every exponential is of a number ≤ 0, or above it by rounding alone. Where a step is not the
+        largest, the maximum has only aged: by 1, not by what the rounding of max − w makes of it.
+        """
+        w, u, k, v, _, before, last, _ = self
+        max_after = _finite(jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1))
+        new_is_larger = self.where_active((k >= max_after) | (before.den == 0), False)
+        aged = _aged(before, _like(w, k)).max
+        bonus = _finite(k + _like(u, k))
+        weighed = _add(before, WKVState(v, jnp.ones_like(v), bonus))
+        share = self.where_active(jnp.exp(bonus - weighed.max) / weighed.den)
+        past_share = self.carried(jnp.exp(before.max - weighed.max) / weighed.den)
+        past_share = self.where_active(past_share)
+        return _Factors(
+            new_is_larger,
+            jnp.where(new_is_larger, self.carried(_exp(aged - max_after)), 1),
+            self.where_active(_exp(k - max_after)),
+            share,
+            past_share,
+            past_share * share * (before.den * v - before.num),
+        )
+
+
+class _Factors(NamedTuple):
+    new_is_larger: Array
+    """Is the step's exponent the largest so far?"""
+    decay: Array
+    """Of the sums before the step, in the sums after it."""
+    weight: Array
+    """Of the step, in the sums after it."""
+    share: Array
+    """The derivative of y by v."""
+    past_share: Array
+    """The derivative of y by the numerator before the step."""
+    slope: Array
+    """The derivative of y by the step's exponent with its bonus, and minus that by the past's."""
+
+
+class _Tangent(NamedTuple):
+    """The derivative: linear recurrences, in units of the maxima."""
+
+    method: WKVMethod
+
+    def __call__(self, residuals: _Residuals, tangents):
+        _, _, k, v, y, before, _, _ = residuals = residuals.wide()
+        d_w, d_u, d_k, d_v, d_state = tangents
+        d_w, d_u = _like(d_w, k), _like(d_u, k)
+        d_k, d_v = d_k.astype(k.dtype), d_v.astype(k.dtype)
+        factors = residuals.factors()
+        through = partial(linear_recurrence, method=self.method)
+
+        def before_each(first, after):
+            return jnp.concatenate([first[:, None], after[:, :-1]], axis=1)
+
+        aged = residuals.where_active(-d_w)
+        d_max, d_last_max = through(
+            jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
+            jnp.where(factors.new_is_larger, d_k, aged),
+            d_state.max,
+        )
+        d_max_before = before_each(d_state.max, d_max)
+        d_old = factors.decay * jnp.where(factors.new_is_larger, d_max_before - d_w - d_k, 0)
+        d_new = factors.weight * jnp.where(factors.new_is_larger, 0, d_k - d_max)
+        d_num = d_old * before.num + d_new * v + factors.weight * d_v
+        d_den = d_old * before.den + d_new
+        sums, last = jax.vmap(through, in_axes=(None, 0, 0))(
+            factors.decay, jnp.stack([d_num, d_den]), jnp.stack([d_state.num, d_state.den])
+        )
+        d_num, d_den = map(before_each, d_state[:2], sums)
+        d_y = factors.past_share * (d_num - y * d_den) + factors.share * d_v
+        d_y = d_y + factors.slope * (d_k + d_u - d_max_before)
+        return d_y, WKVState(last[0], last[1], d_last_max)
+
+
+class _Gradient(NamedTuple):
+    """The transpose of `_Tangent`."""
+
+    method: WKVMethod
+
+    def __call__(self, residuals: _Residuals, gradients):
+        inputs_dtype = residuals.k.dtype
+        _, _, k, v, y, before, _, _ = residuals = residuals.wide()
+        y_gradient, last_gradient = gradients
+        factors = residuals.factors()
+        through = partial(linear_recurrence, reverse=True, method=self.method)
+
+        then = factors.past_share * y_gradient
+        end = jnp.stack(last_gradient[:2])
+        sums, first = jax.vmap(through, in_axes=(None, 0, 0))(
+            factors.decay, jnp.stack([then, residuals.carried(-then * y)]), end
+        )
+        num, den = jnp.concatenate([sums[:, :, 1:], end[:, :, None]], axis=2)
+
+        # The gradient of a step's exponent, and that of all before it, add up to that of the sums'
+        # exponent after it. The larger part has few digits where it is nearly all: it is what the
+        # smaller one leaves.
+        u_gradient = factors.slope * y_gradient
+        of_new = factors.weight * (num * v + den)
+        of_old = factors.decay * (num * before.num + den * before.den)
+        smaller = jnp.where(factors.new_is_larger, of_old, -of_new)
+        exponent, first_exponent = through(
+            jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
+            residuals.carried(smaller - u_gradient),
+            last_gradient.max,
+        )
+        exponent = jnp.concatenate([exponent[:, 1:], last_gradient.max[:, None]], axis=1)
+        k_gradient = u_gradient + jnp.where(factors.new_is_larger, exponent - of_old, of_new)
+        v_gradient = factors.share * y_gradient + factors.weight * num
+        kept = jnp.where(factors.new_is_larger, of_old, exponent - of_new)
+        return (
+            -_sum_steps(residuals.where_active(kept)),
+            _sum_steps(u_gradient),
+            k_gradient.astype(inputs_dtype),
+            v_gradient.astype(inputs_dtype),
+            WKVState(first[0], first[1], first_exponent),
+        )
 
 
 def _exp(x):
@@ -258,6 +346,8 @@ def _decaying_sums(
         **{name: partial(_in_kernel, scan, output) for name, scan in KERNELS.items()},
     }
     arguments = (w, u, k, v, start, active, reset)
+    if method == "auto" and is_symbolic_dim(k.shape[1]):
+        method = "sequential"
     if method == "auto":
         with_kernel = partial(row_scan, fallback=_without_kernel(output))
         return lax.platform_dependent(
@@ -291,7 +381,9 @@ def _sequential(output: Output, w, u, k, v, start: WKVState, active, reset):
             after = jax.tree.map(lambda a, b: jnp.where(is_active[:, None], a, b), after, before)
         return after, outputs
 
-    outputs = jax.tree.map(jnp.zeros_like, jax.eval_shape(output, u, steps, steps))
+    outputs = jax.eval_shape(output, u, steps, steps)
+    outputs = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), outputs)
+    *_, outputs = alike((*steps, outputs))
     last, outputs = lax.fori_loop(0, k.shape[1], step, (start, outputs))
     return outputs, last
 

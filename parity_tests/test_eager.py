@@ -1,0 +1,77 @@
+"""A call outside of `jax.jit` compiles nothing that an equal call before it has compiled."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_models import LanguageModel
+from parity_tests.cases import BATCH, CASES, TIME
+
+ALL = {name: case for name, case in CASES.items() if "cpu" in case.platforms}
+
+compiled: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **details: compiled.append(event) if "backend_compile" in event else None
+)
+
+
+@contextlib.contextmanager
+def compiles_nothing() -> Iterator[None]:
+    """Assert that XLA compiles nothing in this context."""
+    before = len(compiled)
+    yield
+    assert len(compiled) == before, f"compiled {len(compiled) - before} programs again"
+
+
+def calls(name: str):
+    """What a user calls eagerly: the layer, its step, and gradients."""
+    case = ALL[name]
+    layer = case.build_layer(case.build_twin())
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+    x, state = jax.tree.map(jnp.asarray, (case.inputs(), case.state()))
+    lengths = jnp.arange(BATCH) * TIME // BATCH
+    yield "layer", lambda: layer(x, state, lengths=lengths)
+    yield "layer from no state", lambda: layer(x)
+    if case.causal:
+        yield "step", lambda: layer.step(x[:, 0], state)
+
+    def loss(params, x):
+        y, last = nnx.merge(graphdef, params, rest)(x, state)
+        floating = (a for a in jax.tree.leaves(last) if jnp.issubdtype(a.dtype, jnp.floating))
+        return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating))
+
+    yield "value_and_grad", lambda: jax.value_and_grad(loss)(params, x)
+    if not isinstance(layer, LanguageModel):
+        yield "grad of x", lambda: jax.grad(loss, argnums=1)(params, x)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_equal_eager_call_compiles_nothing(name):
+    for what, call in calls(name):
+        first = jax.device_get(call())
+        with compiles_nothing():
+            again = jax.device_get(call())
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+            np.testing.assert_array_equal(a, b, what)
+
+
+@pytest.mark.parametrize("name", ["RGLRU", "RWKVTimeMix", "LSTMProj"])
+def test_a_thousand_eager_calls_keep_no_memory(name):
+    _, call = next(calls(name))
+    for _ in range(100):
+        call()
+    before = resident_bytes()
+    for _ in range(1000):
+        jax.block_until_ready(call())
+    assert resident_bytes() - before < 10 * 2**20
+
+
+def resident_bytes() -> int:
+    """The memory of this process (its pages, by Linux's count)."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096

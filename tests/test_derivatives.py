@@ -1,0 +1,121 @@
+"""Forward mode, reverse mode and second derivatives of the operators that bring their own."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_models import ops
+from parity_tests.tolerance import assert_same
+
+BATCH, TIME, FEATURES, MAX_LENGTH = 2, 6, 3, 20
+LENGTHS = jnp.array([TIME, 4])
+REAL = (jnp.arange(TIME)[None] < LENGTHS[:, None])[..., None]
+RESET = jnp.zeros((BATCH, TIME), bool).at[0, 2].set(True)
+
+
+def draw(*shape: int, seed: int = 0):
+    return np.random.default_rng((seed, *shape)).standard_normal(shape)
+
+
+def linear_recurrence(a, b, h0, **options):
+    h, last = ops.linear_recurrence(a, b, h0, lengths=LENGTHS, **options)
+    return jnp.where(REAL, h, 0), last
+
+
+def wkv(k, v, w, u, num, den, largest, **options):
+    state = ops.WKVState(num, den, largest)
+    y, last = ops.wkv(k, v, state, w=w, u=u, lengths=LENGTHS, reset=RESET, **options)
+    return jnp.where(REAL, y, 0), last
+
+
+def online_conv(v, inputs, taps):
+    """A step that ends a block, after all inputs but the last of that block."""
+    options = {"taps": lambda h, length: h[:, :length], "max_length": MAX_LENGTH}
+    state = ops.long_conv_state(inputs, params=taps, **options)
+    y, state = ops.online_conv(v, state, params=taps, **options)
+    return y, state.inputs, state.tiles, state.ahead
+
+
+def sequences(count: int):
+    return [draw(BATCH, TIME, FEATURES, seed=seed) for seed in range(count)]
+
+
+def rows(count: int):
+    return [draw(BATCH, FEATURES, seed=seed) for seed in range(count)]
+
+
+OF_RECURRENCE = [1 / (1 + np.exp(draw(BATCH, TIME, FEATURES))), *sequences(2)[1:], *rows(1)]
+OF_WKV = [
+    *(3 * x for x in sequences(2)),
+    np.exp(draw(FEATURES)),
+    draw(FEATURES, seed=1),
+    rows(1)[0],
+    1 + np.abs(rows(2)[1]),
+    rows(3)[2],
+]
+OF_CONVOLUTION = [draw(BATCH, FEATURES, TIME), draw(FEATURES, TIME)]
+OPERATORS = {
+    **{
+        f"linear recurrence, {method}{', reversed' * reverse}": (
+            partial(linear_recurrence, method=method, reverse=reverse),
+            OF_RECURRENCE,
+        )
+        for method in ("auto", "associative", "chunked", "pallas_interpreted")
+        for reverse in (False, True)
+    },
+    **{
+        f"WKV, {method}": (partial(wkv, method=method), OF_WKV)
+        for method in ("auto", "associative")
+    },
+    **{
+        f"long convolution, {method}": (partial(ops.long_conv, method=method), OF_CONVOLUTION)
+        for method in ("rfft", "twisted")
+    },
+    "online convolution": (
+        online_conv,
+        [draw(BATCH, FEATURES, 1), draw(BATCH, FEATURES, 15), draw(FEATURES, MAX_LENGTH)],
+    ),
+}
+
+
+def inner(x, y):
+    return sum(map(jnp.vdot, jax.tree.leaves(x), jax.tree.leaves(y)))
+
+
+def alike(tree, seed: int):
+    return jax.tree.map(lambda leaf: draw(*leaf.shape, seed=seed), tree)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_forward_mode_is_the_slope_and_reverse_mode_its_transpose(x64, name):
+    operator, args = OPERATORS[name]
+    direction = alike(args, 5)
+
+    @jax.jit
+    def moved(by):
+        return operator(*jax.tree.map(lambda x, d: x + by * d, args, direction))
+
+    results, tangents = jax.jit(lambda: jax.jvp(operator, args, direction))()
+    slope = jax.tree.map(lambda a, b: (a - b) / 2e-5, moved(1e-5), moved(-1e-5))
+    for a, b in zip(jax.tree.leaves(tangents), jax.tree.leaves(slope), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
+    cotangents = alike(results, 6)
+    gradients = jax.jit(lambda: jax.vjp(operator, *args)[1](cotangents))()
+    assert_same(inner(gradients, direction), inner(cotangents, tangents), name)
+
+
+@pytest.mark.parametrize(
+    "name", ["linear recurrence, auto", "WKV, auto", "long convolution, twisted"]
+)
+def test_hessians_are_the_same_in_both_modes(x64, name):
+    operator, (first, *others) = OPERATORS[name]
+
+    def loss(first):
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(operator(first, *others)))
+
+    forward_over_reverse = jax.jit(jax.hessian(loss))(first)
+    reverse_over_reverse = jax.jit(jax.jacrev(jax.grad(loss)))(first)
+    assert_same(forward_over_reverse, reverse_over_reverse, name)
