@@ -1,7 +1,6 @@
 """Text from a language model, token by token from its carried state."""
 
 import math
-import operator
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jax_models.language_model import LanguageModel, LanguageModelState, checked_tokens
 from jax_models.ops import carry_dtype
+from jax_models.ops.checks import checked_size
 
 Arrays = list[Array]
 AnyKey = Key[Array, ""] | UInt32[Array, "words"]
@@ -121,10 +121,10 @@ def stream(
         top_k: draw from the k likeliest tokens only.
 
     Raises:
-        TypeError: the prompt, num_tokens or top_k is not of integers, the temperature is no number,
-            or the key is none.
-        ValueError: the prompt is empty or of the wrong rank, a token is not in the vocabulary, an
-            option is out of range, or (at that token) the model's logits are NaN or infinite.
+        TypeError: the prompt is not of integers, the temperature is no number, or the key no key.
+        ValueError: the prompt is empty or of the wrong rank, a token is not in the vocabulary,
+            num_tokens or top_k is no positive integer, the temperature is negative, or (at that
+            token) the model's logits are NaN or infinite.
 
     """
     return _host(_calls(model, prompt, num_tokens, key, temperature, top_k, CALL_SECONDS))
@@ -158,8 +158,8 @@ def _calls(
     vocab_size = model.config.vocab_size
     limit = model.config.context_length or sys.maxsize
     prompt = _checked_prompt(prompt, vocab_size)[:, -limit:]
-    num_tokens = _checked_count("num_tokens", num_tokens)
-    top_k = vocab_size if top_k is None else _checked_count("top_k", top_k)
+    num_tokens = checked_size("num_tokens", num_tokens)
+    top_k = vocab_size if top_k is None else checked_size("top_k", top_k)
     options = Options(_checked_temperature(temperature), min(top_k, vocab_size))
     key = _checked_key(key)
     inference = {"deterministic": True, "fixed_filters": True}
@@ -179,17 +179,6 @@ def _checked_prompt(prompt, vocab_size: int) -> Prompt:
         raise ValueError(f"prompt: expected shape (batch ≥ 1, time ≥ 1), got {values.shape}")
     tokens = checked_tokens("prompt", values, vocab_size)
     return tokens.astype(jnp.int32) if isinstance(values, Tracer) else values.astype(np.int32)
-
-
-def _checked_count(name: str, value) -> int:
-    """A positive integer of any type, or the fault."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {value!r}") from None
-    if count < 1:
-        raise ValueError(f"{name}: expected at least 1, got {count}")
-    return count
 
 
 def _checked_temperature(value) -> float:

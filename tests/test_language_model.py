@@ -253,7 +253,7 @@ REFUSED = {
     ),
     "unknown cell": (lambda lm: model(cell="foo"), ValueError, "cell: expected one of"),
     "no vocabulary": (lambda lm: model(vocab_size=0), ValueError, "vocab_size: expected a posi"),
-    "no context": (lambda lm: model(context_length=0), ValueError, "context_length: expected at"),
+    "no context": (lambda lm: model(context_length=0), ValueError, "context_length: expected a"),
     "rank of a token": (lambda lm: lm.step(tokens(1, 1), None), ValueError, "token: expected shap"),
     "state": (lambda lm: lm(tokens(1, 3), (1, 2)), TypeError, "state: expected LanguageModelState"),
     "empty prompt": (lambda lm: stream(lm, tokens(1, 0), 3, key=KEY), ValueError, "prompt: expec"),
@@ -275,17 +275,17 @@ REFUSED = {
     ),
     "fraction of tokens": (
         lambda lm: generate(lm, tokens(1, 1), 2.5, key=KEY),
-        TypeError,
+        ValueError,
         "num_tokens: expected an integer, got 2.5",
     ),
     "several counts": (
         lambda lm: generate(lm, tokens(1, 1), np.ones(3, int), key=KEY),
-        TypeError,
+        ValueError,
         "num_tokens: expected an integer",
     ),
     "fraction of top_k": (
         lambda lm: generate(lm, tokens(1, 1), 3, key=KEY, top_k=2.0),
-        TypeError,
+        ValueError,
         "top_k: expected an integer, got 2.0",
     ),
     "number as a key": (
@@ -337,7 +337,7 @@ REFUSED = {
     "top_k": (
         lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, top_k=0),
         ValueError,
-        "top_k: expected at least 1",
+        "top_k: expected a positive integer, got 0",
     ),
 }
 

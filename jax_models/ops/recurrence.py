@@ -157,7 +157,7 @@ class _Static(NamedTuple):
         return lax.scan(body, state, inputs, known, reverse=self.reverse)
 
 
-@partial(jax.jit, static_argnums=0, inline=True)  # outside a jit, each call would compile anew
+@partial(jax.jit, static_argnums=0)  # outside a jit, each call would compile anew
 def _batch_first(static: _Static, products, x, inputs, params, state, lengths, reset):
     masks = step_masks(x.shape[1], lengths, reset, reverse=static.reverse)
     products, x, inputs, params, state, masks = alike((products, x, inputs, params, state, masks))
