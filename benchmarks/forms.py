@@ -1,8 +1,8 @@
 """`python -m benchmarks.forms`: which form of loop is fastest for each cell, batch and width.
 
 "hoisted" multiplies all inputs before the loop, "joined" the input with the state in each step.
-Each is measured forward, and forward with backward: what to judge the rule of `method="auto"` in
-`jax_models.ops.recurrence` by. Written to `results/forms-<platform>.json`.
+Each is measured forward, since under differentiation all loops are hoisted: what to judge the rule
+of `method="auto"` in `jax_models.ops.recurrence` by. Written to `results/forms-<platform>.json`.
 """
 
 import dataclasses
@@ -19,10 +19,9 @@ from rich.table import Table
 from benchmarks.__main__ import RESULTS, Platform
 from benchmarks.compare import Session, compare
 from benchmarks.environment import Allocator
-from benchmarks.families.gated.jax_peers import named
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import TIE, Outcome
-from benchmarks.problem import BOTH, FORWARD, Contenders, Function
+from benchmarks.problem import FORWARD, Contenders, Function
 from benchmarks.report.store import versions
 from benchmarks.report.table import milliseconds
 from benchmarks.workers import Unsuitable, Workers
@@ -37,6 +36,13 @@ STATES = {"LSTM": ops.LSTMState, "GRU": ops.GRUState, "RNN": ops.RNNState}
 contenders = Contenders()
 
 
+@dataclasses.dataclass(frozen=True)
+class Forward(Gated):
+    """A layer's forward pass."""
+
+    parts = (FORWARD,)
+
+
 def in_form(problem: Gated, form: str) -> Function:
     """The operator, told its form."""
     x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
@@ -49,28 +55,24 @@ def in_form(problem: Gated, form: str) -> Function:
         zeros = (jnp.zeros((problem.batch, problem.hidden)) for _ in state_type._fields)
         return run(x, state_type(*zeros), **weights, method=form)[0]
 
-    def of_torch(gradients):
-        x, weights = gradients
-        return named(x, weights["kernel_ih"], weights["kernel_hh"], weights["bias_ih"])
-
     weights = dict(zip(names, (w_ih.T, w_hh.T, b_ih, b_hh), strict=True))
-    return Function((x, weights), apply, of_torch)
+    return Function((x, weights), apply)
 
 
 for form in FORMS:
     contenders.jax(form)(lambda problem, form=form: in_form(problem, form))
 
 
-def choices(outcome: Outcome, problems: list[Gated]) -> list[dict]:
+def choices(outcome: Outcome, problems: Sequence[Gated]) -> list[dict]:
     """The times of the forms that there are, and which is fastest: None for a tie."""
     result = []
     for problem in problems:
         rows = [row for row in outcome.rows if row.problem == problem.name]
-        ms = {part: {r.name: r.ms for r in rows if r.part == part} for part in (FORWARD, BOTH)}
-        if not ms[BOTH]:
+        ms = {row.name: row.ms for row in rows}
+        if not ms:
             continue
-        fast, *slow = sorted(ms[BOTH], key=ms[BOTH].__getitem__)
-        tie = any(ms[BOTH][form] <= (1 + TIE) * ms[BOTH][fast] for form in slow)
+        fast, *slow = sorted(ms, key=ms.__getitem__)
+        tie = any(ms[form] <= (1 + TIE) * ms[fast] for form in slow)
         sizes = {"cell": problem.cell, "batch": problem.batch, "hidden": problem.hidden}
         result.append({**sizes, "ms": ms, "fastest": None if tie else fast})
     return result
@@ -78,11 +80,10 @@ def choices(outcome: Outcome, problems: list[Gated]) -> list[dict]:
 
 def table(chosen: list[dict]) -> Table:
     """A line a shape."""
-    columns = [f"{part}, {form}" for part in (FORWARD, BOTH) for form in FORMS]
-    result = Table("", *columns, "fastest")
+    result = Table("", *FORMS, "fastest")
     for choice in chosen:
         name = f"{choice['cell']} B{choice['batch']} H{choice['hidden']}"
-        times = (choice["ms"][part].get(form) for part in (FORWARD, BOTH) for form in FORMS)
+        times = (choice["ms"].get(form) for form in FORMS)
         cells = ("–" if ms is None else milliseconds(ms) for ms in times)
         result.add_row(name, *cells, choice["fastest"] or "tie")
     return result
@@ -107,7 +108,7 @@ def main(args: Sequence[str]) -> None:
     """Measure, print, and write."""
     arguments = parse(Arguments, args, prog=PROG)
     problems = [
-        Gated(cell, TIME, batch, hidden)
+        Forward(cell, TIME, batch, hidden)
         for cell in arguments.cell
         for batch in arguments.batch
         for hidden in arguments.hidden
