@@ -76,7 +76,7 @@ def find(compute: Callable[[np.ndarray], object], allocator: Allocator) -> Envir
 
 
 def working_threads(
-    compute: Callable[[np.ndarray], object], *, seconds: float = 0.2, tries: int = 5
+    compute: Callable[[np.ndarray], object], *, seconds: float = 0.5, tries: int = 8
 ) -> tuple[int, int]:
     """How many threads compute at the same time, and on how many cores the most restricted may run.
 

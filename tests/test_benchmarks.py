@@ -77,10 +77,16 @@ def test_a_worker_without_all_cores_is_refused(monkeypatch, framework, variable,
             processes.device(framework)
 
 
+def keep_one_core() -> None:
+    """Tie all threads of this process to one core."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), [min(os.sched_getaffinity(0))])
+
+
 def test_a_worker_that_lost_its_cores_is_refused_afterwards():
     with Workers("cpu") as processes:
         processes.device("jax")
-        processes.call("jax", os.sched_setaffinity, 0, [min(os.sched_getaffinity(0))])
+        processes.call("jax", keep_one_core)
         with pytest.raises(Unsuitable, match=r"jax: expected .* got \d+ on 1;"):
             processes.environments()
 

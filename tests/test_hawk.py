@@ -165,7 +165,10 @@ def test_nan_stays_in_its_row():
         (lambda r: RGLRU(0, rngs=r), "features: expected a positive integer, got 0"),
         (lambda r: RGLRU(4, c=-1.0, rngs=r), "c: expected a positive number, got -1.0"),
         (lambda r: CausalConv1D(4, 0, rngs=r), "kernel_size: expected a positive integer, got 0"),
-        (lambda r: Hawk(4, kernel_size=2.5, rngs=r), "kernel_size: expected a positive integer"),
+        (
+            lambda r: Hawk(4, kernel_size=2.5, rngs=r),
+            "kernel_size: expected a positive integer, got 2.5",
+        ),
         (lambda r: HawkBlock(4, 0, rngs=r), "mlp_features: expected a positive integer"),
         (lambda r: Hawk(4, method="fast", rngs=r), "method: expected one of .* got 'fast'"),
     ],

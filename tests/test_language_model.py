@@ -276,17 +276,17 @@ REFUSED = {
     "fraction of tokens": (
         lambda lm: generate(lm, tokens(1, 1), 2.5, key=KEY),
         ValueError,
-        "num_tokens: expected an integer, got 2.5",
+        "num_tokens: expected a positive integer, got 2.5",
     ),
     "several counts": (
         lambda lm: generate(lm, tokens(1, 1), np.ones(3, int), key=KEY),
         ValueError,
-        "num_tokens: expected an integer",
+        "num_tokens: expected a positive integer",
     ),
     "fraction of top_k": (
         lambda lm: generate(lm, tokens(1, 1), 3, key=KEY, top_k=2.0),
         ValueError,
-        "top_k: expected an integer, got 2.0",
+        "top_k: expected a positive integer, got 2.0",
     ),
     "number as a key": (
         lambda lm: generate(lm, tokens(1, 1), 3, key=0),

@@ -211,7 +211,7 @@ REFUSED = {
     "half a feature": (
         lambda: RNN(5.0, 6, rngs=nnx.Rngs(0)),
         ValueError,
-        "in_features: expected an integer, got 5.0",
+        "in_features: expected a positive integer, got 5.0",
     ),
     "certain dropout": (lambda: lstm(dropout_rate=1.0), ValueError, "dropout_rate: expected 0 ≤"),
     "stacks of two sizes": (

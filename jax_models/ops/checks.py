@@ -218,7 +218,7 @@ def lengths_within(lengths: Int[ArrayLike, "*batch"], time: int) -> Int[Array, "
     return jnp.asarray(values, jnp.int32)
 
 
-def checked_integer(name: str, value: Any) -> Any:
+def checked_integer(name: str, value: Any, expected: str = "an integer") -> Any:
     """An integer of any type as int; a symbolic dimension as it is."""
     if is_symbolic_dim(value):
         return value
@@ -227,7 +227,7 @@ def checked_integer(name: str, value: Any) -> Any:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise ValueError(f"{name}: expected an integer, got {value!r}") from None
+        raise ValueError(f"{name}: expected {expected}, got {value!r}") from None
 
 
 def checked_count(name: str, count: Any) -> int:
@@ -240,7 +240,7 @@ def checked_count(name: str, count: Any) -> int:
 
 def checked_size(name: str, size: Any) -> int:
     """A positive integer."""
-    size = checked_integer(name, size)
+    size = checked_integer(name, size, "a positive integer")
     if size < 1:
         raise ValueError(f"{name}: expected a positive integer, got {size}")
     return size

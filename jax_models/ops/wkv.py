@@ -228,11 +228,11 @@ class _Gradient(NamedTuple):
     def __call__(self, residuals: _Residuals, gradients):
         inputs_dtype = residuals.k.dtype
         _, _, k, v, y, before, _, _ = residuals = residuals.wide()
-        y_gradient, last_gradient = gradients
+        y_gradient, last_gradient = residuals.where_active(gradients[0]), gradients[1]
         factors = residuals.factors()
         through = partial(linear_recurrence, reverse=True, method=self.method)
 
-        then = factors.past_share * y_gradient
+        then = residuals.carried(factors.past_share * y_gradient)
         end = jnp.stack(last_gradient[:2])
         sums, first = jax.vmap(through, in_axes=(None, 0, 0))(
             factors.decay, jnp.stack([then, residuals.carried(-then * y)]), end
