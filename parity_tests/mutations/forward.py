@@ -5,7 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 
 from jax_models.ops.layer_norm_lstm import layer_norm
-from parity_tests.mutations.mutation import Mutation, Plant, at, edited, recompiled, replaced
+from parity_tests.mutations.mutation import Mutation, Plant, at, edited, replaced
 
 PAST_AND_FUTURE = "future has no influence and far past has"
 
@@ -67,11 +67,12 @@ def forward_mutations() -> list[Mutation]:
             forward(
                 f"convolution {name}",
                 explicit_hyena,
-                plant=recompiled(
-                    *(
-                        replaced(f"jax_models.ops.{module}.fft_conv", wrong)
+                plant=replaced(
+                    [
+                        f"jax_models.ops.{module}.fft_conv"
                         for module in ("long_conv", "online_conv")
-                    )
+                    ],
+                    wrong,
                 ),
                 check=check,
             )

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 from unittest import mock
 
@@ -55,13 +55,22 @@ def is_caught(mutation: Mutation) -> bool:
         return False
 
 
-def replaced(target: str, wrong: Callable[[Any], Any]) -> Plant:
-    """What is at `module.attribute`, or `module.Class.attribute`, is `wrong` of it."""
-    path, _, name = target.rpartition(".")
+def replaced(targets: str | Sequence[str], wrong: Callable[[Any], Any]) -> Plant:
+    """What is at `module.attribute`, or `module.Class.attribute`, is `wrong` of it.
 
-    def plant():
-        owner = pkgutil.resolve_name(path)
-        return mock.patch.object(owner, name, wrong(getattr(owner, name)))
+    What was compiled from it before is compiled anew, and again afterwards.
+    """
+
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(jax.clear_caches)
+            for target in [targets] if isinstance(targets, str) else targets:
+                path, _, name = target.rpartition(".")
+                owner = pkgutil.resolve_name(path)
+                stack.enter_context(mock.patch.object(owner, name, wrong(getattr(owner, name))))
+            jax.clear_caches()
+            yield
 
     return plant
 
@@ -78,21 +87,6 @@ def edited(edit: Callable[[Any], None]) -> Plant:
         return build_edited
 
     return replaced("parity_tests.cases.Case.build_layer", wrong)
-
-
-def recompiled(*plants: Plant) -> Plant:
-    """All of them, in functions that are compiled once for the whole process."""
-
-    @contextlib.contextmanager
-    def plant() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.callback(jax.clear_caches)
-            for each in plants:
-                stack.enter_context(each())
-            jax.clear_caches()
-            yield
-
-    return plant
 
 
 def at(model: Any, path: str) -> Any:
