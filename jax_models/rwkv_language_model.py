@@ -54,6 +54,7 @@ class RWKVLanguageModelConfig(LanguageModelConfig):
             raise ValueError(f"state_dict: {found}")
         if missing := [key for key in needed if key not in state_dict]:
             raise ValueError(f"state_dict: not of an RWKV-4, it has no {' and no '.join(missing)}")
+        shapes: list[tuple[int, ...]]
         shapes = [tuple(getattr(state_dict[key], "shape", ())) for key in needed]
         if any(len(shape) != 2 for shape in shapes):
             raise ValueError(f"state_dict: expected matrices {' and '.join(needed)}, got {shapes}")

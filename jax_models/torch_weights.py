@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from jax_models.bounds import bounds
 from jax_models.constant import Constant
@@ -232,7 +233,7 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
 
     """
     params = {path: param.get_value() for path, param in _params(layer).items()}
-    if any(isinstance(value, jax.ShapeDtypeStruct | jax.core.Tracer) for value in params.values()):
+    if any(isinstance(value, jax.ShapeDtypeStruct | Tracer) for value in params.values()):
         raise ValueError(
             "layer: its parameters have no values, as under nnx.eval_shape or jax.jit: "
             "load weights first, or call to_torch outside"

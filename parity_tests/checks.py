@@ -288,8 +288,8 @@ def nan_stays_where_it_is(subject: Subject):
             assert_same(ours[~reached], theirs[~reached], f"{what} beside a NaN in {name}")
             assert np.isfinite(ours[~reached]).all(), f"a NaN in {name} reaches the {what}"
         for index in {0, 1, 2} - ({1} if reaches_state else set()):
-            states = (subject.row(index, results[1][1]) for results in (actual, expected))
-            assert_same_state(*states, f"state of row {index} beside a NaN in {name}")
+            ours, theirs = (subject.row(index, results[1][1]) for results in (actual, expected))
+            assert_same_state(ours, theirs, f"state of row {index} beside a NaN in {name}")
         if name == "the padding":
             assert (actual[0][PADDING] == 0).all(), "the padding has a gradient"
             assert (actual[0][~PADDING] != 0).any(axis=-1).all(), "an input has no gradient"

@@ -109,8 +109,9 @@ def port(
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model: expected an nnx.Module or a function of weights, got {kind}")
     start = partial(Problem, twin=copy.deepcopy(twin).cpu().eval(), **fields)
-    of_kind = _of_module if isinstance(model, nnx.Module) else _of_loader
-    return of_kind(start, twin, model, weights, call)
+    if isinstance(model, nnx.Module):
+        return _of_module(start, twin, model, weights, call)
+    return _of_loader(start, twin, model, weights, call)
 
 
 Start = Callable[..., Problem]
