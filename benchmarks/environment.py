@@ -19,8 +19,8 @@ OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "NPROC", "XLA_FLAGS")
 """How the names of environment variables begin that change malloc, or threads."""
 BLOCK = 2**28
-"""Bytes. By default glibc returns a block of more than 2²⁵ to the system when it is freed. A smaller
-one may fit a gap that is there already."""
+"""Bytes. By default glibc returns a block of more than 2²⁵ to the system when it is freed; one as
+small as that may fit a gap, though."""
 
 
 @dataclasses.dataclass(frozen=True)
