@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "JAX_NUMPY_DTYPE_PROMOTION": "standard",  # not all peers work under "strict"
     "JAX_NUMPY_RANK_PROMOTION": "allow",
 }
+EXPS = 16
+"""By which threads are counted: so many that one which wakes late still finds its part to do."""
 QUIET = 0.05
 """Share of the cores that other processes may take."""
 SLOW = 2.5
@@ -283,10 +285,6 @@ def _jax_device() -> str:
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.block_until_ready(jax.jit(lambda x: x + 1)(0.0))  # the compiler is loaded
     return f"{jax.default_backend()}: {jax.devices()[0].device_kind}"
-
-
-EXPS = 16
-"""One after the other: so much that a thread which wakes late still finds its part to do."""
 
 
 def _jax_exp(x: np.ndarray) -> None:
