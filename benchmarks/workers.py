@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -290,14 +290,16 @@ def _jax_device() -> str:
 def _jax_exp(x: np.ndarray) -> None:
     import jax
 
-    jax.block_until_ready(_jax_exps()(x))
+    jax.block_until_ready(_jax_exps(x.size)())
 
 
 @cache
-def _jax_exps() -> Callable:
+def _jax_exps(size: int) -> Callable:
+    """Of an array that is on the device already: to copy one is work of the main thread."""
     import jax
 
-    return jax.jit(lambda x: jax.lax.fori_loop(0, EXPS, lambda _, x: jax.numpy.exp(-x), x))
+    exps = jax.jit(lambda x: jax.lax.fori_loop(0, EXPS, lambda _, x: jax.numpy.exp(-x), x))
+    return partial(exps, jax.numpy.zeros(size))
 
 
 def _torch_device(platform: str, threads: int) -> str:
