@@ -5,7 +5,7 @@ import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 OTHER_FILES = {
     rb"\s*<(!DOCTYPE|html|\?xml)": "a web page: download the file itself, by its raw link",
@@ -15,7 +15,10 @@ OTHER_FILES = {
     rb"\x89HDF": "an HDF5 file: read it with h5py.File",
     rb"GGUF": "a GGUF file: read it with gguf.GGUFReader",
     rb"\x1f\x8b": "compressed by gzip: decompress it first",
+    rb"BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!|.{257}ustar": "an archive: unpack it first",
+    rb"\x80[\x02-\x05](?!\x8a\nl\xfc\x9cF\xf9)": "a pickle of another program: read it as it was written",
     rb"$": "empty: download it again",
+    rb"[\t\n\r -~]+$": "a text: download the file itself",
 }
 """What a file is that `torch.save` did not write, by how it begins."""
 
@@ -25,6 +28,8 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     The file is read with `weights_only=True`: it may hold tensors and plain containers. This is the
     one function of the package that needs PyTorch, which it imports when it is called.
+
+    A changed byte is found by the file's checksums. A file from before PyTorch 1.6 has none.
 
     Raises:
         ImportError: PyTorch is not installed.
@@ -44,31 +49,58 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
     with path.open("rb") as file:
         try:
             weights = torch.load(file, map_location="cpu", weights_only=True)
+            damage = _damage(file)
         except Exception as error:  # damage shows as any of a dozen
-            raise ValueError(f"{path.name}: {_reason(path, error)}") from None
+            raise ValueError(f"{path.name}: {_reason(file, error)}") from None
+    if damage:
+        raise ValueError(f"{path.name}: {damage}")
     if not isinstance(weights, Mapping):
         raise ValueError(f"{path.name}: expected a state_dict, got a {type(weights).__name__}")
+    if {"state", "param_groups"} <= weights.keys():
+        raise ValueError(f"{path.name}: expected a state_dict of a model, got an optimizer's")
     return dict(weights)
 
 
-def _reason(path: Path, error: Exception) -> str:
+def _damage(file: BinaryIO) -> str | None:
+    """What the checksums of an archive say."""
+    file.seek(0)
+    if file.read(2) != b"PK":
+        return None
+    try:
+        with zipfile.ZipFile(file) as archive:
+            member = archive.testzip()
+    except Exception as error:  # as in torch.load
+        found = str(error)
+    else:
+        if member is None:
+            return None
+        found = f"the checksum of {member} is wrong"
+    return f"not a whole file of torch.save ({found}): download or save it again"
+
+
+def _reason(file: BinaryIO, error: Exception) -> str:
     """Why torch cannot read the file."""
-    with path.open("rb") as file:
-        head = file.read(100)
-    for start, what in OTHER_FILES.items():
-        if re.match(start, head, re.DOTALL | re.IGNORECASE):
-            return f"not a file of torch.save, it is {what}"
-    if found := re.search(r"GLOBAL (\S+) was not an allowed global", str(error)):
+    if damage := _damage(file):
+        return damage
+    if found := re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", str(error)):
         return (
             f"refused, it holds more than weights: {found[1]}; save model.state_dict() alone, by "
             "torch.save"
         )
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
+    file.seek(0)
+    head = file.read(300)
+    for start, what in OTHER_FILES.items():
+        if re.match(start, head, re.DOTALL | re.IGNORECASE):
+            return f"not a file of torch.save, it is {what}"
+    if head.startswith(b"PK"):
+        with zipfile.ZipFile(file) as archive:
             names = {Path(name).name for name in archive.namelist()}
         if "constants.pkl" in names:
             return "a TorchScript file: read it with torch.jit.load(path).state_dict()"
         if any(name.endswith(".npy") for name in names):
             return "not a file of torch.save, it is an archive of NumPy: read it with numpy.load"
-    lines = str(error).splitlines() or [type(error).__name__]
-    return f"not a whole file of torch.save: {lines[0]:.120}"
+        if "data.pkl" not in names:
+            return "not a file of torch.save, it is a zip archive: unpack it first"
+    if head.startswith((b"PK", b"\x80")):
+        return "not a whole file of torch.save: download or save it again"
+    return f"not a file of torch.save, it begins with {head[:8]!r}"

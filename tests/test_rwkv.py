@@ -1,6 +1,8 @@
 """RWKV-4 beyond parity: its checkpoints, its initialisation, its extremes."""
 
+import io
 import pickle
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +75,12 @@ def test_a_pth_that_is_none(tmp_path):
     torch.save([torch.zeros(2)], tmp_path / "list.pth")
     with pytest.raises(ValueError, match=r"list\.pth: expected a state_dict, got a list"):
         read_pth(tmp_path / "list.pth")
-    torch.save(checkpoint(), tmp_path / "whole.pth")
+    weights = checkpoint()
+    torch.save(weights, tmp_path / "whole.pth")
     whole = (tmp_path / "whole.pth").read_bytes()
-    damaged = {"text": b"hello world\n"}
-    damaged |= {f"cut{end}": whole[:end] for end in (1, 100, 2000, len(whole) // 2, -1)}
+    damaged = {f"cut{end}": whole[:end] for end in (4, 100, 2000, len(whole) // 2, -1)}
+    place = whole.index(weights["emb.weight"].view(torch.uint8).numpy().tobytes())
+    damaged["flipped"] = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
     for name, content in damaged.items():
         (tmp_path / f"{name}.pth").write_bytes(content)
         with pytest.raises(ValueError, match=rf"^{name}\.pth: not a whole file .*[^:]$"):
@@ -87,6 +91,20 @@ def test_a_pth_that_is_none(tmp_path):
         read_pth(None)  # pyright: ignore[reportArgumentType]
 
 
+def zipped(files: dict[str, bytes]) -> bytes:
+    with zipfile.ZipFile(archive := io.BytesIO(), "w") as writer:
+        for name, content in files.items():
+            writer.writestr(name, content)
+    return archive.getvalue()
+
+
+def test_the_state_of_an_optimizer_is_no_state_dict(tmp_path):
+    optimizer = torch.optim.Adam(torch.nn.Linear(2, 3).parameters())
+    torch.save(optimizer.state_dict(), tmp_path / "adam.pth")
+    with pytest.raises(ValueError, match="expected a state_dict of a model, got an optimizer's"):
+        read_pth(tmp_path / "adam.pth")
+
+
 OTHER_FILES = {
     "it is empty": b"",
     r"safetensors\.torch\.load_file": save({"a": np.zeros(3, np.float32)}),
@@ -95,6 +113,11 @@ OTHER_FILES = {
     r"numpy\.load": b"\x93NUMPY\x01\x00",
     r"h5py\.File": b"\x89HDF\r\n\x1a\n",
     "gzip": b"\x1f\x8b\x08",
+    "unpack it first": b"BZh91AY",
+    "a zip archive": zipped({"weights.pth": b"..."}),
+    "a pickle of another program": pickle.dumps({"a": 3}),
+    "a text": b"hello world\n",
+    "it begins with": bytes(20),
 }
 
 
