@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from jax_models.ops import document_ends
+from jax_models.ops.checks import described
 from jax_models.sequence import SequenceLayer, State, mask_padding
 from jax_models.torch_weights import Layouts, nested
 
@@ -30,6 +31,7 @@ class Bidirectional(SequenceLayer):
         backward: the layer that runs from the last step (of each row's `lengths`) to the first.
 
     Raises:
+        TypeError: one of the two is no layer.
         ValueError: the two read different sizes or layouts, or one of them is not causal.
 
     Layouts: those that both layers have, under `rnn_f` and `rnn_b`: `deep` is RNNBidirectional.
@@ -40,6 +42,9 @@ class Bidirectional(SequenceLayer):
     noncausal_reason = "the backward stack needs the whole sequence: call the layer itself"
 
     def __init__(self, forward: SequenceLayer, backward: SequenceLayer):
+        for name, layer in (("forward", forward), ("backward", backward)):
+            if not isinstance(layer, SequenceLayer):
+                raise TypeError(f"{name}: expected a SequenceLayer, got {described(layer)}")
         for name in ("in_features", "time_major"):
             f, b = getattr(forward, name), getattr(backward, name)
             if f != b:

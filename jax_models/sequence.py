@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_models.ops.checks import (
+    as_array,
     checked,
     checked_array,
     checked_count,
@@ -211,7 +212,7 @@ def check_time(name: str, time: int, max_length: int) -> None:
 
 def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major: bool) -> Array:
     """The features as an array of one of the ranks (unbatched, batched), or the fault."""
-    x = checked_array("x", jnp.asarray(x), Float)
+    x = checked_array("x", as_array("x", x), Float)
     if x.ndim not in ranks or x.shape[-1] != in_features:
         steps = {3: "(time, batch, {})" if time_major else "(batch, time, {})", 2: "(batch, {})"}
         alone = {3: "(time, {})", 2: "({},)"}
@@ -232,7 +233,7 @@ def checked_lengths(
     """
     if lengths is None:
         return None, None
-    lengths = lengths if hasattr(lengths, "dtype") else np.asarray(lengths)
+    lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
     lengths = checked_array("lengths", lengths, Int, batch_shape)
     inside = lengths_within(lengths, time).reshape(-1)
     if not isinstance(lengths, Tracer):
@@ -256,15 +257,16 @@ def checked_reset(reset, shape: tuple[int, ...]) -> Bool[Array, "batch time"] | 
     """`reset` as booleans (batch, time), (time,) for an unbatched sequence, or the fault."""
     if reset is None:
         return None
-    reset = checked_array("reset", jnp.asarray(reset), Bool, shape)
+    reset = checked_array("reset", as_array("reset", reset), Bool, shape)
     return reset if reset.ndim == 2 else reset[None]
 
 
 def checked_state(state: State, expected: State) -> State:
     """`state` as arrays, if it has the structure and the shapes of `expected`, or the fault."""
-    if jax.tree.structure(state) != jax.tree.structure(expected):
-        raise TypeError(f"state: expected {described(expected)}, got {described(state)}")
-    state = jax.tree.map(jnp.asarray, state)
+    _check_structure("state", state, expected)
+    state = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: as_array(f"state{jax.tree_util.keystr(path)}", leaf), state
+    )
     leaves = jax.tree_util.tree_leaves_with_path(state)
     for (path, leaf), like in zip(leaves, jax.tree.leaves(expected), strict=True):
         name = f"state{jax.tree_util.keystr(path)}"
@@ -273,6 +275,16 @@ def checked_state(state: State, expected: State) -> State:
         if jnp.issubdtype(leaf.dtype, jnp.floating) != jnp.issubdtype(like.dtype, jnp.floating):
             raise TypeError(f"{name}: expected a dtype like {like.dtype}, got {leaf.dtype}")
     return state
+
+
+def _check_structure(name: str, state: State, expected: State) -> None:
+    """Refuse another structure, naming the innermost field that has it."""
+    if jax.tree.structure(state) == jax.tree.structure(expected):
+        return
+    if type(state) is type(expected) and hasattr(expected, "_fields"):
+        for field, theirs, ours in zip(expected._fields, state, expected, strict=True):
+            _check_structure(f"{name}.{field}", theirs, ours)
+    raise TypeError(f"{name}: expected {described(expected)}, got {described(state)}")
 
 
 def mask_padding(

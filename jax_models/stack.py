@@ -82,6 +82,8 @@ class Stack(SequenceLayer):
         remat: Remat = "none",
         scan_layers: bool = False,
     ):
+        if not isinstance(layers, Iterable):
+            raise TypeError(f"layers: expected a list of layers, got {described(layers)}")
         self.layers = nnx.List(layers)
         if not self.layers:
             raise ValueError("layers: expected at least one, got none")

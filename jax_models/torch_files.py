@@ -16,7 +16,7 @@ OTHER_FILES = {
     rb"GGUF": "a GGUF file: read it with gguf.GGUFReader",
     rb"\x1f\x8b": "compressed by gzip: decompress it first",
     rb"BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!|.{257}ustar": "an archive: unpack it first",
-    rb"\x80[\x02-\x05](?!\x8a\nl\xfc\x9cF\xf9)": "a pickle of another program: read it as it was written",
+    rb"\x80[\x02-\x05](?!\x8a\nl\xfc\x9cF\xf9)": "a pickle of another program",
     rb"$": "empty: download it again",
     rb"[\t\n\r -~]+$": "a text: download the file itself",
 }

@@ -302,19 +302,24 @@ def _transformed(row: Weight, transform: str, arrays: list[np.ndarray]) -> Array
             raise ValueError(f"{transform} gives a {type(values).__name__}, expected a tuple")
         if len(values) != len(names):
             raise ValueError(f"{transform} gives {len(values)} arrays for {len(names)}")
-    except ValueError as error:
-        raise ValueError(f"{', '.join(row.keys)}: {error}") from None
+        for value in values:
+            if not hasattr(value, "shape"):
+                raise ValueError(f"{transform} gives a {type(value).__name__}, expected an array")
+    except Exception as error:  # a table may be anybody's
+        raise ValueError(f"{', '.join(row.keys)}: {error}") from error
     return values
 
 
 def _read(value: Any, like: np.ndarray) -> np.ndarray:
     """A state_dict's value as an array that can take the place of another."""
-    if not hasattr(value, "shape"):
-        raise ValueError(f"expected a tensor or an array, got {type(value).__name__}")
     try:
+        if not hasattr(value, "shape"):
+            raise ValueError(f"expected a tensor or an array, got {type(value).__name__}")
         array = as_numpy(value)
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"it cannot be read: {str(error).splitlines()[0]}") from None
+    if np.ma.isMaskedArray(value):
+        raise ValueError("expected a whole array, got a masked one: fill it by .filled()")
     if array.shape != like.shape:
         raise ValueError(f"expected shape {like.shape}, got {array.shape}")
     if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.floating):

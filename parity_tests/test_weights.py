@@ -129,6 +129,7 @@ def in_bias(change) -> dict:
         (torch.zeros(24).to_sparse(), "it cannot be read: .*Sparse layout"),
         (torch.zeros(24, device="meta"), "it cannot be read: .*meta tensor"),
         (torch.zeros(24, dtype=torch.float8_e4m3fn), "it cannot be read: .*Float8"),
+        (np.ma.masked_less(np.zeros(24, np.float32), 1), "expected a whole array, got a masked"),
     ],
 )
 def test_what_is_no_weight(value, fault):
@@ -172,6 +173,13 @@ SLIPS = {
     "to_torch gives 2 arrays for 1": Weight(("bias",), ("bias",), lambda a: (a,), lambda a: (a, a)),
     "to_torch gives a ndarray, expected a tuple": same("bias", "bias")._replace(
         to_torch=lambda a: a
+    ),
+    "to_jax gives a list, expected an array": same("bias", "bias")._replace(
+        to_jax=lambda a: (a.tolist(),)
+    ),
+    "too many indices": same("bias", "bias")._replace(to_torch=lambda a: (a[0, 0],)),
+    "'numpy.ndarray' object has no attribute 'foo'": same("bias", "bias")._replace(
+        to_torch=lambda a: (a.foo,)
     ),
     "cannot reshape": same("bias", "bias")._replace(to_torch=lambda a: (a.reshape(3, 9),)),
     r"to_jax gives shape \(1, 4\), the parameter has \(4,\)": same("bias", "bias")._replace(

@@ -132,6 +132,27 @@ REFUSED = {
     "rank of x": (lambda: lstm()(inputs(5)), ValueError, r"x: expected shape \(batch, time, 5\)"),
     "features of x": (lambda: lstm()(inputs(2, 3, 4)), ValueError, r"got \(2, 3, 4\)"),
     "dtype of x": (lambda: lstm()(np.ones((2, 3, 5), int)), TypeError, "x: expected a floating"),
+    **{
+        f"{name} for x": (lambda x=x: lstm()(x), TypeError, "x: expected an array of numbers, got ")
+        for name, x in {
+            "None": None,
+            "a text": "abc",
+            "a dict": {"x": 1.0},
+            "a ragged list": [[1.0], [1.0, 2.0]],
+            "objects": np.ones((2, 3, 5), object),
+            "a shape": jax.ShapeDtypeStruct((2, 3, 5), jnp.float32),
+        }.items()
+    },
+    "a text for lengths": (
+        lambda: lstm()(inputs(2, 3, 5), lengths="32"),
+        TypeError,
+        "lengths: expected an integer dtype",
+    ),
+    "a text for reset": (
+        lambda: lstm()(inputs(2, 3, 5), reset="x"),
+        TypeError,
+        "reset: expected an array of numbers, got a str",
+    ),
     "time-major x": (
         lambda: lstm(time_major=True)(inputs(2, 3, 4)),
         ValueError,
@@ -156,6 +177,16 @@ REFUSED = {
         lambda: lstm()(inputs(2, 3, 5), lstm().init_state(3)),
         ValueError,
         r"state.h: expected shape \(1, 2, 6\), got \(1, 3, 6\)",
+    ),
+    "state of objects": (
+        lambda: lstm()(inputs(2, 3, 5), LSTMState(*np.zeros((2, 1, 2, 6), object))),
+        TypeError,
+        "state.h: expected an array of numbers, got an array of shape .* and dtype object",
+    ),
+    "state with a gap": (
+        lambda: lstm()(inputs(2, 3, 5), lstm().init_state(2)._replace(c=None)),
+        TypeError,
+        "state.c: expected an array of shape .*, got a NoneType",
     ),
     "state of integers": (
         lambda: lstm()(
@@ -230,6 +261,16 @@ REFUSED = {
         ),
         ValueError,
         r"layers\[1\]: expected time_major=False as layers\[0\] has, got True",
+    ),
+    "no layer forward": (
+        lambda: Bidirectional(nnx.Linear(5, 5, rngs=nnx.Rngs(0)), lstm()),
+        TypeError,
+        "forward: expected a SequenceLayer, got a Linear",
+    ),
+    "stack of one layer, not in a list": (
+        lambda: Stack(lstm()),
+        TypeError,
+        "layers: expected a list of layers, got a LSTM",
     ),
     "stack of what is no layer": (
         lambda: Stack([nnx.Linear(5, 5, rngs=nnx.Rngs(0))]),

@@ -190,6 +190,19 @@ def wrong_shape(name: str, expected: Any, shape: tuple[int, ...]) -> ValueError:
     return ValueError(f"{name}: expected shape {expected}, got {shape}")
 
 
+def as_array(name: str, value: Any) -> Array:
+    """An array of JAX's from one, or from what is like one: lists, and tensors of other libraries.
+
+    Raises:
+        TypeError: it is none.
+
+    """
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name}: expected an array of numbers, got {described(value)}") from error
+
+
 def checked_array(name: str, value: Any, kind: Any, shape: tuple[int, ...] | None = None) -> Array:
     """An array of one of the `KINDS` and, if given, of a shape; NumPy's as JAX's, but of integers.
 
@@ -309,4 +322,6 @@ def described(value: Any) -> str:
         return f"{name}({', '.join(value._fields)})"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
     return f"a {type(value).__name__}"
