@@ -1,5 +1,6 @@
 """`python -m parity_tests`: how far every JAX layer and its torch twin are from float64."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import platform as machine
@@ -20,7 +21,7 @@ from parity_tests.measure import measure
 from parity_tests.mutations import MUTATIONS, is_caught
 from parity_tests.over_time import errors_over_time
 from parity_tests.precision import precision_errors
-from parity_tests.problem import problem
+from parity_tests.problem import available_platforms, problem
 from parity_tests.record import (
     ErrorOverTime,
     Measurement,
@@ -58,21 +59,10 @@ class Arguments:
     """Also plant faults in the cases, each of which a check must catch."""
 
     @property
-    def kept(self) -> list[Path]:
-        """The files to write."""
-        return [path for path in (self.json, self.html) if path is not None]
-
-
-def available_platforms() -> list[str]:
-    """The platforms of this machine."""
-
-    def has(platform: str) -> bool:
-        try:
-            return bool(jax.devices(platform))
-        except RuntimeError:
-            return False
-
-    return [platform for platform in PLATFORMS if has(platform)]
+    def kept(self) -> dict[str, Path]:
+        """The files to write, by flag."""
+        files = {"--json": self.json, "--html": self.html}
+        return {flag: path for flag, path in files.items() if path is not None}
 
 
 def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
@@ -82,8 +72,9 @@ def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
         for name in CASES
         if not arguments.case or any(part.lower() in name.lower() for part in arguments.case)
     ]
-    if not names:
-        raise CommandLineError(f"--case: no case has {' or '.join(arguments.case)} in its name")
+    for part in arguments.case:
+        if not any(part.lower() in name.lower() for name in names):
+            raise CommandLineError(f"--case: no case has {part} in its name")
     platforms = available_platforms()
     if arguments.platform is not None:
         if arguments.platform not in platforms:
@@ -100,9 +91,8 @@ def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
     return names, platforms
 
 
-def measured(arguments: Arguments) -> Record:
-    """Measure all that the arguments ask for."""
-    names, platforms = choose(arguments)
+def measured(arguments: Arguments, names: Sequence[str], platforms: Sequence[str]) -> Record:
+    """Measure all that the arguments ask for in these cases on these platforms."""
     pairs = [(name, p) for name in names for p in platforms if p in CASES[name].platforms]
     measurements, faults = [], []
     for name, platform in progress(pairs, "measuring"):
@@ -170,27 +160,41 @@ def versions() -> dict[str, str]:
     return {"python": machine.python_version(), **packages, "torch": torch.__version__}
 
 
-def previous(path: Path | None) -> Record | None:
-    """The record that --compare names."""
-    if path is None:
-        return None
+@contextlib.contextmanager
+def naming(flag: str, path: Path) -> Iterator[None]:
+    """Name the flag whose file cannot be read or written."""
     try:
-        return Record.from_json(path.read_bytes())
-    except OSError as error:
-        raise CommandLineError(f"--compare: {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CommandLineError(f"--compare: {path}: {error}") from error
+        yield
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CommandLineError(f"{flag}: {path}: {reason}") from error
+
+
+def check_files(arguments: Arguments) -> None:
+    """Refuse files that cannot be written before the work, and leave none behind."""
+    for flag, path in arguments.kept.items():
+        with naming(flag, path):
+            exists = path.exists()
+            path.open("a").close()
+            if not exists:
+                path.unlink()
+    others = [path for path in (arguments.json, arguments.compare) if path is not None]
+    if arguments.html is not None and arguments.html.resolve() in [p.resolve() for p in others]:
+        raise CommandLineError(f"--html: {arguments.html}: expected a file of its own for the page")
 
 
 def main(args: Sequence[str]) -> int:
     """Print the table; 1 if a row fails, or a planted fault is not caught."""
     arguments = parse(Arguments, args, prog=PROG)
-    old = previous(arguments.compare)
-    for path in arguments.kept:
-        path.open("a").close()  # fails before the work, not after it
+    old = None
+    if arguments.compare is not None:
+        with naming("--compare", arguments.compare):
+            old = Record.from_json(arguments.compare.read_bytes())
+    names, platforms = choose(arguments)
+    check_files(arguments)
     torch.set_num_threads(1)  # the tensors are small
     with jax.enable_x64(True):
-        record = measured(arguments)
+        record = measured(arguments, names, platforms)
     console = Console()
     if not console.is_terminal:
         console.width = 160
@@ -200,10 +204,10 @@ def main(args: Sequence[str]) -> int:
         console.print(
             f"since {arguments.compare}: {len(lines) or 'nothing'} moved", *lines, sep="\n"
         )
-    if arguments.json is not None:
-        arguments.json.write_text(record.to_json(), encoding="utf-8")
-    if arguments.html is not None:
-        arguments.html.write_text(page(record), encoding="utf-8")
+    texts = {"--json": Record.to_json, "--html": page}
+    for flag, path in arguments.kept.items():
+        with naming(flag, path):
+            path.write_text(texts[flag](record), encoding="utf-8")
     return 0 if record.passed else 1
 
 

@@ -13,11 +13,18 @@ import torch
 from flax import nnx
 
 from jax_models import from_torch, to_torch
+from jax_models.ops.checks import checked_bool
 from jax_models.torch_weights import Table, as_numpy, weight_table
-from parity_tests.cases import PLATFORMS
-from parity_tests.locate import find_departure
+from parity_tests.locate import checked_names, find_departure
 from parity_tests.measure import Report, measure
-from parity_tests.problem import Problem, checked_dtypes, checked_int
+from parity_tests.problem import (
+    Problem,
+    check_functions,
+    checked_arrays,
+    checked_dtypes,
+    checked_int,
+    checked_platform,
+)
 
 Loader = Callable[[Mapping[str, Any]], Any]
 """Makes the JAX side's weights, an `nnx.Module` or any tree of arrays, of a state_dict."""
@@ -68,8 +75,8 @@ def compare(
 
     """
     dtypes, seed = checked_dtypes(dtypes), checked_int("seed", seed, 0)
-    if platform not in PLATFORMS:
-        raise ValueError(f"platform: expected one of {', '.join(PLATFORMS)}, got {platform!r}")
+    platform, locate = checked_platform(platform), checked_bool("locate", locate)
+    check_functions({}, {"call": call, "call_twin": call_twin})
     with jax.enable_x64(True):
         problem, faults, notes = port(
             twin,
@@ -77,13 +84,14 @@ def compare(
             weights,
             call,
             **({} if call_twin is None else {"call_twin": call_twin}),
-            inputs=jax.tree.map(_as_array, inputs),
+            inputs=checked_arrays("inputs", inputs),
             dtypes=dtypes,
             seed=seed,
         )
+        names = checked_names(names, twin, model)
         report = measure(problem, problem.dtypes, platform)
         first = next(iter(report.failures), None)
-        location = find_departure(problem, first[0], names or {}) if locate and first else None
+        location = find_departure(problem, first[0], names) if locate and first else None
         if locate and first and location is None:
             notes.append("submodules are not compared: the JAX side is no nnx.Module")
     return dataclasses.replace(
@@ -103,15 +111,28 @@ def port(
 ) -> tuple[Problem, list[str], list[str]]:
     """The problem with these fields, the faults of the weights, and what cannot be compared."""
     if not isinstance(twin, torch.nn.Module):
-        raise TypeError(f"twin: expected a torch.nn.Module, got {type(twin).__name__}")
+        raise TypeError(f"twin: expected a torch.nn.Module, got {_kind(twin)}")
     is_function = callable(model) and not isinstance(model, type | torch.nn.Module)
     if not isinstance(model, nnx.Module) and not is_function:
-        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model: expected an nnx.Module or a function of weights, got {kind}")
+        raise TypeError(
+            f"model: expected an nnx.Module or a function of weights, got {_kind(model)}"
+        )
+    if any(weight.is_meta for weight in twin.state_dict().values()):
+        raise ValueError("twin: expected weights, got a module on the device meta, which has none")
+    if isinstance(model, nnx.Module) and any(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
+    ):
+        raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
     start = partial(Problem, twin=copy.deepcopy(twin).cpu().eval(), **fields)
     if isinstance(model, nnx.Module):
         return _of_module(start, twin, model, weights, call)
     return _of_loader(start, twin, model, weights, call)
+
+
+def _kind(value: Any) -> str:
+    kind = value if isinstance(value, type) else type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return f"the class {name}" if isinstance(value, type) else name
 
 
 Start = Callable[..., Problem]
@@ -132,7 +153,10 @@ def _of_module(
         note = "weight gradients are not compared: `weights` does not say which is which"
         return start(build=lambda _, dtype: _cast(model, dtype), to_torch=None), [], [note]
     state_dict = _state_dict(twin, "float64")
-    _, table = weight_table(model, weights, state_dict)
+    try:
+        _, table = weight_table(model, weights, state_dict)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"weights: {error}") from None
 
     def build(twin: torch.nn.Module, dtype: str) -> nnx.Module:
         return from_torch(_cast(model, dtype), _state_dict(twin, dtype), table)
@@ -156,18 +180,21 @@ def _of_loader(
         )
     owners = _owners(twin)
     reads = _Reads(_state_dict(twin, "float32"))
-    unread = () if loader(reads) is reads else reads.unread
+    loaded = loader(reads)
+    if loaded is not reads:
+        checked_loaded(loaded)
+    unread = () if loaded is reads else reads.unread
     read = {owners[key] for key in owners if key not in unread}
     faults = [
         f"weights: the loader does not read {key}" for key in unread if owners[key] not in read
     ]
     try:
         jax.eval_shape(loader, dict(reads))
-    except jax.errors.JAXTypeError:
+    except Exception:  # whatever NumPy or torch say of what JAX traces
         note = "weight gradients are not compared: the loader is not in JAX (np where jnp could be)"
 
         def build(twin: torch.nn.Module, dtype: str) -> Any:
-            return _cast(loader(_state_dict(twin, dtype)), dtype)
+            return _cast(checked_loaded(loader(_state_dict(twin, dtype))), dtype)
 
         return start(build=build, call=model, to_torch=None), faults, [note]
 
@@ -184,6 +211,15 @@ def _of_loader(
         to_torch=lambda gradient: jax.tree.map(np.asarray, of_all(gradient)),
     )
     return problem, faults, []
+
+
+def checked_loaded(weights: Any) -> Any:
+    """What a loader returns: an `nnx.Module`, or a tree of arrays."""
+    return (
+        weights
+        if isinstance(weights, nnx.Module)
+        else checked_arrays("weights(state_dict)", weights)
+    )
 
 
 def _owners(twin: torch.nn.Module) -> dict[str, str]:
@@ -203,6 +239,8 @@ class _Reads(Mapping[str, np.ndarray]):
         self.arrays, self.unread = arrays, dict.fromkeys(arrays)
 
     def __getitem__(self, key: str) -> np.ndarray:
+        if key not in self.arrays:
+            raise KeyError(f"weights: the twin has no {key}, it has {', '.join(self.arrays)}")
         self.unread.pop(key, None)
         return self.arrays[key]
 
@@ -211,10 +249,6 @@ class _Reads(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.arrays)
-
-
-def _as_array(value: Any) -> np.ndarray:
-    return as_numpy(value.detach()) if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
 def _state_dict(twin: torch.nn.Module, dtype: str) -> dict[str, np.ndarray]:
@@ -233,7 +267,8 @@ def _cast(weights: Any, dtype: str) -> Any:
     if isinstance(weights, nnx.Module):
         graphdef, weights = nnx.split(weights)
     weights = jax.tree.map(
-        lambda a: jnp.array(a, dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, weights
+        lambda a: jnp.array(a, dtype) if jnp.issubdtype(jnp.result_type(a), jnp.floating) else a,
+        weights,
     )
     if graphdef is None:
         return weights

@@ -114,6 +114,40 @@ def floating(values: Any) -> list[np.ndarray]:
     ]
 
 
+def checked_names(
+    names: Mapping[str, str] | None, twin: torch.nn.Module, model: Any
+) -> Mapping[str, str]:
+    """The JAX paths of torch submodules, all of which exist.
+
+    Raises:
+        TypeError: it is no mapping.
+        ValueError: there is no such submodule.
+
+    """
+    if names is None:
+        return {}
+    if not isinstance(names, Mapping):
+        raise TypeError(f"names: expected a dict of torch names to JAX paths, got {names!r:.100}")
+    if not isinstance(model, nnx.Module):
+        return names  # the report says that submodules are not compared
+    for side, given, known in (
+        ("torch", names.keys(), dict(twin.named_modules())),
+        ("JAX", names.values(), _paths(model).values()),
+    ):
+        for name in given:
+            if name not in known:
+                raise ValueError(
+                    f"names: expected {side} submodules of {', '.join(filter(None, known))}, "
+                    f"got {name!r}"
+                )
+    return names
+
+
+def _paths(model: nnx.Module) -> dict[int, str]:
+    """The path of each submodule, by its id."""
+    return {id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(model)}
+
+
 def find_departure(problem: Problem, dtype: str, names: Mapping[str, str]) -> Location | None:
     """Run both sides submodule by submodule in a dtype, the torch module in float64 beside them.
 
@@ -174,7 +208,7 @@ def trace_jax(problem: Problem, model: nnx.Module, dtype: str) -> Trace:
 @contextlib.contextmanager
 def intercepted(model: nnx.Module, trace: Trace) -> Iterator[None]:
     """The calls of the model's submodules go through the trace."""
-    paths = {id(module): ".".join(map(str, path)) for path, module in nnx.iter_modules(model)}
+    paths = _paths(model)
     classes = {type(module) for _, module in nnx.iter_modules(model)}
     active: set[str] = set()
 

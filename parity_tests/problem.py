@@ -1,7 +1,7 @@
 """What a comparison runs: a torch module, its JAX port, and their inputs."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from flax import nnx
 
 from jax_models import to_torch
-from jax_models.torch_weights import Table, weight_table
-from parity_tests.cases import DTYPES, Case
+from jax_models.ops.checks import described
+from jax_models.torch_weights import Table, as_numpy, weight_table
+from parity_tests.cases import DTYPES, PLATFORMS, Case
 
 Arrays = dict[str, np.ndarray]
 
@@ -43,7 +45,7 @@ class Problem:
 
 
 def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
-    """The dtypes to compare in, at least one.
+    """The dtypes to compare in, at least one, each once.
 
     Raises:
         ValueError: there is none, or one that is not compared.
@@ -51,9 +53,76 @@ def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
     """
     given = (dtypes,) if isinstance(dtypes, str) or not isinstance(dtypes, Iterable) else dtypes
     chosen = tuple(given)
-    if not chosen or not all(dtype in DTYPES for dtype in chosen):
+    if not chosen or not all(isinstance(name, str) and name in DTYPES for name in chosen):
         raise ValueError(f"dtypes: expected some of {', '.join(DTYPES)}, got {chosen}")
-    return chosen
+    return tuple(dict.fromkeys(chosen))
+
+
+def available_platforms() -> list[str]:
+    """The platforms of this machine."""
+
+    def has(platform: str) -> bool:
+        try:
+            return bool(jax.devices(platform))
+        except RuntimeError:
+            return False
+
+    return [platform for platform in PLATFORMS if has(platform)]
+
+
+def checked_platform(platform: str) -> str:
+    """A platform that this machine has.
+
+    Raises:
+        ValueError: it is another, or none.
+
+    """
+    if platform not in PLATFORMS:
+        raise ValueError(f"platform: expected one of {', '.join(PLATFORMS)}, got {platform!r}")
+    here = available_platforms()
+    if platform not in here:
+        raise ValueError(f"platform: this machine has no {platform}, only {', '.join(here)}")
+    return platform
+
+
+def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """Refuse what is no function, as a class or a module is none; an optional one may be None.
+
+    Raises:
+        TypeError: one is none.
+
+    """
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {**needed, **given}.items():
+        if not callable(value) or isinstance(value, type | nnx.Module | torch.nn.Module):
+            raise TypeError(f"{name}: expected a function, got {described(value)}")
+
+
+def checked_arrays(name: str, tree: Any) -> Any:
+    """A tree of arrays as NumPy's, the floating ones in float64; a list of numbers is an array.
+
+    Raises:
+        TypeError: a leaf is no array of numbers.
+
+    """
+
+    def is_list_of_numbers(node: Any) -> bool:
+        leaves = jax.tree.leaves(node) if isinstance(node, list) else []
+        return bool(leaves) and all(isinstance(leaf, int | float) for leaf in leaves)
+
+    def array(path: Any, value: Any) -> np.ndarray:
+        try:
+            result = as_numpy(value)
+        except (TypeError, ValueError, RuntimeError):
+            result = np.empty(0, object)
+        if not any(jnp.issubdtype(result.dtype, kind) for kind in (jnp.number, jnp.bool_)):
+            raise TypeError(
+                f"{name}{jax.tree_util.keystr(path)}: expected an array of numbers, "
+                f"got {described(value)}"
+            )
+        return result.astype(float) if jnp.issubdtype(result.dtype, jnp.floating) else result
+
+    return jax.tree_util.tree_map_with_path(array, tree, is_leaf=is_list_of_numbers)
 
 
 def checked_int(name: str, value: int, least: int) -> int:

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from parity_tests.tolerance import Error
 
@@ -192,7 +192,7 @@ class Record:
             fields = json.loads(text)
             if fields["schema"] != SCHEMA:
                 raise ValueError(f"expected schema {SCHEMA}, got {fields['schema']!r:.40}")
-            return cls(
+            record = cls(
                 dict(fields["versions"]),
                 dict(fields["platforms"]),
                 tuple(Measurement.from_dict(m) for m in fields["measurements"]),
@@ -203,8 +203,21 @@ class Record:
                 tuple(MutationResult(**m) for m in fields["mutations"]),
                 {case: tuple(names) for case, names in fields.get("not_run", {}).items()},
             )
+            measurements = record.measurements
+            entries = (*measurements, *record.precision, *record.over_time, *record.mutations)
+            for entry in (*entries, *(m.error for m in measurements)):
+                _check_types(entry)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a record of --json ({type(error).__name__}: {error})") from error
+        return record
+
+
+def _check_types(entry: Any) -> None:
+    """Refuse an entry whose texts and truths are something else."""
+    for name, kind in get_type_hints(type(entry)).items():
+        value = getattr(entry, name)
+        if kind in (str, bool, str | None) and not isinstance(value, kind):
+            raise TypeError(f"{name}: expected a {kind}, got {value!r:.40}")
 
 
 def moved(old: Record, new: Record) -> list[str]:

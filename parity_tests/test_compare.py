@@ -311,6 +311,11 @@ def test_arguments_that_do_not_fit(arguments, message):
         ({"dtypes": ()}, r"^dtypes: expected some of .*, got \(\)"),
         ({"dtypes": 3}, r"^dtypes: expected some of .*, got \(3,\)"),
         ({"dtypes": ([],)}, "^dtypes: expected some of"),
+        ({"platform": "tpu"}, "^platform: this machine has no tpu, only cpu"),
+        ({"dtypes": np.dtype("float32")}, "^dtypes: expected some of"),
+        ({"locate": "yes"}, "^locate: expected True or False, got 'yes'"),
+        ({"names": {"nix": "first"}}, "^names: expected torch submodules of .*, got 'nix'"),
+        ({"names": {"": "nix"}}, "^names: expected JAX submodules of .*, got 'nix'"),
         ({"platform": "foo"}, "^platform: expected one of cpu, gpu, tpu, got 'foo'"),
         ({"seed": -1}, "^seed: expected an integer of at least 0, got -1"),
         ({"seed": True}, "^seed: expected an integer of at least 0, got True"),
@@ -320,6 +325,79 @@ def test_options_that_do_not_fit(option, message):
     module, model = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):
         compare(module, model, np.ones((2, 3)), **option)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "message"),
+    [
+        (
+            [np.ones((2, 3), object)],
+            {},
+            r"^inputs\[0\]: expected an array of numbers, got an array",
+        ),
+        ([{"x": "abc"}], {}, r"^inputs\[0\]\['x'\]: expected an array of numbers, got a str"),
+        ([[[1.0, 2.0], [3.0]]], {}, r"^inputs\[0\]: expected an array of numbers, got a list"),
+        ([], {"call": 3}, "^call: expected a function, got a int"),
+        ([], {"call_twin": torch.nn.Tanh()}, "^call_twin: expected a function, got a Tanh"),
+        ([], {"names": [("", "")]}, "^names: expected a dict of torch names to JAX paths, got"),
+        ([], {"weights": 3}, "^weights: layout: expected a name or a list"),
+        ([], {"weights": "keras"}, "^weights: layer: Linear knows no layout"),
+    ],
+)
+def test_arguments_of_another_type(arguments, option, message):
+    module, model = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=message):
+        compare(module, model, *arguments, **option)
+
+
+def test_modules_without_values():
+    def model():
+        return nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+
+    with pytest.raises(ValueError, match=r"^model: expected weights, got .* nnx\.eval_shape"):
+        compare(torch.nn.Linear(3, 4), nnx.eval_shape(model), np.ones((2, 3)))
+    with pytest.raises(ValueError, match=r"^twin: expected weights, got .* device meta"):
+        compare(torch.nn.Linear(3, 4, device="meta"), model(), np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True),
+        jnp.ones((2, 3), jnp.bfloat16),
+        [[1.0, 2.0, 3.0]],
+    ],
+)
+def test_inputs_may_be_of_any_library_and_dtype(x):
+    table = [transposed("kernel", "weight"), same("bias", "bias")]
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    report = compare(torch.nn.Linear(3, 4), model, x, weights=table, dtypes=["float64", "float64"])
+    assert report.passed, f"\n{report}"
+
+
+@pytest.mark.parametrize(
+    ("loader", "error"),
+    [
+        (lambda weights: weights["nix"], "weights: the twin has no nix, it has weight, bias"),
+        (lambda weights: {"a": "b"}, r"weights\(state_dict\)\['a'\]: expected an array"),
+    ],
+)
+def test_loaders_that_load_nothing(loader, error):
+    with pytest.raises((KeyError, TypeError), match=error):
+        compare(torch.nn.Linear(3, 4), linear_function, np.ones((2, 3)), weights=loader)
+
+
+def test_a_loader_may_be_in_torch():
+    report = compare(
+        twin(torch.nn.Linear, 3, 4),
+        linear_function,
+        np.ones((2, 3)),
+        weights=lambda weights: {
+            "kernel": torch.tensor(weights["weight"]).T,
+            "bias": weights["bias"].tolist(),
+        },
+    )
+    assert report.notes[0].startswith("weight gradients are not compared")
 
 
 @pytest.mark.parametrize("model", [None, 3, nnx.Linear, torch.nn.Linear(3, 4)])

@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from jax_models.torch_weights import linear
+from jax_models.torch_weights import linear, same, transposed
 from parity_tests import TrainingReport, compare_training
 from parity_tests.test_references import Attention, attention
 from train.optimizer import clip_by_global_norm
@@ -229,6 +229,44 @@ def test_arguments_that_do_not_fit():
         with pytest.raises(ValueError, match=error):
             compare_training(module, model, [np.ones((2, 3))], **options, **{name: value})
     assert not TrainingReport({}).passed
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"loss": lambda model, x: model(x).mean(0)}, "loss: expected it to return a floating sca"),
+        ({"loss": lambda model, x: (model(x).sum(), 0)}, "loss: .* got a tuple of 2"),
+        ({"loss": "mse"}, "loss: expected a function, got a str"),
+        ({"loss_twin": lambda twin, x: twin(x).mean(0)}, r"loss_twin: .* shape \(4,\)"),
+        ({"loss_twin": lambda twin, x: twin(x).sum().item()}, "loss_twin: .* got a float"),
+        ({"loss_twin": torch.nn.MSELoss()}, "loss_twin: expected a function, got a MSELoss"),
+        ({"loss_twin": lambda twin, x: twin(x).sum().detach()}, "loss_twin: .* with a gradient"),
+        ({"optimizer": of(torch.optim.SGD, lr=0.1)}, "optimizer: expected one of optax, got a fun"),
+        ({"optimizer_twin": optax.sgd(0.1)}, "optimizer_twin: expected a function, got Gradient"),
+        ({"optimizer_twin": torch.optim.SGD}, "optimizer_twin: expected a function, got a type"),
+        (
+            {"optimizer_twin": lambda twin: None},
+            "optimizer_twin: expected it to return a Opt",
+        ),
+        ({"scheduler_twin": lambda optimizer: None}, "scheduler_twin: expected it to return a LRS"),
+        ({"clip_twin": 1.0}, "clip_twin: expected a function, got a float"),
+        ({"batches": None}, "batches: expected a list of arrays, got a NoneType"),
+        ({"batches": {"x": 3}}, r"batches\[0\]: expected an array of numbers, got a str"),
+    ],
+)
+def test_what_does_not_train(option, message):
+    options = {
+        "batches": [np.ones((2, 3))],
+        "loss": lambda model, x: model(x).sum(),
+        "loss_twin": lambda twin, x: twin(x).sum(),
+        "optimizer": optax.sgd(0.1),
+        "optimizer_twin": of(torch.optim.SGD, lr=0.1),
+        "weights": [transposed("kernel", "weight"), same("bias", "bias")],
+        "dtypes": "float64",
+    }
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        compare_training(torch.nn.Linear(3, 4), model, **options | option)
 
 
 def test_a_training_that_changes_nothing_shows_nothing():

@@ -86,6 +86,7 @@ def test_json_has_no_nan():
         (200_000 * "[", "not a record of --json .RecursionError"),
         (json.dumps({**record().to_dict(), "cases": 5}), "not a record of --json"),
         (json.dumps({**record().to_dict(), "over_time": [{"torch": ["x"]}]}), "not a record of"),
+        (record(dataclasses.replace(measurement(1e-7), case=[3])).to_json(), "case: expected"),
         (record(measurement(1e-7)).to_json()[:-20], "not a record of --json .JSONDecodeError"),
     ],
 )

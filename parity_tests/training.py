@@ -15,11 +15,14 @@ import optax
 import torch
 from flax import nnx
 
+from jax_models.ops.checks import described
 from parity_tests.compare import port
 from parity_tests.problem import (
     Arrays,
     Problem,
     arrays,
+    check_functions,
+    checked_arrays,
     checked_dtypes,
     checked_int,
     in_double,
@@ -110,14 +113,24 @@ def compare_training(
             batch or no dtype, or no step is taken.
 
     """
-    batches, dtypes = list(batches), checked_dtypes(dtypes)
-    if not batches:
+    dtypes = checked_dtypes(dtypes)
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches: expected a list of arrays, got {described(batches)}")
+    batches = checked_arrays("batches", list(batches))
+    if not len(batches):
         raise ValueError("batches: expected at least one")
     if checked_int("accumulate", accumulate, 1) > len(batches):
         raise ValueError(
             f"accumulate: expected at most the {len(batches)} batches, got {accumulate}: "
             "no optimizer would take a step"
         )
+
+    check_functions(
+        {"loss": loss, "loss_twin": loss_twin, "optimizer_twin": optimizer_twin},
+        {"scheduler_twin": scheduler_twin, "clip_twin": clip_twin},
+    )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(f"optimizer: expected one of optax, got {described(optimizer)}")
 
     def of_torch(
         dtype: str, arithmetic: InFloat64 | RandomRounding | None = None
@@ -127,11 +140,18 @@ def compare_training(
         if arithmetic is not None:
             copied = copied.double()
         torch_optimizer = optimizer_twin(copied)
-        scheduler = scheduler_twin(torch_optimizer) if scheduler_twin else None
+        check_made("optimizer_twin", torch_optimizer, torch.optim.Optimizer)
+        scheduler = None
+        if scheduler_twin is not None:
+            scheduler = scheduler_twin(torch_optimizer)
+            check_made("scheduler_twin", scheduler, torch.optim.lr_scheduler.LRScheduler)
         for step, batch in enumerate(batches, 1):
             inputs = tensors(batch, dtype)
             with arithmetic or contextlib.nullcontext():
                 value = loss_twin(copied, in_double(inputs) if arithmetic else inputs)
+                checked_loss("loss_twin", value, torch.Tensor)
+                if not value.requires_grad:
+                    raise ValueError("loss_twin: expected a loss with a gradient, got one without")
                 (value / accumulate).backward()
                 if step % accumulate == 0:
                     if clip_twin is not None:
@@ -158,7 +178,9 @@ def compare_training(
 
         @jax.jit
         def train_step(params, state, batch):
-            value, gradient = jax.value_and_grad(lambda p: loss(merged(p), batch))(params)
+            value, gradient = jax.value_and_grad(
+                lambda p: checked_loss("loss", loss(merged(p), batch), jax.Array)
+            )(params)
             updates, state = optimizer.update(gradient, state, params)
             return optax.apply_updates(params, updates), state, value
 
@@ -204,6 +226,22 @@ def compare_training(
     if all(np.array_equal(oracle[name], weight) for name, weight in before.items()):
         faults.append("training: no weight of the torch side changed, there is nothing to compare")
     return TrainingReport({dtype: tuple(e) for dtype, e in steps.items()}, tuple(faults))
+
+
+def check_made(name: str, value: Any, kind: type) -> None:
+    """Refuse a function that makes something else."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected it to return a {kind.__name__}, got {described(value)}")
+
+
+def checked_loss(name: str, value: Any, kind: type) -> Any:
+    """A loss, which is one real number of its side."""
+    if not isinstance(value, kind) or value.shape != () or "float" not in str(value.dtype):
+        raise TypeError(
+            f"{name}: expected it to return a floating scalar of {kind.__module__.split('.')[0]}, "
+            f"got {described(value)}"
+        )
+    return value
 
 
 class RoundedTrainings:

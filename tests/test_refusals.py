@@ -178,6 +178,26 @@ REFUSED = {
         "Is a directory",
     ),
     "unknown case": ("parity", lambda d, f: ["--case", "nix"], "--case: no case has nix"),
+    "unknown case beside a known one": (
+        "parity",
+        lambda d, f: ["--case", "RNNDeep", "--case", "nix"],
+        "--case: no case has nix",
+    ),
+    "unknown case, with files": (
+        "parity",
+        lambda d, f: ["--case", "nix", "--json", str(d / "a.json"), "--html", str(d / "a.html")],
+        "--case: no case has nix",
+    ),
+    "one file for two": (
+        "parity",
+        lambda d, f: ["--json", str(d / "a"), "--html", f"{d}/../{d.name}/a"],
+        "expected a file of its own for the page",
+    ),
+    "no folder for a page": (
+        "parity",
+        lambda d, f: ["--json", str(d / "a.json"), "--html", str(d / "no" / "a.html")],
+        "--html: ",
+    ),
     "case of another platform": (
         "parity",
         lambda d, f: ["--case", "1 layer by cuDNN", "--platform", "cpu"],
@@ -218,14 +238,17 @@ REFUSED = {
 def test_refuses_in_one_line(name, finished, tmp_path, capsys):
     command, args, message = REFUSED[name]
     before = sorted(finished.rglob("*"))
+    given = args(tmp_path, finished)
+    files = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
-        COMMANDS[command](args(tmp_path, finished))
+        COMMANDS[command](given)
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("prog: error: ")
     assert message in error
     assert error.count("\n") == 1
     assert sorted(finished.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == files
 
 
 def test_a_module_ends_with_code_2_and_no_traceback():
