@@ -184,8 +184,10 @@ def _checked_prompt(prompt, vocab_size: int) -> Prompt:
 def _checked_temperature(value) -> float:
     """A finite number that is not negative, or the fault."""
     try:
+        if isinstance(value, str | bytes | bool):
+            raise TypeError
         temperature = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(f"temperature: expected a number, got {value!r}") from None
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature: expected at least 0 and finite, got {temperature}")

@@ -1,6 +1,7 @@
 """What constructors refuse, read from their annotations."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from flax import nnx
@@ -54,9 +55,12 @@ class CheckedOptions:
             cls.__init__ = checked(OPTIONS)(cls.__init__)
 
 
-def check_fields(config: Any) -> None:
-    """Refuse what a dataclass's annotations do not allow; its integers are sizes."""
-    scope = Scope(SCALARS | {int: checked_size}, {})
+def check_fields(config: Any, types: dict[Any, Callable[[str, Any], Any]] | None = None) -> None:
+    """Refuse what a dataclass's annotations do not allow; its integers are sizes.
+
+    Other annotations are checked by `types`, as in `ops.checked`.
+    """
+    scope = Scope(SCALARS | {int: checked_size} | (types or {}), {})
     for field in dataclasses.fields(config):
         value = scope.checked(field.name, getattr(config, field.name), field.type)
         object.__setattr__(config, field.name, value)

@@ -273,6 +273,26 @@ REFUSED = {
         TypeError,
         "temperature: expected a number, got 'hot'",
     ),
+    "temperature in quotes": (
+        lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature="1"),
+        TypeError,
+        "temperature: expected a number, got '1'",
+    ),
+    "temperature of yes": (
+        lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=True),
+        TypeError,
+        "temperature: expected a number, got True",
+    ),
+    "temperature beyond floats": (
+        lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=10**400),
+        TypeError,
+        "temperature: expected a number, got 10",
+    ),
+    "tokens beyond int32": (
+        lambda lm: stream(lm, tokens(1, 1), 2**31, key=KEY),
+        ValueError,
+        "num_tokens: expected at most 2147483647",
+    ),
     "fraction of tokens": (
         lambda lm: generate(lm, tokens(1, 1), 2.5, key=KEY),
         ValueError,

@@ -65,12 +65,12 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, TrainConfig]:
         config = dataclasses.replace(default.config, num_epochs=None)
         default = dataclasses.replace(default, config=config)
     arguments = parse(Arguments, args, prog=PROG, default=default)
-    for fault in arguments.config.faults():
-        raise CommandLineError(fault)
     if start.num_steps is not None and arguments.config.num_epochs is not None:
         raise CommandLineError("--num-epochs: expected without --num-steps")
     if arguments.resume is not None and arguments.out is not None:
         raise CommandLineError("--out: a run is resumed in its own folder")
+    if arguments.resume is not None and arguments.preset != default.preset:
+        raise CommandLineError("--preset: a run is resumed with its own config")
     if arguments.resume is not None:
         refuse_changes(default.config, arguments.config)
     elif arguments.preset != "all-work" and arguments.config.text is None:

@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import io
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import jax
 import tyro
 
 T = TypeVar("T")
@@ -49,7 +51,9 @@ def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | 
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise CommandLineError(_message(errors.getvalue())) from None
+        raise CommandLineError(_with_flag(_message(errors.getvalue()))) from None
+    except ValueError as error:
+        raise CommandLineError(_with_flag(str(error))) from None
 
 
 def _message(box: str) -> str:
@@ -60,10 +64,13 @@ def _message(box: str) -> str:
     return " ".join(rows[first : next(rules, len(rows))])
 
 
-def seed_faults(seed: int) -> Iterator[str]:
-    """What is wrong with `--seed`."""
-    if not 0 <= seed < 2**31:
-        yield f"--seed: expected 0 … {2**31 - 1}, got {seed}"
+def _with_flag(message: str) -> str:
+    """The message, with the flag in the place of the field that a dataclass refuses."""
+
+    def flag(found: re.Match[str]) -> str:
+        return "--" + ".".join(filter(None, found.groups())).replace("_", "-") + ": "
+
+    return re.sub(r"^(?:Error parsing \w+(?:\.(\w+))?: )?(\w+): (?=expected )", flag, message)
 
 
 def command(module: str) -> str:
@@ -109,6 +116,13 @@ def one_line_errors(prog: str) -> Iterator[None]:
         message, exit_code = str(error), error.exit_code
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        message, exit_code = (
+            "out of memory: a batch, a window or a model of this size is too large",
+            1,
+        )
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None

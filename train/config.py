@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast
 
@@ -16,7 +15,8 @@ from jax_models import (
     RNNLanguageModelConfig,
     RWKVLanguageModelConfig,
 )
-from train.command_line import seed_faults
+from jax_models.options import check_fields
+from train.checks import TYPES, Positive, Seed
 from train.optimizer import OptimizerConfig
 
 MODEL_CONFIGS = {config.__name__: config for config in LanguageModelConfig.__subclasses__()}
@@ -39,7 +39,7 @@ class TrainConfig:
     nine."""
     num_steps: int = 2000
     """Steps of the optimiser."""
-    num_epochs: float | None = None
+    num_epochs: Positive | None = None
     """Passes over the training part, instead of the steps: each as many windows as fill it."""
     batch_size: int = 4
     """Windows a step, over all devices."""
@@ -51,21 +51,17 @@ class TrainConfig:
     """Random batches of each part in an evaluation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; the parameters are float32."""
-    seed: int = 2001
+    seed: Seed = 2001
     """Of the weights, of the batches, and of dropout."""
 
-    def faults(self) -> Iterator[str]:
-        """What is wrong with the values, an option each."""
-        for name in ("val_rows", "num_steps", "batch_size", "window", "eval_every", "eval_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"--{name.replace('_', '-')}: expected at least 1, got {value}"
-        if self.num_epochs is not None and not 0 < self.num_epochs < math.inf:
-            yield f"--num-epochs: expected a positive number, got {self.num_epochs}"
-        yield from seed_faults(self.seed)
+    def __post_init__(self):
+        """Refuse what the annotations do not allow, and a window that the model does not know."""
+        check_fields(self, TYPES)
         limit = self.model.context_length
         if limit is not None and self.window > limit:
-            yield f"--window: expected at most --model.context-length {limit}, got {self.window}"
+            raise ValueError(
+                f"window: expected at most the model's context_length {limit}, got {self.window}"
+            )
 
     def with_steps(self, train_rows: int) -> "TrainConfig":
         """The config with its epochs told in steps, for a training part of so many rows."""
@@ -187,7 +183,4 @@ def from_json(text: str) -> TrainConfig:
     fields["model"] = MODEL_CONFIGS[model.pop("type")](**model)
     fields["optimizer"] = OptimizerConfig(**optimizer)
     fields["text"] = None if fields["text"] is None else Path(fields["text"])
-    config = TrainConfig(**fields)
-    for fault in config.faults():
-        raise ValueError(fault)
-    return config
+    return TrainConfig(**fields)

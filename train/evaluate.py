@@ -11,7 +11,9 @@ import numpy as np
 from flax import nnx
 
 from jax_models import tune_allocator
-from train.command_line import CommandLineError, one_line_errors, parse
+from jax_models.options import check_fields
+from train.checks import TYPES
+from train.command_line import one_line_errors, parse
 from train.loop import Trainer
 from train.run import Run, build_trainer
 from train.text import read_text, split
@@ -33,6 +35,10 @@ class Arguments:
     num_tokens: int | None = None
     """How many characters of each part to predict, row by row from its first. None: all."""
 
+    def __post_init__(self):
+        """Refuse what the annotations do not allow."""
+        check_fields(self, TYPES)
+
 
 def losses(trainer: Trainer, params: nnx.State, rows: np.ndarray, batch_size: int) -> np.ndarray:
     """The loss of each token that the rows predict, in order."""
@@ -47,13 +53,11 @@ def main(args: Sequence[str]) -> None:
     """Print the losses and the probabilities."""
     arguments = parse(Arguments, args, prog=PROG)
     num_tokens = arguments.num_tokens
-    if num_tokens is not None and num_tokens < 1:
-        raise CommandLineError(f"--num-tokens: expected at least 1, got {num_tokens}")
     run = Run.open(arguments.run)
     config = run.config
     trainer = build_trainer(config, jax.devices()[:1])
     params = run.restore(trainer).params
-    tokens = run.vocabulary.encode(read_text(arguments.text or config.text))
+    tokens = run.vocabulary.encode(read_text(arguments.text or config.text), "--text")
     for name, part in split(tokens, config.window, config.val_rows).items():
         num_rows = None if num_tokens is None else math.ceil(num_tokens / config.window)
         rows = part.rows[:num_rows]

@@ -11,7 +11,8 @@ from flax import nnx
 from safetensors.numpy import save
 
 from jax_models import LanguageModel, from_torch, to_torch, tune_allocator
-from train.command_line import one_line_errors, parse
+from train.checks import checked
+from train.command_line import CommandLineError, one_line_errors, parse
 from train.run import Run
 
 PROG = "python -m train.export"
@@ -24,9 +25,10 @@ class Arguments:
     run: Path
     """The folder of the run."""
     out: Path | None = None
-    """The safetensors file to write; by default twin.safetensors in the run's folder."""
+    """The safetensors file to write, a new one; by default twin.safetensors in the run's folder."""
 
 
+@checked
 def export(model: LanguageModel, path: Path) -> None:
     """Write the model's weights as a safetensors file of the twin's state_dict."""
     path.write_bytes(save(to_torch(model)))
@@ -83,6 +85,8 @@ def main(args: Sequence[str]) -> None:
     """Export as the arguments say."""
     arguments = parse(Arguments, args, prog=PROG)
     path = arguments.out or arguments.run / "twin.safetensors"
+    if path == arguments.out and path.is_file():
+        raise CommandLineError(f"--out: {path} exists already; give a new name, or remove it")
     run = Run.open(arguments.run)
     model = run.model()
     export(model, path)

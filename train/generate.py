@@ -8,7 +8,9 @@ from pathlib import Path
 import jax
 
 from jax_models import stream, tune_allocator
-from train.command_line import CommandLineError, NonFiniteError, one_line_errors, parse, seed_faults
+from jax_models.options import check_fields
+from train.checks import TYPES, NotNegative, Seed
+from train.command_line import CommandLineError, NonFiniteError, one_line_errors, parse
 from train.run import Run
 
 PROG = "python -m train.generate"
@@ -24,14 +26,22 @@ class Arguments:
     """The text to continue; by default the vocabulary's first character."""
     num_tokens: int = 500
     """Characters to write."""
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """Flattens (> 1) or sharpens (< 1) the distribution."""
     top_k: int | None = None
     """Draw from the k likeliest characters only."""
     greedy: bool = False
     """Take the likeliest character each time."""
-    seed: int = 0
+    seed: Seed = 0
     """The same seed gives the same text."""
+
+    def __post_init__(self):
+        """Refuse what the annotations do not allow, and options that exclude each other."""
+        check_fields(self, TYPES)
+        if self.prompt == "":
+            raise ValueError("prompt: expected at least one character")
+        if self.greedy and (self.temperature != 1.0 or self.top_k is not None):
+            raise ValueError("greedy: expected without --temperature and --top-k")
 
 
 def main(args: Sequence[str]) -> None:
@@ -39,11 +49,7 @@ def main(args: Sequence[str]) -> None:
     arguments = parse(Arguments, args, prog=PROG)
     run = Run.open(arguments.run)
     prompt = run.vocabulary.characters[0] if arguments.prompt is None else arguments.prompt
-    if not prompt:
-        raise CommandLineError("--prompt: expected at least one character")
-    for fault in seed_faults(arguments.seed):
-        raise CommandLineError(fault)
-    tokens = run.vocabulary.encode(prompt)[None]
+    tokens = run.vocabulary.encode(prompt, "--prompt")[None]
     model = run.model()
     try:
         continuation = stream(

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import LanguageModel
 from jax_models.ops import carry_dtype
+from train.checks import Seed, checked
 from train.optimizer import apply_gradient
 
 
@@ -46,15 +47,18 @@ class Trainer:
 
     """
 
+    @checked
     def __init__(
         self,
         model: LanguageModel,
         optimizer: optax.GradientTransformation,
         *,
         batch_size: int,
-        seed: int,
+        seed: Seed,
         devices: Sequence[Any],
     ):
+        if not devices:
+            raise ValueError("devices: expected at least one")
         if batch_size % len(devices):
             raise ValueError(
                 f"batch_size: expected a multiple of the {len(devices)} devices, got {batch_size}"

@@ -1,7 +1,6 @@
 """Optimisers by config, defined as torch.optim defines them."""
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import jax
@@ -9,48 +8,45 @@ import jax.numpy as jnp
 import optax
 
 from jax_models import project
+from jax_models.options import Index, check_fields
+from train.checks import TYPES, Betas, NotNegative, Positive, checked
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW; the defaults are torch.optim.AdamW's."""
 
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """The rate, or with a schedule the highest rate."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Keep the rate, or let it fall to zero at the last step along half a cosine."""
-    warmup_steps: int = 0
+    warmup_steps: Index = 0
     """Steps over which the rate first rises from zero."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Decoupled from the gradient, of every weight, times the rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     """Decay of the first and second moments."""
-    epsilon: float = 1e-8
+    epsilon: Positive = 1e-8
     """Added to the root of the second moment."""
-    clip_norm: float | None = None
+    clip_norm: Positive | None = None
     """Largest global norm of the gradients."""
 
+    def __post_init__(self):
+        """Refuse what the annotations do not allow."""
+        check_fields(self, TYPES)
 
+
+@checked
 def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
     """The optimiser of a run of `num_steps` steps.
 
     Raises:
-        ValueError: a value is out of range, or the warm-up is as long as the run.
+        ValueError: the warm-up is as long as the run.
 
     """
-    positive = {"learning_rate": config.learning_rate, "epsilon": config.epsilon}
-    if config.clip_norm is not None:
-        positive["clip_norm"] = config.clip_norm
-    for name, value in positive.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}: expected a positive number, got {value}")
-    if not 0 <= config.weight_decay < math.inf:
-        raise ValueError(f"weight_decay: expected at least 0, got {config.weight_decay}")
-    if not all(0 <= beta < 1 for beta in config.betas):
-        raise ValueError(f"betas: expected two numbers in [0, 1), got {config.betas}")
-    if not 0 <= config.warmup_steps < num_steps:
+    if config.warmup_steps >= num_steps:
         raise ValueError(
-            f"warmup_steps: expected at least 0 and fewer than the {num_steps} steps of the run, "
+            f"warmup_steps: expected fewer than the {num_steps} steps of the run, "
             f"got {config.warmup_steps}"
         )
     decay = (

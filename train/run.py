@@ -13,6 +13,7 @@ from flax import nnx
 
 from jax_models import LanguageModel
 from train.checkpoints import Checkpoints
+from train.checks import checked
 from train.command_line import CommandLineError
 from train.config import TrainConfig, from_json, to_json
 from train.loop import Trainer, TrainState
@@ -23,6 +24,7 @@ from train.text import Vocabulary
 class Run:
     """A run, open in its folder."""
 
+    @checked
     def __init__(self, folder: Path, config: TrainConfig, vocabulary: Vocabulary):
         self.folder = folder
         self.config = config
@@ -30,6 +32,7 @@ class Run:
         self.checkpoints = Checkpoints(folder / "checkpoints")
 
     @classmethod
+    @checked
     def create(cls, folder: Path, config: TrainConfig, vocabulary: Vocabulary) -> "Run":
         """A new run in a folder that is empty or does not exist.
 
@@ -49,6 +52,7 @@ class Run:
         return run
 
     @classmethod
+    @checked
     def open(cls, folder: Path) -> "Run":
         """The run that a folder holds.
 
@@ -115,6 +119,7 @@ class Run:
         return [by_step[step] for step in sorted(by_step)]
 
 
+@checked
 def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> Trainer:
     """The model and the optimiser of a config.
 

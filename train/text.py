@@ -9,6 +9,8 @@ import grain
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jax_models.options import check_fields
+from train.checks import Seed, checked
 from train.command_line import CommandLineError
 
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
@@ -21,7 +23,12 @@ class Vocabulary:
 
     characters: str
 
+    def __post_init__(self):
+        """Refuse what is no string."""
+        check_fields(self)
+
     @classmethod
+    @checked
     def of(cls, text: str) -> "Vocabulary":
         """The vocabulary of a text."""
         return cls("".join(sorted(set(text))))
@@ -29,8 +36,9 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.characters)
 
-    def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, int32.
+    @checked
+    def encode(self, text: str, name: str = "text") -> np.ndarray:
+        """The tokens of a text, int32; an error calls the text by the name.
 
         Raises:
             CommandLineError: the text has characters outside the vocabulary.
@@ -39,7 +47,7 @@ class Vocabulary:
         unknown = sorted(set(text) - set(self.characters))
         if unknown:
             raise CommandLineError(
-                f"not in the vocabulary: {', '.join(map(repr, unknown[:20]))}"
+                f"{name}: not in the vocabulary: {', '.join(map(repr, unknown[:20]))}"
                 f"{' …' if len(unknown) > 20 else ''}; it has {self.characters!r}"
             )
         codes = np.array([ord(c) for c in self.characters])
@@ -52,6 +60,7 @@ class Vocabulary:
         return "".join(self.characters[token] for token in np.ravel(tokens))
 
 
+@checked
 def read_text(path: Path | None) -> str:
     """The text of a UTF-8 file, or the seed's for None.
 
@@ -92,6 +101,7 @@ class Windows:
         return dataclasses.replace(self, starts=self.starts[self.starts % self.window == 0])
 
 
+@checked
 def split(tokens: np.ndarray, window: int, val_rows: int | None = None) -> dict[str, Windows]:
     """The windows to train on and those to validate on; no token is predicted in both.
 
@@ -109,8 +119,8 @@ def split(tokens: np.ndarray, window: int, val_rows: int | None = None) -> dict[
         for name, half in halves.items():
             if len(half) <= window:
                 raise CommandLineError(
-                    f"the text is too short: its {name} part has {len(half)} characters, and a "
-                    f"window of {window} takes {window + 1}"
+                    f"--text: the text is too short: its {name} part has {len(half)} characters, "
+                    f"and a --window of {window} takes {window + 1}"
                 )
         return {
             name: Windows(half, window, np.arange(len(half) - window))
@@ -129,7 +139,8 @@ def split(tokens: np.ndarray, window: int, val_rows: int | None = None) -> dict[
     }
 
 
-def batches(windows: Windows, *, batch_size: int, seed: int) -> Sequence[np.ndarray]:
+@checked
+def batches(windows: Windows, *, batch_size: int, seed: Seed) -> Sequence[np.ndarray]:
     """Endless batches (batch_size, window + 1): all windows in a random order, and again.
 
     Batch i is a function of the seed and of i alone: to resume after i batches, go on with batch i.

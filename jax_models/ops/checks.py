@@ -50,7 +50,8 @@ def checked(
     The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
     whose `hidden` is the call's `hyper`, and whose other sizes are its own.
     `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool and a `Literal`
-    one of its choices. An argument without an annotation passes, and so do other annotations.
+    one of its choices; a class takes its instances. An argument without an annotation passes, and
+    so do other annotations.
 
     The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time:
     under `jit`, where nobody sees the values, a length outside counts as the nearest inside.
@@ -98,6 +99,8 @@ class Scope:
         """An argument as the function gets it; shapes are for `check_shapes`."""
         if annotation in self.checks:
             return self.checks[annotation](name, value)
+        if annotation in (Any, inspect.Parameter.empty):
+            return value
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin in (Union, UnionType) and NoneType in arguments:
             if value is None:
@@ -109,7 +112,10 @@ class Scope:
         if origin is dict and isinstance(value, dict):
             return {key: self._alone(f"{name}[{key!r}]", value[key], arguments[1]) for key in value}
         if origin is Annotated:
-            annotation, (theirs, ours) = arguments
+            annotation, mark, *_ = arguments
+            if not isinstance(mark, tuple):
+                return self.checked(name, value, annotation)
+            theirs, ours = mark
             return self._alone(name, value, annotation, **{theirs: self.sizes[ours]})
         if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
             return self._array(name, value, annotation)
@@ -121,6 +127,9 @@ class Scope:
             return annotation(
                 *(self.checked(f"{name}.{key}", field, hints[key]) for key, field in fields)
             )
+        is_class = isinstance(annotation, type) and not getattr(annotation, "_is_protocol", False)
+        if is_class and not isinstance(value, annotation):
+            raise TypeError(f"{name}: expected {annotation.__name__}, got {described(value)}")
         return value
 
     def check_shapes(self) -> None:
@@ -256,6 +265,8 @@ def checked_size(name: str, size: Any) -> int:
     size = checked_integer(name, size, "a positive integer")
     if size < 1:
         raise ValueError(f"{name}: expected a positive integer, got {size}")
+    if isinstance(size, int) and size >= 2**31:
+        raise ValueError(f"{name}: expected at most {2**31 - 1}, got {size}")
     return size
 
 
