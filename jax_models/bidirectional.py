@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from jax_models.ops import document_ends
-from jax_models.ops.checks import described
 from jax_models.sequence import SequenceLayer, State, mask_padding
 from jax_models.torch_weights import Layouts, nested
 
@@ -42,9 +41,6 @@ class Bidirectional(SequenceLayer):
     noncausal_reason = "the backward stack needs the whole sequence: call the layer itself"
 
     def __init__(self, forward: SequenceLayer, backward: SequenceLayer):
-        for name, layer in (("forward", forward), ("backward", backward)):
-            if not isinstance(layer, SequenceLayer):
-                raise TypeError(f"{name}: expected a SequenceLayer, got {described(layer)}")
         for name in ("in_features", "time_major"):
             f, b = getattr(forward, name), getattr(backward, name)
             if f != b:

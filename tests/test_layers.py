@@ -265,7 +265,7 @@ REFUSED = {
     "no layer forward": (
         lambda: Bidirectional(nnx.Linear(5, 5, rngs=nnx.Rngs(0)), lstm()),
         TypeError,
-        "forward: expected a SequenceLayer, got a Linear",
+        "forward: expected SequenceLayer, got a Linear",
     ),
     "stack of one layer, not in a list": (
         lambda: Stack(lstm()),

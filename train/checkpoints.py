@@ -12,7 +12,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+            folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2, create=False)
         )
 
     @property

@@ -20,6 +20,8 @@ from train.loop import Trainer, TrainState
 from train.optimizer import build_optimizer
 from train.text import Vocabulary
 
+CHECKPOINTS = "checkpoints"
+
 
 class Run:
     """A run, open in its folder."""
@@ -29,7 +31,7 @@ class Run:
         self.folder = folder
         self.config = config
         self.vocabulary = vocabulary
-        self.checkpoints = Checkpoints(folder / "checkpoints")
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS)
 
     @classmethod
     @checked
@@ -47,6 +49,7 @@ class Run:
         except OSError as error:
             raise CommandLineError(f"{folder}: {error.strerror}") from None
         run = cls(folder, config, vocabulary)
+        (folder / CHECKPOINTS).mkdir()
         _write(folder / "vocabulary.json", json.dumps(vocabulary.characters) + "\n")
         run.write_config()
         return run
