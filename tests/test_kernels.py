@@ -1,5 +1,6 @@
 """The kernels of the linear recurrence and of WKV, on a machine that has neither TPU nor GPU."""
 
+import sys
 from functools import partial
 
 import jax
@@ -187,13 +188,42 @@ def test_auto_without_a_kernel_is_associative(x64, operator, monkeypatch):
     x = numbers(2, 40, 5)
     options = {"lengths": jnp.array([40, 11]), "reset": jnp.arange(80).reshape(2, 40) % 17 == 0}
     expected = results_and_gradients(operator, x, jnp.float64, method="associative", **options)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, **others: tpu(*args))
+    for op in (linear_recurrence, wkv):
+        module = sys.modules[op.__module__]
+        monkeypatch.setattr(module, "by_platform", lambda *args, tpu, **others: tpu(*args))
     ours = results_and_gradients(operator, x, jnp.float64, **options)
     for name in expected:
         both = [run[name] for run in (ours, expected)]
         if both[0].shape == (2, 40, 5):
             both = [y[np.arange(40) < np.array([[40], [11]])] for y in both]
         assert_same(*both, name)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_auto_traces_no_form_that_does_not_run(operator, monkeypatch):
+    """The trees of the associative form take longer to trace than the CPU's loop to compile."""
+    traced = []
+    scan = jax.lax.associative_scan
+    monkeypatch.setattr(
+        jax.lax,
+        "associative_scan",
+        lambda *args, **options: traced.append(1) or scan(*args, **options),
+    )
+    x = numbers(2, 7, 3)
+    results_and_gradients(operator, x, jnp.float32)
+    assert not traced
+    results_and_gradients(operator, x, jnp.float32, method="associative")
+    assert traced
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_auto_runs_uncompiled(x64, operator):
+    x = numbers(2, 3, 3)
+    expected = results_and_gradients(operator, x, jnp.float64)
+    with jax.disable_jit():
+        ours = results_and_gradients(operator, x, jnp.float64)
+    for name in expected:
+        assert_same(ours[name], expected[name], name)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -61,7 +61,7 @@ linear_map_p.multiple_results = True
 @linear_map_p.def_impl
 @partial(jax.jit, static_argnames="map")
 def _compiled(*leaves, map: _Map):
-    return linear_map_p.bind(*leaves, map=map)
+    return map(*leaves)
 
 
 @linear_map_p.def_effectful_abstract_eval

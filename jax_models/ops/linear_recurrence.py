@@ -11,6 +11,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import common_carry_dtype
+from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import checked
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.masks import step_masks
@@ -161,7 +162,7 @@ def _solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bo
         method = "sequential"
     if method == "auto":
         with_kernel = partial(row_scan, fallback=_without_kernel(reverse, ahead))
-        return lax.platform_dependent(
+        return by_platform(
             a,
             b,
             h0,

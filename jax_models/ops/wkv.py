@@ -11,6 +11,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype, common_carry_dtype
+from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import checked
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.linear_recurrence import linear_recurrence
@@ -350,7 +351,7 @@ def _decaying_sums(
         method = "sequential"
     if method == "auto":
         with_kernel = partial(row_scan, fallback=_without_kernel(output))
-        return lax.platform_dependent(
+        return by_platform(
             *arguments,
             cpu=forms["sequential"],
             tpu=partial(_in_kernel, with_kernel, output),

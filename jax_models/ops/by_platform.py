@@ -1,0 +1,120 @@
+"""A function with a form for each platform, of which only the one that runs is traced."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from jax_models.ops.linear_map import linear_map
+
+Form = Callable[..., Sequence[Array]]
+Forms = tuple[tuple[str, Form], ...]
+"""Each form under the name of its platform, or as `default`; from arrays to arrays."""
+
+
+def by_platform(*args: Any, **forms: Callable[..., Any]) -> Any:
+    """`forms[platform](*args)` on the platform that the program runs on, or `forms["default"]`.
+
+    `jax.lax.platform_dependent` traces every form at once. Here the first form is traced for the
+    shapes of its results; the form that runs, and its derivatives, where the program is lowered.
+    All forms give the same tree of floating arrays.
+    """
+    leaves, structure = jax.tree.flatten(args)
+
+    def flat(form):
+        return lambda *leaves: jax.tree.leaves(form(*structure.unflatten(leaves)))
+
+    results = jax.tree.structure(jax.eval_shape(next(iter(forms.values())), *args))
+    return results.unflatten(_bind(leaves, {name: flat(form) for name, form in forms.items()}))
+
+
+by_platform_p = Primitive("by_platform")
+by_platform_p.multiple_results = True
+
+
+def _bind(leaves: Sequence[Any], forms: dict[str, Form]) -> list[Array]:
+    return by_platform_p.bind(*leaves, forms=tuple(forms.items()))
+
+
+@by_platform_p.def_impl
+def _run(*leaves, forms: Forms):
+    """Reached where nothing is compiled, under `jax.disable_jit`: the default device decides."""
+    return _form(forms, jax.default_backend())(*leaves)
+
+
+@by_platform_p.def_effectful_abstract_eval
+def _shapes(*leaves, forms: Forms):
+    _, first = forms[0]
+    traced = jax.make_jaxpr(first)(*leaves)
+    return traced.out_avals, traced.effects
+
+
+def _form(forms: Forms, platform: str) -> Form:
+    return dict(forms).get(platform) or dict(forms)["default"]
+
+
+def _lowering(platform: str):
+    def rule(ctx, *leaves, forms: Forms):
+        return mlir.lower_fun(_form(forms, platform), multiple_results=True)(ctx, *leaves)
+
+    return rule
+
+
+class _Moving(NamedTuple):
+    """The forms as functions of their floating arguments, which come after all arguments."""
+
+    forms: Forms
+    floating: tuple[int, ...]
+
+    def each(self, derivative: Callable[..., Any], leaves, others) -> list[Array]:
+        """`derivative(form, its floating arguments, others)` of the form that runs."""
+
+        def of(form):
+            def moved(*args):
+                leaves = list(args[: -len(others)])
+
+                def of_floating(*some):
+                    for i, leaf in zip(self.floating, some, strict=True):
+                        leaves[i] = leaf
+                    return form(*leaves)
+
+                some = [leaves[i] for i in self.floating]
+                return derivative(of_floating, some, list(args[-len(others) :]))
+
+            return moved
+
+        return _bind([*leaves, *others], {name: of(form) for name, form in self.forms})
+
+
+class _Tangent(_Moving):
+    def __call__(self, leaves, tangents):
+        return self.each(lambda f, x, tangents: jax.jvp(f, x, tangents)[1], leaves, tangents)
+
+
+class _Gradient(_Moving):
+    def __call__(self, leaves, cotangents):
+        return self.each(lambda f, x, gradients: jax.vjp(f, *x)[1](gradients), leaves, cotangents)
+
+
+def _jvp(primals, tangents, *, forms: Forms):
+    floating = tuple(i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating))
+    moved = [ad.instantiate_zeros(tangents[i]) for i in floating]
+    derivatives = _Tangent(forms, floating), _Gradient(forms, floating)
+    y = by_platform_p.bind(*primals, forms=forms)
+    return y, linear_map(*derivatives, list(primals), moved)
+
+
+def _batch(leaves, axes, *, forms: Forms):
+    y = _bind(leaves, {name: jax.vmap(form, in_axes=tuple(axes)) for name, form in forms})
+    return y, [0] * len(y)
+
+
+ad.primitive_jvps[by_platform_p] = _jvp
+batching.primitive_batchers[by_platform_p] = _batch
+mlir.register_lowering(by_platform_p, _lowering("default"))
+for _platform in ("cpu", "cuda", "tpu"):
+    mlir.register_lowering(by_platform_p, _lowering(_platform), platform=_platform)
