@@ -1,10 +1,12 @@
-"""The time to compile a model of two and of twelve layers.
+"""The time to compile a model of two and of twelve layers, and single layers.
 
-Loss and gradients of a language model, 8 × 128 tokens, traced and compiled anew each time.
+Loss and gradients, traced and compiled anew each time: of a language model at 8 × 128 tokens, of a
+layer at 8 × 128 × 192.
 """
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +20,14 @@ from benchmarks.outcome import Check, Outcome, Row
 from benchmarks.problem import OURS
 from benchmarks.report.plot import RowsByAllocator, bars
 from benchmarks.report.table import show
-from jax_models import HawkLanguageModelConfig, RNNLanguageModelConfig, RWKVLanguageModelConfig
+from jax_models import (
+    LSTM,
+    HawkLanguageModelConfig,
+    HyperLSTM,
+    RNNLanguageModelConfig,
+    RWKVBlock,
+    RWKVLanguageModelConfig,
+)
 from train.loop import token_losses
 
 PART = "loss and gradients"
@@ -36,18 +45,42 @@ CONFIGS = {
 }
 
 
-def compiled(config: Any) -> tuple[float, float]:
-    """Seconds to trace and compile, and of a call."""
-    graphdef, params, rest = nnx.split(config.build(rngs=nnx.Rngs(0)), nnx.Param, ...)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(256, size=(8, 129), dtype=np.int32))
+SINGLE = {
+    "LSTM layer": lambda rngs: LSTM(192, 192, rngs=rngs),
+    "HyperLSTM layer": lambda rngs: HyperLSTM(192, 192, 48, 16, rngs=rngs),
+    "RWKV block": lambda rngs: RWKVBlock(192, rngs=rngs),
+}
+MOST_OF_LSTM = {"HyperLSTM layer": 2.5, "RWKV block": 1.7}
+"""Times as long as the LSTM layer."""
 
-    def loss(params, tokens):
-        return token_losses(nnx.merge(graphdef, params, rest), tokens).mean()
 
+def compiled_model(config: Any) -> tuple[float, float]:
+    """Seconds to trace and compile a language model, and of a call."""
+    tokens = np.random.default_rng(0).integers(256, size=(8, 129), dtype=np.int32)
+    return compiled(
+        config.build(rngs=nnx.Rngs(0)), tokens, lambda model, x: token_losses(model, x).mean()
+    )
+
+
+def compiled_layer(name: str) -> tuple[float, float]:
+    """Seconds to trace and compile a layer, and of a call."""
+    x = np.random.default_rng(0).standard_normal((8, 128, 192), np.float32)
+    return compiled(SINGLE[name](nnx.Rngs(0)), x, lambda layer, x: jnp.sum(layer(x)[0] ** 2))
+
+
+def compiled(module: nnx.Module, x: np.ndarray, loss: Callable[..., Any]) -> tuple[float, float]:
+    """Seconds to trace and compile the loss and its gradients, and of a call."""
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    arguments = params, jnp.asarray(x)
+
+    def of_params(params, x):
+        return loss(nnx.merge(graphdef, params, rest), x)
+
+    jax.clear_caches()
     start = time.perf_counter()
-    run = jax.jit(jax.value_and_grad(loss)).lower(params, tokens).compile()
+    run = jax.jit(jax.value_and_grad(of_params)).lower(*arguments).compile()
     middle = time.perf_counter()
-    jax.block_until_ready(run(params, tokens))
+    jax.block_until_ready(run(*arguments))
     return middle - start, time.perf_counter() - middle
 
 
@@ -57,21 +90,42 @@ def measure(session: Session) -> Outcome:
     session.workers.device("jax")
     for name in ("LSTM",) if session.quick else CONFIGS:
         configs = [dataclasses.replace(CONFIGS[name], num_layers=count) for count in LAYERS]
-        turns = [
-            [session.workers.call("jax", compiled, config) for config in configs]
-            for _ in range(1 if session.quick else 3)
-        ]
-        seconds = np.median(turns, axis=0)
-        found = Outcome()
-        for count, (compile_s, run_s) in zip(LAYERS, seconds.tolist(), strict=True):
-            contender = f"{OURS}, {count} layers"
-            row = Row(name, PART, contender, "jax", 1e3 * run_s, compile_s=compile_s)
-            found.rows.append(dataclasses.replace(row, calls=len(turns)))
-        ratio = float(seconds[1, 0] / seconds[0, 0])
+        found, seconds = by_turns(session, compiled_model, configs, [name] * 2, LAYERS)
+        ratio = seconds[1] / seconds[0]
         found.checks.append(Check(name, PART, "compilation, 12 layers / 2", ratio, MOST))
         show(session.console, found)
         outcome += found
+    names = ["LSTM layer"] if session.quick else [*SINGLE]
+    found, seconds = by_turns(session, compiled_layer, names, names, [1] * len(names))
+    for name, compile_s in zip(names, seconds, strict=True):
+        if name in MOST_OF_LSTM:
+            ratio = compile_s / seconds[0]
+            what = "compilation / LSTM layer"
+            found.checks.append(Check(name, PART, what, ratio, MOST_OF_LSTM[name]))
+    show(session.console, found)
+    outcome += found
     return outcome
+
+
+def by_turns(
+    session: Session,
+    compiled: Callable[..., tuple[float, float]],
+    arguments: Sequence[Any],
+    names: Sequence[str],
+    layers: Sequence[int],
+) -> tuple[Outcome, list[float]]:
+    """A row for each argument, and its seconds to compile."""
+    turns = [
+        [session.workers.call("jax", compiled, argument) for argument in arguments]
+        for _ in range(1 if session.quick else 3)
+    ]
+    found = Outcome()
+    seconds = np.median(turns, axis=0).tolist()
+    for name, count, (compile_s, run_s) in zip(names, layers, seconds, strict=True):
+        contender = OURS if count == 1 else f"{OURS}, {count} layers"
+        row = Row(name, PART, contender, "jax", 1e3 * run_s, compile_s=compile_s)
+        found.rows.append(dataclasses.replace(row, calls=len(turns)))
+    return found, [compile_s for compile_s, _ in seconds]
 
 
 def plot(found: RowsByAllocator, title: str) -> Figure:
