@@ -17,7 +17,7 @@ from jax_models.ops.online_conv import (
     long_conv_state,
     online_conv,
 )
-from jax_models.ops.recurrence import Product, RecurrenceMethod, Step, recurrence
+from jax_models.ops.recurrence import Pair, Product, RecurrenceMethod, Step, recurrence
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
 from jax_models.ops.wkv import WKVMethod, WKVState, empty_wkv_state, wkv
@@ -32,6 +32,7 @@ __all__ = [
     "LongConvMethod",
     "LongConvState",
     "Nonlinearity",
+    "Pair",
     "Product",
     "RGLRUState",
     "RNNState",

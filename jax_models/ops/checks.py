@@ -124,7 +124,7 @@ class Scope:
                 raise TypeError(f"{name}: expected {described(annotation)}, got {described(value)}")
             hints = _hints(annotation)
             fields = value._asdict().items()
-            return annotation(
+            return type(value)(
                 *(self.checked(f"{name}.{key}", field, hints[key]) for key, field in fields)
             )
         is_class = isinstance(annotation, type) and not getattr(annotation, "_is_protocol", False)

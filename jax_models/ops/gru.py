@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.ops.checks import checked
-from jax_models.ops.recurrence import Product, Step, recurrence
+from jax_models.ops.recurrence import Pair, Step, recurrence
 
 
 class GRUState(NamedTuple):
@@ -36,19 +36,13 @@ def gru(
     b_hn stands inside the product with r, so it cannot be merged into b_in.
     `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
     """
-    products = {"gates": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
-    return recurrence(_step, state, products, x, join=_join, **options)
+    products = {"gates": Pair(kernel_hh, bias_hh, kernel_ih, bias_ih)}
+    return recurrence(_step, state, products, x, **options)
 
 
 def _step(state: GRUState, now: Step) -> GRUState:
-    r, z, input_n, hidden_n = now.split(now.product("gates", state.h), 4)
-    r, z = (0.5 + 0.5 * jnp.tanh(0.5 * gate) for gate in (r, z))  # σ; XLA's tanh is faster
-    n = jnp.tanh(input_n + r * hidden_n)
+    of_x, of_h = now.product("gates", state.h)
+    (r_x, z_x, n_x), (r_h, z_h, n_h) = now.split(of_x, 3), now.split(of_h, 3)
+    r, z = (0.5 + 0.5 * jnp.tanh(0.5 * gate) for gate in (r_x + r_h, z_x + z_h))  # σ, by XLA's tanh
+    n = jnp.tanh(n_x + r * n_h)
     return GRUState((1 - z) * n + z * state.h)
-
-
-def _join(of_x, of_h, axis: int):
-    """The sums of r's and z's parts; then those of n, apart."""
-    ends = [2 * of_h.shape[axis] // 3]
-    (gates_x, input_n), (gates_h, hidden_n) = (jnp.split(a, ends, axis) for a in (of_x, of_h))
-    return jnp.concatenate([gates_x + gates_h, input_n, hidden_n], axis)

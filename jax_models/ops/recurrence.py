@@ -23,24 +23,35 @@ FEW_STEPS = 4
 LANES, MANY_ROWS = 8, 64
 """The rows of "joined" go by vectors of 8 on a CPU. Of many the ragged end costs little."""
 LARGE_KERNEL = 2**18
-"""Elements. With a smaller kernel "joined" pays only if `join` keeps x and h apart: hoisted, the
-loop then copies the parts."""
+"""Elements. With a smaller kernel "joined" pays for a `Pair` only."""
 
 
 class Product(NamedTuple):
-    """`h ↦ h W + b`, to which a product of the step's x is joined if there is a kernel for it."""
+    """`h ↦ h W + b`, to which `x_t W_x + b_x` is added if there is a kernel for it."""
 
     kernel: Float[Array, "*blocks in out"]
     bias: Float[Array, " blocks*out"] | None = None
     kernel_x: Float[Array, "in_x out_x"] | None = None
     bias_x: Float[Array, " out_x"] | None = None
 
+    def join(self, of_x: Array, of_h: Array) -> Any:
+        """What a step gets of the two products."""
+        return of_x + of_h
+
+
+class Pair(Product):
+    """A product of x and one of h; a step gets both."""
+
+    def join(self, of_x: Array, of_h: Array) -> Any:
+        """The two, as they are."""
+        return of_x, of_h
+
 
 class Step(NamedTuple):
     """What a step has besides the state. Features are on `axis`, the batch is on the other."""
 
-    product: Callable[[str, Array], Array]
-    """`product(name, h)`, once a name: one of the recurrence's products."""
+    product: Callable[[str, Array], Any]
+    """`product(name, h)`, once a name: one of the recurrence's products, or both of a `Pair`."""
     axis: int
     inputs: Any
     params: Any
@@ -48,12 +59,6 @@ class Step(NamedTuple):
     def split(self, x: Array, count: int) -> list[Array]:
         """Equal parts of the features."""
         return jnp.split(x, count, self.axis)
-
-
-def add(of_x: Array, of_h: Array, axis: int) -> Array:
-    """The usual way to join the products of x and h."""
-    del axis
-    return of_x + of_h
 
 
 @checked()
@@ -65,7 +70,6 @@ def recurrence(
     *,
     inputs: Any = None,
     params: Any = None,
-    join: Callable[[Array, Array, int], Array] = add,
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
     reverse: bool = False,
@@ -90,18 +94,17 @@ def recurrence(
         x: what `kernel_x` multiplies.
         inputs: other arrays (batch, time, …) of which each step sees its own.
         params: other arrays that every step sees.
-        join: makes one array of the products of x and h, linearly.
         lengths: row b takes only the steps t < lengths[b]; the others leave its state alone.
         reset: the first steps of packed documents, where the state restarts from zero. With
             `reverse` it restarts where the scan *enters* a document, at the document's last step.
         reverse: run from the last step to the first.
         method: "hoisted", the products of x before the loop, arrays (batch, features) in it;
             "joined", the products of x in the loop, too, arrays (features, batch): x and h side by
-            side make one product, or two where `join` keeps them apart; under differentiation the
-            loop is hoisted, whose backward pass is faster;
+            side make one product, but for a `Pair`; under differentiation the loop is hoisted,
+            whose backward pass is faster;
             "auto", joined where `jax.default_backend()` is a CPU, a product makes several gates,
-            the rows fill its vectors, and the kernel is large or `join` keeps x and h apart,
-            unless there are few steps.
+            the rows fill its vectors, and the kernel is large or there is a `Pair`, unless there
+            are few steps.
 
     Returns:
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
@@ -121,17 +124,17 @@ def recurrence(
     on_cpu = default_backend() == "cpu"
     if method == "auto" and on_cpu and not in_blocks and known and time > FEW_STEPS:
         filling = batch % LANES == 0 or batch > MANY_ROWS
-        pays = join is not add or max(k.size for k in kernels) >= LARGE_KERNEL
+        is_pair = any(isinstance(product, Pair) for product in products.values())
+        pays = is_pair or max(k.size for k in kernels) >= LARGE_KERNEL
         joined = filling and pays and any(k.shape[1] > k.shape[0] for k in kernels)
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
-    static = _Static(step, join, joined, reverse)
+    static = _Static(step, joined, reverse)
     return _batch_first(static, products, x, inputs, params, state, lengths, reset)
 
 
 class _Static(NamedTuple):
     step: Callable
-    join: Callable
     joined: bool
     reverse: bool
 
@@ -211,11 +214,11 @@ def _prepared(static: _Static, product: Product, x):
     if kernel_x is None:
         return None, lambda _, h: of_h(h)
     if not static.joined:
-        return affine(x, kernel_x, bias_x), lambda of_x, h: static.join(of_x, of_h(h), 1)
+        return affine(x, kernel_x, bias_x), lambda of_x, h: product.join(of_x, of_h(h))
     x = static.turned(x.astype(kernel_x.dtype))
-    if static.join is not add:
+    if isinstance(product, Pair):
         of_x = _apply(static, kernel_x, bias_x)
-        return x, lambda x, h: static.join(of_x(x), of_h(h), 0)
+        return x, lambda x, h: product.join(of_x(x), of_h(h))
     accumulator = carry_dtype(kernel.dtype)
     biases = [b.astype(accumulator) for b in (bias, bias_x) if b is not None]
     both = _apply(static, jnp.concatenate([kernel_x, kernel]), sum(biases) if biases else None)
@@ -244,11 +247,10 @@ def _recurrence_jvp(static: _Static, primals, tangents):
     ys, last, before, found = _forward(static, *primals)
     instantiate = partial(jax.tree.map, _dense)
 
-    direct, transposable, widths = {}, {}, {}
+    direct, transposable = {}, {}
     for name, product in products.items():
-        widths[name] = product.kernel_x is not None and product.kernel_x.shape[1]
         h, _ = found[name]
-        direct[name] = _direct_tangent(static.join, product, d_products[name], x, d_x, h)
+        direct[name] = _direct_tangent(product, d_products[name], x, d_x, h)
         transposable[name] = _transposable(product.kernel)
 
     @partial(jax.checkpoint, prevent_cse=False)
@@ -257,7 +259,10 @@ def _recurrence_jvp(static: _Static, primals, tangents):
 
         def step(state, values, inputs, params):
             def product(name, h):
-                return _known(static.join, widths[name], h, transposable[name], values[name])
+                kernel, value = transposable[name], values[name]
+                if isinstance(products[name], Pair):
+                    return value[0], _known(h, kernel, value[1])
+                return _known(h, kernel, value)
 
             return static.step(state, Step(product, static.axis, inputs, params))
 
@@ -279,13 +284,13 @@ def _dense(x, tangent):
     return jnp.zeros_like(x) if isinstance(tangent, SymbolicZero) else tangent
 
 
-def _direct_tangent(join, product: Product, tangent: Product, x, d_x, h):
-    """`(dx W_x + x dW_x + db_x) + (h dW + db)` of every step."""
+def _direct_tangent(product: Product, tangent: Product, x, d_x, h):
+    """`dx W_x + x dW_x + db_x` of every step, joined to its `h dW + db`."""
     of_h = _affine_tangent(h, None, product.kernel, tangent.kernel, tangent.bias)
     if product.kernel_x is None:
         return of_h
     of_x = _affine_tangent(x, d_x, product.kernel_x, tangent.kernel_x, tangent.bias_x)
-    return join(of_x, of_h, 2)
+    return product.join(of_x, of_h)
 
 
 def _affine_tangent(x, d_x, kernel, d_kernel, d_bias):
@@ -310,15 +315,14 @@ def _transposable(kernel):
     return kernel if kernel.ndim == 3 else lax.optimization_barrier(kernel.T)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _known(join, width: int, h, kernel, value):
+@jax.custom_jvp
+def _known(h, kernel, value):
     """`value`, which is h W and what else was added to it; its own tangent is that of the rest."""
     return value
 
 
 @_known.defjvp
-def _known_jvp(join, width: int, primals, tangents):
-    """`width` is that of the products of x which are joined to this one, or 0."""
+def _known_jvp(primals, tangents):
     _, kernel, value = primals
     d_h, _, d_value = tangents
     if kernel.ndim == 3:
@@ -327,6 +331,4 @@ def _known_jvp(join, width: int, primals, tangents):
         contract = (((1,), (1,)), ((), ()))
         d_h = d_h.astype(kernel.dtype)
         of_h = lax.dot_general(d_h, kernel, contract, preferred_element_type=value.dtype)
-    if width and join is not add:
-        of_h = join(jnp.zeros((d_h.shape[0], width), of_h.dtype), of_h, 1)
     return value, d_value + of_h
