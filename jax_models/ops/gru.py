@@ -36,8 +36,8 @@ def gru(
     b_hn stands inside the product with r, so it cannot be merged into b_in.
     `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
     """
-    products = {"gates": Pair(kernel_hh, bias_hh, kernel_ih, bias_ih)}
-    return recurrence(_step, state, products, x, **options)
+    gates = Pair(kernel_hh, bias_hh, kernel_ih, bias_ih)
+    return recurrence(_step, state, {"gates": gates}, x, **options)
 
 
 def _step(state: GRUState, now: Step) -> GRUState:
