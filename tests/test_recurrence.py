@@ -137,15 +137,15 @@ def test_odd_sizes(name, batch, time, hidden):
 @pytest.mark.parametrize(
     ("platform", "name", "batch", "time", "hidden", "method"),
     [
-        ("cpu", "gru", 8, 5, 4, "joined"),
-        ("cpu", "gru", 8, 4, 4, "hoisted"),
-        ("cpu", "gru", 1, 5, 4, "hoisted"),
-        ("cpu", "gru", 10, 5, 4, "hoisted"),
-        ("cpu", "gru", 66, 5, 4, "joined"),
-        ("cpu", "projected lstm", 8, 5, 4, "hoisted"),
         ("cpu", "projected lstm", 8, 5, 300, "joined"),
+        ("cpu", "projected lstm", 8, 4, 300, "hoisted"),
+        ("cpu", "projected lstm", 1, 5, 300, "hoisted"),
+        ("cpu", "projected lstm", 10, 5, 300, "hoisted"),
+        ("cpu", "projected lstm", 66, 5, 300, "joined"),
+        ("cpu", "projected lstm", 8, 5, 4, "hoisted"),
+        ("cpu", "gru", 8, 5, 600, "hoisted"),
         ("cpu", "rnn", 8, 5, 600, "hoisted"),
-        ("gpu", "gru", 8, 5, 4, "hoisted"),
+        ("gpu", "projected lstm", 8, 5, 300, "hoisted"),
     ],
 )
 def test_auto_is_the_form_measured_fastest(

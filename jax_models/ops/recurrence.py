@@ -23,7 +23,7 @@ FEW_STEPS = 4
 LANES, MANY_ROWS = 8, 64
 """The rows of "joined" go by vectors of 8 on a CPU. Of many the ragged end costs little."""
 LARGE_KERNEL = 2**18
-"""Elements. With a smaller kernel "joined" pays for a `Pair` only."""
+"""Elements. With a smaller kernel "joined" does not pay."""
 
 
 class Product(NamedTuple):
@@ -103,8 +103,7 @@ def recurrence(
             side make one product, but for a `Pair`; under differentiation the loop is hoisted,
             whose backward pass is faster;
             "auto", joined where `jax.default_backend()` is a CPU, a product makes several gates,
-            the rows fill its vectors, and the kernel is large or there is a `Pair`, unless there
-            are few steps.
+            its kernel is large, and the rows fill its vectors, unless there are few steps.
 
     Returns:
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
@@ -124,9 +123,9 @@ def recurrence(
     on_cpu = default_backend() == "cpu"
     if method == "auto" and on_cpu and not in_blocks and known and time > FEW_STEPS:
         filling = batch % LANES == 0 or batch > MANY_ROWS
-        is_pair = any(isinstance(product, Pair) for product in products.values())
-        pays = is_pair or max(k.size for k in kernels) >= LARGE_KERNEL
-        joined = filling and pays and any(k.shape[1] > k.shape[0] for k in kernels)
+        joined = filling and any(
+            k.size >= LARGE_KERNEL and k.shape[1] > k.shape[0] for k in kernels
+        )
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
     static = _Static(step, joined, reverse)
