@@ -10,6 +10,7 @@ from jax_models.ops.checks import (
     checked_integer,
     checked_number,
     checked_positive,
+    checked_rate,
     checked_size,
     described,
 )
@@ -37,9 +38,7 @@ def checked_betas(name: str, betas: Any) -> Betas:
     """Two numbers in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"{name}: expected two numbers in [0, 1), got {betas!r}")
-    first, second = (checked_number(name, beta) for beta in betas)
-    if not (0 <= first < 1 and 0 <= second < 1):
-        raise ValueError(f"{name}: expected two numbers in [0, 1), got {(first, second)}")
+    first, second = (checked_rate(name, beta) for beta in betas)
     return first, second
 
 

@@ -287,7 +287,7 @@ def checked_positive(name: str, value: Any) -> float:
 
 
 def checked_rate(name: str, rate: Any) -> float:
-    """A rate of dropout: in [0, 1)."""
+    """A rate, of dropout or of decay: in [0, 1)."""
     rate = checked_number(name, rate)
     if not 0 <= rate < 1:
         raise ValueError(f"{name}: expected 0 ≤ rate < 1, got {rate}")
