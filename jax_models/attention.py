@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -109,7 +108,7 @@ class SelfAttentionBlock(SequenceLayer):
         )
         attended, state = self.attend(q, k, v, state, lengths, reset)
         z = x + self.out_proj(attended.reshape(x.shape).astype(x.dtype))
-        mlp = self.down_proj(jax.nn.gelu(self.up_proj(self.ln3(z)), approximate=False))
+        mlp = self.down_proj(ops.gelu(self.up_proj(self.ln3(z))))
         return z + self.dropout(mlp), state
 
     def attend(

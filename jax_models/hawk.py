@@ -224,7 +224,7 @@ class Hawk(SequenceLayer):
     def sequence(self, x, state, lengths, reset):
         """The equation."""
         x = x.astype(self.computation_dtype(x))
-        gate = jax.nn.gelu(self.gate_proj(x), approximate=False)
+        gate = ops.gelu(self.gate_proj(x))
         u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
         h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset)
         return self.out_proj(gate * h), HawkState(conv, rglru)

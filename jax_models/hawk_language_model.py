@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_models import ops
 from jax_models.hawk import Hawk, HawkState
 from jax_models.language_model import LanguageModel, LanguageModelConfig
 from jax_models.linear import Linear
@@ -36,7 +36,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
 
     def __call__(self, x):
         """The equation, over the last axis of x."""
-        gate = jax.nn.gelu(self.gate_proj(x), approximate=False)
+        gate = ops.gelu(self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))
 
     def torch_table(self) -> Table:

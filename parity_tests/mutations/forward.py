@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 
 from jax_models.ops.layer_norm_lstm import layer_norm
@@ -27,7 +28,7 @@ def forward_mutations() -> list[Mutation]:
             plant=replaced("jax_models.ops.rg_lru.decay", lambda _: decay_as_printed),
             dtypes=("float32",),
         ),
-        forward("gelu by tanh", "Hawk, kernel 1", plant=replaced("jax.nn.gelu", by_tanh)),
+        forward("gelu by tanh", "Hawk, kernel 1", plant=replaced("jax_models.ops.gelu", by_tanh)),
         *(
             forward(name, "RWKVTimeMix", plant=replaced("jax_models.ops.wkv", wrong))
             for name, wrong in (
@@ -109,7 +110,7 @@ def forward_mutations() -> list[Mutation]:
         forward(
             "gelu by tanh",
             "GPModel of attention",
-            plant=replaced("jax.nn.gelu", by_tanh),
+            plant=replaced("jax_models.ops.gelu", by_tanh),
             culprit="layers.0.mlp",
         ),
         forward(
@@ -141,9 +142,9 @@ def decay_as_printed(a, exponent):
     return p, jnp.sqrt(1 - p**2)
 
 
-def by_tanh(gelu):
+def by_tanh(_):
     """The approximation, which is jax's default."""
-    return lambda x, **_: gelu(x)
+    return jax.nn.gelu
 
 
 def without_bonus(wkv):
