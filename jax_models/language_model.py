@@ -133,7 +133,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         self, token: Int[ArrayLike, " batch"], state: LanguageModelState
     ) -> tuple[Float[Array, "batch vocab"], LanguageModelState]:
         """One token of each row, and the state before it."""
-        token = jnp.asarray(token)
+        token = checked_tokens("token", token, self.config.vocab_size)
         if token.ndim != 1:
             raise ValueError(f"token: expected shape (batch,), got {token.shape}")
         logits, state = self(token[:, None], state)

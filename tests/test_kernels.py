@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_models.ops import row_scan_gpu, row_scan_tpu
@@ -197,6 +198,21 @@ def test_auto_without_a_kernel_is_associative(x64, operator, monkeypatch):
         if both[0].shape == (2, 40, 5):
             both = [y[np.arange(40) < np.array([[40], [11]])] for y in both]
         assert_same(*both, name)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("rows", ["8", "b"])
+def test_an_export_for_all_platforms_has_the_kernel_for_known_sizes(operator, rows):
+    x = {name: numbers(8, 16, 128)[name].astype(np.float32) for name in OPERATORS[operator]}
+    shapes = export.symbolic_args_specs(
+        x, {name: f"{rows}, ..." if array.ndim > 1 else "..." for name, array in x.items()}
+    )
+    exported = export.export(jax.jit(operator), platforms=("cpu", "cuda", "tpu"))(shapes)
+    assert ("tpu_custom_call" in exported.mlir_module()) == (rows == "8")
+    for actual, expected in zip(
+        jax.tree.leaves(exported.call(x)), jax.tree.leaves(operator(x)), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

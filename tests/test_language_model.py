@@ -243,6 +243,11 @@ def test_positions_restart_with_documents_and_end_with_the_context():
 
 
 REFUSED = {
+    "a token that int32 cannot hold": (
+        lambda lm: lm.step(np.array([2**32 + 3]), lm.init_state(1)),
+        ValueError,
+        r"token: expected values in 0 … \d+, got \[4294967299\]",
+    ),
     "too long a text": (lambda lm: lm(tokens(1, 9)), ValueError, "at most context_length=8 steps"),
     "floating tokens": (lambda lm: lm(np.zeros((1, 3))), TypeError, "tokens: expected an integer"),
     "rank of tokens": (lambda lm: lm(tokens(3)), ValueError, r"tokens: expected shape \(batch, t"),

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
@@ -100,8 +101,8 @@ def _by(kernel: Callable[..., Any]):
             return mlir.lower_fun(_flat(scan, states), multiple_results=True)(ctx, *args)
 
         try:
-            if len(ctx.module_context.platforms) > 1:
-                raise NotImplementedError("a program of several platforms can have no kernel")
+            if any(is_symbolic_dim(size) for x in ctx.avals_in for size in x.shape):
+                raise NotImplementedError("a program for any size can have no kernel")
             return lower(partial(kernel, step, outputs=outputs, reverse=reverse))
         except NotImplementedError as error:
             if fallback is None:
