@@ -167,6 +167,24 @@ def test_the_message_names_the_argument(name, change, message):
         operator(name)(**OPS[name] | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": None}, "step: expected a function, got a NoneType"),
+        ({"products": [ops.Product(array(4, 4))]}, "products: expected a dict, got a list"),
+        ({"products": {"z": array(4, 4)}}, r"products\['z'\]: expected Product\(kernel, "),
+    ],
+)
+def test_recurrence_names_the_argument(change, message):
+    def step(state, now):
+        return ops.RNNState(jnp.tanh(now.product("z", state.h)))
+
+    products = {"z": ops.Product(array(4, 4), kernel_x=array(5, 4))}
+    given = {"step": step, "state": ops.RNNState(array(2, 4)), "products": products}
+    with pytest.raises(TypeError, match=message):
+        ops.recurrence(**given | {"x": array(BATCH, TIME, 5)} | change)
+
+
 def test_traced_lengths_outside_count_as_the_nearest():
     arguments = {k: v for k, v in OPS["causal_conv"].items() if k != "lengths"}
     call = jax.jit(lambda lengths: ops.causal_conv(**arguments, lengths=lengths))

@@ -50,7 +50,7 @@ def checked(
     The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
     whose `hidden` is the call's `hyper`, and whose other sizes are its own.
     `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool and a `Literal`
-    one of its choices; a class takes its instances. An argument without an annotation passes, and
+    one of its choices; a class takes its instances, a `Callable` any function. An argument without an annotation passes, and
     so do other annotations.
 
     The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time:
@@ -109,7 +109,11 @@ class Scope:
             return self.checked(name, value, annotation)
         if origin is Literal:
             return checked_choice(name, value, arguments)
-        if origin is dict and isinstance(value, dict):
+        if origin is Callable and not callable(value):
+            raise TypeError(f"{name}: expected a function, got {described(value)}")
+        if origin is dict:
+            if not isinstance(value, dict):
+                raise TypeError(f"{name}: expected a dict, got {described(value)}")
             return {key: self._alone(f"{name}[{key!r}]", value[key], arguments[1]) for key in value}
         if origin is Annotated:
             annotation, mark, *_ = arguments
