@@ -50,8 +50,8 @@ def checked(
     The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
     whose `hidden` is the call's `hyper`, and whose other sizes are its own.
     `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool and a `Literal`
-    one of its choices; a class takes its instances, a `Callable` any function. An argument without an annotation passes, and
-    so do other annotations.
+    one of its choices; a class takes its instances, a `Callable` any function. An argument without
+    an annotation passes, and so do other annotations.
 
     The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time:
     under `jit`, where nobody sees the values, a length outside counts as the nearest inside.
@@ -109,8 +109,8 @@ class Scope:
             return self.checked(name, value, annotation)
         if origin is Literal:
             return checked_choice(name, value, arguments)
-        if origin is Callable and not callable(value):
-            raise TypeError(f"{name}: expected a function, got {described(value)}")
+        if origin is Callable:
+            return checked_function(name, value)
         if origin is dict:
             if not isinstance(value, dict):
                 raise TypeError(f"{name}: expected a dict, got {described(value)}")
@@ -185,6 +185,13 @@ class Scope:
             size = self._size(axis)
             expected += size if isinstance(size, tuple) else [axis if size is None else size]
         return wrong_shape(name, expected, shape)
+
+
+def checked_function(name: str, value: Any) -> Any:
+    """What can be called, or the fault."""
+    if not callable(value):
+        raise TypeError(f"{name}: expected a function, got {described(value)}")
+    return value
 
 
 @cache
