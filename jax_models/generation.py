@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jax_models.language_model import LanguageModel, LanguageModelState, checked_tokens
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import checked_size
+from jax_models.ops.checks import checked_size, described
 
 Arrays = list[Array]
 AnyKey = Key[Array, ""] | UInt32[Array, "words"]
@@ -60,7 +60,8 @@ def sample(
 
     def draw() -> Token:
         kept = jax.lax.cond(k < vocab_size, _keep_largest, lambda logits, k: logits, logits, k)
-        return jax.random.categorical(key, kept / temperature)
+        impossible = kept == -jnp.inf  # by a large temperature it would be NaN
+        return jax.random.categorical(key, jnp.where(impossible, kept, kept / temperature))
 
     greedy = temperature < jnp.finfo(logits.dtype).tiny
     token = jax.lax.cond(greedy, lambda: jnp.argmax(logits, axis=-1), draw)
@@ -154,7 +155,7 @@ def _calls(
 ) -> Iterator[tuple[Tokens, int]]:
     """The decoder's calls for checked arguments; the faults of the arguments at once."""
     if not isinstance(model, LanguageModel):
-        raise TypeError(f"model: expected a LanguageModel, got {type(model).__name__}")
+        raise TypeError(f"model: expected a LanguageModel, got {described(model)}")
     vocab_size = model.config.vocab_size
     limit = model.config.context_length or sys.maxsize
     prompt = _checked_prompt(prompt, vocab_size)[:, -limit:]
@@ -182,15 +183,15 @@ def _checked_prompt(prompt, vocab_size: int) -> Prompt:
 
 
 def _checked_temperature(value) -> float:
-    """A finite number that is not negative, or the fault."""
+    """A number that is finite in float32 and not negative, or the fault."""
     try:
         if isinstance(value, str | bytes | bool):
             raise TypeError
         temperature = float(value)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(f"temperature: expected a number, got {value!r}") from None
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature: expected at least 0 and finite, got {temperature}")
+    if not 0 <= temperature <= np.finfo(np.float32).max:
+        raise ValueError(f"temperature: expected 0 … 3.4e38, of float32, got {temperature}")
     return temperature
 
 

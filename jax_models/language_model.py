@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.ops.checks import as_array
 from jax_models.options import CheckedOptions, check_fields
 from jax_models.sequence import (
     SequenceLayer,
@@ -142,7 +143,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
 
 def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:
     """Tokens as an array, if they are integers in 0 … vocab_size − 1; traced ones end as NaN."""
-    values = tokens if isinstance(tokens, Tracer) else np.asarray(tokens)
+    values = tokens if isinstance(tokens, Tracer) else as_array(name, tokens, np.asarray)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name}: expected an integer dtype, got {values.dtype}")
     outside = (values < 0) | (values >= vocab_size)

@@ -5,19 +5,16 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jax_models.ops.checks import (
     SCALARS,
     Scope,
     checked,
     checked_count,
-    checked_dtype,
     checked_size,
 )
+from jax_models.ops.checks import FloatingDtype as FloatingDtype
 
-FloatingDtype = Annotated[DTypeLike, "floating"]
-"""A floating dtype or its name."""
 Index = Annotated[int, "index"]
 """An integer of at least 0."""
 
@@ -35,7 +32,6 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
 OPTIONS = {
     int: checked_size,
     Index: checked_count,
-    FloatingDtype: checked_dtype,
     nnx.Rngs: checked_rngs,
 }
 """The annotations that constructors have beside those of `ops.checks`."""
@@ -45,7 +41,7 @@ class CheckedOptions:
     """A class whose constructor refuses what its annotations do not allow.
 
     `ops.checked` says what they allow. Beside that, `int` is a size, which is positive, an `Index`
-    may be 0, and `nnx.Rngs` and `FloatingDtype` are what they say.
+    may be 0, and `nnx.Rngs` is what it says.
     """
 
     def __init_subclass__(cls, **kwargs: Any):

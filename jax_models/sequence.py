@@ -203,7 +203,7 @@ def check_time(name: str, time: int, max_length: int) -> None:
     Of a symbolic number JAX has to know that it is not larger: `jax.export.symbolic_shape("b, t",
     constraints=["t <= 128"])`.
     """
-    if time > max_length:
+    if checked_count(name, time) > max_length:
         raise ValueError(
             f"{name}: expected at most max_length={max_length} steps, got {time}; build the layer "
             "with a larger max_length"
@@ -233,7 +233,8 @@ def checked_lengths(
     """
     if lengths is None:
         return None, None
-    lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+    if not isinstance(lengths, jax.Array):
+        lengths = as_array("lengths", lengths, np.asarray)
     lengths = checked_array("lengths", lengths, Int, batch_shape)
     inside = lengths_within(lengths, time).reshape(-1)
     if not isinstance(lengths, Tracer):

@@ -67,6 +67,8 @@ def test_sampling_follows_the_distribution(dtype):
     squared = np.array([0.25, 0.09, 0.0225, 0.0025])
     np.testing.assert_allclose(frequencies(temperature=0.5), squared / squared.sum(), atol=0.015)
     np.testing.assert_array_equal(frequencies(temperature=0), [1, 0, 0, 0])
+    hot = frequencies(temperature=3e38, top_k=2)
+    np.testing.assert_allclose(hot, [0.5, 0.5, 0, 0], atol=0.015)
 
 
 def test_sampling_keeps_the_tail_in_bfloat16():
@@ -259,6 +261,21 @@ REFUSED = {
     "unknown cell": (lambda lm: model(cell="foo"), ValueError, "cell: expected one of"),
     "no vocabulary": (lambda lm: model(vocab_size=0), ValueError, "vocab_size: expected a posi"),
     "no context": (lambda lm: model(context_length=0), ValueError, "context_length: expected a"),
+    "ragged tokens": (
+        lambda lm: lm([[1], [1, 2]]),
+        TypeError,
+        "tokens: expected an array of numbers, got a list of 2",
+    ),
+    "ragged lengths": (
+        lambda lm: lm(tokens(2, 3), lengths=[[1], [1, 2]]),
+        TypeError,
+        "lengths: expected an array of numbers, got a list of 2",
+    ),
+    "a class for a model": (
+        lambda lm: generate(type(lm), tokens(1, 1), 3, key=KEY),
+        TypeError,
+        "model: expected a LanguageModel, got the class RNNLanguageModel",
+    ),
     "rank of a token": (lambda lm: lm.step(tokens(1, 1), None), ValueError, "token: expected shap"),
     "state": (lambda lm: lm(tokens(1, 3), (1, 2)), TypeError, "state: expected LanguageModelState"),
     "empty prompt": (lambda lm: stream(lm, tokens(1, 0), 3, key=KEY), ValueError, "prompt: expec"),
@@ -266,12 +283,12 @@ REFUSED = {
     "temperature": (
         lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=-1.0),
         ValueError,
-        "temperature: expected at least 0",
+        "temperature: expected 0 … 3.4e38, of float32, got -1.0",
     ),
     "infinite temperature": (
         lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=float("inf")),
         ValueError,
-        "temperature: expected at least 0 and finite, got inf",
+        "temperature: expected 0 … 3.4e38, of float32, got inf",
     ),
     "temperature of a word": (
         lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature="hot"),

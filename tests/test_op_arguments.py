@@ -157,6 +157,7 @@ def test_an_operator_refuses(name, fault):
         ("rnn", {"nonlinearity": "gelu"}, "nonlinearity: expected one of .*, got 'gelu'"),
         ("rg_lru", {"c": -1}, "c: expected a positive number, got -1"),
         ("rg_lru", {"c": float("nan")}, "c: expected a finite number, got nan"),
+        ("lstm", {"kernel_hr": None, "bias_hr": array(4)}, "bias_hr: expected None where there is"),
         ("wkv", {"method": "chunked"}, "method: expected one of .*, got 'chunked'"),
         ("causal_conv", {"kernel": array(2, 6)}, r"state.inputs: expected shape \(2, 6, 1\), got"),
         ("online_conv", {"max_length": 9.5}, "max_length: expected an integer, got 9.5"),
@@ -168,10 +169,28 @@ def test_the_message_names_the_argument(name, change, message):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, 3, "float32"), "batch_size: expected at least 0, got -1"),
+        ((1, 2.5, "float32"), "features: expected an integer, got 2.5"),
+        ((1, 3, "foo"), "dtype: expected a floating dtype, got 'foo'"),
+        ((1, 3, jnp.int32), "dtype: expected a floating dtype, got int32"),
+    ],
+)
+def test_an_empty_state_names_the_argument(arguments, message):
+    batch_size, features, dtype = arguments
+    with pytest.raises(ValueError, match=message):
+        ops.empty_wkv_state(batch_size, features, dtype)
+    with pytest.raises(ValueError, match=message):
+        ops.empty_long_conv_state(batch_size, features, 16, dtype)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"step": None}, "step: expected a function, got a NoneType"),
         ({"products": [ops.Product(array(4, 4))]}, "products: expected a dict, got a list"),
+        ({"products": {"z": ops.Product(array(4, 4), bias_x=array(4))}}, r"products\['z'\].bias_x"),
         ({"products": {"z": array(4, 4)}}, r"products\['z'\]: expected Product\(kernel, "),
     ],
 )
@@ -181,8 +200,12 @@ def test_recurrence_names_the_argument(change, message):
 
     products = {"z": ops.Product(array(4, 4), kernel_x=array(5, 4))}
     given = {"step": step, "state": ops.RNNState(array(2, 4)), "products": products}
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         ops.recurrence(**given | {"x": array(BATCH, TIME, 5)} | change)
+
+
+def test_documents_of_no_steps_end_nowhere():
+    assert ops.document_ends(jnp.zeros((2, 0), bool)).shape == (2, 0)
 
 
 def test_traced_lengths_outside_count_as_the_nearest():

@@ -3,12 +3,14 @@
 import inspect
 import re
 from functools import partial
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxtyping import Float, Shaped
 
 import jax_models
 from jax_models import LanguageModelConfig
@@ -32,7 +34,7 @@ WRONG = {
     int: (True, 2.5, "3", -1, NAN, None, jnp.ones(2)),
     Index: (True, 2.5, "3", -1, NAN, None),
     int | None: (True, 2.5, "3", -1, NAN),
-    float: (NAN, float("inf"), "1", True, None),
+    float: (NAN, float("inf"), "1", True, None, 10**400),
     bool: (1, "no", None),
     nnx.Rngs: (None, KEY, 0),
     FloatingDtype: ("foo", int, "complex64", None),
@@ -49,7 +51,7 @@ def build(name: str, **options):
 
 
 def wrong_values(annotation):
-    return WRONG.get(annotation, ("foo",))  # of a Literal, or of no use
+    return WRONG.get(annotation, ("foo", np.array(["a", "b"])))  # of a Literal, or of no use
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -102,6 +104,36 @@ def test_a_state_has_some_rows(batch_size):
     for layer in (build("LSTM"), build("SelfAttentionBlock"), model):
         with pytest.raises(ValueError, match="batch_size: expected "):
             layer.init_state(batch_size)
+
+
+def test_a_layer_of_ones_own_may_have_any_annotations():
+    class Layer(jax_models.SequenceLayer):
+        def __init__(
+            self,
+            features: int,
+            padding: int | tuple[int, int] | None,
+            matrix: Shaped[jax.Array, "a b"],
+            anything: Float[jax.Array, "..."],
+            rate: Annotated[float, (0, 1)],
+            *,
+            rngs: nnx.Rngs,
+        ):
+            super().__init__(features)
+            self.padding = padding
+
+    arrays = np.ones((2, 2), int), jnp.ones((2, 2))
+    for padding in (1, (1, 2), None):
+        layer = Layer(3, padding, *arrays, 0.5, rngs=nnx.Rngs(0))
+        assert layer.padding == padding
+    with pytest.raises(ValueError, match="rate: expected a finite number, got 'no'"):
+        Layer(3, 1, *arrays, "no", rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", ["HyenaFilter", "AuthenticHyenaFilter"])
+@pytest.mark.parametrize("length", [-1, "a", 2.0])
+def test_a_filter_has_a_number_of_taps(name, length):
+    with pytest.raises(ValueError, match=r"length: expected .*, got .*"):
+        build(name)(length)
 
 
 def test_a_model_refuses_as_a_layer_does():

@@ -3,6 +3,7 @@
 import inspect
 import math
 import operator
+import reprlib
 from collections.abc import Callable
 from functools import cache, wraps
 from types import CodeType, NoneType, UnionType
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.export import is_symbolic_dim
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import AbstractArray, Array, Bool, Float, Int
 
 Parameters = ParamSpec("Parameters")
@@ -49,9 +50,9 @@ def checked(
     expression of others, in which the name of several axes (`*batch`) stands for their product.
     The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
     whose `hidden` is the call's `hyper`, and whose other sizes are its own.
-    `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool and a `Literal`
-    one of its choices; a class takes its instances, a `Callable` any function. An argument without
-    an annotation passes, and so do other annotations.
+    `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool, a `Literal` one
+    of its choices, and `FloatingDtype` a dtype or its name; a class takes its instances, a
+    `Callable` any function. An argument without an annotation passes, and so do other annotations.
 
     The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time:
     under `jit`, where nobody sees the values, a length outside counts as the nearest inside.
@@ -102,11 +103,11 @@ class Scope:
         if annotation in (Any, inspect.Parameter.empty):
             return value
         origin, arguments = get_origin(annotation), get_args(annotation)
-        if origin in (Union, UnionType) and NoneType in arguments:
-            if value is None:
-                return None
-            [annotation] = (a for a in arguments if a is not NoneType)
-            return self.checked(name, value, annotation)
+        if origin in (Union, UnionType):
+            others = [a for a in arguments if a is not NoneType]
+            if value is None or len(others) > 1:
+                return value
+            return self.checked(name, value, others[0])
         if origin is Literal:
             return checked_choice(name, value, arguments)
         if origin is Callable:
@@ -117,12 +118,13 @@ class Scope:
             return {key: self._alone(f"{name}[{key!r}]", value[key], arguments[1]) for key in value}
         if origin is Annotated:
             annotation, mark, *_ = arguments
-            if not isinstance(mark, tuple):
+            if not (hasattr(annotation, "_fields") and isinstance(mark, tuple)):
                 return self.checked(name, value, annotation)
             theirs, ours = mark
             return self._alone(name, value, annotation, **{theirs: self.sizes[ours]})
         if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
-            return self._array(name, value, annotation)
+            known = annotation.dtype in KINDS and "..." not in annotation.dim_str
+            return self._array(name, value, annotation) if known else value
         if hasattr(annotation, "_fields"):
             if not isinstance(value, annotation):
                 raise TypeError(f"{name}: expected {described(annotation)}, got {described(value)}")
@@ -210,16 +212,18 @@ def wrong_shape(name: str, expected: Any, shape: tuple[int, ...]) -> ValueError:
     return ValueError(f"{name}: expected shape {expected}, got {shape}")
 
 
-def as_array(name: str, value: Any) -> Array:
-    """An array of JAX's from one, or from what is like one: lists, and tensors of other libraries.
+def as_array(name: str, value: Any, convert: Callable[[Any], Any] = jnp.asarray) -> Any:
+    """An array of JAX's, or of NumPy's by `np.asarray`, from one or from what is like one.
+
+    Lists are, and tensors of other libraries.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is none, as a list of rows of several lengths is none.
 
     """
     try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+        return convert(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"{name}: expected an array of numbers, got {described(value)}") from error
 
 
@@ -284,9 +288,13 @@ def checked_size(name: str, size: Any) -> int:
 def checked_number(name: str, value: Any) -> float:
     """A finite real number."""
     is_number = isinstance(value, int | float | np.integer | np.floating)
-    if isinstance(value, bool) or not is_number or not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value!r}")
-    return float(value)
+    try:
+        number = float(value) if is_number and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: expected a finite number, got {reprlib.repr(value)}")
+    return number
 
 
 def checked_positive(name: str, value: Any) -> float:
@@ -314,7 +322,7 @@ def checked_bool(name: str, value: Any) -> bool:
 
 def checked_choice(name: str, value: Any, choices: tuple[Choice, ...]) -> Choice:
     """One of the choices."""
-    if value not in choices:
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         raise ValueError(f"{name}: expected one of {list(choices)}, got {value!r}")
     return value
 
@@ -326,11 +334,16 @@ def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
     except TypeError:
         found = None
     if found is None or dtype is None or not jnp.issubdtype(found, jnp.floating):
-        raise ValueError(f"{name}: expected a floating dtype, got {found or repr(dtype)}")
+        got = repr(dtype) if found is None or dtype is None else found
+        raise ValueError(f"{name}: expected a floating dtype, got {got}")
     return found
 
 
+FloatingDtype = Annotated[DTypeLike, "floating"]
+"""A floating dtype or its name."""
+
 SCALARS: dict[Any, Callable[[str, Any], Any]] = {
+    FloatingDtype: checked_dtype,
     int: checked_integer,
     float: checked_number,
     bool: checked_bool,
@@ -339,6 +352,8 @@ SCALARS: dict[Any, Callable[[str, Any], Any]] = {
 
 def described(value: Any) -> str:
     """A value, or a NamedTuple's type, in an error."""
+    if isinstance(value, type) and not hasattr(value, "_fields"):
+        return f"the class {value.__name__}"
     if hasattr(value, "_fields"):
         name = value.__name__ if isinstance(value, type) else type(value).__name__
         return f"{name}({', '.join(value._fields)})"

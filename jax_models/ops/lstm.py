@@ -41,6 +41,8 @@ def lstm(
     `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
     """
     products = {"gates": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
+    if kernel_hr is None and bias_hr is not None:
+        raise ValueError("bias_hr: expected None where there is no kernel_hr, got an array")
     if kernel_hr is not None:
         products["output"] = Product(kernel_hr, bias_hr)
     step = _step if kernel_hr is None else _projected_step

@@ -28,4 +28,4 @@ def step_masks(
 @checked()
 def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
     """The last steps of packed documents (but the row's last), from their first steps."""
-    return jnp.pad(reset[:, 1:], ((0, 0), (0, 1)))
+    return jnp.pad(reset, ((0, 0), (0, 1)))[:, 1:]

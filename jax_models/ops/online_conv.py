@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.checks import checked
+from jax_models.ops.checks import FloatingDtype, checked, checked_count
 from jax_models.ops.long_conv import fft_conv, with_skip
 from jax_models.ops.varying import alike
 
@@ -45,9 +45,9 @@ class LongConvState(NamedTuple):
     """What the last tile of each size contributes to the outputs after it."""
 
 
-@checked()
+@checked({int: checked_count})
 def empty_long_conv_state(
-    batch_size: int, features: int, max_length: int, dtype=jnp.float32
+    batch_size: int, features: int, max_length: int, dtype: FloatingDtype = jnp.float32
 ) -> LongConvState:
     """The state before the first input, in `dtype`."""
 

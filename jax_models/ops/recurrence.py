@@ -109,8 +109,8 @@ def recurrence(
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
 
     Raises:
-        ValueError: there is no such method, "joined" has a kernel in blocks, or the step does not
-            ask for each product once.
+        ValueError: there is no such method, "joined" has a kernel in blocks, a `bias_x` has no
+            kernel_x, or the step does not ask for each product once.
 
     """
     batch, time, _ = x.shape
@@ -118,6 +118,9 @@ def recurrence(
     in_blocks = any(kernel.ndim == 3 for kernel in kernels)
     if method == "joined" and in_blocks:
         raise ValueError('method: "joined" takes no kernel in blocks, "hoisted" does')
+    for name, product in products.items():
+        if product.kernel_x is None and product.bias_x is not None:
+            raise ValueError(f"products[{name!r}].bias_x: expected None without kernel_x, got one")
     joined = method == "joined"
     known = not any(map(is_symbolic_dim, x.shape))
     on_cpu = default_backend() == "cpu"

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype, common_carry_dtype
 from jax_models.ops.by_platform import by_platform
-from jax_models.ops.checks import checked
+from jax_models.ops.checks import FloatingDtype, checked, checked_count
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.linear_recurrence import linear_recurrence
 from jax_models.ops.masks import step_masks
@@ -32,8 +32,8 @@ class WKVState(NamedTuple):
     max: Float[Array, "batch features"]
 
 
-@checked()
-def empty_wkv_state(batch_size: int, features: int, dtype) -> WKVState:
+@checked({int: checked_count})
+def empty_wkv_state(batch_size: int, features: int, dtype: FloatingDtype) -> WKVState:
     """The state before the first step."""
     return WKVState(*(jnp.full((batch_size, features), x, dtype) for x in (0, 0, NEVER)))
 
