@@ -243,7 +243,7 @@ def test_arguments_that_do_not_fit():
         ({"loss_twin": lambda twin, x: twin(x).sum().detach()}, "loss_twin: .* with a gradient"),
         ({"optimizer": of(torch.optim.SGD, lr=0.1)}, "optimizer: expected one of optax, got a fun"),
         ({"optimizer_twin": optax.sgd(0.1)}, "optimizer_twin: expected a function, got Gradient"),
-        ({"optimizer_twin": torch.optim.SGD}, "optimizer_twin: expected a function, got a type"),
+        ({"optimizer_twin": torch.optim.SGD}, "optimizer_twin: expected a function, got the class SGD"),
         (
             {"optimizer_twin": lambda twin: None},
             "optimizer_twin: expected it to return a Opt",
