@@ -122,10 +122,11 @@ def stream(
         top_k: draw from the k likeliest tokens only.
 
     Raises:
-        TypeError: the prompt is not of integers, the temperature is no number, or the key no key.
+        TypeError: the prompt is not of integers, the temperature is no number, the key no key, or
+            (at the first token) it runs under `jit`.
         ValueError: the prompt is empty or of the wrong rank, a token is not in the vocabulary,
-            num_tokens or top_k is no positive integer, the temperature is negative, or (at that
-            token) the model's logits are NaN or infinite.
+            num_tokens or top_k is no positive integer, the temperature is negative, the model is
+            abstract, or (at that token) its logits are NaN or infinite.
 
     """
     return _host(_calls(model, prompt, num_tokens, key, temperature, top_k, CALL_SECONDS))
@@ -166,6 +167,8 @@ def _calls(
     inference = {"deterministic": True, "fixed_filters": True}
     graphdef, variables = nnx.split(nnx.view(model, raise_if_not_found=False, **inference))
     arrays, structure = jax.tree.flatten(variables)
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
+        raise ValueError("model: its parameters have no values, as under nnx.eval_shape: load them")
     decoder = _decoder(graphdef, structure, limit)
     return decoder.calls(arrays, prompt, num_tokens, key, options, call_seconds)
 
@@ -213,6 +216,8 @@ def _checked_key(key) -> Key[Array, ""]:
 def _host(calls: Iterator[tuple[Tokens, int]]) -> Iterator[Int[np.ndarray, " batch"]]:
     """The tokens of each call, once the next call has been made."""
     tokens, count = next(calls)
+    if isinstance(tokens, Tracer):
+        raise TypeError("stream: under jit its tokens have no values yet; generate runs there")
     for following in calls:
         yield from _drawn(tokens, count)
         tokens, count = following

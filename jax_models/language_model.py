@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.checks import as_array
+from jax_models.ops.checks import as_array, nan_rows
 from jax_models.options import CheckedOptions, check_fields
 from jax_models.sequence import (
     SequenceLayer,
@@ -22,7 +22,6 @@ from jax_models.sequence import (
     checked_reset,
     checked_state,
     mask_padding,
-    nan_rows,
     positions_after,
 )
 from jax_models.torch_weights import Layouts
@@ -46,7 +45,7 @@ class LanguageModelConfig:
 
     def build(self, **kwargs: Any) -> "LanguageModel":
         """A subclass's model; `kwargs` are its `dtype`, `param_dtype` and `rngs`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: a subclass builds the model")
 
 
 class LanguageModelState(NamedTuple):

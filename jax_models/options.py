@@ -26,6 +26,8 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
         raise TypeError(
             f"{name}: expected nnx.Rngs, such as nnx.Rngs(0) or nnx.Rngs(key), got {got}"
         )
+    if "params" not in rngs and "default" not in rngs:
+        raise ValueError(f"{name}: expected a stream `params` or `default`, got {list(rngs)}")
     return rngs
 
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -17,6 +16,7 @@ from jax_models.ops.checks import (
     checked_count,
     described,
     lengths_within,
+    nan_rows,
     wrong_shape,
 )
 from jax_models.options import CheckedOptions, FloatingDtype
@@ -226,32 +226,13 @@ def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major:
 def checked_lengths(
     lengths, batch_shape: tuple[int, ...], time: int
 ) -> tuple[Int[Array, " batch"] | None, Bool[Array, " batch"] | None]:
-    """`lengths` (a scalar for an unbatched sequence) as (batch,), and the rows to make NaN.
-
-    Those are the rows whose length lies outside 0 … time where nobody sees the values, under `jit`:
-    there the nearest length inside stands for it. Elsewhere it is an error.
-    """
+    """`lengths` (a scalar for an unbatched sequence) as `lengths_within` gives them, or None."""
     if lengths is None:
         return None, None
     if not isinstance(lengths, jax.Array):
         lengths = as_array("lengths", lengths, np.asarray)
     lengths = checked_array("lengths", lengths, Int, batch_shape)
-    inside = lengths_within(lengths, time).reshape(-1)
-    if not isinstance(lengths, Tracer):
-        return inside, None
-    return inside, inside.astype(lengths.dtype) != lengths.reshape(-1)
-
-
-def nan_rows(rows: Bool[Array, " batch"], tree: Any, axes: Any) -> Any:
-    """A tree of arrays, the floating ones NaN in some rows, which each array has on its axis."""
-
-    def nan(array, axis: int):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            return array
-        shape = [-1 if i == axis else 1 for i in range(array.ndim)]
-        return jnp.where(rows.reshape(shape), jnp.nan, array)
-
-    return jax.tree.map(nan, tree, axes)
+    return lengths_within(lengths.reshape(-1), time)
 
 
 def checked_reset(reset, shape: tuple[int, ...]) -> Bool[Array, "batch time"] | None:
@@ -285,7 +266,8 @@ def _check_structure(name: str, state: State, expected: State) -> None:
     if type(state) is type(expected) and hasattr(expected, "_fields"):
         for field, theirs, ours in zip(expected._fields, state, expected, strict=True):
             _check_structure(f"{name}.{field}", theirs, ours)
-    raise TypeError(f"{name}: expected {described(expected)}, got {described(state)}")
+    array = described(expected).replace("a ShapeDtypeStruct", "an array")
+    raise TypeError(f"{name}: expected {array}, got {described(state)}")
 
 
 def mask_padding(

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 OTHER_FILES = {
-    rb"\s*<(!DOCTYPE|html|\?xml)": "a web page: download the file itself, by its raw link",
+    rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)*<(!DOCTYPE|html|\?xml)": (
+        "a web page: download the file itself, by its raw link"
+    ),
     rb"version https://git-lfs": "a Git LFS pointer: fetch the file by `git lfs pull`",
     rb".{8}\{": "a safetensors file: read it with safetensors.torch.load_file",
     rb"\x93NUMPY": "a NumPy array: read it with numpy.load",
@@ -17,8 +19,9 @@ OTHER_FILES = {
     rb"\x1f\x8b": "compressed by gzip: decompress it first",
     rb"BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|Rar!|.{257}ustar": "an archive: unpack it first",
     rb"\x80[\x02-\x05](?!\x8a\nl\xfc\x9cF\xf9)": "a pickle of another program",
-    rb"$": "empty: download it again",
-    rb"[\t\n\r -~]+$": "a text: download the file itself",
+    rb"\(?[cdl](p\d|\w+(\.\w+)*)\n": "a pickle of another program",
+    rb"\Z": "empty: download it again",
+    rb"[\t\n\r -~\x80-\xff]+\Z": "a text: download the file itself",
 }
 """What a file is that `torch.save` did not write, by how it begins."""
 
@@ -56,6 +59,8 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path.name}: {damage}")
     if not isinstance(weights, Mapping):
         raise ValueError(f"{path.name}: expected a state_dict, got a {type(weights).__name__}")
+    if not weights or not all(isinstance(key, str) for key in weights):
+        raise ValueError(f"{path.name}: expected a state_dict, got a dict of keys {[*weights]}")
     if {"state", "param_groups"} <= weights.keys():
         raise ValueError(f"{path.name}: expected a state_dict of a model, got an optimizer's")
     return dict(weights)

@@ -132,11 +132,11 @@ def _evaluate(rounded: Callable, closed: ClosedJaxpr, *args: Any) -> list[Any]:
 
 def _rewritten(rounded: Callable, param: Any) -> Any:
     """The body of a loop, a branch or a call, rounded too."""
-    if isinstance(param, Jaxpr):
-        closed = _rewritten(rounded, ClosedJaxpr(param, ()))
-        if closed.consts:
-            raise NotImplementedError("a product in a body that holds constants")
-        return closed.jaxpr
-    if not isinstance(param, ClosedJaxpr):
+    if isinstance(param, ClosedJaxpr):
+        return jax.make_jaxpr(partial(_evaluate, rounded, param))(*param.in_avals)
+    if not isinstance(param, Jaxpr):  # in jax 0.12 the two are one class
         return param
-    return jax.make_jaxpr(partial(_evaluate, rounded, param))(*param.in_avals)
+    closed = _rewritten(rounded, ClosedJaxpr(param, ()))
+    if closed.consts:
+        raise NotImplementedError("a product in a body that holds constants")
+    return closed.jaxpr

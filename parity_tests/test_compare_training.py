@@ -237,13 +237,20 @@ def test_arguments_that_do_not_fit():
         ({"loss": lambda model, x: model(x).mean(0)}, "loss: expected it to return a floating sca"),
         ({"loss": lambda model, x: (model(x).sum(), 0)}, "loss: .* got a tuple of 2"),
         ({"loss": "mse"}, "loss: expected a function, got a str"),
+        (
+            {"batches": np.array(3.0)},
+            r"batches: expected a list of arrays, got an array of shape \(\)",
+        ),
         ({"loss_twin": lambda twin, x: twin(x).mean(0)}, r"loss_twin: .* shape \(4,\)"),
         ({"loss_twin": lambda twin, x: twin(x).sum().item()}, "loss_twin: .* got a float"),
         ({"loss_twin": torch.nn.MSELoss()}, "loss_twin: expected a function, got a MSELoss"),
         ({"loss_twin": lambda twin, x: twin(x).sum().detach()}, "loss_twin: .* with a gradient"),
         ({"optimizer": of(torch.optim.SGD, lr=0.1)}, "optimizer: expected one of optax, got a fun"),
         ({"optimizer_twin": optax.sgd(0.1)}, "optimizer_twin: expected a function, got Gradient"),
-        ({"optimizer_twin": torch.optim.SGD}, "optimizer_twin: expected a function, got the class SGD"),
+        (
+            {"optimizer_twin": torch.optim.SGD},
+            "optimizer_twin: expected a function, got the class SGD",
+        ),
         (
             {"optimizer_twin": lambda twin: None},
             "optimizer_twin: expected it to return a Opt",

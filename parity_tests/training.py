@@ -114,7 +114,7 @@ def compare_training(
 
     """
     dtypes = checked_dtypes(dtypes)
-    if not isinstance(batches, Iterable):
+    if not isinstance(batches, Iterable) or getattr(batches, "ndim", 1) == 0:
         raise TypeError(f"batches: expected a list of arrays, got {described(batches)}")
     batches = checked_arrays("batches", list(batches))
     if not len(batches):

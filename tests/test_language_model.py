@@ -313,7 +313,7 @@ REFUSED = {
     "tokens beyond int32": (
         lambda lm: stream(lm, tokens(1, 1), 2**31, key=KEY),
         ValueError,
-        "num_tokens: expected at most 2147483647",
+        "num_tokens: expected at most 268435455",
     ),
     "fraction of tokens": (
         lambda lm: generate(lm, tokens(1, 1), 2.5, key=KEY),
@@ -349,6 +349,16 @@ REFUSED = {
         lambda lm: generate(lm, tokens(1, 1), 3, key=np.zeros(4, np.uint32)),
         TypeError,
         r"key: expected one key, such as .*, got uint32 of shape \(4,\)",
+    ),
+    "no weights": (
+        lambda lm: generate(nnx.eval_shape(lambda: lm), tokens(1, 1), 3, key=KEY),
+        ValueError,
+        "model: its parameters have no values",
+    ),
+    "tokens one by one under jit": (
+        lambda lm: jax.jit(lambda p: next(stream(lm, p, 3, key=KEY)))(tokens(1, 1)),
+        TypeError,
+        "stream: under jit its tokens have no values yet",
     ),
     "no model": (
         lambda lm: generate(lm.layers, tokens(1, 1), 3, key=KEY),

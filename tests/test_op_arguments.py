@@ -2,11 +2,13 @@
 
 import re
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jax_models import ops
 
@@ -96,6 +98,8 @@ FAULTS = {
     "one more along the last axis": lambda a: jnp.concatenate([a, a[..., :1]], -1),
     "one along the last axis": lambda a: a[..., :1],
     "a list": lambda a: a.tolist(),
+    "a tensor of torch": lambda a: torch.from_numpy(np.array(a)),
+    "a shape alone": lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
 }
 ALLOWED = {
     ("affine", "x", "an axis more"), ("affine in blocks", "x", "an axis more"),
@@ -158,6 +162,11 @@ def test_an_operator_refuses(name, fault):
         ("rg_lru", {"c": -1}, "c: expected a positive number, got -1"),
         ("rg_lru", {"c": float("nan")}, "c: expected a finite number, got nan"),
         ("lstm", {"kernel_hr": None, "bias_hr": array(4)}, "bias_hr: expected None where there is"),
+        ("lstm", {"kernel_hr": None, "bias_hr": None}, r"kernel_hh: expected shape \(6, 24\), got"),
+        ("attention", {"dropout": 0.5}, "dropout: expected a function, got a float"),
+        ("online_conv", {"taps": None}, "taps: expected a function, got a NoneType"),
+        ("online_conv", {"params": array(IN + 1, MAX_LENGTH)}, r"taps\(.*: expected shape \(5, 40"),
+        ("long_conv_state", {"params": array(IN, 9)}, r"taps\(params, length\): expected shape \("),
         ("wkv", {"method": "chunked"}, "method: expected one of .*, got 'chunked'"),
         ("causal_conv", {"kernel": array(2, 6)}, r"state.inputs: expected shape \(2, 6, 1\), got"),
         ("online_conv", {"max_length": 9.5}, "max_length: expected an integer, got 9.5"),
@@ -173,8 +182,8 @@ def test_the_message_names_the_argument(name, change, message):
     [
         ((-1, 3, "float32"), "batch_size: expected at least 0, got -1"),
         ((1, 2.5, "float32"), "features: expected an integer, got 2.5"),
-        ((1, 3, "foo"), "dtype: expected a floating dtype, got 'foo'"),
-        ((1, 3, jnp.int32), "dtype: expected a floating dtype, got int32"),
+        ((1, 3, "foo"), "dtype: expected one of float16, .*, got 'foo'"),
+        ((1, 3, jnp.int32), "dtype: expected one of float16, .*, got int32"),
     ],
 )
 def test_an_empty_state_names_the_argument(arguments, message):
@@ -185,6 +194,18 @@ def test_an_empty_state_names_the_argument(arguments, message):
         ops.empty_long_conv_state(batch_size, features, 16, dtype)
 
 
+def tanh_step(state, now):
+    return ops.RNNState(jnp.tanh(now.product("z", state.h)))
+
+
+RECURRENCE = {
+    "step": tanh_step,
+    "state": ops.RNNState(array(2, 4)),
+    "products": {"z": ops.Product(array(4, 4), kernel_x=array(5, 4))},
+    "x": array(BATCH, TIME, 5),
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -192,24 +213,69 @@ def test_an_empty_state_names_the_argument(arguments, message):
         ({"products": [ops.Product(array(4, 4))]}, "products: expected a dict, got a list"),
         ({"products": {"z": ops.Product(array(4, 4), bias_x=array(4))}}, r"products\['z'\].bias_x"),
         ({"products": {"z": array(4, 4)}}, r"products\['z'\]: expected Product\(kernel, "),
+        ({"products": {}}, "products: expected at least one, got none"),
+        ({"products": {"q": ops.Product(array(4, 4))}}, r"products \['q'\] once, .* for \['z'\]"),
+        (
+            {"products": {"z": ops.Product(array(4, 4), kernel_x=array(6, 4))}},
+            r"products\['z'\].kernel_x: expected shape \(5, 4\), got \(6, 4\)",
+        ),
+        ({"state": (array(2, 4),)}, "state: expected a NamedTuple of arrays, got a tuple of 1"),
+        ({"state": ops.RNNState(array(3, 4))}, r"state.h: expected shape \(2, features\), got"),
+        ({"state": ops.LSTMState(array(2, 4), array(2, 4))}, "step: expected to return LSTMState"),
+        ({"inputs": array(TIME, BATCH)}, r"inputs: expected shape \(2, 3, …\), got \(3, 2\)"),
+        ({"params": "tanh"}, "params: expected an array of numbers, got a str"),
     ],
 )
 def test_recurrence_names_the_argument(change, message):
-    def step(state, now):
-        return ops.RNNState(jnp.tanh(now.product("z", state.h)))
-
-    products = {"z": ops.Product(array(4, 4), kernel_x=array(5, 4))}
-    given = {"step": step, "state": ops.RNNState(array(2, 4)), "products": products}
     with pytest.raises((TypeError, ValueError), match=message):
-        ops.recurrence(**given | {"x": array(BATCH, TIME, 5)} | change)
+        ops.recurrence(**RECURRENCE | change)
+
+
+def test_a_state_is_taken_in_the_dtype_of_the_loop():
+    narrow = ops.RNNState(RECURRENCE["state"].h.astype(jnp.bfloat16))
+    wide = ops.RNNState(narrow.h.astype(jnp.float32))
+    found, expected = (ops.recurrence(**RECURRENCE | {"state": s}) for s in (narrow, wide))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_documents_of_no_steps_end_nowhere():
     assert ops.document_ends(jnp.zeros((2, 0), bool)).shape == (2, 0)
 
 
-def test_traced_lengths_outside_count_as_the_nearest():
-    arguments = {k: v for k, v in OPS["causal_conv"].items() if k != "lengths"}
-    call = jax.jit(lambda lengths: ops.causal_conv(**arguments, lengths=lengths))
-    outside, inside = (call(np.array(pair)) for pair in ([300, -5], [TIME, 0]))
-    jax.tree.map(np.testing.assert_array_equal, outside, inside)
+@pytest.mark.parametrize("name", [name for name in OPS if "lengths" in OPS[name]])
+def test_rows_of_traced_lengths_outside_are_nan(name):
+    given = {k: v for k, v in OPS[name].items() if k != "lengths"}
+    call = jax.jit(lambda lengths: operator(name)(**given, lengths=lengths))
+    expected = call(np.array([TIME, 0]))
+    for outside, (wrong, right) in (([300, 0], (0, 1)), ([TIME, -5], (1, 0))):
+        for found, array in zip(
+            *map(jax.tree.leaves, (call(np.array(outside)), expected)), strict=True
+        ):
+            np.testing.assert_array_equal(found[right], array[right])
+            if array.dtype == jnp.int32:
+                np.testing.assert_array_equal(found[wrong], array[wrong])
+            else:
+                assert jnp.isnan(found[wrong]).all()
+
+
+@pytest.mark.parametrize("method", get_args(ops.LinearRecurrenceMethod))
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_a_size_of_0(shape, method):
+    batch, _, features = shape
+    if method != "pallas":
+        h, last = ops.linear_recurrence(array(*shape), array(*shape), method=method)
+        assert h.shape == shape and last.shape == (batch, features)  # noqa: PT018
+    y = ops.affine(array(*shape), array(features, 5), array(5))
+    np.testing.assert_array_equal(y, jnp.broadcast_to(array(5), y.shape) + 0 * y)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_attention_without_a_key_is_zero(dtype):
+    q, k, v = (array(1, 3, 2, 4).astype(dtype) for _ in range(3))
+    mask = jnp.tri(3, k=-1, dtype=bool)[None]  # the first step sees nothing
+    attend = jax.jit(lambda q, k, v: ops.attention(q, k, v, mask))
+    y, gradients = attend(q, k, v), jax.grad(lambda *a: attend(*a).sum(), (0, 1, 2))(q, k, v)
+    assert jnp.all(y[:, 0] == 0)
+    np.testing.assert_array_equal(y[:, 1], v[:, 0])
+    for gradient in gradients:
+        assert jnp.isfinite(gradient).all()

@@ -31,14 +31,14 @@ CONFIGS = [
 ]
 NAN, KEY = float("nan"), jax.random.key(0)
 WRONG = {
-    int: (True, 2.5, "3", -1, NAN, None, jnp.ones(2)),
+    int: (True, 2.5, "3", -1, 2**28, NAN, None, jnp.ones(2)),
     Index: (True, 2.5, "3", -1, NAN, None),
     int | None: (True, 2.5, "3", -1, NAN),
     float: (NAN, float("inf"), "1", True, None, 10**400),
     bool: (1, "no", None),
-    nnx.Rngs: (None, KEY, 0),
-    FloatingDtype: ("foo", int, "complex64", None),
-    FloatingDtype | None: ("foo", int, "complex64"),
+    nnx.Rngs: (None, KEY, 0, nnx.Rngs(dropout=0)),
+    FloatingDtype: ("foo", int, "complex64", "float8_e4m3fn", None),
+    FloatingDtype | None: ("foo", int, "complex64", "float8_e4m3fn"),
     inspect.Parameter.empty: (),
 }
 ONE_LINE = r"{}: expected .+, got .+"
@@ -129,6 +129,21 @@ def test_a_layer_of_ones_own_may_have_any_annotations():
         Layer(3, 1, *arrays, "no", rngs=nnx.Rngs(0))
 
 
+def test_annotations_may_be_strings():
+    source = """
+from __future__ import annotations
+class Layer(SequenceLayer):
+    def __init__(self, features: int, other: {} = None):
+        super().__init__(features)
+"""
+    for other in ("int | None", "Unknown"):
+        exec(source.format(other), names := {"SequenceLayer": jax_models.SequenceLayer})
+        assert names["Layer"](3).in_features == 3
+    exec(source.format("int | None"), names)
+    with pytest.raises(ValueError, match="other: expected a positive integer, got 0"):
+        names["Layer"](3, 0)
+
+
 @pytest.mark.parametrize("name", ["HyenaFilter", "AuthenticHyenaFilter"])
 @pytest.mark.parametrize("length", [-1, "a", 2.0])
 def test_a_filter_has_a_number_of_taps(name, length):
@@ -136,11 +151,19 @@ def test_a_filter_has_a_number_of_taps(name, length):
         build(name)(length)
 
 
+def test_the_config_of_no_model_builds_none():
+    with pytest.raises(NotImplementedError, match="LanguageModelConfig: a subclass builds"):
+        LanguageModelConfig(5).build(rngs=nnx.Rngs(0))
+
+
 def test_a_model_refuses_as_a_layer_does():
     config = jax_models.RNNLanguageModelConfig()
     for options, message in (
         ({"rngs": KEY}, r"rngs: expected nnx.Rngs, such as nnx.Rngs\(0\) or nnx.Rngs\(key\), got"),
-        ({"rngs": nnx.Rngs(0), "dtype": "foo"}, "dtype: expected a floating dtype, got 'foo'"),
+        (
+            {"rngs": nnx.Rngs(0), "dtype": "foo"},
+            "dtype: expected one of float16, .*, got 'foo'",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             config.build(**options)

@@ -238,7 +238,11 @@ def test_biases_are_added_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("asked_for", "message"), [(["h", "h"], "asked for again"), ([], r"\['h'\], it asked for \[\]")]
+    ("asked_for", "message"),
+    [
+        (["h", "h"], r"each of the products \['h'\] once, it asked for \['h', 'h'\]"),
+        ([], r"\['h'\], it asked for \[\]"),
+    ],
 )
 def test_a_step_asks_for_each_product_once(asked_for, message):
     def step(state, now):

@@ -158,12 +158,12 @@ REFUSED = {
     "batch beyond int32": (
         "train",
         lambda d, f: ["--batch-size", "9" * 20],
-        "error: --batch-size: expected at most 2147483647",
+        "error: --batch-size: expected at most 268435455",
     ),
     "model beyond int32": (
         "train",
         lambda d, f: ["--model.hidden-features", "9" * 20],
-        "error: --model.hidden-features: expected at most 2147483647",
+        "error: --model.hidden-features: expected at most 268435455",
     ),
     "resume another preset": (
         "train",

@@ -75,6 +75,10 @@ def test_a_pth_that_is_none(tmp_path):
     torch.save([torch.zeros(2)], tmp_path / "list.pth")
     with pytest.raises(ValueError, match=r"list\.pth: expected a state_dict, got a list"):
         read_pth(tmp_path / "list.pth")
+    for name, weights in {"empty": {}, "numbered": {1: torch.zeros(2)}}.items():
+        torch.save(weights, tmp_path / f"{name}.pth")
+        with pytest.raises(ValueError, match=rf"{name}\.pth: expected a state_dict, got a dict of"):
+            read_pth(tmp_path / f"{name}.pth")
     weights = checkpoint()
     torch.save(weights, tmp_path / "whole.pth")
     whole = (tmp_path / "whole.pth").read_bytes()
@@ -105,25 +109,29 @@ def test_the_state_of_an_optimizer_is_no_state_dict(tmp_path):
         read_pth(tmp_path / "adam.pth")
 
 
-OTHER_FILES = {
-    "it is empty": b"",
-    r"safetensors\.torch\.load_file": save({"a": np.zeros(3, np.float32)}),
-    "it is a web page": b"\n<!doctype html>\n<html>",
-    "git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-    r"numpy\.load": b"\x93NUMPY\x01\x00",
-    r"h5py\.File": b"\x89HDF\r\n\x1a\n",
-    "gzip": b"\x1f\x8b\x08",
-    "unpack it first": b"BZh91AY",
-    "a zip archive": zipped({"weights.pth": b"..."}),
-    "a pickle of another program": pickle.dumps({"a": 3}),
-    "a text": b"hello world\n",
-    "it begins with": bytes(20),
-}
+OTHER_FILES = [
+    ("it is empty", b""),
+    (r"safetensors\.torch\.load_file", save({"a": np.zeros(3, np.float32)})),
+    ("it is a web page", b"\n<!doctype html>\n<html>"),
+    ("git lfs pull", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+    (r"numpy\.load", b"\x93NUMPY\x01\x00"),
+    (r"h5py\.File", b"\x89HDF\r\n\x1a\n"),
+    ("gzip", b"\x1f\x8b\x08"),
+    ("unpack it first", b"BZh91AY"),
+    ("a zip archive", zipped({"weights.pth": b"..."})),
+    ("a pickle of another program", pickle.dumps({"a": 3})),
+    ("a text", b"hello world\n"),
+    ("it begins with", bytes(20)),
+    ("it is a web page", b"\xef\xbb\xbf<html>"),
+    ("it is a web page", b"<!-- a comment -->\n<html>"),
+    ("a pickle of another program", pickle.dumps({"a": 3}, protocol=0)),
+    ("a text", "Grüße\n".encode()),
+]
 
 
-@pytest.mark.parametrize("what", OTHER_FILES)
-def test_a_file_of_another_format_is_named(what, tmp_path):
-    (tmp_path / "other.pth").write_bytes(OTHER_FILES[what])
+@pytest.mark.parametrize(("what", "content"), OTHER_FILES)
+def test_a_file_of_another_format_is_named(what, content, tmp_path):
+    (tmp_path / "other.pth").write_bytes(content)
     with pytest.raises(ValueError, match=rf"^other\.pth: not a file of torch\.save, .*{what}"):
         read_pth(tmp_path / "other.pth")
 

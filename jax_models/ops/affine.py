@@ -33,12 +33,14 @@ def affine(
     it fills against the order of memory.
     """
     accumulator = carry_dtype(kernel.dtype)
+    count = math.prod(x.shape[:-1])
     if kernel.ndim == 2:
-        rows = x.reshape(-1, x.shape[-1]).astype(kernel.dtype)
+        rows = x.reshape(count, x.shape[-1]).astype(kernel.dtype)
         y = jnp.matmul(rows, kernel, preferred_element_type=accumulator)
     else:
-        kernels = kernel.reshape(-1, *kernel.shape[-2:])
-        rows = x.reshape(-1, *kernels.shape[:2]).astype(kernel.dtype)
-        y = jnp.einsum("rki,kio->rko", rows, kernels, preferred_element_type=accumulator)
+        kernels = kernel.reshape(math.prod(kernel.shape[:-2]), *kernel.shape[-2:])
+        rows = x.reshape(count, *kernels.shape[:2]).astype(kernel.dtype)
+        blocks = jnp.swapaxes(rows, 0, 1)  # first: jax 0.12's CPU has no other order in bfloat16
+        y = jnp.swapaxes(jnp.matmul(blocks, kernels, preferred_element_type=accumulator), 0, 1)
     y = y.reshape(*x.shape[:-1], math.prod(y.shape[1:]))
     return y if bias is None else y + jnp.broadcast_to(bias.astype(accumulator), y.shape)

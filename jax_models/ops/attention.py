@@ -22,7 +22,8 @@ def attention(
     """`softmax(q kᵀ / √head_features) v` of each head, over the keys that a step's mask has.
 
     The softmax is in at least float32; `dropout` is of the weights. A step is NaN whose query is
-    not finite, or whose mask has a key or a value that is not; no other step knows of it.
+    not finite, or whose mask has a key or a value that is not; no other step knows of it. A step
+    whose mask has no key is zero.
 
     In float32 this is `jax.nn.dot_product_attention`, which has no dropout, whose softmax is never
     wider, and whose gradient in bfloat16 does not work under strict dtype promotion.
@@ -33,6 +34,7 @@ def attention(
     q = _zero_where(q_faulty, q)
     k, v = (_zero_where(keys_faulty, a) for a in (k, v))  # a weight of 0 times NaN would be NaN
     y = _attention(q, k, v, mask[:, None], dropout)
+    y = _zero_where(~jnp.any(mask, axis=2), y)
     return jnp.where(faulty[..., None, None], jnp.nan, y)
 
 
@@ -44,6 +46,6 @@ def _attention(q, k, v, mask: Bool[Array, "batch heads time keys"], dropout):
     if q.dtype == jnp.float32 and dropout is None:
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
     scores = jnp.einsum("bthf,bshf->bhts", q, k, preferred_element_type=carry_dtype(q.dtype))
-    scores = jnp.where(mask, scores * q.shape[-1] ** -0.5, -jnp.inf)
+    scores = jnp.where(mask, scores * q.shape[-1] ** -0.5, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     return jnp.einsum("bhts,bshf->bthf", weights if dropout is None else dropout(weights), v)

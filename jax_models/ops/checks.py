@@ -19,6 +19,7 @@ from typing import (
     get_type_hints,
 )
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -37,9 +38,12 @@ KINDS = {
 }
 """Of the dtypes that an annotation allows: their common type, and their name."""
 
+LARGEST_SIZE = 2**28 - 1
+"""XLA ends the process where the bytes of a kernel, a product of two sizes, pass 2⁶³."""
+
 
 def checked(
-    types: dict[Any, Callable[[str, Any], Any]] | None = None, **sizes: Any
+    types: dict[Any, Callable[[str, Any], Any]] | None = None, batch_axes: Any = 0, **sizes: Any
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Make a function refuse arguments that its annotations do not allow.
 
@@ -54,18 +58,20 @@ def checked(
     of its choices, and `FloatingDtype` a dtype or its name; a class takes its instances, a
     `Callable` any function. An argument without an annotation passes, and so do other annotations.
 
-    The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time:
-    under `jit`, where nobody sees the values, a length outside counts as the nearest inside.
+    The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time.
+    Under `jit`, where nobody sees the values, a length outside counts as the nearest inside, and
+    the row is NaN in all floating results.
 
     Args:
         types: other annotations, and the checks `(name, value) -> value` that they stand for.
+        batch_axes: of the results, as `vmap` takes them; where there are `lengths`.
         sizes: what a name in the annotations stands for in this function, a size or a tuple.
 
     """
     checks = SCALARS | (types or {})
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        parameters = inspect.signature(function)
+        parameters = _signature(function)
         annotations = {name: p.annotation for name, p in parameters.parameters.items()}
 
         @wraps(function)
@@ -78,10 +84,12 @@ def checked(
             for name, value in given.arguments.items():
                 given.arguments[name] = scope.checked(name, value, annotations[name])
             scope.check_shapes()
+            outside = None
             if given.arguments.get("lengths") is not None:
                 lengths, time = given.arguments["lengths"], scope.sizes["time"]
-                given.arguments["lengths"] = lengths_within(lengths, time)
-            return function(*given.args, **given.kwargs)
+                given.arguments["lengths"], outside = lengths_within(lengths, time)
+            results: Any = function(*given.args, **given.kwargs)
+            return results if outside is None else nan_rows(outside, results, batch_axes)
 
         return call
 
@@ -196,6 +204,14 @@ def checked_function(name: str, value: Any) -> Any:
     return value
 
 
+def _signature(function: Callable) -> inspect.Signature:
+    """With annotations as objects, unless they are strings that name what is not there."""
+    try:
+        return inspect.signature(function, eval_str=True)
+    except NameError:
+        return inspect.signature(function)
+
+
 @cache
 def _hints(annotation: type) -> dict[str, Any]:
     return get_type_hints(annotation)
@@ -227,32 +243,58 @@ def as_array(name: str, value: Any, convert: Callable[[Any], Any] = jnp.asarray)
         raise TypeError(f"{name}: expected an array of numbers, got {described(value)}") from error
 
 
+def _as_numpy(value: Any) -> np.ndarray:
+    return np.asarray(value, value.dtype)
+
+
 def checked_array(name: str, value: Any, kind: Any, shape: tuple[int, ...] | None = None) -> Array:
     """An array of one of the `KINDS` and, if given, of a shape; NumPy's as JAX's, but of integers.
 
     Of those the values may be looked at before JAX takes their last 32 bits.
     """
-    if not hasattr(value, "dtype"):
+    dtype = getattr(value, "dtype", None)
+    if not isinstance(value, jax.Array) and not isinstance(dtype, np.dtype):
         raise TypeError(f"{name}: expected an array, got {described(value)}")
     common, expected = KINDS[kind]
     if not jnp.issubdtype(value.dtype, common):
         raise TypeError(f"{name}: expected {expected}, got {value.dtype}")
     if shape is not None and value.shape != shape:
         raise wrong_shape(name, shape, value.shape)
-    return value if kind is Int else jnp.asarray(value)
+    if kind is not Int:
+        return as_array(name, value)
+    return value if isinstance(value, jax.Array) else as_array(name, value, _as_numpy)
 
 
-def lengths_within(lengths: Int[ArrayLike, "*batch"], time: int) -> Int[Array, "*batch"]:
-    """`lengths` as int32 in 0 … time: others are refused or, traced, count as the nearest."""
+def lengths_within(
+    lengths: Int[ArrayLike, " batch"], time: int
+) -> tuple[Int[Array, " batch"], Bool[Array, " batch"] | None]:
+    """`lengths` as int32 in 0 … time, and the rows whose results are to be NaN.
+
+    Those have a length outside where nobody sees the values, under `jit`: there the nearest length
+    inside stands for it. Elsewhere it is an error.
+    """
     if isinstance(lengths, Tracer):
         dtype = lengths.dtype if lengths.dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
         limits = (jnp.asarray(limit, dtype) for limit in (0, time))
-        return jnp.clip(lengths.astype(dtype), *limits).astype(jnp.int32)
+        inside = jnp.clip(lengths.astype(dtype), *limits)
+        return inside.astype(jnp.int32), inside != lengths.astype(dtype)
     values = np.asarray(lengths)
     outside = (values < 0) | (values > time)
     if outside.any():
         raise ValueError(f"lengths: expected values in 0 … {time}, got {values[outside].tolist()}")
-    return jnp.asarray(values, jnp.int32)
+    return jnp.asarray(values, jnp.int32), None
+
+
+def nan_rows(rows: Bool[Array, " batch"], tree: Any, batch_axes: Any) -> Any:
+    """A tree of arrays, the floating ones NaN in some rows of the batch."""
+
+    def nan(array: Array, axis: int) -> Array:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return array
+        shape = [-1 if i == axis else 1 for i in range(array.ndim)]
+        return jnp.where(rows.reshape(shape), jnp.nan, array)
+
+    return jax.tree.map(nan, tree, jax.tree.broadcast(batch_axes, tree))
 
 
 def checked_integer(name: str, value: Any, expected: str = "an integer") -> Any:
@@ -280,8 +322,8 @@ def checked_size(name: str, size: Any) -> int:
     size = checked_integer(name, size, "a positive integer")
     if size < 1:
         raise ValueError(f"{name}: expected a positive integer, got {size}")
-    if isinstance(size, int) and size >= 2**31:
-        raise ValueError(f"{name}: expected at most {2**31 - 1}, got {size}")
+    if isinstance(size, int) and size > LARGEST_SIZE:
+        raise ValueError(f"{name}: expected at most {LARGEST_SIZE}, got {size}")
     return size
 
 
@@ -328,17 +370,18 @@ def checked_choice(name: str, value: Any, choices: tuple[Choice, ...]) -> Choice
 
 
 def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """A floating dtype."""
+    """A dtype that can be computed in."""
     try:
-        found = jnp.dtype(dtype)
+        found = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or dtype is None or not jnp.issubdtype(found, jnp.floating):
-        got = repr(dtype) if found is None or dtype is None else found
-        raise ValueError(f"{name}: expected a floating dtype, got {got}")
+    if found is None or found.name not in FLOATING:
+        got = repr(dtype) if found is None else found
+        raise ValueError(f"{name}: expected one of {', '.join(FLOATING)}, got {got}")
     return found
 
 
+FLOATING = ("float16", "bfloat16", "float32", "float64")
 FloatingDtype = Annotated[DTypeLike, "floating"]
 """A floating dtype or its name."""
 
@@ -359,6 +402,8 @@ def described(value: Any) -> str:
         return f"{name}({', '.join(value._fields)})"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
+    array = isinstance(value, jax.Array | np.ndarray)
+    kind = "an array" if array else f"a {type(value).__name__}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
-    return f"a {type(value).__name__}"
+        return f"{kind} of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return kind

@@ -34,7 +34,7 @@ class Options(NamedTuple):
     precision: jax.lax.Precision
 
 
-@checked()
+@checked(batch_axes=(0, 1))
 def cudnn_lstm(
     x: Float[Array, "batch time in"],
     state: LSTMState,

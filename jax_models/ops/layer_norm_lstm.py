@@ -27,7 +27,7 @@ def layer_norm_lstm(
     state: LSTMState,
     *,
     kernel_ih: Float[Array, "in 4*hidden"],
-    kernel_hh: Float[Array, "out 4*hidden"],
+    kernel_hh: Float[Array, "hidden 4*hidden"],
     bias: Float[Array, " 4*hidden"],
     norms: LSTMNorms,
     **masks,
@@ -59,7 +59,9 @@ def layer_norm_cell(
     c_t is carried as it is: only h_t sees it normalised.
     """
     scale, shift = norms.gate_scale.reshape(4, -1), norms.gate_bias.reshape(4, -1)
-    i, f, g, o = jnp.unstack(layer_norm(gates.reshape(-1, *scale.shape), scale, shift), axis=1)
+    i, f, g, o = jnp.unstack(
+        layer_norm(gates.reshape(len(gates), *scale.shape), scale, shift), axis=1
+    )
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     h = jax.nn.sigmoid(o) * jnp.tanh(layer_norm(c, norms.cell_scale, norms.cell_bias))
     return LSTMState(h, c)

@@ -74,7 +74,7 @@ def linear_recurrence(
     h0 = jnp.zeros((a.shape[0], a.shape[2]), dtype) if h0 is None else h0.astype(dtype)
     if a.dtype != b.dtype:
         a, b = a.astype(dtype), b.astype(dtype)
-    if a.shape[1] == 0:
+    if 0 in a.shape:
         return b.astype(dtype), h0
     active, reset = step_masks(a.shape[1], lengths, reset, reverse=reverse)
     if reset is not None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_models.ops.checks import checked
+from jax_models.ops.checks import checked, wrong_shape
 from jax_models.ops.recurrence import Product, Step, recurrence
 
 
@@ -41,12 +41,15 @@ def lstm(
     `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
     """
     products = {"gates": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
-    if kernel_hr is None and bias_hr is not None:
-        raise ValueError("bias_hr: expected None where there is no kernel_hr, got an array")
     if kernel_hr is not None:
         products["output"] = Product(kernel_hr, bias_hr)
-    step = _step if kernel_hr is None else _projected_step
-    return recurrence(step, state, products, x, **options)
+        return recurrence(_projected_step, state, products, x, **options)
+    hidden = state.c.shape[1]
+    if bias_hr is not None:
+        raise ValueError("bias_hr: expected None where there is no kernel_hr, got an array")
+    if kernel_hh.shape[0] != hidden:
+        raise wrong_shape("kernel_hh", (hidden, 4 * hidden), kernel_hh.shape)
+    return recurrence(_step, state, products, x, **options)
 
 
 def _step(state: LSTMState, now: Step) -> LSTMState:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.checks import FloatingDtype, checked, checked_count
+from jax_models.ops.checks import FloatingDtype, checked, checked_count, wrong_shape
 from jax_models.ops.long_conv import fft_conv, with_skip
 from jax_models.ops.varying import alike
 
@@ -117,8 +117,8 @@ def online_conv(
 
     Raises:
         TypeError: an array is of another kind of dtype.
-        ValueError: a shape is wrong, a length lies outside 0 … time, v has more than max_length
-            steps, or the state is of other sizes.
+        ValueError: a shape is wrong, that of the taps too, a length lies outside 0 … time, v has
+            more than max_length steps, or the state is of other sizes.
 
     """
     inputs = _history(v, lengths, max_length)
@@ -137,7 +137,7 @@ def online_conv(
     history = _put(state.inputs, start - start % BLOCK, state.block)
     history = _put(history, start, inputs)
     past = jnp.swapaxes(history, 1, 2)[..., :max_length]
-    y = fft_conv("auto", *alike((past, taps(params, max_length).astype(dtype))))
+    y = fft_conv("auto", *alike((past, _first_taps(taps, params, max_length, past))))
     y = jnp.swapaxes(y, 1, 2)
     y = jnp.swapaxes(_take(y, start, time, fill_value=jnp.nan), 1, 2)
     last_state = _state(taps, max_length, params, history, _end(start, v, lengths))
@@ -161,6 +161,14 @@ def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]
 def _end(start, v, lengths) -> Int[Array, " batch"]:
     """The position after v."""
     return start + (v.shape[2] if lengths is None else lengths.astype(start.dtype))
+
+
+def _first_taps(taps: Taps, params, length: int, like: Float[Array, "batch features *time"]):
+    """The first taps for some inputs."""
+    h = taps(params, length)
+    if h.shape != (like.shape[1], length):
+        raise wrong_shape("taps(params, length)", (like.shape[1], length), h.shape)
+    return h.astype(like.dtype)
 
 
 def _tile_sizes(max_length: int) -> list[int]:
@@ -188,8 +196,9 @@ def _put(rows, start, values):
 def _tile(taps: Taps, max_length: int, params, inputs: Float[Array, "batch size features"]):
     """What U inputs contribute to the U outputs after them."""
     size = inputs.shape[1]
-    h = taps(params, min(2 * size, max_length)).astype(inputs.dtype)
-    spectrum = jnp.fft.rfft(jnp.swapaxes(inputs, 1, 2), 2 * size) * jnp.fft.rfft(h, 2 * size)[None]
+    v = jnp.swapaxes(inputs, 1, 2)
+    h = _first_taps(taps, params, min(2 * size, max_length), v)
+    spectrum = jnp.fft.rfft(v, 2 * size) * jnp.fft.rfft(h, 2 * size)[None]
     return jnp.swapaxes(jnp.fft.irfft(spectrum, 2 * size)[..., size:], 1, 2)
 
 
@@ -229,7 +238,7 @@ def _step(
     offset = state.position % BLOCK
     lag = offset[:, None] - jnp.arange(BLOCK, dtype=offset.dtype)[None]
     block = jnp.where((lag == 0)[..., None], v[:, None], state.block)
-    h = taps(params, min(BLOCK, max_length)).astype(v.dtype).T
+    h = _first_taps(taps, params, min(BLOCK, max_length), v).T
     h = h.at[jnp.where(lag < 0, BLOCK, lag)].get(mode="fill", fill_value=0)
     y = jnp.sum(h * block, axis=1) + _take(state.ahead, offset, 1)[:, 0]
     y = jnp.where((state.position < max_length)[:, None], y, jnp.nan)

@@ -11,8 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.affine import affine, carry_dtype
-from jax_models.ops.checks import checked
+from jax_models.ops.affine import affine, carry_dtype, common_carry_dtype
+from jax_models.ops.checks import as_array, checked, checked_array, described, wrong_shape
 from jax_models.ops.masks import step_masks
 from jax_models.ops.varying import alike
 
@@ -109,18 +109,31 @@ def recurrence(
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
 
     Raises:
-        ValueError: there is no such method, "joined" has a kernel in blocks, a `bias_x` has no
-            kernel_x, or the step does not ask for each product once.
+        TypeError: the state, the inputs or the parameters are not arrays.
+        ValueError: a shape is wrong, there is no product or no such method, "joined" has a kernel
+            in blocks, a `bias_x` has no kernel_x, or the step does not ask for each product once,
+            or returns another state.
 
     """
-    batch, time, _ = x.shape
+    batch, time, features = x.shape
     kernels = [product.kernel for product in products.values()]
+    if not kernels:
+        raise ValueError("products: expected at least one, got none")
+    state = _checked_state(state, batch, common_carry_dtype(*kernels))
+    inputs = jax.tree.map(partial(as_array, "inputs"), inputs)
+    params = jax.tree.map(partial(as_array, "params"), params)
+    for array in jax.tree.leaves(inputs):
+        if array.shape[:2] != (batch, time):
+            raise wrong_shape("inputs", (batch, time, "…"), array.shape)
     in_blocks = any(kernel.ndim == 3 for kernel in kernels)
     if method == "joined" and in_blocks:
         raise ValueError('method: "joined" takes no kernel in blocks, "hoisted" does')
     for name, product in products.items():
         if product.kernel_x is None and product.bias_x is not None:
             raise ValueError(f"products[{name!r}].bias_x: expected None without kernel_x, got one")
+        if product.kernel_x is not None and product.kernel_x.shape[0] != features:
+            expected = (features, product.kernel_x.shape[1])
+            raise wrong_shape(f"products[{name!r}].kernel_x", expected, product.kernel_x.shape)
     joined = method == "joined"
     known = not any(map(is_symbolic_dim, x.shape))
     on_cpu = default_backend() == "cpu"
@@ -133,6 +146,21 @@ def recurrence(
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
     static = _Static(step, joined, reverse)
     return _batch_first(static, products, x, inputs, params, state, lengths, reset)
+
+
+def _checked_state(state: State, batch: int, dtype: jnp.dtype) -> State:
+    """The state in the dtype of the loop, or the fault."""
+    fields: Any = getattr(state, "_fields", None)
+    if fields is None:
+        raise TypeError(f"state: expected a NamedTuple of arrays, got {described(state)}")
+
+    def checked_field(field: str, value: Any) -> Array:
+        array = checked_array(f"state.{field}", value, Float)
+        if array.ndim != 2 or array.shape[0] != batch:
+            raise wrong_shape(f"state.{field}", (batch, "features"), array.shape)
+        return array.astype(dtype)
+
+    return type(state)(*map(checked_field, fields, state))
 
 
 class _Static(NamedTuple):
@@ -192,12 +220,17 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
         found = {}
 
         def product(name, h):
-            if name in found:
-                raise ValueError(f"step: expected product {name!r} once, it was asked for again")
+            if name in found or name not in products:
+                raise ValueError(
+                    f"step: expected each of the products {[*products]} once, it asked for "
+                    f"{[*found, name]}"
+                )
             found[name] = h, in_loop[name](of_x[name], h)
             return found[name][1]
 
         new = static.step(state, Step(product, axis, inputs, params))
+        if _kinds(new) != _kinds(state):
+            raise ValueError(f"step: expected to return {_kinds(state)}, it returned {_kinds(new)}")
         if found.keys() != products.keys():
             raise ValueError(f"step: expected products {[*products]}, it asked for {[*found]}")
         new = new if active is None else static.where(active, new, state)
@@ -207,6 +240,10 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
     at_steps = (inputs, before_loop, active, reset)
     last, (ys, before, found) = static.scan(body, state, at_steps, x.shape[0])
     return static.turned(ys), jax.tree.map(static.turned, last), before, found
+
+
+def _kinds(state) -> Any:
+    return jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", state)
 
 
 def _prepared(static: _Static, product: Product, x):

@@ -48,7 +48,6 @@ def rg_lru(
     return h, RGLRUState(last)
 
 
-@jax.custom_jvp
 @checked()
 def decay(
     a: Float[Array, " features"], exponent: Float[Array, "*steps features"]
@@ -65,16 +64,21 @@ def decay(
     from the ends at which 1 − p² is no longer told from zero: there they are finite, elsewhere
     exact. An `a` outside [0, 1] gets the derivative at the end next to it.
     """
+    return _decay(a, exponent)
+
+
+@jax.custom_jvp
+def _decay(a, exponent):
     log_a = jnp.broadcast_to(jnp.log(jnp.clip(a, 0, 1)), exponent.shape)
     log = jnp.where(exponent == 0, 0, exponent * log_a)  # 0⁰ = 1
     return jnp.exp(log), jnp.sqrt(-jnp.expm1(2 * log))
 
 
-@decay.defjvp
+@_decay.defjvp
 def _decay_jvp(primals, tangents):
     a, exponent = primals
     a_tangent, exponent_tangent = tangents
-    p, m = decay(a, exponent)
+    p, m = _decay(a, exponent)
     epsilon = jnp.finfo(p.dtype).eps
     log_a = jnp.broadcast_to(jnp.log(jnp.clip(a, epsilon, 1)), p.shape)
     slope = exponent * jnp.exp((exponent - 1) * log_a)

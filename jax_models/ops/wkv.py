@@ -98,7 +98,7 @@ def wkv(
     if k.dtype != v.dtype:
         k, v = k.astype(dtype), v.astype(dtype)
     state = WKVState(num, den, max)
-    if k.shape[1] == 0:
+    if 0 in k.shape:
         return v.astype(dtype), state
     active, reset = step_masks(k.shape[1], lengths, reset)
     state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
