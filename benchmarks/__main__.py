@@ -23,7 +23,7 @@ from benchmarks.report.plot import bars, draw
 from benchmarks.report.store import BrokenRecord, Record, plot_path, read_all, versions, write
 from benchmarks.report.table import line
 from benchmarks.workers import Unsuitable, Workers
-from train.command_line import CommandLineError, one_line_errors, parse
+from twinscan.command_line import CommandLineError, parse, run_command
 
 PROG = "python -m benchmarks"
 RESULTS = Path(__file__).parent / "results"
@@ -115,9 +115,9 @@ def draw_family(folder: Path, record: Record) -> None:
     draw(plot(found, record.title), plot_path(folder, record))
 
 
-def main(args: Sequence[str]) -> None:
+def main(args: Sequence[str], prog: str = PROG) -> None:
     """Measure as the arguments say."""
-    arguments = parse(Arguments, args, prog=PROG)
+    arguments = parse(Arguments, args, prog=prog)
     folder = arguments.out or (QUICK_RESULTS if arguments.quick else RESULTS)
     quick = [name for name in families.FAMILIES if name not in NOT_QUICK]
     names = arguments.only or (quick if arguments.quick else families.FAMILIES)
@@ -136,5 +136,4 @@ def main(args: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors(PROG):
-        main(sys.argv[1:])
+    run_command(main, sys.argv[1:], PROG)

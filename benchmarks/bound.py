@@ -23,11 +23,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.report.store import versions
-from parity_tests.cases import CASES, DTYPES, Case, in_every_dtype, rg_lru_decays
-from parity_tests.measure import measure
+from parity_tests.engine.measure import measure
+from parity_tests.engine.problem import DTYPES, Problem, in_every_dtype
+from parity_tests.engine.run import JaxSide
 from parity_tests.mutations import MUTATIONS, Mutation
-from parity_tests.problem import Problem, problem
-from parity_tests.run import JaxSide
+from parity_tests.registry import CASES, Case, rg_lru_decays
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -66,7 +66,7 @@ def cases_by_architecture() -> dict[str, list[str]]:
 
 def configurations(case: Case, time: int, seeds: Iterator[int]) -> Iterator[Problem]:
     """The case at one length, with other weights, inputs and scales for each seed."""
-    base = problem(case)
+    base = case.problem()
     for seed in seeds:
         rng = np.random.default_rng(seed)
         gain, scale = 2.0 ** rng.integers(-2, 3), 2.0 ** rng.integers(-3, 4)
@@ -91,7 +91,7 @@ def shares(architecture: str, count: int) -> Shares:
     cases = [CASES[name] for name in cases_by_architecture()[architecture]]
     turns = [(case, time) for case in cases for time in TIMES]
     for turn, (case, time) in enumerate(turns):
-        jax_side = JaxSide(problem(case))
+        jax_side = JaxSide(case.problem())
         for one in configurations(case, time, iter(range(turn, count, len(turns)))):
             report = measure(one, DTYPES, jax_side=jax_side)
             result.configurations += 1
@@ -135,7 +135,7 @@ def fault_shares() -> dict[str, float]:
 def fault_share(mutation: Mutation) -> float:
     """The largest share of the groups, in the dtype in which it is smallest."""
     with mutation.plant():
-        report = measure(problem(CASES[mutation.case]), mutation.dtypes)
+        report = measure(CASES[mutation.case].problem(), mutation.dtypes)
     return min(max(error.share for error in groups.values()) for groups in report.errors.values())
 
 

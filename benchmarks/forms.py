@@ -26,7 +26,7 @@ from benchmarks.report.store import versions
 from benchmarks.report.table import milliseconds
 from benchmarks.workers import Unsuitable, Workers
 from jax_models import ops
-from train.command_line import CommandLineError, one_line_errors, parse
+from twinscan.command_line import CommandLineError, parse, run_command
 
 PROG, MODULE = "python -m benchmarks.forms", "benchmarks.forms"
 FORMS = ("hoisted", "joined")
@@ -104,9 +104,9 @@ class Arguments:
     """The folder of the results."""
 
 
-def main(args: Sequence[str]) -> None:
+def main(args: Sequence[str], prog: str = PROG) -> None:
     """Measure, print, and write."""
-    arguments = parse(Arguments, args, prog=PROG)
+    arguments = parse(Arguments, args, prog=prog)
     problems = [
         Forward(cell, TIME, batch, hidden)
         for cell in arguments.cell
@@ -135,5 +135,4 @@ def main(args: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors(PROG):
-        main(sys.argv[1:])
+    run_command(main, sys.argv[1:], PROG)

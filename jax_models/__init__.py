@@ -1,28 +1,20 @@
 """Recurrent sequence models in Flax NNX, each with a PyTorch twin."""
 
 from jax_models.allocator import tune_allocator
-from jax_models.attention import SelfAttentionBlock, SelfAttentionState
-from jax_models.bidirectional import Bidirectional, BidirectionalState
-from jax_models.bounds import project
-from jax_models.constant import Constant
-from jax_models.generation import generate, stream
-from jax_models.gp_model import GPModel, GPModelConfig
-from jax_models.gru import GRU, GRUState
-from jax_models.hawk import (
+from jax_models.layers.attention import SelfAttentionBlock, SelfAttentionState
+from jax_models.layers.bidirectional import Bidirectional, BidirectionalState
+from jax_models.layers.gru import GRU, GRUState
+from jax_models.layers.hawk import (
     RGLRU,
     CausalConv1D,
     CausalConv1DState,
+    GatedMLP,
     Hawk,
+    HawkBlock,
     HawkState,
     RGLRUState,
 )
-from jax_models.hawk_language_model import (
-    GatedMLP,
-    HawkBlock,
-    HawkLanguageModel,
-    HawkLanguageModelConfig,
-)
-from jax_models.hyena import (
+from jax_models.layers.hyena import (
     AuthenticHyenaBlock,
     AuthenticHyenaFilter,
     HyenaBlock,
@@ -30,14 +22,12 @@ from jax_models.hyena import (
     HyenaState,
     LongConvState,
 )
-from jax_models.hyper_lstm import HyperLSTM, HyperLSTMState
-from jax_models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
-from jax_models.layer_norm_lstm import LayerNormLSTM
-from jax_models.lstm import LSTM, LSTMState
-from jax_models.norm import LayerNorm, RMSNorm
-from jax_models.rnn import RNN, RNNState
-from jax_models.rnn_language_model import RNNLanguageModel, RNNLanguageModelConfig
-from jax_models.rwkv import (
+from jax_models.layers.hyper_lstm import HyperLSTM, HyperLSTMState
+from jax_models.layers.layer_norm_lstm import LayerNormLSTM
+from jax_models.layers.lstm import LSTM, LSTMState
+from jax_models.layers.norm import LayerNorm, RMSNorm
+from jax_models.layers.rnn import RNN, RNNState
+from jax_models.layers.rwkv import (
     RWKVBlock,
     RWKVBlockState,
     RWKVChannelMix,
@@ -46,11 +36,20 @@ from jax_models.rwkv import (
     RWKVTimeMixState,
     WKVState,
 )
-from jax_models.rwkv_language_model import RWKVLanguageModel, RWKVLanguageModelConfig
+from jax_models.layers.stack import Stack
+from jax_models.models.generation import generate, stream
+from jax_models.models.gp import GPModel, GPModelConfig
+from jax_models.models.hawk import HawkLanguageModel, HawkLanguageModelConfig
+from jax_models.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
+from jax_models.models.rnn import RNNLanguageModel, RNNLanguageModelConfig
+from jax_models.models.rwkv import RWKVLanguageModel, RWKVLanguageModelConfig
 from jax_models.sequence import SequenceLayer, state_batch_axes
-from jax_models.stack import Stack
-from jax_models.torch_files import read_pth
-from jax_models.torch_weights import from_torch, to_torch
+from jax_models.weights.bounds import project
+from jax_models.weights.constant import Constant
+from jax_models.weights.files import read_pth
+from jax_models.weights.transfer import from_torch, to_torch
+
+__version__ = "0.1.0"
 
 __all__ = [
     "GRU",

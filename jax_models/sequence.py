@@ -20,7 +20,7 @@ from jax_models.ops.checks import (
     wrong_shape,
 )
 from jax_models.options import CheckedOptions, FloatingDtype
-from jax_models.torch_weights import Layouts
+from jax_models.weights import Layouts
 
 State = Any
 """A pytree of arrays: a NamedTuple with named fields, which the layer's `init_state` defines."""

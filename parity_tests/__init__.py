@@ -4,8 +4,8 @@
 `compare_training` take any.
 """
 
-from parity_tests.compare import assert_parity, compare
-from parity_tests.measure import Report
-from parity_tests.training import TrainingReport, compare_training
+from parity_tests.engine.compare import assert_parity, compare
+from parity_tests.engine.measure import Report
+from parity_tests.engine.training import TrainingReport, compare_training
 
 __all__ = ["Report", "TrainingReport", "assert_parity", "compare", "compare_training"]

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jax_models import LanguageModel
-from parity_tests.cases import BATCH, CASES, TIME
+from parity_tests.registry import BATCH, CASES, TIME
 
 ALL = {name: case for name, case in CASES.items() if "cpu" in case.platforms}
 

@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
-from parity_tests.cases import CASES
 from parity_tests.mutations import MUTATIONS, is_caught
+from parity_tests.registry import CASES
 
 
 # those with a culprit depart in `test_locate.py`

@@ -5,11 +5,10 @@ import functools
 import numpy as np
 import pytest
 
-from parity_tests.__main__ import available_platforms
-from parity_tests.cases import CASES, TIME
 from parity_tests.checks import CHECKS, Subject
-from parity_tests.measure import Report, measure
-from parity_tests.problem import problem
+from parity_tests.engine.measure import Report, measure
+from parity_tests.registry import CASES, TIME
+from parity_tests.report.command import available_platforms
 
 
 @functools.lru_cache(maxsize=1)
@@ -37,13 +36,13 @@ def platform_here(name) -> str:
 
 @rows(CASES)
 def test_agrees_with_twin(name):
-    assert_within_bounds(measure(problem(CASES[name]), platform=platform_here(name)))
+    assert_within_bounds(measure(CASES[name].problem(), platform=platform_here(name)))
 
 
 @rows(name for name, case in CASES.items() if case.packs)
 def test_agrees_with_twin_on_rows_of_several_lengths(name):
     lengths = np.array([3, TIME, 1])
-    padded = problem(CASES[name], given_state=False, lengths=lengths)
+    padded = CASES[name].problem(given_state=False, lengths=lengths)
     assert_within_bounds(measure(padded, CASES[name].dtypes[:1], platform_here(name)))
 
 

@@ -13,7 +13,7 @@ from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from parity_tests.cases import CASES
+from parity_tests.registry import CASES
 
 BATCH = 8
 PLATFORMS = ("cpu", "cuda", "tpu")

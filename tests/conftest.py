@@ -10,8 +10,8 @@ from train.__main__ import main
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """XLA does not optimise, a third of the time, but for tests marked `optimized`."""
-    unoptimized = item.get_closest_marker("optimized") is None
+    """XLA does not optimise, a third of the time, but for tests marked `optimized` and parity's."""
+    unoptimized = item.get_closest_marker("optimized") is None and "parity" not in item.path.parts
     jax.config.update("jax_disable_most_optimizations", unoptimized)
 
 

@@ -19,7 +19,7 @@ from benchmarks.problem import BOTH, FORWARD, OURS, LeftOut, Limits, Work
 from benchmarks.report.page import write_page
 from benchmarks.report.store import BrokenRecord, Record, read_all, write
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
-from train.command_line import CommandLineError
+from twinscan.command_line import CommandLineError
 
 
 def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):

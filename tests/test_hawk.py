@@ -10,7 +10,7 @@ from flax import nnx
 import torch_ref
 import train.optimizer
 from jax_models import RGLRU, CausalConv1D, Hawk, HawkBlock, from_torch, project, to_torch
-from parity_tests.tolerance import K, assert_same, rms
+from parity_tests.engine.tolerance import K, assert_same, rms
 from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 
 
@@ -46,7 +46,7 @@ def test_a_of_zero_and_one_load_and_run():
         gradients, (y, state) = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x.numpy())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
     np.testing.assert_array_equal(state.rglru.h[:, 1], 0)
-    torch_y = torch_ref.hawk_language_model.over_time(twin, x)
+    torch_y = torch_ref.models.hawk.over_time(twin, x)
     torch_y.square().sum().backward()
     assert all(weight.grad.isfinite().all() for weight in twin.parameters())
     assert_same(y, torch_y.detach().numpy(), "outputs")

@@ -22,9 +22,9 @@ from jax_models import (
     generate,
     to_torch,
 )
-from jax_models.generation import sample
-from jax_models.gp_model import Block
-from parity_tests.tolerance import assert_same, ulp
+from jax_models.models.generation import sample
+from jax_models.models.gp import Block
+from parity_tests.engine.tolerance import assert_same, ulp
 
 
 def random_twin(twin: torch.nn.Module) -> torch.nn.Module:

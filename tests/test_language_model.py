@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, generation, stream
-from jax_models.generation import Decoder, _keep_largest, sample
+from jax_models.models.generation import Decoder, _keep_largest, sample
 
 KEY = jax.random.key(0)
 

@@ -28,6 +28,6 @@ def test_python_in_the_readme_runs(tmp_path, monkeypatch):
 
 
 def test_the_readme_counts_the_cases():
-    from parity_tests.cases import CASES
+    from parity_tests.registry import CASES
 
     assert f"each of the {len(CASES)} twin pairs" in README

@@ -11,7 +11,7 @@ import pytest
 import parity_tests.__main__ as parity_command
 import train.__main__ as train_command
 from train import command_line, evaluate, export, generate
-from train.command_line import one_line_errors
+from twinscan.command_line import one_line_errors
 
 COMMANDS = {
     "train": train_command.main,
@@ -325,7 +325,7 @@ def test_ascii_takes_the_place_of_what_cannot_be_printed():
     """Of every command: what they print goes through `one_line_errors`."""
     code = """
 import sys
-from train.command_line import CommandLineError, one_line_errors
+from twinscan.command_line import CommandLineError, one_line_errors
 with one_line_errors("x"):
     print("1 — 2 … ≥ 3 × 4 µs, é, 5\u00a0ms, 中")
     raise CommandLineError("naïve …")

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_models import HawkBlock, HawkLanguageModelConfig, SelfAttentionBlock, Stack
-from jax_models.stack import Remat
+from jax_models.layers.stack import Remat
 
 
 def attention(num_layers: int, **options) -> Stack:

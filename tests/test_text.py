@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.command_line import CommandLineError
 from train.text import Vocabulary, Windows, batches, read_text, split
+from twinscan.command_line import CommandLineError
 
 TOKENS = np.arange(101, dtype=np.int32)
 

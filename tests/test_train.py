@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 import parity_tests.__main__ as parity_command
 import torch_ref
 import train.__main__ as train_command
+from parity_tests.engine.tolerance import FLOOR_ULPS, K, group_error, ulp
 from parity_tests.mutations import MUTATIONS
-from parity_tests.tolerance import FLOOR_ULPS, K, group_error, ulp
 from train import evaluate, export, generate
 from train import run as run_module
-from train.command_line import CommandLineError, one_line_errors
 from train.config import PRESETS, TrainConfig
 from train.run import Run, build_trainer
 from train.text import ALL_WORK, Vocabulary
+from twinscan.command_line import CommandLineError, one_line_errors
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
 

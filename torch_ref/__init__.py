@@ -1,12 +1,10 @@
 """The same models in plain PyTorch, written to be read beside the equations."""
 
-from torch_ref.attention import CausalSelfAttention, SelfAttentionBlock
-from torch_ref.gp_model import GPModel
-from torch_ref.gru import GRUScratch
-from torch_ref.hawk import RGLRU, CausalConv1d, Hawk
-from torch_ref.hawk_language_model import GatedMLP, HawkBlock, HawkLanguageModel
-from torch_ref.hyena import AuthenticHyenaBlock, HyenaBlock, Projection
-from torch_ref.hyena_filter import (
+from torch_ref.layers.attention import CausalSelfAttention, SelfAttentionBlock
+from torch_ref.layers.gru import GRUScratch
+from torch_ref.layers.hawk import RGLRU, CausalConv1d, GatedMLP, Hawk, HawkBlock
+from torch_ref.layers.hyena import AuthenticHyenaBlock, HyenaBlock, Projection
+from torch_ref.layers.hyena_filter import (
     AuthenticHyenaFilter,
     AuthenticWindow,
     HyenaFilter,
@@ -14,13 +12,15 @@ from torch_ref.hyena_filter import (
     Sin,
     Window,
 )
-from torch_ref.hyper_lstm import HyperLSTM, HyperLSTMCell
-from torch_ref.layer_norm_lstm import LayerNormLSTMCell
-from torch_ref.lstm import LSTMProj, LSTMScratch
-from torch_ref.rnn import RNN, RNNBidirectional, RNNDeep, RNNScratch
-from torch_ref.rnn_language_model import RNNLanguageModel
-from torch_ref.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
-from torch_ref.rwkv_language_model import RWKVLanguageModel
+from torch_ref.layers.hyper_lstm import HyperLSTM, HyperLSTMCell
+from torch_ref.layers.layer_norm_lstm import LayerNormLSTMCell
+from torch_ref.layers.lstm import LSTMProj, LSTMScratch
+from torch_ref.layers.rnn import RNN, RNNBidirectional, RNNDeep, RNNScratch
+from torch_ref.layers.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
+from torch_ref.models.gp import GPModel
+from torch_ref.models.hawk import HawkLanguageModel
+from torch_ref.models.rnn import RNNLanguageModel
+from torch_ref.models.rwkv import RWKVLanguageModel
 
 __all__ = [
     "RGLRU",

@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jax_models import LanguageModel, generate, tune_allocator
-from train.command_line import CommandLineError, NonFiniteError, command, one_line_errors, parse
 from train.config import PRESETS, TrainConfig
 from train.curve import draw_curve
 from train.export import describe_errors, export
 from train.loop import Trainer, TrainState
 from train.run import Run, build_trainer
 from train.text import Vocabulary, Windows, batches, read_text, split
+from twinscan.command_line import CommandLineError, NonFiniteError, command, parse, run_command
 
 PROG = "python -m train"
 
@@ -49,7 +49,7 @@ class Arguments:
 RESUME_MAY_CHANGE = {"text", "num_steps", "num_epochs", "eval_every", "eval_batches"}
 
 
-def parse_arguments(args: Sequence[str]) -> tuple[Arguments, TrainConfig]:
+def parse_arguments(args: Sequence[str], prog: str) -> tuple[Arguments, TrainConfig]:
     """The arguments, and the config from which the command line started."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--num-steps", "--num_steps", nargs="?")
@@ -64,7 +64,7 @@ def parse_arguments(args: Sequence[str]) -> tuple[Arguments, TrainConfig]:
     if start.num_steps is not None:  # in the place of a preset's epochs
         config = dataclasses.replace(default.config, num_epochs=None)
         default = dataclasses.replace(default, config=config)
-    arguments = parse(Arguments, args, prog=PROG, default=default)
+    arguments = parse(Arguments, args, prog=prog, default=default)
     if start.num_steps is not None and arguments.config.num_epochs is not None:
         raise CommandLineError("--num-epochs: expected without --num-steps")
     if arguments.resume is not None and arguments.out is not None:
@@ -209,9 +209,9 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     console.print(f"go on writing: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
-def main(args: Sequence[str]) -> None:
+def main(args: Sequence[str], prog: str = PROG) -> None:
     """Train as the arguments say."""
-    arguments, before = parse_arguments(args)
+    arguments, before = parse_arguments(args, prog)
     config = arguments.config
     text = read_text(config.text)
     run = None if arguments.resume is None else Run.open(arguments.resume)
@@ -244,5 +244,4 @@ def main(args: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     tune_allocator()
-    with one_line_errors(PROG):
-        main(sys.argv[1:])
+    run_command(main, sys.argv[1:], PROG)

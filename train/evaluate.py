@@ -13,10 +13,10 @@ from flax import nnx
 from jax_models import tune_allocator
 from jax_models.options import check_fields
 from train.checks import TYPES
-from train.command_line import one_line_errors, parse
 from train.loop import Trainer
 from train.run import Run, build_trainer
 from train.text import read_text, split
+from twinscan.command_line import parse, run_command
 
 PROG = "python -m train.evaluate"
 
@@ -49,9 +49,9 @@ def losses(trainer: Trainer, params: nnx.State, rows: np.ndarray, batch_size: in
     )
 
 
-def main(args: Sequence[str]) -> None:
+def main(args: Sequence[str], prog: str = PROG) -> None:
     """Print the losses and the probabilities."""
-    arguments = parse(Arguments, args, prog=PROG)
+    arguments = parse(Arguments, args, prog=prog)
     num_tokens = arguments.num_tokens
     run = Run.open(arguments.run)
     config = run.config
@@ -70,5 +70,4 @@ def main(args: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     tune_allocator()
-    with one_line_errors(PROG):
-        main(sys.argv[1:])
+    run_command(main, sys.argv[1:], PROG)

@@ -12,8 +12,8 @@ from safetensors.numpy import save
 
 from jax_models import LanguageModel, from_torch, to_torch, tune_allocator
 from train.checks import checked
-from train.command_line import CommandLineError, one_line_errors, parse
 from train.run import Run
+from twinscan.command_line import CommandLineError, parse, run_command
 
 PROG = "python -m train.export"
 
@@ -81,9 +81,9 @@ def describe_errors(model: LanguageModel, path: Path) -> str:
     )
 
 
-def main(args: Sequence[str]) -> None:
+def main(args: Sequence[str], prog: str = PROG) -> None:
     """Export as the arguments say."""
-    arguments = parse(Arguments, args, prog=PROG)
+    arguments = parse(Arguments, args, prog=prog)
     path = arguments.out or arguments.run / "twin.safetensors"
     if path == arguments.out and path.is_file():
         raise CommandLineError(f"--out: {path} exists already; give a new name, or remove it")
@@ -96,5 +96,4 @@ def main(args: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     tune_allocator()
-    with one_line_errors(PROG):
-        main(sys.argv[1:])
+    run_command(main, sys.argv[1:], PROG)

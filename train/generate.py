@@ -10,8 +10,8 @@ import jax
 from jax_models import stream, tune_allocator
 from jax_models.options import check_fields
 from train.checks import TYPES, NotNegative, Seed
-from train.command_line import CommandLineError, NonFiniteError, one_line_errors, parse
 from train.run import Run
+from twinscan.command_line import CommandLineError, NonFiniteError, parse, run_command
 
 PROG = "python -m train.generate"
 
@@ -44,9 +44,9 @@ class Arguments:
             raise ValueError("greedy: expected without --temperature and --top-k")
 
 
-def main(args: Sequence[str]) -> None:
+def main(args: Sequence[str], prog: str = PROG) -> None:
     """Print the prompt and its continuation."""
-    arguments = parse(Arguments, args, prog=PROG)
+    arguments = parse(Arguments, args, prog=prog)
     run = Run.open(arguments.run)
     prompt = run.vocabulary.characters[0] if arguments.prompt is None else arguments.prompt
     tokens = run.vocabulary.encode(prompt, "--prompt")[None]
@@ -74,5 +74,4 @@ def main(args: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     tune_allocator()
-    with one_line_errors(PROG):
-        main(sys.argv[1:])
+    run_command(main, sys.argv[1:], PROG)

@@ -14,11 +14,11 @@ from flax import nnx
 from jax_models import LanguageModel
 from train.checkpoints import Checkpoints
 from train.checks import checked
-from train.command_line import CommandLineError
 from train.config import TrainConfig, from_json, to_json
 from train.loop import Trainer, TrainState
 from train.optimizer import build_optimizer
 from train.text import Vocabulary
+from twinscan.command_line import CommandLineError
 
 CHECKPOINTS = "checkpoints"
 

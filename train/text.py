@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from jax_models.options import check_fields
 from train.checks import Seed, checked
-from train.command_line import CommandLineError
+from twinscan.command_line import CommandLineError
 
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
 """The seed's text."""

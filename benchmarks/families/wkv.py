@@ -115,7 +115,7 @@ def torch_loop(problem: WKV):
     """Our twin's, what one writes first in torch."""
     import torch
 
-    from torch_ref.rwkv import NEVER, wkv
+    from torch_ref.layers.rwkv import NEVER, wkv
 
     def loop(k, v, w, u):
         zeros = torch.zeros_like(k[:, 0])

@@ -3,10 +3,10 @@
 from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
-from jax_models.ops.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
 from jax_models.ops.gelu import gelu
 from jax_models.ops.gru import GRUState, gru
 from jax_models.ops.hyper_lstm import HyperLSTMState, hyper_lstm
+from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
 from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.long_conv import LongConvMethod, long_conv

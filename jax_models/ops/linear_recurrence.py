@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import checked
+from jax_models.ops.kernels.row_scan import KERNELS, row_scan
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.masks import step_masks
-from jax_models.ops.row_scan import KERNELS, row_scan
 from jax_models.ops.varying import alike
 
 LinearRecurrenceMethod = Literal[

@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.affine import carry_dtype, common_carry_dtype
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import FloatingDtype, checked, checked_count
+from jax_models.ops.kernels.row_scan import KERNELS, row_scan
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.linear_recurrence import linear_recurrence
 from jax_models.ops.masks import step_masks
-from jax_models.ops.row_scan import KERNELS, row_scan
 from jax_models.ops.varying import alike
 
 WKVMethod = Literal["auto", "associative", "sequential", "pallas", "pallas_interpreted"]

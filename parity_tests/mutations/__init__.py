@@ -1,6 +1,6 @@
 """The registry of planted faults: each must be found by the check that is there to find it.
 
-Every case is a row of `parity_tests.cases`, which passes each check without the fault.
+Every case is a row of `parity_tests.registry`, which passes each check without the fault.
 """
 
 from parity_tests.mutations.forward import forward_mutations

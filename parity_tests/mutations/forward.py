@@ -62,7 +62,7 @@ def forward_mutations() -> list[Mutation]:
         forward(
             "gates not normalised",
             "HyenaBlock, order 1, kernel 4",
-            plant=replaced("jax_models.hyena.normalized", lambda _: lambda x: x),
+            plant=replaced("jax_models.layers.hyena.normalized", lambda _: lambda x: x),
         ),
         *(
             forward(

@@ -66,7 +66,7 @@ def mask_mutations() -> list[Mutation]:
             masks(
                 name,
                 "RNNBidirectional 1 layer",
-                plant=replaced(f"jax_models.bidirectional.{function}", wrong),
+                plant=replaced(f"jax_models.layers.bidirectional.{function}", wrong),
                 check=check,
             )
             for name, function, wrong, check in (
@@ -79,7 +79,7 @@ def mask_mutations() -> list[Mutation]:
             masks(
                 name,
                 "RNNLanguageModel",
-                plant=replaced("jax_models.language_model.positions_after", wrong),
+                plant=replaced("jax_models.models.language_model.positions_after", wrong),
                 check=check,
             )
             for name, wrong, check in (

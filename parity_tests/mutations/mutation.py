@@ -9,10 +9,9 @@ from unittest import mock
 
 import jax
 
-from parity_tests.cases import CASES
 from parity_tests.checks import CHECKS, Subject
-from parity_tests.measure import measure
-from parity_tests.problem import problem
+from parity_tests.engine.measure import measure
+from parity_tests.registry import CASES
 
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 """The fault is there as long as the context lasts."""
@@ -46,7 +45,7 @@ def is_caught(mutation: Mutation) -> bool:
     case = CASES[mutation.case]
     with mutation.plant(), jax.default_device(jax.devices("cpu")[0]):
         if mutation.check is None:
-            report = measure(problem(case), mutation.dtypes)
+            report = measure(case.problem(), mutation.dtypes)
             return {dtype for dtype, _, _ in report.failures} == {*mutation.dtypes}
         try:
             CHECKS[mutation.check](Subject(case))
@@ -86,7 +85,7 @@ def edited(edit: Callable[[Any], None]) -> Plant:
 
         return build_edited
 
-    return replaced("parity_tests.cases.Case.build_layer", wrong)
+    return replaced("parity_tests.registry.Case.build_layer", wrong)
 
 
 def at(model: Any, path: str) -> Any:

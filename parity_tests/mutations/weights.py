@@ -41,7 +41,7 @@ def weight_mutations() -> list[Mutation]:
             weights(
                 "two weights of one shape swapped",
                 case,
-                plant=replaced("parity_tests.cases.case.from_torch", swap_two),
+                plant=replaced("parity_tests.registry.case.from_torch", swap_two),
             )
             for case in (
                 "RNNBidirectional 1 layer",

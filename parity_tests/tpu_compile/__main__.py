@@ -17,12 +17,12 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from parity_tests.cases import CASES
+from parity_tests.registry import CASES
 from parity_tests.tpu_compile import libtpu
 from parity_tests.tpu_compile.outcome import Outcome, compile_program, counts
 from parity_tests.tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
-from train.command_line import CommandLineError, one_line_errors, parse
 from train.config import PRESETS
+from twinscan.command_line import CommandLineError, parse, run_command
 
 PROG = "python -m parity_tests.tpu_compile"
 CHIPS = ("v5e", "v6e")
@@ -106,9 +106,9 @@ def number(value: float | None, unit: float) -> str:
     return "–" if value is None else f"{value / unit:,.1f}"
 
 
-def main(args: Sequence[str]) -> int:
+def main(args: Sequence[str], prog: str = PROG) -> int:
     """Print the table; 1 if a program fails."""
-    arguments = parse(Arguments, args, prog=PROG)
+    arguments = parse(Arguments, args, prog=prog)
     if arguments.rows is not None and arguments.rows < 1:
         raise CommandLineError(f"--rows: expected at least 1, got {arguments.rows}")
     versions = {"jax": version("jax"), "libtpu": libtpu.load()}
@@ -140,5 +140,4 @@ def main(args: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    with one_line_errors(PROG):
-        raise SystemExit(main(sys.argv[1:]))
+    run_command(main, sys.argv[1:], PROG)

@@ -10,7 +10,7 @@ import jax
 from jax.experimental import topologies
 from packaging.requirements import Requirement
 
-from train.command_line import CommandLineError
+from twinscan.command_line import CommandLineError
 
 ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

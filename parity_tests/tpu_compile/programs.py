@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_models.ops import linear_recurrence, wkv
-from parity_tests.cases import BATCH, Case
+from parity_tests.registry import BATCH, Case
 from parity_tests.tpu_compile.libtpu import Topology
 from train.config import PRESETS
 from train.loop import Trainer

@@ -1,0 +1,192 @@
+"""Causal self-attention as in seed 002's comparison with Hyena: a pre-norm transformer block."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models import ops
+from jax_models.layers.dropout import Dropout
+from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.layers.norm import LayerNorm
+from jax_models.ops import carry_dtype
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer, at_end, check_time, positions_after
+from jax_models.weights import Layouts, layer_norm, linear, same, transposed
+
+
+class SelfAttentionState(NamedTuple):
+    """What attention carries: the keys and values of the document so far, the first at slot 0."""
+
+    position: Int[Array, " batch"]
+    """How many there are."""
+    keys: Float[Array, "batch max_length heads head_features"]
+    values: Float[Array, "batch max_length heads head_features"]
+
+
+class SelfAttentionBlock(SequenceLayer):
+    """A transformer block.
+
+        z = x + attention(ln1(x))
+        y = z + gelu(ln3(z) W_up + b_up) W_down + b_down
+
+    attention is softmax(q kᵀ / √(features / heads)) v of each head over the steps up to the current
+    one, then a projection. x and y are (batch, time, features), the state
+    `SelfAttentionState(position, keys, values)`. gelu is the exact one, with erf. A step costs
+    O(max_length); outputs from step max_length of a document on are NaN.
+
+    Args:
+        features: size of x_t and y_t.
+        num_heads: heads, each of features / num_heads.
+        max_length: the longest sequence, and the slots of the state.
+        dropout_rate: of the attention weights and of the MLP's output, when training.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. The softmax and the
+            state are in at least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters (`params`), matrices as torch does and biases 0, and the dropout
+            masks (`dropout`).
+
+    Raises:
+        ValueError: a size is not positive, the heads do not divide the features, or (at the call)
+            x is longer than max_length.
+
+    Layouts: `annotated-hyena` (the seed's SelfAttentionBlock, around torch.nn.MultiheadAttention).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        *,
+        max_length: int = 1024,
+        dropout_rate: float = 0.0,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.num_heads = num_heads
+        if features % num_heads:
+            raise ValueError(
+                f"num_heads: expected a divisor of features={features}, got {num_heads}"
+            )
+        self.max_length = max_length
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.ln1 = LayerNorm(features, **options)
+        self.ln3 = LayerNorm(features, **options)
+        self.in_proj = Linear(
+            features, 3 * features, kernel_init=nnx.initializers.xavier_uniform(), **options
+        )
+        narrow, wide = torch_uniform(features), torch_uniform(4 * features)
+        self.out_proj = Linear(features, features, kernel_init=narrow, **options)
+        self.up_proj = Linear(features, 4 * features, kernel_init=narrow, **options)
+        self.down_proj = Linear(4 * features, features, kernel_init=wide, **options)
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+
+    def init_state(self, batch_size: int) -> SelfAttentionState:
+        """No keys yet, in at least float32."""
+        head_features = self.in_features // self.num_heads
+        shape = (batch_size, self.max_length, self.num_heads, head_features)
+        keys, values = jnp.zeros((2, *shape), carry_dtype(self.dtype or self.param_dtype))
+        return SelfAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
+
+    def start(self, batch_size: int) -> None:
+        """None: at the beginning there is nothing to attend to but x."""
+        return None
+
+    def sequence(self, x, state, lengths, reset):
+        """The equation."""
+        x = x.astype(self.computation_dtype(x))
+        heads = (self.num_heads, self.in_features // self.num_heads)
+        q, k, v = (
+            part.reshape(*part.shape[:2], *heads)
+            for part in jnp.split(self.in_proj(self.ln1(x)), 3, axis=-1)
+        )
+        attended, state = self.attend(q, k, v, state, lengths, reset)
+        z = x + self.out_proj(attended.reshape(x.shape).astype(x.dtype))
+        mlp = self.down_proj(ops.gelu(self.up_proj(self.ln3(z))))
+        return z + self.dropout(mlp), state
+
+    def attend(
+        self,
+        q: Float[Array, "batch time heads head_features"],
+        k: Float[Array, "batch time heads head_features"],
+        v: Float[Array, "batch time heads head_features"],
+        state: SelfAttentionState | None,
+        lengths: Int[Array, " batch"] | None,
+        reset: Bool[Array, "batch time"] | None,
+    ) -> tuple[Float[Array, "batch time heads head_features"], SelfAttentionState]:
+        """Attention over the state's keys and those of the sequence, and the state after it."""
+        batch_size, time = q.shape[:2]
+        if reset is None:
+            check_time("x", time, self.max_length)
+        before = self.init_state(batch_size) if state is None else state
+        positions = positions_after(before.position, time, reset)
+        document = None if reset is None else jnp.cumsum(reset, axis=1, dtype=jnp.int32)
+        after = _written(before, k, v, positions, document, lengths)
+        slots = jnp.arange(self.max_length, dtype=jnp.int32)[None, None]
+        if state is not None and time == 1 and reset is None and lengths is None:
+            k, v = after.keys, after.values
+            mask = slots <= positions[..., None]
+        else:
+            steps = jnp.arange(time, dtype=jnp.int32)
+            mask = jnp.broadcast_to(steps[:, None] >= steps[None], (batch_size, time, time))
+            if document is not None:
+                mask = mask & (document[:, :, None] == document[:, None])
+            if state is not None:
+                cached = slots < state.position[:, None, None]
+                cached = jnp.broadcast_to(cached, (batch_size, time, self.max_length))
+                if document is not None:
+                    cached = cached & (document == 0)[:, :, None]
+                mask = jnp.concatenate([cached, mask], axis=2)
+                k = jnp.concatenate([state.keys.astype(k.dtype), k], axis=1)
+                v = jnp.concatenate([state.values.astype(v.dtype), v], axis=1)
+        drops = self.dropout.rate > 0 and not self.dropout.deterministic
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
+        y = ops.attention(q, k, v, mask, dropout=self.dropout if drops else None)
+        return jnp.where((positions < self.max_length)[..., None, None], y, jnp.nan), after
+
+    def torch_layouts(self) -> Layouts:
+        """`annotated-hyena`: the seed's keys."""
+        return {
+            "annotated-hyena": [
+                *layer_norm("ln1", "ln1"),
+                *layer_norm("ln3", "ln3"),
+                transposed("in_proj.kernel", "self_attn.attn.in_proj_weight"),
+                same("in_proj.bias", "self_attn.attn.in_proj_bias"),
+                *linear("out_proj", "self_attn.attn.out_proj"),
+                *linear("up_proj", "mlp.0"),
+                *linear("down_proj", "mlp.2"),
+            ]
+        }
+
+
+def _written(
+    state: SelfAttentionState,
+    k: Float[Array, "batch time heads head_features"],
+    v: Float[Array, "batch time heads head_features"],
+    positions: Int[Array, "batch time"],
+    document: Int[Array, "batch time"] | None,
+    lengths: Int[Array, " batch"] | None,
+) -> SelfAttentionState:
+    """The state with the keys and values of each row's last document in their slots."""
+    batch_size, time = positions.shape
+    cache = {"keys": state.keys, "values": state.values}
+    kept = jnp.ones((batch_size, time), bool)
+    if lengths is not None:
+        kept = jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]
+    if document is not None:
+        last = at_end(jnp.zeros(batch_size, jnp.int32), document, lengths)
+        kept = kept & (document == last[:, None])
+        carried = (last == 0)[:, None, None, None]
+        cache = {name: jnp.where(carried, array, 0) for name, array in cache.items()}
+    rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
+    slots = jnp.where(kept, positions, state.keys.shape[1])
+    for name, new in {"keys": k, "values": v}.items():
+        new = new.astype(cache[name].dtype)
+        cache[name] = cache[name].at[rows, slots].set(new, mode="drop")
+    return SelfAttentionState(at_end(state.position, positions + 1, lengths), **cache)

@@ -1,0 +1,94 @@
+"""Two whole stacks, one run on reversed time (seed 001's RNNBidirectional)."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from jax_models.ops import document_ends
+from jax_models.sequence import SequenceLayer, State, mask_padding
+from jax_models.weights import Layouts, nested
+
+
+class BidirectionalState(NamedTuple):
+    """The states of the two stacks."""
+
+    forward: State
+    backward: State
+
+
+class Bidirectional(SequenceLayer):
+    """`y = [forward(x), reverse(backward(reverse(x)))]`, joined along the features.
+
+    The two stacks meet at the end only. With one layer each this is the network that
+    `bidirectional=True` makes; with more it is another one, in which each layer sees just its own
+    direction of the layer below. `time_major` is that of both, `dtype` and `param_dtype` are the
+    forward layer's.
+
+    Args:
+        forward: the layer that runs from the first step to the last.
+        backward: the layer that runs from the last step (of each row's `lengths`) to the first.
+
+    Raises:
+        TypeError: one of the two is no layer.
+        ValueError: the two read different sizes or layouts, or one of them is not causal.
+
+    Layouts: those that both layers have, under `rnn_f` and `rnn_b`: `deep` is RNNBidirectional.
+
+    """
+
+    causal = False
+    noncausal_reason = "the backward stack needs the whole sequence: call the layer itself"
+
+    def __init__(self, forward: SequenceLayer, backward: SequenceLayer):
+        for name in ("in_features", "time_major"):
+            f, b = getattr(forward, name), getattr(backward, name)
+            if f != b:
+                raise ValueError(f"backward: expected {name}={f} as forward has, got {b}")
+        for name, layer in (("forward", forward), ("backward", backward)):
+            if not layer.causal:
+                raise ValueError(f"{name}: expected a layer of one direction, got two")
+        self.forward = forward
+        self.backward = backward
+        self.in_features = forward.in_features
+        self.time_major = forward.time_major
+        self.dtype, self.param_dtype = forward.dtype, forward.param_dtype
+        self.resettable = forward.resettable and backward.resettable
+
+    def init_state(self, batch_size: int) -> BidirectionalState:
+        """The initial states of the two stacks."""
+        return BidirectionalState(
+            self.forward.init_state(batch_size), self.backward.init_state(batch_size)
+        )
+
+    def sequence(self, x, state, lengths, reset):
+        """Both stacks, batch-major."""
+        y_forward, forward = self.forward.sequence(x, state.forward, lengths, reset)
+        if reset is not None:
+            reset = reverse_time(document_ends(mask_padding(reset, lengths)), lengths)
+        y_backward, backward = self.backward.sequence(
+            reverse_time(x, lengths), state.backward, lengths, reset
+        )
+        y = jnp.concatenate([y_forward, reverse_time(y_backward, lengths)], axis=-1)
+        return y, BidirectionalState(forward, backward)
+
+    def torch_layouts(self) -> Layouts:
+        """The layouts that both stacks have, side by side."""
+        forward, backward = self.forward.torch_layouts(), self.backward.torch_layouts()
+        return {
+            name: nested(forward[name], "forward", "rnn_f")
+            + nested(backward[name], "backward", "rnn_b")
+            for name in forward
+            if name in backward
+        }
+
+
+def reverse_time(
+    x: Shaped[Array, "batch time ..."], lengths: Int[Array, " batch"] | None
+) -> Shaped[Array, "batch time ..."]:
+    """Each row's first `lengths` steps in reverse order; the padding stays where it is."""
+    if lengths is None:
+        return jnp.flip(x, axis=1)
+    t = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :]
+    index = jnp.where(t < lengths[:, None], lengths[:, None] - 1 - t, t)
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)

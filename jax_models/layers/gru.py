@@ -1,0 +1,75 @@
+"""The GRU (seed 001, torch.nn.GRU)."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.recurrent import RecurrentStack
+from jax_models.ops import GRUState
+
+
+class GRU(RecurrentStack):
+    """The gated recurrent unit network.
+
+        r = σ(x_t W_ir + b_ir + h_{t−1} W_hr + b_hr)
+        z = σ(x_t W_iz + b_iz + h_{t−1} W_hz + b_hz)
+        n = tanh(x_t W_in + b_in + r ⊙ (h_{t−1} W_hn + b_hn))
+        h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
+
+    x is (batch, time, in_features), y (batch, time, directions · hidden_features), and the state
+    `GRUState(h)` with h (num_layers · directions, batch, hidden_features).
+
+    Args:
+        in_features: size of x_t.
+        hidden_features: size of h_t.
+        num_layers: layers; each reads the outputs of the one below.
+        bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
+        use_bias: with the b_i and the b_h.
+        dropout_rate: of the inputs of every layer but the first, when training.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+
+    Raises:
+        ValueError: a size is not positive, or a rate is not in [0, 1).
+
+    Layouts: `torch.nn` (torch.nn.GRU), `scratch` (GRUScratch). Source: Cho et al. 2014 (arXiv
+    1406.1078), with the reset gate after the product, as in torch.nn.GRU.
+
+    """
+
+    state_type = GRUState
+    gate_names = "rzn"
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        use_bias: bool = True,
+        dropout_rate: float = 0.0,
+        time_major: bool = False,
+        dtype=None,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            hidden_features,
+            num_layers=num_layers,
+            bidirectional=bidirectional,
+            use_bias=use_bias,
+            dropout_rate=dropout_rate,
+            time_major=time_major,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def recurrence(self, x, state, **weights_and_masks):
+        """`ops.gru`."""
+        return ops.gru(x, state, **weights_and_masks)

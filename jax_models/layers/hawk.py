@@ -1,0 +1,335 @@
+"""Hawk, its RG-LRU and its block (seed 000; Griffin, arXiv 2402.19427)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.linear import Linear
+from jax_models.layers.norm import RMSNorm
+from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
+from jax_models.ops.checks import checked_positive
+from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, Table, Weight, linear, nested, rms_norm, same
+
+
+class RGLRU(SequenceLayer):
+    """The real-gated linear recurrent unit.
+
+        i_t = σ(x_t W_i)
+        r_t = σ(x_t W_r)
+        a_t = a^(c·r_t)
+        h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
+
+    x and y = h are (batch, time, features), the state `RGLRUState(h)` with h (batch, features).
+    `1 − a_t²` is `−expm1(2 c r_t log a)`, which loses no digits where a is close to 1, and all
+    gradients are finite for a in [0, 1] (`ops.decay` has the derivation). An `a` that a step of an
+    optimiser took outside counts as the nearest in [0, 1]; `jax_models.project` moves it there.
+
+    Args:
+        features: size of x_t and h_t.
+        c: how far r_t reaches: a_t lies between a^c and 1.
+        method: how `ops.linear_recurrence` runs.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. The gates and the state
+            are computed in at least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters; a^c starts uniform in [0.9, 0.999].
+
+    Raises:
+        ValueError: features is not positive, or c is not, or there is no such method.
+
+    Layouts: `hawk` (the seed's RGLRU). Weights whose `a` lies outside [0, 1] are refused.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        c: float = 8.0,
+        method: ops.LinearRecurrenceMethod = "auto",
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.c = checked_positive("c", c)
+        self.method: ops.LinearRecurrenceMethod = method
+        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.input_gate = Linear(features, features, **options)
+        self.recurrence_gate = Linear(features, features, **options)
+        a_to_c = jax.random.uniform(
+            rngs.params(), (features,), carry_dtype(param_dtype), 0.9, 0.999
+        )
+        below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would let nothing in
+        a = jnp.minimum(a_to_c ** (1 / c), below_one).astype(param_dtype)
+        self.a = nnx.Param(a, bounds=(0.0, 1.0))
+
+    def init_state(self, batch_size: int) -> RGLRUState:
+        """Zeros, (batch, features), in at least float32."""
+        dtype = carry_dtype(self.dtype or self.param_dtype)
+        return RGLRUState(jnp.zeros((batch_size, self.in_features), dtype))
+
+    def sequence(self, x, state, lengths, reset):
+        """`ops.rg_lru`."""
+        dtype = self.computation_dtype(x)
+        y, state = ops.rg_lru(
+            x.astype(dtype),
+            state,
+            a=self.a[...],
+            input_kernel=self.input_gate.kernel[...].astype(dtype),
+            recurrence_kernel=self.recurrence_gate.kernel[...].astype(dtype),
+            c=self.c,
+            method=self.method,
+            lengths=lengths,
+            reset=reset,
+        )
+        return y.astype(dtype), state
+
+    def torch_layouts(self) -> Layouts:
+        """`hawk`: the seed's keys."""
+        gates = ("input_gate", "recurrence_gate")
+        return {"hawk": [same("a", "a"), *(row for g in gates for row in linear(g, g, bias=False))]}
+
+
+class CausalConv1D(SequenceLayer):
+    """A depthwise convolution that sees the current and the last kernel_size − 1 inputs.
+
+        y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias,    j = 0 … K−1
+
+    x and y are (batch, time, features), the state `CausalConv1DState(inputs)` with the last K − 1
+    inputs, (batch, features, K − 1), zeros at first. An input from before a `reset` counts as zero.
+
+    Args:
+        features: size of x_t and y_t.
+        kernel_size: K.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters.
+        param_dtype: of the parameters.
+        rngs: draws the parameters, uniform in ±1/√K as torch does.
+
+    Raises:
+        ValueError: a size is not positive.
+
+    Layouts: `hawk` (the seed's CausalConv1d).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        kernel_size: int,
+        *,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.kernel_size = kernel_size
+        bound = kernel_size**-0.5
+
+        def uniform(*shape: int) -> nnx.Param:
+            return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
+
+        self.kernel = uniform(kernel_size, features)
+        self.bias = uniform(features)
+
+    def init_state(self, batch_size: int) -> CausalConv1DState:
+        """Zeros, (batch, features, kernel_size − 1), in at least float32."""
+        dtype = carry_dtype(self.dtype or self.param_dtype)
+        shape = (batch_size, self.in_features, self.kernel_size - 1)
+        return CausalConv1DState(jnp.zeros(shape, dtype))
+
+    def sequence(self, x, state, lengths, reset):
+        """`ops.causal_conv`."""
+        dtype = self.computation_dtype(x)
+        return ops.causal_conv(
+            x.astype(dtype),
+            state,
+            kernel=self.kernel[...].astype(dtype),
+            bias=self.bias[...].astype(dtype),
+            lengths=lengths,
+            reset=reset,
+        )
+
+    def torch_layouts(self) -> Layouts:
+        """`hawk`: a `torch.nn.Conv1d` of one input channel a group, under `conv`."""
+        kernel = Weight(
+            ("kernel",), ("conv.weight",), lambda a: (a[:, 0].T,), lambda a: (a.T[:, None],)
+        )
+        return {"hawk": [kernel, same("bias", "conv.bias")]}
+
+
+class HawkState(NamedTuple):
+    """What a Hawk block carries: the convolution's inputs and the recurrence's state."""
+
+    conv: CausalConv1DState
+    rglru: RGLRUState
+
+
+class Hawk(SequenceLayer):
+    """The recurrent block of Griffin.
+
+        y = (gelu(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
+
+    x and y are (batch, time, features), the state `HawkState(conv, rglru)`. gelu is the exact one,
+    with erf.
+
+    Args:
+        features: size of x_t and y_t.
+        kernel_size: of the convolution.
+        c: of the RG-LRU.
+        method: of the RG-LRU.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters.
+        param_dtype: of the parameters.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, or c is not.
+
+    Layouts: `hawk` (the seed's Hawk). Weights whose `rglru.a` lies outside [0, 1] are refused.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        kernel_size: int = 4,
+        c: float = 8.0,
+        method: ops.LinearRecurrenceMethod = "auto",
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.gate_proj = Linear(features, features, use_bias=False, **options)
+        self.recurrent_proj = Linear(features, features, use_bias=False, **options)
+        self.conv = CausalConv1D(features, kernel_size, **options)
+        self.rglru = RGLRU(features, c=c, method=method, **options)
+        self.out_proj = Linear(features, features, use_bias=False, **options)
+
+    def init_state(self, batch_size: int) -> HawkState:
+        """Zeros, in at least float32."""
+        return HawkState(self.conv.init_state(batch_size), self.rglru.init_state(batch_size))
+
+    def sequence(self, x, state, lengths, reset):
+        """The equation."""
+        x = x.astype(self.computation_dtype(x))
+        gate = ops.gelu(self.gate_proj(x))
+        u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
+        h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset)
+        return self.out_proj(gate * h), HawkState(conv, rglru)
+
+    def torch_layouts(self) -> Layouts:
+        """`hawk`: the seed's keys."""
+        projections = ("gate_proj", "recurrent_proj", "out_proj")
+        return {
+            "hawk": [
+                *(row for p in projections for row in linear(p, p, bias=False)),
+                *nested(self.conv.torch_layouts()["hawk"], "conv", "conv"),
+                *nested(self.rglru.torch_layouts()["hawk"], "rglru", "rglru"),
+            ]
+        }
+
+
+class GatedMLP(CheckedOptions, nnx.Module):
+    """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu."""
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        *,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.gate_proj = Linear(features, mlp_features, **options)
+        self.up_proj = Linear(features, mlp_features, **options)
+        self.down_proj = Linear(mlp_features, features, **options)
+
+    def __call__(self, x):
+        """The equation, over the last axis of x."""
+        gate = ops.gelu(self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x))
+
+    def torch_table(self) -> Table:
+        """The twin's keys."""
+        projections = ("gate_proj", "up_proj", "down_proj")
+        return [row for p in projections for row in linear(p, p, bias=False)]
+
+
+class HawkBlock(SequenceLayer):
+    """The residual block of Griffin.
+
+        x ← x + hawk(norm(x))
+        x ← x + mlp(norm(x))
+
+    x is (batch, time, features), the state that of `Hawk`.
+
+    Args:
+        features: size of x_t.
+        mlp_features: width of the gated MLP; 3 features in the paper.
+        kernel_size: of the convolution.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters.
+        param_dtype: of the parameters.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive.
+
+    Layouts: `hawk` (torch_ref.HawkBlock).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        *,
+        kernel_size: int = 4,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.temporal_pre_norm = RMSNorm(features, **options)
+        self.hawk = Hawk(features, kernel_size=kernel_size, **options)
+        self.channel_pre_norm = RMSNorm(features, **options)
+        self.mlp = GatedMLP(features, mlp_features, **options)
+
+    def init_state(self, batch_size: int) -> HawkState:
+        """Zeros, in at least float32."""
+        return self.hawk.init_state(batch_size)
+
+    def sequence(self, x, state, lengths, reset):
+        """The equation."""
+        x = x.astype(self.computation_dtype(x))
+        y, state = self.hawk.sequence(self.temporal_pre_norm(x), state, lengths, reset)
+        x = x + y
+        return x + self.mlp(self.channel_pre_norm(x)), state
+
+    def torch_layouts(self) -> Layouts:
+        """`hawk`: the twin's keys."""
+        norms = ("temporal_pre_norm", "channel_pre_norm")
+        return {
+            "hawk": [
+                *(row for norm in norms for row in rms_norm(norm, norm)),
+                *nested(self.hawk.torch_layouts()["hawk"], "hawk", "hawk"),
+                *nested(self.mlp.torch_table(), "mlp", "mlp"),
+            ]
+        }

@@ -1,0 +1,325 @@
+"""Hyena: the block of "The Annotated Hyena" (seed 002), and the paper's (arXiv 2302.10866)."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_models import ops
+from jax_models.layers.dropout import Dropout
+from jax_models.layers.hawk import CausalConv1D
+from jax_models.layers.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
+from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer, check_time
+from jax_models.weights import Layouts, linear, nested, squeezed
+
+
+class HyenaState(NamedTuple):
+    """What a Hyena block carries: the short convolution's inputs, and each long one's state."""
+
+    conv: CausalConv1DState
+    long: tuple[LongConvState, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterTaps:
+    """The taps of one order as `ops.online_conv` takes them, a function of the filter's state."""
+
+    graphdef: Any
+    index: int
+
+    def __call__(self, params, length: int) -> Float[Array, "features length"]:
+        return nnx.merge(self.graphdef, params)(length)[self.index]
+
+
+class HyenaOperator(SequenceLayer):
+    """What the two blocks share: the projections, the long convolutions, and their state."""
+
+    resettable = False
+
+    def __init__(
+        self,
+        features: int,
+        max_length: int,
+        make_filter: Callable[..., HyenaFilter | AuthenticHyenaFilter],
+        *,
+        order: int,
+        kernel_size: int,
+        dropout_rate: float,
+        time_major: bool,
+        dtype,
+        param_dtype,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.max_length = max_length
+        self.order = order
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        linear_options = {"kernel_init": torch_uniform(features), **options}
+        self.proj_input = Linear(features, (order + 1) * features, **linear_options)
+        self.conv = CausalConv1D((order + 1) * features, kernel_size, **options)
+        self.filter: HyenaFilter | AuthenticHyenaFilter | FixedFilter = make_filter(
+            features, max_length, order=order, param_dtype=param_dtype, rngs=rngs
+        )
+        self.B = nnx.Param(jax.random.normal(rngs.params(), (order, features), param_dtype))
+        self.proj_output = Linear(features, features, **linear_options)
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+
+    def set_view(self, fixed_filters: bool | None = None) -> None:
+        """What `nnx.view` calls.
+
+        Args:
+            fixed_filters: the filter is computed once, at these weights: for inference. The viewed
+                model keeps its own, and shares every other parameter.
+
+        """
+        if fixed_filters:
+            self.filter = FixedFilter(self.filter, self.max_length)
+
+    def init_state(self, batch_size: int) -> HyenaState:
+        """No inputs yet, in at least float32."""
+        dtype = carry_dtype(self.dtype or self.param_dtype)
+        sizes = (batch_size, self.in_features, self.max_length)
+        long = tuple(ops.empty_long_conv_state(*sizes, dtype) for _ in range(self.order))
+        return HyenaState(self.conv.init_state(batch_size), long)
+
+    def start(self, batch_size: int) -> None:
+        """None: at the beginning the convolutions run over x alone."""
+        return None
+
+    def sequence(self, x, state, lengths, reset):
+        """The projections, the subclass's recurrence of products and convolutions, the output."""
+        batch_size, time = x.shape[:2]
+        check_time("x", time, self.max_length)
+        conv = self.conv.init_state(batch_size) if state is None else state.conv
+        u = x.astype(self.computation_dtype(x))
+        z, conv = self.conv.sequence(self.proj_input(u), conv, lengths, None)
+        *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.order + 1, axis=1)
+        graphdef, params = nnx.split(self.filter)
+
+        def options(n: int) -> dict[str, Any]:
+            taps = FilterTaps(graphdef, n)
+            return {
+                "taps": taps,
+                "params": params,
+                "max_length": self.max_length,
+                "lengths": lengths,
+            }
+
+        if state is None:
+            h = self.filter(time)
+
+            def convolve_nth(n: int, v: Array) -> tuple[Array, LongConvState]:
+                y = ops.long_conv(v, h[n], self.B[n])
+                return y, ops.long_conv_state(v, **options(n))
+
+        else:
+            long = state.long
+
+            def convolve_nth(n: int, v: Array) -> tuple[Array, LongConvState]:
+                return ops.online_conv(v, long[n], skip=self.B[n], **options(n))
+
+        last_states = []
+
+        def convolve(v: Float[Array, "batch features time"]) -> Float[Array, "batch features time"]:
+            y, last_state = convolve_nth(len(last_states), v)
+            last_states.append(last_state)
+            return y
+
+        y = self.operator(u, gates, v, convolve)
+        return y, HyenaState(conv, tuple(last_states))
+
+    def operator(
+        self,
+        u: Float[Array, "batch time features"],
+        gates: list[Float[Array, "batch features time"]],
+        v: Float[Array, "batch features time"],
+        convolve: Callable[[Array], Array],
+    ) -> Float[Array, "batch time features"]:
+        """A subclass's equation: the n-th call of `convolve` is `h_n ∗ v + B_n ⊙ v`."""
+        raise NotImplementedError
+
+    def output(self, v: Float[Array, "batch features time"]) -> Float[Array, "batch time features"]:
+        """The output projection, and dropout when training."""
+        return self.dropout(self.proj_output(jnp.swapaxes(v, 1, 2)))
+
+    def torch_layouts(self) -> Layouts:
+        """`annotated-hyena`: the seed's keys."""
+        return {
+            "annotated-hyena": [
+                *linear("proj_input", "proj_input.linear"),
+                *nested(self.conv.torch_layouts()["hawk"], "conv", "proj_input"),
+                *nested(self.filter.torch_layouts()["annotated-hyena"], "filter", "filter"),
+                squeezed("B", "B", (1, 3)),
+                *linear("proj_output", "proj_output"),
+            ]
+        }
+
+
+class HyenaBlock(HyenaOperator):
+    """The simple Hyena block of order N, with residuals inside.
+
+        x_1, …, x_N, v = conv(u W + b)                  conv: short, causal, depthwise
+        v ← v + u
+        v ← v + x_n/‖x_n‖₂ ⊙ (h_n ∗ v + B_n ⊙ v)        n = 1 … N; ∗: causal, over the whole past
+        y = v + v W_out + b_out
+
+    x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is `HyenaFilter`,
+    the norm is over the features, with a floor of 1e-12. A step costs O(log² max_length) on
+    average (`ops.online_conv`); outputs from step max_length on are NaN. For inference,
+    `nnx.view(block, fixed_filters=True)` computes the filters once.
+
+    Args:
+        features: size of u_t and y_t.
+        max_length: the longest sequence.
+        order: N.
+        kernel_size: of the short convolution.
+        dropout_rate: of the output projection, when training (the seed declares it and never
+            applies it).
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. Filters, transforms
+            and state are in at least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters (`params`), matrices as torch's Linear and biases 0, and the
+            dropout masks (`dropout`).
+
+    Raises:
+        ValueError: a size is not positive, or (at the call) x is longer than max_length.
+        NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
+
+    Layouts: `annotated-hyena` (the seed's HyenaBlock).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        max_length: int,
+        *,
+        order: int = 2,
+        kernel_size: int = 3,
+        dropout_rate: float = 0.0,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            features,
+            max_length,
+            HyenaFilter,
+            order=order,
+            kernel_size=kernel_size,
+            dropout_rate=dropout_rate,
+            time_major=time_major,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def operator(self, u, gates, v, convolve):
+        """The equation."""
+        v = v + jnp.swapaxes(u, 1, 2)
+        for x in gates:
+            v = v + normalized(x) * convolve(v)
+        return jnp.swapaxes(v, 1, 2) + self.output(v)
+
+
+class AuthenticHyenaBlock(HyenaOperator):
+    """The Hyena operator of order N as in the paper, the product after the convolution.
+
+        x_1, …, x_N, v = conv(u W + b)                  conv: short, causal, depthwise
+        v ← x_n ⊙ (h_n ∗ v + B_n ⊙ v)                   n = 1 … N; ∗: causal, over the whole past
+        y = v W_out + b_out
+
+    x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is
+    `AuthenticHyenaFilter`. A step costs O(log² max_length) on average (`ops.online_conv`);
+    outputs from step max_length on are NaN. For inference, `nnx.view(block, fixed_filters=True)`
+    computes the filters once.
+
+    Args:
+        features: size of u_t and y_t.
+        max_length: the longest sequence.
+        order: N.
+        kernel_size: of the short convolution.
+        dropout_rate: of the output, when training (the seed declares it and never applies it).
+        embed_features: of the filter, as mlp_features, num_filter_layers, omega and implicit are.
+        mlp_features: see `AuthenticHyenaFilter`.
+        num_filter_layers: see `AuthenticHyenaFilter`.
+        omega: see `AuthenticHyenaFilter`.
+        implicit: filters by a network of the position, as described; False for explicit ones, as
+            the seed's code has them.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. Filters, transforms
+            and state are in at least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters (`params`), matrices as torch's Linear and biases 0, and the
+            dropout masks (`dropout`).
+
+    Raises:
+        ValueError: a size is not as the filter needs it, or (at the call) x is longer than
+            max_length.
+        NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
+
+    Layouts: `annotated-hyena` (the seed's AuthenticHyenaBlock).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        max_length: int,
+        *,
+        order: int = 2,
+        kernel_size: int = 3,
+        dropout_rate: float = 0.0,
+        embed_features: int = 33,
+        mlp_features: int = 64,
+        num_filter_layers: int = 4,
+        omega: float = 12.0,
+        implicit: bool = True,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        make_filter = partial(
+            AuthenticHyenaFilter,
+            embed_features=embed_features,
+            mlp_features=mlp_features,
+            num_filter_layers=num_filter_layers,
+            omega=omega,
+            implicit=implicit,
+        )
+        super().__init__(
+            features,
+            max_length,
+            make_filter,
+            order=order,
+            kernel_size=kernel_size,
+            dropout_rate=dropout_rate,
+            time_major=time_major,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def operator(self, u, gates, v, convolve):
+        """The equation."""
+        for x in gates:
+            v = x * convolve(v)
+        return self.output(v)
+
+
+def normalized(x: Float[Array, "batch features time"]) -> Float[Array, "batch features time"]:
+    """`x / max(‖x‖₂, 1e-12)` over the features, with the gradient 0 of the norm at x = 0."""
+    square = jnp.sum(jnp.square(x.astype(carry_dtype(x.dtype))), axis=1, keepdims=True)
+    norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+    return (x.astype(norm.dtype) / jnp.maximum(norm, 1e-12)).astype(x.dtype)

@@ -1,0 +1,244 @@
+"""The filters of Hyena: explicit (seed 002), and a network of the position (arXiv 2302.10866)."""
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_models import ops
+from jax_models.layers.linear import torch_uniform
+from jax_models.ops import carry_dtype
+from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.sequence import check_time
+from jax_models.weights import Layouts, same, squeezed, transposed
+from jax_models.weights.constant import Constant
+
+FAST_DECAY, SLOW_DECAY, TARGET = 0.3, 1.5, 1e-2
+"""A window falls to TARGET after these parts of max_length, in its fastest and slowest channel."""
+
+
+class HyenaFilter(CheckedOptions, nnx.Module):
+    """The explicit filters of the simple block, one for each order.
+
+        h_t = g_t ⊙ (exp(α t/(L−1)) + b) / ‖·‖₁
+
+    with g (order, features, max_length) the parameter `h`, α and b (features,); the norm is over
+    the features at each step (the seed's text says over time; its code is what counts).
+
+    Args:
+        features: D.
+        max_length: L, the longest sequence.
+        order: N, the number of filters.
+        param_dtype: of the parameters.
+        rngs: draws g, normal; α starts from fast to slow decays, b at 0.
+
+    Raises:
+        ValueError: a size is not positive.
+
+    Layouts: `annotated-hyena` (the seed's HyenaFilter).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        max_length: int,
+        *,
+        order: int = 2,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        shape = (order, features, max_length)
+        self.h = nnx.Param(jax.random.normal(rngs.params(), shape, param_dtype))
+        self.alphas = nnx.Param(_decays(features, param_dtype))
+        self.b = nnx.Param(jnp.zeros(features, param_dtype))
+        self.t = Constant(_unit_times(max_length, param_dtype))
+
+    def __call__(self, length: int) -> Float[Array, "order features length"]:
+        """The first `length` taps, in at least float32."""
+        check_time("length", length, self.t.shape[0])
+        g = _wide(self.h)[:, :, :length]
+        b = jnp.broadcast_to(_wide(self.b)[:, None], g.shape[1:])
+        h = g * jnp.broadcast_to(_decay(self.alphas, self.t, length) + b, g.shape)
+        return h / jnp.sum(jnp.abs(h), axis=1, keepdims=True)
+
+    def torch_layouts(self) -> Layouts:
+        """`annotated-hyena`: the seed's keys."""
+        return {
+            "annotated-hyena": [
+                same("h", "h"),
+                squeezed("alphas", "window.alphas", (0, 2)),
+                squeezed("b", "window.b", (0, 2)),
+                squeezed("t", "window.t", (0, 1)),
+            ]
+        }
+
+
+class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
+    """The paper's filters, one for each order: a small network of the position, times a window.
+
+        h_t = (sin(f ⊙ (… sin(f ⊙ (p_t W_1 + b_1)) …)) W_last) ⊙ exp(α t/(L−1))
+
+    with p (max_length, embed_features) a trained embedding of the position. The seed describes it
+    so, and its code then discards the network's output for an explicit g (order, features,
+    max_length): that is `implicit=False`, h_t = g_t ⊙ exp(α t/(L−1)). The weights of both are
+    loaded and kept either way; those that are not used are constants, as t, time_emb and f are.
+
+    Args:
+        features: D.
+        max_length: L, the longest sequence.
+        order: N, the number of filters.
+        embed_features: size of p_t, odd: t/(L−1), then cosines and sines of 0, 1, … periods.
+        mlp_features: width of the network.
+        num_filter_layers: linear layers of the network, at least 2; all but the last have a bias
+            and a sine.
+        omega: the frequencies f of the sines.
+        implicit: the network's filters; False for the explicit ones.
+        param_dtype: of the parameters.
+        rngs: draws the parameters, as torch does.
+
+    Raises:
+        ValueError: a size is not positive, embed_features is even or less than 3, or there are
+            fewer than 2 layers.
+
+    Layouts: `annotated-hyena` (the seed's AuthenticHyenaFilter).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        max_length: int,
+        *,
+        order: int = 2,
+        embed_features: int = 33,
+        mlp_features: int = 64,
+        num_filter_layers: int = 4,
+        omega: float = 12.0,
+        implicit: bool = True,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        shape = (order, features, max_length)
+        if embed_features % 2 == 0 or embed_features < 3:
+            raise ValueError(
+                f"embed_features: expected an odd number of at least 3 (the time, and a cosine and "
+                f"a sine of each frequency), got {embed_features}"
+            )
+        if num_filter_layers < 2:
+            raise ValueError(f"num_filter_layers: expected at least 2, got {num_filter_layers}")
+        self.shape, self.implicit = shape, implicit
+        of_network, explicit = (nnx.Param, Constant) if implicit else (Constant, nnx.Param)
+        widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
+        self.h = explicit(jax.random.normal(rngs.params(), shape, param_dtype))
+        self.pos_emb = of_network(_positions(max_length, embed_features, param_dtype))
+        self.kernels = nnx.List(
+            of_network(torch_uniform(fan_in)(rngs.params(), (fan_in, fan_out), param_dtype))
+            for fan_in, fan_out in itertools.pairwise(widths)
+        )
+        self.biases = nnx.List(
+            of_network(torch_uniform(fan_in)(rngs.params(), (mlp_features,), param_dtype))
+            for fan_in in widths[:-2]
+        )
+        self.freqs = nnx.List(
+            Constant(jnp.full(mlp_features, omega, param_dtype)) for _ in widths[1:-1]
+        )
+        self.alphas = nnx.Param(_decays(features, param_dtype))
+        self.t = Constant(_unit_times(max_length, param_dtype))
+        self.time_emb = Constant(_unit_times(max_length, param_dtype))
+
+    def __call__(self, length: int) -> Float[Array, "order features length"]:
+        """The first `length` taps, in at least float32."""
+        check_time("length", length, self.shape[2])
+        h = self.network(length) if self.implicit else _wide(self.h)[:, :, :length]
+        return h * jnp.broadcast_to(_decay(self.alphas, self.t, length), h.shape)
+
+    def network(self, length: int) -> Float[Array, "order features length"]:
+        """The network at the first `length` positions."""
+        z = _wide(self.pos_emb)[:length]
+        for kernel, bias, freq in zip(self.kernels, self.biases, self.freqs, strict=False):
+            z = ops.affine(z, _wide(kernel), _wide(bias))
+            z = jnp.sin(jnp.broadcast_to(_wide(freq), z.shape) * z)
+        order, features, _ = self.shape
+        return ops.affine(z, _wide(self.kernels[-1])).T.reshape(order, features, length)
+
+    def torch_layouts(self) -> Layouts:
+        """`annotated-hyena`: the seed's keys."""
+        hidden = range(len(self.biases))
+        return {
+            "annotated-hyena": [
+                same("h", "h"),
+                squeezed("t", "t", (0, 1)),
+                squeezed("time_emb", "pos_emb.time_emb", (0, 1)),
+                same("pos_emb", "pos_emb.pos_emb"),
+                *(
+                    transposed(f"kernels.{i}", f"mlp.{2 * i}.weight")
+                    for i in (*hidden, len(hidden))
+                ),
+                *(same(f"biases.{i}", f"mlp.{2 * i}.bias") for i in hidden),
+                *(squeezed(f"freqs.{i}", f"mlp.{2 * i + 1}.freq", (0,)) for i in hidden),
+                squeezed("alphas", "window.alphas", (0, 2)),
+            ]
+        }
+
+
+class FixedFilter(nnx.Module):
+    """A filter at its present weights, for inference: its taps, computed once.
+
+    Args:
+        filter: a `HyenaFilter` or an `AuthenticHyenaFilter`.
+        max_length: how many taps it has.
+
+    """
+
+    def __init__(self, filter: Callable[[int], Array], max_length: int):
+        self.h = Constant(_taps(*nnx.split(filter), max_length))
+
+    def __call__(self, length: int) -> Float[Array, "order features length"]:
+        """The first `length` taps."""
+        check_time("length", length, self.h.shape[2])
+        return self.h[...][:, :, :length]
+
+    def torch_layouts(self) -> Layouts:
+        """There are none.
+
+        Raises:
+            NotImplementedError: always.
+
+        """
+        raise NotImplementedError("fixed filters have no weights; export the model they are of")
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _taps(graphdef, params, length: int) -> Float[Array, "order features length"]:
+    return nnx.merge(graphdef, params)(length)
+
+
+def _wide(param: nnx.Variable) -> Array:
+    return param[...].astype(carry_dtype(param.dtype))
+
+
+def _decay(alphas: nnx.Variable, t: nnx.Variable, length: int) -> Float[Array, "features length"]:
+    return jnp.exp(jnp.outer(_wide(alphas), _wide(t)[:length]))
+
+
+def _decays(features: int, dtype) -> Float[Array, " features"]:
+    fastest, slowest = math.log(TARGET) / FAST_DECAY, math.log(TARGET) / SLOW_DECAY
+    return jnp.asarray(np.linspace(slowest, fastest, features), dtype)
+
+
+def _unit_times(max_length: int, dtype) -> Float[Array, " max_length"]:
+    return jnp.asarray(np.linspace(0, 1, max_length), dtype)
+
+
+def _positions(max_length: int, embed_features: int, dtype) -> Float[Array, "max_length embed"]:
+    periods = np.arange(embed_features // 2)
+    angle = 2 * np.pi * np.outer(np.arange(max_length), periods) / max_length
+    time = np.linspace(0, 1, max_length)[:, None]
+    return jnp.asarray(np.concatenate([time, np.cos(angle), np.sin(angle)], axis=1), dtype)

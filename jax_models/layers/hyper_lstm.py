@@ -1,0 +1,170 @@
+"""The HyperLSTM (seed 003; HyperNetworks, arXiv 1609.09106)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.layer_norm_lstm import CellNorms, LayerNormLSTM, cell_norms, linear_param
+from jax_models.ops import HyperLSTMState, carry_dtype
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, Table, gates, nested
+
+
+class HyperLSTM(SequenceLayer):
+    """LSTMs whose products a smaller LSTM, the hyper network, scales anew at each step.
+
+        ĥ_t, ĉ_t = LayerNormLSTM([h_{t−1}, x_t], (ĥ_{t−1}, ĉ_{t−1}))
+        z_h, z_x, z_b = ĥ_t W_zh + b_zh, ĥ_t W_zx + b_zx, ĥ_t W_zb      for each gate
+        d_h, d_x, d_b = z_h D_h, z_x D_x, z_b D_b + b_d                 for each gate
+        i, f, g, o = LN(d_h ⊙ (h_{t−1} W_h) + d_x ⊙ (x_t W_x) + d_b)    each its own layer norm
+        c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
+        h_t = σ(o) ⊙ tanh(LN(c_t))
+
+    x is (batch, time, in_features), y (batch, time, hidden_features), the h of the last layer, and
+    the state `HyperLSTMState(h, c, hyper_h, hyper_c)`: h and c (num_layers, batch,
+    hidden_features), ĥ and ĉ (num_layers, batch, hyper_features).
+
+    Args:
+        in_features: size of x_t.
+        hidden_features: size of h_t and c_t.
+        hyper_features: size of ĥ_t and ĉ_t.
+        embedding_features: size of each gate's z.
+        num_layers: layers; each reads the outputs of the one below.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. The state is carried,
+            and LN computed, in at least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters. Each gate's W_h starts orthogonal and W_x as LeCun's, not at
+            zero as in the seed, where the products that the hyper network scales start empty; all
+            else starts as torch's Linear and LayerNorm.
+
+    Raises:
+        ValueError: a size is not positive.
+
+    Layouts: `labml` (the seed's HyperLSTM). Source: Ha et al. 2016, appendix A.2.2; like the seed,
+    the z here are of ĥ_t, where the paper prints ĥ_{t−1}.
+
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        hyper_features: int,
+        embedding_features: int,
+        *,
+        num_layers: int = 1,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.hidden_features = hidden_features
+        self.hyper_features = hyper_features
+        self.num_layers = num_layers
+        self.cells = nnx.List(
+            HyperLSTMCell(
+                hidden_features if layer else in_features,
+                hidden_features,
+                hyper_features,
+                embedding_features,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for layer in range(num_layers)
+        )
+
+    def init_state(self, batch_size: int) -> HyperLSTMState:
+        """Zeros, (num_layers, batch, features), in at least float32."""
+        hidden, hyper = self.hidden_features, self.hyper_features
+        dtype = carry_dtype(self.dtype or self.param_dtype)
+        return HyperLSTMState(
+            *(
+                jnp.zeros((self.num_layers, batch_size, features), dtype)
+                for features in (hidden, hidden, hyper, hyper)
+            )
+        )
+
+    def sequence(self, x, state, lengths, reset):
+        """`ops.hyper_lstm`, one layer after the other."""
+        dtype = self.computation_dtype(x)
+        x = x.astype(dtype)
+        layers = zip(*(s.astype(carry_dtype(dtype)) for s in state), strict=True)
+        last_states = []
+        for cell, layer_state in zip(self.cells, layers, strict=True):
+            y, last_state = ops.hyper_lstm(
+                x,
+                HyperLSTMState(*layer_state),
+                **jax.tree.map(lambda w: w.astype(dtype), cell.arrays()),
+                lengths=lengths,
+                reset=reset,
+            )
+            x = y.astype(dtype)
+            last_states.append(last_state)
+        return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
+
+    def torch_layouts(self) -> Layouts:
+        """`labml`: the seed's keys."""
+        return {
+            "labml": [
+                row
+                for layer, cell in enumerate(self.cells)
+                for row in nested(cell.table(), f"cells.{layer}", f"cells.{layer}")
+            ]
+        }
+
+
+class HyperLSTMCell(nnx.Module):
+    """The weights of one layer.
+
+    The matrices are (in, out). Side by side along their last axis stand the gates in the order i,
+    f, g, o, and in those of z and d the parts for h, x and b.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        hyper_features: int,
+        embedding_features: int,
+        *,
+        param_dtype,
+        rngs: nnx.Rngs,
+    ):
+        hidden, hyper, embedding = hidden_features, hyper_features, embedding_features
+        lecun = nnx.initializers.lecun_normal()
+        self.hyper = LayerNormLSTM(hidden + in_features, hyper, param_dtype=param_dtype, rngs=rngs)
+        self.z_kernel = linear_param(rngs, hyper, (hyper, 12 * embedding), param_dtype)
+        self.z_bias = linear_param(rngs, hyper, (8 * embedding,), param_dtype)
+        self.d_kernel = linear_param(rngs, embedding, (embedding, 12 * hidden), param_dtype)
+        self.d_bias = linear_param(rngs, embedding, (4 * hidden,), param_dtype)
+        self.kernel_ih = nnx.Param(lecun(rngs.params(), (in_features, 4 * hidden), param_dtype))
+        wide = carry_dtype(param_dtype)  # QR knows no narrower dtype
+        rotations = jax.random.orthogonal(rngs.params(), hidden, (4,), wide)
+        self.kernel_hh = nnx.Param(jnp.concatenate(rotations, axis=1).astype(param_dtype))
+        self.norms = CellNorms(hidden, param_dtype=param_dtype)
+
+    def arrays(self) -> dict:
+        """The weights, as `ops.hyper_lstm` takes them."""
+        names = ("kernel_ih", "kernel_hh", "z_kernel", "z_bias", "d_kernel", "d_bias")
+        return {
+            **{name: getattr(self, name)[...] for name in names},
+            "norms": self.norms.arrays(),
+            **{f"hyper_{name}": array for name, array in self.hyper.arrays().items()},
+        }
+
+    def table(self) -> Table:
+        """The seed's keys: those of its HyperLSTMCell."""
+        return [
+            *nested(self.hyper.torch_layouts()["labml"], "hyper", "hyper"),
+            gates("z_kernel", [f"z_{name}.weight" for name in "hxb"]),
+            gates("z_bias", [f"z_{name}.bias" for name in "hx"]),
+            gates("d_kernel", [f"d_{name}.{k}.weight" for name in "hxb" for k in range(4)]),
+            gates("d_bias", [f"d_b.{k}.bias" for k in range(4)]),
+            gates("kernel_ih", [f"w_x.{k}" for k in range(4)]),
+            gates("kernel_hh", [f"w_h.{k}" for k in range(4)]),
+            *cell_norms("norms"),
+        ]

@@ -1,0 +1,125 @@
+"""The LSTM with layer norm (seed 003, labml's LSTMCell)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.linear import torch_uniform
+from jax_models.ops import LSTMNorms, LSTMState, carry_dtype
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, Table, gates, same, transposed
+
+
+class LayerNormLSTM(SequenceLayer):
+    """The long short-term memory network with its gates and its cell normalised.
+
+        i, f, g, o = LN(x_t W_ih + h_{t−1} W_hh + b)     each gate with its own layer norm
+        c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
+        h_t = σ(o) ⊙ tanh(LN(c_t))
+
+    x is (batch, time, in_features), y = h (batch, time, hidden_features), and the state
+    `LSTMState(h, c)`, both (batch, hidden_features). LN divides by √(var + 1e-5).
+
+    Args:
+        in_features: size of x_t.
+        hidden_features: size of h_t and c_t.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. The state is carried,
+            and LN computed, in at least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters, as torch's Linear does; layer norms start as (x − mean) / std.
+
+    Raises:
+        ValueError: a size is not positive.
+
+    Layouts: `labml` (labml's LSTMCell with layer_norm). Source: Ba et al. 2016 (arXiv 1607.06450).
+
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.hidden_features = hidden_features
+        width = 4 * hidden_features
+        self.kernel_ih = linear_param(rngs, in_features, (in_features, width), param_dtype)
+        self.kernel_hh = linear_param(rngs, hidden_features, (hidden_features, width), param_dtype)
+        self.bias = linear_param(rngs, hidden_features, (width,), param_dtype)
+        self.norms = CellNorms(hidden_features, param_dtype=param_dtype)
+
+    def arrays(self) -> dict:
+        """The weights, as `ops.layer_norm_lstm` takes them."""
+        return {
+            "kernel_ih": self.kernel_ih[...],
+            "kernel_hh": self.kernel_hh[...],
+            "bias": self.bias[...],
+            "norms": self.norms.arrays(),
+        }
+
+    def init_state(self, batch_size: int) -> LSTMState:
+        """Zeros, (batch, hidden_features), in at least float32."""
+        shape, dtype = (batch_size, self.hidden_features), self.dtype or self.param_dtype
+        return LSTMState(*(jnp.zeros(shape, carry_dtype(dtype)) for _ in LSTMState._fields))
+
+    def sequence(self, x, state, lengths, reset):
+        """`ops.layer_norm_lstm`."""
+        dtype = self.computation_dtype(x)
+        y, state = ops.layer_norm_lstm(
+            x.astype(dtype),
+            jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state),
+            **jax.tree.map(lambda w: w.astype(dtype), self.arrays()),
+            lengths=lengths,
+            reset=reset,
+        )
+        return y.astype(dtype), state
+
+    def torch_layouts(self) -> Layouts:
+        """`labml`: the keys of labml's LSTMCell."""
+        return {
+            "labml": [
+                transposed("kernel_ih", "input_lin.weight"),
+                transposed("kernel_hh", "hidden_lin.weight"),
+                same("bias", "hidden_lin.bias"),
+                *cell_norms("norms"),
+            ]
+        }
+
+
+class CellNorms(nnx.Module):
+    """The layer norms of one LSTM: those of the gates, side by side, and that of the cell."""
+
+    def __init__(self, hidden_features: int, *, param_dtype):
+        self.gate_scale = nnx.Param(jnp.ones(4 * hidden_features, param_dtype))
+        self.gate_bias = nnx.Param(jnp.zeros(4 * hidden_features, param_dtype))
+        self.cell_scale = nnx.Param(jnp.ones(hidden_features, param_dtype))
+        self.cell_bias = nnx.Param(jnp.zeros(hidden_features, param_dtype))
+
+    def arrays(self) -> LSTMNorms:
+        """The weights, as the operators take them."""
+        return LSTMNorms(*(getattr(self, name)[...] for name in LSTMNorms._fields))
+
+
+def cell_norms(param: str) -> Table:
+    """`CellNorms` and labml's `layer_norm` and `layer_norm_c`."""
+    return [
+        gates(f"{param}.gate_scale", [f"layer_norm.{k}.weight" for k in range(4)]),
+        gates(f"{param}.gate_bias", [f"layer_norm.{k}.bias" for k in range(4)]),
+        same(f"{param}.cell_scale", "layer_norm_c.weight"),
+        same(f"{param}.cell_bias", "layer_norm_c.bias"),
+    ]
+
+
+def linear_param(
+    rngs: nnx.Rngs, in_features: int, shape: tuple[int, ...], param_dtype
+) -> nnx.Param:
+    """A kernel or bias as torch's Linear over `in_features` starts."""
+    return nnx.Param(torch_uniform(in_features)(rngs.params(), shape, param_dtype))

@@ -1,0 +1,136 @@
+"""The LSTM (seed 001, torch.nn.LSTM)."""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.recurrent import RecurrentStack, run_layers
+from jax_models.ops import LSTMState
+
+LSTMImplementation = Literal["auto", "xla", "cudnn"]
+
+
+class LSTM(RecurrentStack):
+    """The long short-term memory network.
+
+        i, f, g, o = x_t W_ih + b_ih + h_{t−1} W_hh + b_hh
+        c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
+        h_t = σ(o) ⊙ tanh(c_t)                  then, with `proj_features`, h_t W_hr + b_hr
+
+    x is (batch, time, in_features), y (batch, time, directions · out), and the state
+    `LSTMState(h, c)` with h (num_layers · directions, batch, out) and c the same with
+    hidden_features; out is proj_features where given, else hidden_features.
+
+    Args:
+        in_features: size of x_t.
+        hidden_features: size of c_t.
+        num_layers: layers; each reads the outputs of the one below.
+        bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
+        proj_features: size of h_t, less than hidden_features; None for no projection.
+        proj_bias: with b_hr (the seed's LSTMProj has it, torch.nn.LSTM never).
+        use_bias: with b_ih and b_hh.
+        dropout_rate: of the inputs of every layer but the first, when training.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: of the parameters.
+        implementation: "xla", anywhere and with every option; "cudnn", NVIDIA's own LSTM: on its
+            GPUs, in float32, without projections and `reset`; "auto", cuDNN for sequences where it
+            serves, XLA elsewhere (see below).
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+
+    Raises:
+        ValueError: a size is not positive, the projection is no reduction, a rate is not in [0, 1),
+            there is no such implementation.
+        NotImplementedError: at a call that cuDNN, asked for by name, cannot serve.
+
+    "auto" takes cuDNN where the program runs on an NVIDIA GPU, the machine's only one or one of a
+    `jax.shard_map` (the compiler cannot divide cuDNN's call over several). Like JAX's own products
+    on a GPU, cuDNN's are in TensorFloat-32 unless `jax.default_matmul_precision("highest")` or
+    another setting asks for more. Under `vmap` cuDNN's calls come one after the other, and it has
+    no forward-mode gradient.
+
+    Layouts: `torch.nn` (torch.nn.LSTM), `scratch` (LSTMScratch, LSTMProj). Source: Hochreiter and
+    Schmidhuber 1997; the projection, Sak et al. 2014 (arXiv 1402.1128); torch.nn.LSTM.
+
+    """
+
+    state_type = LSTMState
+    gate_names = "ifgo"
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        proj_features: int | None = None,
+        proj_bias: bool = False,
+        use_bias: bool = True,
+        dropout_rate: float = 0.0,
+        time_major: bool = False,
+        dtype=None,
+        param_dtype=jnp.float32,
+        implementation: LSTMImplementation = "auto",
+        rngs: nnx.Rngs,
+    ):
+        self.implementation: LSTMImplementation = implementation
+        if proj_features is not None and not 0 < proj_features < hidden_features:
+            raise ValueError(
+                f"proj_features: expected between 1 and hidden_features − 1 = "
+                f"{hidden_features - 1}, got {proj_features}"
+            )
+        if proj_bias and proj_features is None:
+            raise ValueError("proj_bias: expected False where there is no proj_features, got True")
+        super().__init__(
+            in_features,
+            hidden_features,
+            num_layers=num_layers,
+            bidirectional=bidirectional,
+            proj_features=proj_features,
+            proj_bias=proj_bias,
+            use_bias=use_bias,
+            dropout_rate=dropout_rate,
+            time_major=time_major,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def recurrence(self, x, state, **weights_and_masks):
+        """`ops.lstm`."""
+        return ops.lstm(x, state, **weights_and_masks)
+
+    def layers(self, x, state, cells, lengths, reset):
+        """By XLA or by cuDNN."""
+        if self.implementation == "xla":
+            return super().layers(x, state, cells, lengths, reset)
+        refusal = ops.cudnn_refusal(x, cells, reset)
+        bidirectional = not self.causal
+        if self.implementation == "cudnn":
+            if refusal:
+                raise NotImplementedError(
+                    f"LSTM: implementation='cudnn': {refusal}; implementation='xla' serves"
+                )
+            return ops.cudnn_lstm(x, state, cells, lengths, bidirectional=bidirectional)
+        if refusal or not ops.cudnn_pays(x):
+            return super().layers(x, state, cells, lengths, reset)
+        return _by_platform(x, state, cells, lengths, bidirectional=bidirectional)
+
+
+@partial(jax.jit, static_argnames="bidirectional")  # uncompiled, the default device would decide
+def _by_platform(x, state, cells, lengths, *, bidirectional: bool):
+    """By cuDNN where the program runs on an NVIDIA GPU, whichever machine it is traced on."""
+    return jax.lax.platform_dependent(
+        x,
+        state,
+        cells,
+        lengths,
+        cuda=partial(ops.cudnn_lstm, bidirectional=bidirectional),
+        default=partial(run_layers, ops.lstm, 2 if bidirectional else 1),
+    )

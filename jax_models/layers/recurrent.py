@@ -1,0 +1,225 @@
+"""Stacks of gated recurrences, in layers and directions: what RNN, LSTM and GRU share."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models.layers.dropout import Dropout
+from jax_models.ops import carry_dtype
+from jax_models.ops.checks import checked_size
+from jax_models.sequence import SequenceLayer, State
+from jax_models.weights import Layouts, Table, gates, same, transposed
+
+
+class Cell(nnx.Module):
+    """The weights of one recurrence: one direction of one layer of a stack.
+
+    All start uniform in ±1/√hidden, as torch's do. The matrices are (in, out), and the gates stand
+    side by side along the last axis. A weight that the options leave out is None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        num_gates: int,
+        proj_features: int | None,
+        use_bias: bool,
+        recurrent_bias: bool,
+        proj_bias: bool,
+        param_dtype,
+        rngs: nnx.Rngs,
+    ):
+        def uniform(*shape: int) -> nnx.Param:
+            bound = hidden_features**-0.5
+            return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
+
+        gates = num_gates * hidden_features
+        out_features = proj_features or hidden_features
+        self.kernel_ih = uniform(in_features, gates)
+        self.kernel_hh = uniform(out_features, gates)
+        self.bias_ih = uniform(gates) if use_bias else None
+        self.bias_hh = uniform(gates) if use_bias and recurrent_bias else None
+        self.kernel_hr = uniform(hidden_features, proj_features) if proj_features else None
+        self.bias_hr = uniform(proj_features) if proj_features and proj_bias else None
+
+    def arrays(self) -> dict[str, Array]:
+        """The weights that there are, by name."""
+        names = ("kernel_ih", "kernel_hh", "bias_ih", "bias_hh", "kernel_hr", "bias_hr")
+        weights = {name: getattr(self, name) for name in names}
+        return {name: w.get_value() for name, w in weights.items() if w is not None}
+
+
+def run_layers(
+    recurrence: Callable[..., tuple[Float[Array, "batch time out"], State]],
+    num_directions: int,
+    x: Float[Array, "batch time in"],
+    state: State,
+    cells: list[dict[str, Array]],
+    lengths: Int[Array, " batch"] | None,
+    reset: Bool[Array, "batch time"] | None = None,
+) -> tuple[Float[Array, "batch time out"], State]:
+    """Layers, one after the other; of each the directions, side by side.
+
+    `cells` are the weights and the state's arrays have a first axis of as many, both in torch's
+    order.
+    """
+    last_states = []
+    for first in range(0, len(cells), num_directions):
+        outputs = []
+        for direction in range(num_directions):
+            index = first + direction
+            y, last_state = recurrence(
+                x,
+                jax.tree.map(lambda s: s[index], state),  # noqa: B023
+                **cells[index],
+                lengths=lengths,
+                reset=reset,
+                reverse=direction == 1,
+            )
+            outputs.append(y.astype(x.dtype))
+            last_states.append(last_state)
+        x = jnp.concatenate(outputs, axis=-1)
+    return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
+
+
+class RecurrentStack(SequenceLayer):
+    """Layers of one gated recurrence, each running forward, or both ways with their outputs joined.
+
+    The state's arrays are (num_layers · directions, batch, features), ordered as torch's: layer 0
+    forward, layer 0 backward, layer 1 forward, … Subclasses set `state_type` and
+    `gate_names` and define `recurrence`.
+    """
+
+    state_type: ClassVar[type]
+    gate_names: ClassVar[str]
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        num_layers: int,
+        bidirectional: bool,
+        dropout_rate: float,
+        time_major: bool,
+        dtype,
+        param_dtype,
+        rngs: nnx.Rngs,
+        use_bias: bool,
+        recurrent_bias: bool = True,
+        proj_features: int | None = None,
+        proj_bias: bool = False,
+    ):
+        super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.hidden_features = checked_size("hidden_features", hidden_features)
+        self.proj_features = proj_features
+        self.out_features = proj_features or hidden_features
+        self.num_layers = checked_size("num_layers", num_layers)
+        self.num_directions = 2 if bidirectional else 1
+        self.causal = not bidirectional
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        self.cells = nnx.List(
+            Cell(
+                in_features if layer == 0 else self.num_directions * self.out_features,
+                hidden_features,
+                num_gates=len(self.gate_names),
+                proj_features=proj_features,
+                use_bias=use_bias,
+                recurrent_bias=recurrent_bias,
+                proj_bias=proj_bias,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for layer in range(num_layers)
+            for _ in range(self.num_directions)
+        )
+
+    def recurrence(
+        self, x: Float[Array, "batch time in"], state: State, **weights_and_masks
+    ) -> tuple[Float[Array, "batch time out"], State]:
+        """One direction of one layer."""
+        raise NotImplementedError
+
+    def init_state(self, batch_size: int) -> State:
+        """Zeros, (num_layers · directions, batch, features), in at least float32."""
+        sizes = {"h": self.out_features, "c": self.hidden_features}
+        dtype = carry_dtype(self.dtype or self.param_dtype)
+        return self.state_type(
+            *(
+                jnp.zeros((len(self.cells), batch_size, sizes[field]), dtype)
+                for field in self.state_type._fields
+            )
+        )
+
+    def sequence(self, x, state, lengths, reset):
+        """All layers, in as few calls of `layers` as the dropout between them leaves."""
+        dtype = self.computation_dtype(x)
+        state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
+        x = x.astype(dtype)
+        cells = [{k: w.astype(dtype) for k, w in cell.arrays().items()} for cell in self.cells]
+        drops = self.dropout.rate > 0 and not self.dropout.deterministic
+        count = self.num_directions if drops else len(cells)
+        last_states = []
+        for start in range(0, len(cells), count):
+            if start:
+                x = self.dropout(x)
+            some = slice(start, start + count)
+            x, last_state = self.layers(
+                x,
+                jax.tree.map(lambda s: s[some], state),  # noqa: B023
+                cells[some],
+                lengths,
+                reset,
+            )
+            last_states.append(last_state)
+        return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
+
+    def layers(
+        self,
+        x: Float[Array, "batch time in"],
+        state: State,
+        cells: list[dict[str, Array]],
+        lengths: Int[Array, " batch"] | None,
+        reset: Bool[Array, "batch time"] | None,
+    ) -> tuple[Float[Array, "batch time out"], State]:
+        """Layers with nothing between them, from their weights, on x in the computation's dtype."""
+        return run_layers(self.recurrence, self.num_directions, x, state, cells, lengths, reset)
+
+    def torch_layouts(self) -> Layouts:
+        """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: the seed's classes, a Linear a gate."""
+        names = self.cells[0].arrays().keys()
+        biases = {name for name in names if name.startswith("bias")}
+        layouts = {}
+        if biases in (set(), {"bias_ih", "bias_hh"}):
+            layouts["torch.nn"] = self._torch_nn_table()
+        if self.causal and self.num_layers == 1 and 2 * len(biases) in (0, len(names)):
+            layouts["scratch"] = self.scratch_table(0)
+        return layouts
+
+    def _torch_nn_table(self) -> Table:
+        table = []
+        for index, cell in enumerate(self.cells):
+            layer, backward = divmod(index, self.num_directions)
+            suffix = f"l{layer}_reverse" if backward else f"l{layer}"
+            for name in cell.arrays():
+                kind, which = name.split("_")
+                row, key = (transposed, "weight") if kind == "kernel" else (same, "bias")
+                table.append(row(f"cells.{index}.{name}", f"{key}_{which}_{suffix}"))
+        return table
+
+    def scratch_table(self, index: int) -> Table:
+        """The table of one cell with a Linear a gate: `w_ii`, `w_hi`, `w_if`, … and `w_hr`."""
+        table = []
+        for name in self.cells[index].arrays():
+            kind, which = name.split("_")
+            key = "weight" if kind == "kernel" else "bias"
+            ends = "r" if which == "hr" else self.gate_names
+            keys = [f"w_{which[0]}{end}.{key}" for end in ends]
+            table.append(gates(f"cells.{index}.{name}", keys))
+        return table

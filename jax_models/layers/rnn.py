@@ -1,0 +1,103 @@
+"""The simple RNN (seeds 001 and 004, torch.nn.RNN)."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.recurrent import RecurrentStack
+from jax_models.ops import Nonlinearity, RNNState
+from jax_models.weights import Layouts, same, summed
+
+
+class RNN(RecurrentStack):
+    """The simple (Elman) recurrent network.
+
+        h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh),   φ = tanh or relu
+
+    x is (batch, time, in_features), y (batch, time, directions · hidden_features), and the state
+    `RNNState(h)` with h (num_layers · directions, batch, hidden_features).
+
+    Args:
+        in_features: size of x_t.
+        hidden_features: size of h_t.
+        num_layers: layers; each reads the outputs of the one below.
+        bidirectional: each layer runs both ways, and the next reads both (torch's meaning; for two
+            whole stacks that meet at the end, see `Bidirectional`).
+        nonlinearity: φ.
+        use_bias: with b_ih and b_hh.
+        recurrent_bias: with b_hh; False leaves the one bias of `h_t = φ(x U + h W + b)`.
+        dropout_rate: of the inputs of every layer but the first, when training.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+
+    Raises:
+        ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown.
+
+    Layouts: `torch.nn` (torch.nn.RNN), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (the RNN
+    with U, W and b; to train on as it would, with `recurrent_bias=False`: of two biases each gets
+    the gradient that the one had). Source: Elman 1990; torch.nn.RNN.
+
+    """
+
+    state_type = RNNState
+    gate_names = "h"
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        nonlinearity: Nonlinearity = "tanh",
+        use_bias: bool = True,
+        recurrent_bias: bool = True,
+        dropout_rate: float = 0.0,
+        time_major: bool = False,
+        dtype=None,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features,
+            hidden_features,
+            num_layers=num_layers,
+            bidirectional=bidirectional,
+            use_bias=use_bias,
+            recurrent_bias=recurrent_bias,
+            dropout_rate=dropout_rate,
+            time_major=time_major,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.nonlinearity: Nonlinearity = nonlinearity
+
+    def recurrence(self, x, state, **weights_and_masks):
+        """`ops.rnn`."""
+        return ops.rnn(x, state, nonlinearity=self.nonlinearity, **weights_and_masks)
+
+    def torch_layouts(self) -> Layouts:
+        """Those of every stack; `deep`: RNNDeep; `cell`: the RNN with U, W and one b."""
+        layouts = super().torch_layouts()
+        has_bias, has_recurrent_bias = (
+            bias is not None for bias in (self.cells[0].bias_ih, self.cells[0].bias_hh)
+        )
+        if self.causal and has_bias == has_recurrent_bias:
+            layouts["deep"] = [
+                row._replace(keys=tuple(f"rnns.{index}.{key}" for key in row.keys))
+                for index in range(self.num_layers)
+                for row in self.scratch_table(index)
+            ]
+        if self.causal and self.num_layers == 1 and has_bias and self.nonlinearity == "tanh":
+            layouts["cell"] = [
+                same("cells.0.kernel_ih", "U"),
+                same("cells.0.kernel_hh", "W"),
+                summed(("cells.0.bias_ih", "cells.0.bias_hh"), "b")
+                if has_recurrent_bias
+                else same("cells.0.bias_ih", "b"),
+            ]
+        return layouts

@@ -1,0 +1,359 @@
+"""RWKV-4 (seed 001; arXiv 2305.13048), under BlinkDL's names."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models import ops
+from jax_models.layers.linear import Linear
+from jax_models.layers.norm import LayerNorm
+from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
+from jax_models.options import FloatingDtype, Index
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same
+
+MARKS = {
+    "RWKV-7": ("r_k", "k_k", "x_r"),
+    "RWKV-6": ("time_maa_x", "time_maa_w1", "time_decay_w1"),
+    "RWKV-5": ("ln_x.weight", "time_faaaa", "gate.weight"),
+}
+"""Ends of keys that an RWKV has from this version on, the newest first."""
+
+
+def other_version(keys: Iterable[object]) -> str | None:
+    """What to say of the keys of an RWKV that is not RWKV-4; None of all others."""
+    for version, marks in MARKS.items():
+        for key in map(str, keys):
+            if any(f".{key}".endswith(f".{mark}") for mark in marks):
+                return f"a checkpoint of {version} (it has {key}), this model is RWKV-4"
+    return None
+
+
+LARGEST_DECAY = 80.0
+"""Of time_decay: beyond it nothing remains of the past already, and w would overflow."""
+
+
+class RWKVTimeMixState(NamedTuple):
+    """What a time mix carries: its last input, and the sums over the past."""
+
+    last: Float[Array, "batch features"]
+    wkv: WKVState
+
+
+class RWKVTimeMix(SequenceLayer):
+    """RWKV-4's attention.
+
+        r, k, v = (μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}) W, each with its own μ and W
+        wkv_t = (Σ_{i<t} e^{−(t−1−i)w + k_i} v_i + e^{u + k_t} v_t)
+              / (Σ_{i<t} e^{−(t−1−i)w + k_i} + e^{u + k_t})
+        y_t = (σ(r) ⊙ wkv_t) W_o
+
+    with w = exp(time_decay) and u = time_first; `ops.wkv` computes it without overflow. x and y are
+    (batch, time, features), the state `RWKVTimeMixState(last, wkv)`, where wkv is
+    `WKVState(num, den, max)`; each array is (batch, features).
+
+    Args:
+        features: size of x_t and y_t.
+        layer_index: which layer of a model this is, 0 for the lowest.
+        num_layers: how many layers the model has; decays, bonuses and μ start as RWKV-4's do at
+            this depth, each channel with its own.
+        method: how `ops.wkv` runs.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. The sums are kept in at
+            least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, or there is no such layer.
+
+    Layouts: `blinkdl` (RWKV-LM's RWKV_TimeMix).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        layer_index: Index = 0,
+        num_layers: int = 1,
+        method: ops.WKVMethod = "auto",
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.method: ops.WKVMethod = method
+        depth, height = _depth_and_height(layer_index, num_layers)
+        channel = np.arange(features)
+        width = channel / max(features - 1, 1)
+        mix = (channel / features) ** height
+
+        def param(value) -> nnx.Param:
+            return nnx.Param(jnp.asarray(value, param_dtype))
+
+        self.time_decay = param(8 * width ** (0.7 + 1.3 * depth) - 5)
+        self.time_first = param(math.log(0.3) + 0.5 * ((channel + 1) % 3 - 1))
+        self.time_mix_k = param(mix)
+        self.time_mix_v = param(mix + 0.3 * depth)
+        self.time_mix_r = param(mix**0.5)
+        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        zeros = nnx.initializers.zeros
+        self.key = Linear(features, features, kernel_init=zeros, **options)
+        self.value = Linear(features, features, kernel_init=orthogonal, **options)
+        self.receptance = Linear(features, features, kernel_init=zeros, **options)
+        self.output = Linear(features, features, kernel_init=zeros, **options)
+
+    foreign_format = staticmethod(other_version)
+
+    def init_state(self, batch_size: int) -> RWKVTimeMixState:
+        """No last input and empty sums, in at least float32."""
+        dtype = carry_dtype(self.dtype or self.param_dtype)
+        wkv = ops.empty_wkv_state(batch_size, self.in_features, dtype)
+        return RWKVTimeMixState(jnp.zeros_like(wkv.num), wkv)
+
+    def sequence(self, x, state, lengths, reset):
+        """The equation."""
+        dtype = self.computation_dtype(x)
+        x = x.astype(dtype)
+        previous, last = token_shift(x, state.last, lengths, reset)
+        k = self.key(mixed(self.time_mix_k, x, previous))
+        v = self.value(mixed(self.time_mix_v, x, previous))
+        r = self.receptance(mixed(self.time_mix_r, x, previous))
+        y, wkv = ops.wkv(
+            k,
+            v,
+            state.wkv,
+            w=jnp.exp(jnp.minimum(self.time_decay[...].astype(carry_dtype(dtype)), LARGEST_DECAY)),
+            u=self.time_first[...],
+            lengths=lengths,
+            reset=reset,
+            method=self.method,
+        )
+        y = self.output(jax.nn.sigmoid(r) * y.astype(dtype))
+        return y, RWKVTimeMixState(last, wkv)
+
+    def torch_layouts(self) -> Layouts:
+        """`blinkdl`: the keys of a block's `att`."""
+        vectors, mixes = ("time_decay", "time_first"), ("time_mix_k", "time_mix_v", "time_mix_r")
+        matrices = ("key", "value", "receptance", "output")
+        return {
+            "blinkdl": [
+                *(same(name, name) for name in vectors),
+                *(mix(name) for name in mixes),
+                *(row for name in matrices for row in linear(name, name, bias=False)),
+            ]
+        }
+
+
+class RWKVChannelMixState(NamedTuple):
+    """What a channel mix carries: its last input."""
+
+    last: Float[Array, "batch features"]
+
+
+class RWKVChannelMix(SequenceLayer):
+    """RWKV-4's feed-forward part.
+
+        r, k = (μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}) W, each with its own μ and W
+        y_t = σ(r) ⊙ (max(k, 0)² W_v)
+
+    x and y are (batch, time, features), the state `RWKVChannelMixState(last)`, (batch, features).
+
+    Args:
+        features: size of x_t and y_t.
+        hidden_features: size of k; 4 features in RWKV-4.
+        layer_index: which layer of a model this is, 0 for the lowest.
+        num_layers: how many layers the model has; μ starts as RWKV-4's does at this depth.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters.
+        param_dtype: of the parameters.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, or there is no such layer.
+
+    Layouts: `blinkdl` (RWKV-LM's RWKV_ChannelMix).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        layer_index: Index = 0,
+        num_layers: int = 1,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.hidden_features = hidden_features
+        _, height = _depth_and_height(layer_index, num_layers)
+        start = jnp.asarray((np.arange(features) / features) ** height, param_dtype)
+        self.time_mix_k = nnx.Param(start)
+        self.time_mix_r = nnx.Param(start)
+        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        zeros = nnx.initializers.zeros
+        self.key = Linear(features, hidden_features, kernel_init=orthogonal, **options)
+        self.receptance = Linear(features, features, kernel_init=zeros, **options)
+        self.value = Linear(hidden_features, features, kernel_init=zeros, **options)
+
+    def init_state(self, batch_size: int) -> RWKVChannelMixState:
+        """No last input: zeros, (batch, features), in at least float32."""
+        dtype = carry_dtype(self.dtype or self.param_dtype)
+        return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), dtype))
+
+    def sequence(self, x, state, lengths, reset):
+        """The equation."""
+        x = x.astype(self.computation_dtype(x))
+        previous, last = token_shift(x, state.last, lengths, reset)
+        k = self.key(mixed(self.time_mix_k, x, previous))
+        r = self.receptance(mixed(self.time_mix_r, x, previous))
+        y = jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2)
+        return y, RWKVChannelMixState(last)
+
+    def torch_layouts(self) -> Layouts:
+        """`blinkdl`: the keys of a block's `ffn`."""
+        matrices = ("key", "receptance", "value")
+        return {
+            "blinkdl": [
+                mix("time_mix_k"),
+                mix("time_mix_r"),
+                *(row for name in matrices for row in linear(name, name, bias=False)),
+            ]
+        }
+
+
+class RWKVBlockState(NamedTuple):
+    """What a block carries."""
+
+    att: RWKVTimeMixState
+    ffn: RWKVChannelMixState
+
+
+class RWKVBlock(SequenceLayer):
+    """A residual block of RWKV-4.
+
+        x ← ln0(x)              in the lowest layer only
+        x ← x + att(ln1(x))
+        x ← x + ffn(ln2(x))
+
+    x is (batch, time, features), the state `RWKVBlockState(att, ffn)`.
+
+    Args:
+        features: size of x_t.
+        hidden_features: size of the channel mix's k; 4 features when None.
+        layer_index: which layer of a model this is, 0 for the lowest.
+        num_layers: how many layers the model has.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters.
+        param_dtype: of the parameters.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, or there is no such layer.
+
+    Layouts: `blinkdl` (RWKV-LM's Block).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int | None = None,
+        *,
+        layer_index: Index = 0,
+        num_layers: int = 1,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        if hidden_features is None:
+            hidden_features = 4 * features
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        place = {"layer_index": layer_index, "num_layers": num_layers}
+        self.ln0 = LayerNorm(features, **options) if layer_index == 0 else None
+        self.ln1 = LayerNorm(features, **options)
+        self.att = RWKVTimeMix(features, **place, **options)
+        self.ln2 = LayerNorm(features, **options)
+        self.ffn = RWKVChannelMix(features, hidden_features, **place, **options)
+
+    foreign_format = staticmethod(other_version)
+
+    def init_state(self, batch_size: int) -> RWKVBlockState:
+        """The initial states of the two parts."""
+        return RWKVBlockState(self.att.init_state(batch_size), self.ffn.init_state(batch_size))
+
+    def sequence(self, x, state, lengths, reset):
+        """The equation."""
+        x = x.astype(self.computation_dtype(x))
+        if self.ln0 is not None:
+            x = self.ln0(x)
+        y, att = self.att.sequence(self.ln1(x), state.att, lengths, reset)
+        x = x + y
+        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, lengths, reset)
+        return x + y, RWKVBlockState(att, ffn)
+
+    def torch_layouts(self) -> Layouts:
+        """`blinkdl`: the keys of a block."""
+        norms = ("ln1", "ln2") if self.ln0 is None else ("ln0", "ln1", "ln2")
+        return {
+            "blinkdl": [
+                *(row for norm in norms for row in layer_norm(norm, norm)),
+                *nested(self.att.torch_layouts()["blinkdl"], "att", "att"),
+                *nested(self.ffn.torch_layouts()["blinkdl"], "ffn", "ffn"),
+            ]
+        }
+
+
+def token_shift(
+    x: Float[Array, "batch time features"],
+    last: Float[Array, "batch features"],
+    lengths: Int[Array, " batch"] | None,
+    reset: Bool[Array, "batch time"] | None,
+) -> tuple[Float[Array, "batch time features"], Float[Array, "batch features"]]:
+    """`x_{t−1}` at each step, zero at a `reset`, and each row's last input."""
+    (previous, _), state = ops.delayed(
+        x, CausalConv1DState(last[..., None]), lengths=lengths, reset=reset
+    )
+    return previous, state.inputs[..., 0]
+
+
+def mixed(mu: nnx.Param, x, previous) -> Float[Array, "batch time features"]:
+    """`μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}`."""
+    weight = jnp.broadcast_to(mu[...].astype(x.dtype), x.shape)
+    return x * weight + previous * (1 - weight)
+
+
+def mix(name: str) -> Weight:
+    """BlinkDL's μ are (1, 1, features)."""
+    return Weight((name,), (name,), lambda a: (a[0, 0],), lambda a: (a[None, None],))
+
+
+def orthogonal(
+    key, shape: tuple[int, int], dtype, *, gain: float | None = None, **_
+) -> Float[Array, "in out"]:
+    """RWKV-4's orthogonal (in, out) matrices: by default, where out > in, longer by √(out / in)."""
+    gain = math.sqrt(max(shape[1] / shape[0], 1)) if gain is None else gain
+    return nnx.initializers.orthogonal(gain)(key, shape, carry_dtype(dtype)).astype(dtype)
+
+
+def _depth_and_height(layer_index: int, num_layers: int) -> tuple[float, float]:
+    """How far up a layer is, 0 (lowest) to 1 (highest), and what remains, 1 to almost 0."""
+    if not 0 <= layer_index < num_layers:
+        raise ValueError(
+            f"layer_index: expected 0 … num_layers − 1 = {num_layers - 1}, got {layer_index}"
+        )
+    return layer_index / max(num_layers - 1, 1), 1 - layer_index / num_layers

@@ -1,0 +1,230 @@
+"""Sequence layers one after the other."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models.ops.checks import described
+from jax_models.sequence import SequenceLayer, State
+from jax_models.weights import Layouts, nested
+
+Remat = Literal["none", "dots", "full"]
+"""What of a layer the backward pass computes again: nothing, all but the results of matrix
+products, or everything (only the layers' inputs are kept)."""
+
+SAVED = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class PureLayer(NamedTuple):
+    """A layer as a function of its arrays. What JAX compiles of it serves all that are equal."""
+
+    graphdef: nnx.GraphDef
+    remat: Remat
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time in"],
+        arrays: nnx.State,
+        state: State,
+        lengths: Int[Array, " batch"] | None,
+        reset: Bool[Array, "batch time"] | None,
+    ) -> tuple[Float[Array, "batch time out"], State, nnx.State]:
+        """y, the last state, and the variables that the layer assigned to."""
+
+        def run(x, arrays, state):
+            layer = nnx.merge(self.graphdef, arrays, copy=True)
+            check_fits(x, layer)
+            y, last_state = layer.sequence(x, state, lengths, reset)
+            return y, last_state, _assigned(arrays, nnx.state(layer))
+
+        if self.remat != "none":
+            run = jax.checkpoint(run, policy=SAVED[self.remat])
+        return run(x, arrays, state)
+
+
+class Stack(SequenceLayer):
+    """Layers, each over the outputs of the one below.
+
+    The state is the tuple of the layers' states, the lowest first. JAX traces one layer for all
+    that follow each other and have one structure. `time_major` is that of all layers, `dtype` and
+    `param_dtype` are the lowest layer's.
+
+    Args:
+        layers: at least one; each returns as many features as the next one reads.
+        remat: what the backward pass computes again rather than keeping it. With it the layers are
+            scanned, too: XLA's CPU backend would merge an unrolled layer with its recomputation.
+        scan_layers: compile one layer, too, as the body of a `lax.scan` over the stacked arrays of
+            all. A single step goes through the layers in turn, and stacks nothing.
+
+    Raises:
+        TypeError: one of the layers is none.
+        ValueError: there is no layer, or no such `remat`, the layers have not one layout, or (at
+            the call) one reads another size than the one below returns.
+
+    Layouts: those that all layers have, under `{i}`.
+
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[SequenceLayer],
+        *,
+        remat: Remat = "none",
+        scan_layers: bool = False,
+    ):
+        if not isinstance(layers, Iterable):
+            raise TypeError(f"layers: expected a list of layers, got {described(layers)}")
+        self.layers = nnx.List(layers)
+        if not self.layers:
+            raise ValueError("layers: expected at least one, got none")
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, SequenceLayer):
+                raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
+        self.time_major = self.layers[0].time_major
+        for i, layer in enumerate(self.layers):
+            if layer.time_major != self.time_major:
+                raise ValueError(
+                    f"layers[{i}]: expected time_major={self.time_major} as layers[0] has, "
+                    f"got {layer.time_major}"
+                )
+        self.remat: Remat = remat
+        self.scan_layers = scan_layers
+        self.in_features = self.layers[0].in_features
+        self.dtype, self.param_dtype = self.layers[0].dtype, self.layers[0].param_dtype
+        self.causal = all(layer.causal for layer in self.layers)
+        self.resettable = all(layer.resettable for layer in self.layers)
+
+    def init_state(self, batch_size: int) -> State:
+        """The layers' initial states."""
+        return tuple(layer.init_state(batch_size) for layer in self.layers)
+
+    def start(self, batch_size: int) -> State:
+        """What the layers start from."""
+        return tuple(layer.start(batch_size) for layer in self.layers)
+
+    def sequence(self, x, state, lengths, reset):
+        """All layers, the lowest first."""
+        pairs = [*zip(self.layers, state, strict=True)]
+        last_states = []
+        if not _is_traced((x, state, nnx.state(self))):  # nothing is compiled or differentiated
+            for layer, layer_state in pairs:
+                check_fits(x, layer)
+                x, last_state = layer.sequence(x, layer_state, lengths, reset)
+                last_states.append(last_state)
+            return x, tuple(last_states)
+        for _, alike in itertools.groupby(pairs, lambda pair: _structure(*pair)):
+            layers, states = map(list, zip(*alike, strict=True))
+            x = x.astype(layers[0].computation_dtype(x))
+            scanned = self.scan_layers or self.remat != "none"
+            several = len(layers) > 1 and x.shape[1] != 1 and not _share_variables(layers)
+            run = _scan if scanned and several else _run_in_turn
+            pure = PureLayer(nnx.graphdef(layers[0]), self.remat)
+            x, results = run(pure, x, layers, states, lengths, reset)
+            last_states += results
+        return x, tuple(last_states)
+
+    def torch_layouts(self) -> Layouts:
+        """The layouts that all layers have, numbered."""
+        layouts = [layer.torch_layouts() for layer in self.layers]
+        return {
+            name: [
+                row
+                for i, layer in enumerate(layouts)
+                for row in nested(layer[name], f"layers.{i}", str(i))
+            ]
+            for name in layouts[0]
+            if all(name in layer for layer in layouts)
+        }
+
+
+def check_fits(x: Float[Array, "batch time features"], layer: SequenceLayer) -> None:
+    """Refuse a layer that reads another size than the one below returns."""
+    if x.shape[-1] != layer.in_features:
+        raise ValueError(
+            f"layers: expected in_features={x.shape[-1]} of the {type(layer).__name__}, as many as "
+            f"the layer below it returns, got {layer.in_features}"
+        )
+
+
+_compiled = jax.jit(PureLayer.__call__, static_argnums=0)
+
+
+@partial(jax.jit, static_argnums=0)
+def _compiled_scan(pure: PureLayer, x, arrays_and_states, lengths, reset):
+    def step(x, arrays_and_state):
+        arrays, state = arrays_and_state
+        y, *others = pure(x, arrays, state, lengths, reset)
+        check_fits(y, nnx.merge(pure.graphdef, arrays, copy=True))
+        return y, others
+
+    return jax.lax.scan(step, x, arrays_and_states)
+
+
+def _run_in_turn(
+    pure: PureLayer,
+    x: Array,
+    layers: Sequence[SequenceLayer],
+    states: Sequence[State],
+    lengths: Array | None,
+    reset: Array | None,
+) -> tuple[Array, list[State]]:
+    """Layers of one structure, traced once."""
+    last_states = []
+    for layer, state in zip(layers, states, strict=True):
+        x, last_state, assigned = _compiled(pure, x, nnx.state(layer), state, lengths, reset)
+        nnx.update(layer, assigned)
+        last_states.append(last_state)
+    return x, last_states
+
+
+def _scan(
+    pure: PureLayer,
+    x: Array,
+    layers: Sequence[SequenceLayer],
+    states: Sequence[State],
+    lengths: Array | None,
+    reset: Array | None,
+) -> tuple[Array, list[State]]:
+    """Layers of one structure, compiled once."""
+    inputs = [(nnx.state(layer), state) for layer, state in zip(layers, states, strict=True)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
+    x, outputs = _compiled_scan(pure, x, stacked, lengths, reset)
+    last_states = []
+    for i, layer in enumerate(layers):
+        last_state, assigned = jax.tree.map(lambda a: a[i], outputs)  # noqa: B023
+        nnx.update(layer, assigned)
+        last_states.append(last_state)
+    return x, last_states
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _structure(layer: SequenceLayer, state: State) -> Any:
+    """What layers have in common where one program serves them all."""
+    graphdef, arrays = nnx.split(layer)
+    leaves, treedef = jax.tree.flatten((arrays, state))
+    return graphdef, treedef, [jax.typeof(leaf) for leaf in leaves]
+
+
+def _share_variables(layers: Sequence[SequenceLayer]) -> bool:
+    apart = sum(len(jax.tree.leaves(nnx.state(layer))) for layer in layers)
+    return len(jax.tree.leaves(nnx.state(layers))) < apart
+
+
+def _assigned(before: nnx.State, after: nnx.State) -> nnx.State:
+    """The variables that a layer assigned to, as dropout counts its masks."""
+    old = {path: variable.get_value() for path, variable in nnx.to_flat_state(before)}
+    new = nnx.to_flat_state(after)
+    return nnx.from_flat_state([(k, v) for k, v in new if v.get_value() is not old.get(k)])

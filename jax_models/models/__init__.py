@@ -1,0 +1,1 @@
+"""Language models: the skeleton, an architecture a file, and generation."""

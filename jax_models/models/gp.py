@@ -1,0 +1,155 @@
+"""The GPT-like language model of "The Annotated Hyena" (seed 002), over Hyena or attention."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.attention import SelfAttentionBlock
+from jax_models.layers.dropout import Dropout
+from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
+from jax_models.layers.norm import LayerNorm
+from jax_models.layers.stack import Remat, Stack
+from jax_models.models.language_model import LanguageModel, LanguageModelConfig
+from jax_models.ops.checks import checked_rate
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, layer_norm, nested, squeezed, tied
+
+Block = Literal["hyena", "authentic-hyena", "attention"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GPModelConfig(LanguageModelConfig):
+    """The GPT-like language model; the defaults are the seed's simple Hyena."""
+
+    vocab_size: int = 65
+    """Number of distinct tokens."""
+    context_length: int = 128  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Positions that the model knows."""
+    features: int = 386
+    """Width of the model."""
+    num_layers: int = 6
+    """Blocks."""
+    block: Block = "hyena"
+    """What they are."""
+    order: int = 2
+    """Of a Hyena: its long convolutions."""
+    kernel_size: int = 3
+    """Of a Hyena: inputs that its short convolution sees."""
+    embed_features: int = 33
+    """Of an authentic Hyena's filter: size of the embedding of a position."""
+    mlp_features: int = 64
+    """Of an authentic Hyena's filter: width of its network."""
+    num_filter_layers: int = 4
+    """Of an authentic Hyena's filter: layers of its network."""
+    omega: float = 12.0
+    """Of an authentic Hyena's filter: frequency of its sines."""
+    implicit: bool = True
+    """Of an authentic Hyena's filter: is it its network, as described, or explicit, as printed?"""
+    num_heads: int = 6
+    """Of attention."""
+    block_dropout_rate: float = 0.0
+    """Dropout in the blocks."""
+    embedding_dropout_rate: float = 0.0
+    """Dropout of the embeddings."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing; "dots", all but the results of matrix
+    products; "full", all but the blocks' inputs."""
+    scan_layers: bool = False
+    """Compile one block for all: faster to compile, slower to run on a CPU."""
+
+    def __post_init__(self):
+        """Refuse sizes, blocks and rates that there are not."""
+        super().__post_init__()
+        checked_rate("block_dropout_rate", self.block_dropout_rate)
+        checked_rate("embedding_dropout_rate", self.embedding_dropout_rate)
+
+    def build(self, **kwargs: Any) -> "GPModel":
+        """`GPModel(self, …)`."""
+        return GPModel(self, **kwargs)
+
+    def build_block(self, **kwargs: Any) -> SequenceLayer:
+        """One block; `kwargs` are its `dtype`, `param_dtype` and `rngs`."""
+        kwargs["dropout_rate"] = self.block_dropout_rate
+        if self.block == "attention":
+            return SelfAttentionBlock(
+                self.features, self.num_heads, max_length=self.context_length, **kwargs
+            )
+        kwargs |= {"order": self.order, "kernel_size": self.kernel_size}
+        if self.block == "hyena":
+            return HyenaBlock(self.features, self.context_length, **kwargs)
+        return AuthenticHyenaBlock(
+            self.features,
+            self.context_length,
+            embed_features=self.embed_features,
+            mlp_features=self.mlp_features,
+            num_filter_layers=self.num_filter_layers,
+            omega=self.omega,
+            implicit=self.implicit,
+            **kwargs,
+        )
+
+
+class GPModel(LanguageModel):
+    """Token and position embeddings → dropout → blocks → LayerNorm → the token embedding again.
+
+        logits = norm(layers(dropout(E[tokens] + pos_embedding))) Eᵀ
+
+    `generate` and `stream` draw from the carried state until context_length is full, and from the
+    last context_length tokens from then on (the seed never slides).
+
+    Args:
+        config: the sizes and the kind of block.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+        rngs: draws the parameters (`params`), the embeddings normal as the seed does, and the
+            dropout masks (`dropout`).
+
+    Layouts: `annotated-hyena` (the seed's GPModel; the tied `head.weight` must equal
+    `tok_emb.weight`).
+
+    """
+
+    def __init__(
+        self,
+        config: GPModelConfig,
+        *,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        normal = nnx.initializers.normal(1.0)
+        self.config = config
+        self.embedding = nnx.Embed(
+            config.vocab_size, config.features, embedding_init=normal, **options
+        )
+        self.pos_embedding = nnx.Embed(
+            config.context_length, config.features, embedding_init=normal, **options
+        )
+        self.dropout = Dropout(config.embedding_dropout_rate, rngs=rngs)
+        blocks = (config.build_block(**options) for _ in range(config.num_layers))
+        self.layers = Stack(blocks, remat=config.remat, scan_layers=config.scan_layers)
+        self.norm = LayerNorm(config.features, **options)
+
+    def embed(self, tokens, positions):
+        """The embeddings, and dropout when training."""
+        return self.dropout(super().embed(tokens, positions))
+
+    def head(self, x):
+        """`x Eᵀ`."""
+        return ops.affine(x, self.embedding.embedding[...].T.astype(x.dtype)).astype(x.dtype)
+
+    def torch_layouts(self) -> Layouts:
+        """`annotated-hyena`: the seed's keys."""
+        return {
+            "annotated-hyena": [
+                tied("embedding.embedding", ("tok_emb.weight", "head.weight")),
+                squeezed("pos_embedding.embedding", "pos_emb", (0,)),
+                *nested(self.layers.torch_layouts()["annotated-hyena"], "layers", "layers"),
+                *layer_norm("norm", "ln"),
+            ]
+        }

@@ -1,0 +1,87 @@
+"""The Hawk language model (Griffin, arXiv 2402.19427, section 2)."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models.layers.hawk import HawkBlock
+from jax_models.layers.linear import Linear
+from jax_models.layers.norm import RMSNorm
+from jax_models.layers.stack import Remat, Stack
+from jax_models.models.language_model import LanguageModel, LanguageModelConfig
+from jax_models.options import FloatingDtype
+from jax_models.weights import Layouts, embedding, linear, nested, rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class HawkLanguageModelConfig(LanguageModelConfig):
+    """The Hawk language model."""
+
+    vocab_size: int = 256
+    """Number of distinct tokens."""
+    features: int = 192
+    """Width of the model."""
+    num_layers: int = 3
+    """Residual blocks."""
+    mlp_features: int = 576
+    """Width of the gated MLPs; three times `features` in the paper."""
+    kernel_size: int = 4
+    """Inputs that the causal convolution sees."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing; "dots", all but the results of matrix
+    products; "full", all but the blocks' inputs."""
+    scan_layers: bool = False
+    """Compile one block for all: faster to compile, slower to run on a CPU."""
+
+    def build(self, **kwargs: Any) -> "HawkLanguageModel":
+        """`HawkLanguageModel(self, …)`."""
+        return HawkLanguageModel(self, **kwargs)
+
+
+class HawkLanguageModel(LanguageModel):
+    """Token embedding → Hawk blocks → RMSNorm → Linear.
+
+    Args:
+        config: the sizes.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+        rngs: draws the parameters.
+
+    Layouts: `hawk` (torch_ref.HawkLanguageModel).
+
+    """
+
+    def __init__(
+        self,
+        config: HawkLanguageModelConfig,
+        *,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.config = config
+        self.embedding = nnx.Embed(config.vocab_size, config.features, **options)
+        self.pos_embedding = None
+        blocks = (
+            HawkBlock(
+                config.features, config.mlp_features, kernel_size=config.kernel_size, **options
+            )
+            for _ in range(config.num_layers)
+        )
+        self.layers = Stack(blocks, remat=config.remat, scan_layers=config.scan_layers)
+        self.norm = RMSNorm(config.features, **options)
+        self.head = Linear(config.features, config.vocab_size, use_bias=False, **options)
+
+    def torch_layouts(self) -> Layouts:
+        """`hawk`: the twin's keys."""
+        return {
+            "hawk": [
+                *embedding("embedding", "embedding"),
+                *nested(self.layers.torch_layouts()["hawk"], "layers", "blocks"),
+                *rms_norm("norm", "final_norm"),
+                *linear("head", "head", bias=False),
+            ]
+        }

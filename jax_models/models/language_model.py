@@ -1,0 +1,154 @@
+"""Language models: tokens in, next-token logits out, over any of the sequence layers."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models.ops.checks import as_array, nan_rows
+from jax_models.options import CheckedOptions, check_fields
+from jax_models.sequence import (
+    SequenceLayer,
+    State,
+    at_end,
+    checked_lengths,
+    checked_reset,
+    checked_state,
+    mask_padding,
+    positions_after,
+)
+from jax_models.weights import Layouts
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelConfig:
+    """What every language model's config says; its subclasses are the models there are."""
+
+    vocab_size: int
+    """Number of distinct tokens."""
+
+    def __post_init__(self):
+        """Refuse what the annotations do not allow, and integers that are not positive."""
+        check_fields(self)
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions that the model knows. None: it has no positions, and no limit."""
+        return None
+
+    def build(self, **kwargs: Any) -> "LanguageModel":
+        """A subclass's model; `kwargs` are its `dtype`, `param_dtype` and `rngs`."""
+        raise NotImplementedError(f"{type(self).__name__}: a subclass builds the model")
+
+
+class LanguageModelState(NamedTuple):
+    """What a language model carries: its layers' state, and each row's position."""
+
+    layers: State
+    position: Int[Array, " batch"]
+
+
+class LanguageModel(CheckedOptions, nnx.Module):
+    """Tokens (batch, time) → logits (batch, time, vocab_size) of each next token.
+
+        logits = head(norm(layers(embedding(tokens) + pos_embedding(position))))
+
+    The contract is a sequence layer's: state in and out, `step`, `lengths`, `reset`. A model with a
+    `context_length` counts positions from its state, or from the last `reset`; beyond that length,
+    as under `jit` for tokens outside the vocabulary and for rows whose length lies outside
+    0 … time, its logits are NaN. Subclasses set the attributes.
+    """
+
+    config: LanguageModelConfig
+    embedding: nnx.Embed
+    pos_embedding: nnx.Embed | None
+    layers: SequenceLayer
+    norm: Callable[[Array], Array]
+    head: Callable[[Array], Array]
+
+    def torch_layouts(self) -> Layouts:
+        """A subclass's weight tables, by layout name."""
+        raise NotImplementedError
+
+    def embed(
+        self, tokens: Int[Array, "batch time"], positions: Int[Array, "batch time"]
+    ) -> Float[Array, "batch time features"]:
+        """What the layers read: the embeddings of the tokens and, if there are any, positions."""
+        x = self.embedding(tokens)
+        return x if self.pos_embedding is None else x + self.pos_embedding(positions)
+
+    def init_state(self, batch_size: int) -> LanguageModelState:
+        """The state before the first token."""
+        return LanguageModelState(
+            self.layers.init_state(batch_size), jnp.zeros(batch_size, jnp.int32)
+        )
+
+    def __call__(
+        self,
+        tokens: Int[ArrayLike, "batch time"],
+        state: LanguageModelState | None = None,
+        *,
+        lengths: Int[ArrayLike, " batch"] | None = None,
+        reset: Bool[ArrayLike, "batch time"] | None = None,
+    ) -> tuple[Float[Array, "batch time vocab"], LanguageModelState]:
+        """Run over whole sequences; the arguments are those of `SequenceLayer`.
+
+        Raises:
+            TypeError: tokens or lengths are not integers, reset not bool, or the state has another
+                structure than `init_state` gives.
+            ValueError: a rank or size is wrong, a token is not in the vocabulary, or the sequence
+                exceeds `context_length`.
+
+        """
+        tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
+        batch_size, time = tokens.shape
+        limit = self.config.context_length
+        if limit is not None and time > limit and reset is None:
+            raise ValueError(f"tokens: expected at most context_length={limit} steps, got {time}")
+        ends, outside = checked_lengths(lengths, (batch_size,), time)
+        reset = checked_reset(reset, tokens.shape)
+        if state is None:
+            start, before = None, jnp.zeros(batch_size, jnp.int32)
+        else:
+            expected = jax.eval_shape(lambda: self.init_state(batch_size))
+            start, before = checked_state(state, expected)
+
+        positions = positions_after(before, time, reset)
+        x, layers = self.layers(self.embed(tokens, positions), start, lengths=lengths, reset=reset)
+        logits = mask_padding(self.head(self.norm(x)), ends)
+        if outside is not None:
+            logits = nan_rows(outside, logits, 0)
+        return logits, LanguageModelState(layers, at_end(before, positions + 1, ends))
+
+    def step(
+        self, token: Int[ArrayLike, " batch"], state: LanguageModelState
+    ) -> tuple[Float[Array, "batch vocab"], LanguageModelState]:
+        """One token of each row, and the state before it."""
+        token = checked_tokens("token", token, self.config.vocab_size)
+        if token.ndim != 1:
+            raise ValueError(f"token: expected shape (batch,), got {token.shape}")
+        logits, state = self(token[:, None], state)
+        return logits[:, 0], state
+
+
+def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:
+    """Tokens as an array, if they are integers in 0 … vocab_size − 1; traced ones end as NaN."""
+    values = tokens if isinstance(tokens, Tracer) else as_array(name, tokens, np.asarray)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected an integer dtype, got {values.dtype}")
+    outside = (values < 0) | (values >= vocab_size)
+    if isinstance(values, np.ndarray):
+        if outside.any():
+            found = sorted(set(values[outside].tolist()))[:10]
+            raise ValueError(f"{name}: expected values in 0 … {vocab_size - 1}, got {found}")
+        return jax.device_put(values)  # `jnp.asarray` would compile a program for each shape
+    return jnp.where(outside, vocab_size, values)

@@ -1,0 +1,38 @@
+"""How a layer's parameters and a torch `state_dict` become each other."""
+
+from jax_models.weights.tables import (
+    Layouts,
+    Table,
+    Weight,
+    embedding,
+    gates,
+    layer_norm,
+    linear,
+    nested,
+    rms_norm,
+    same,
+    squeezed,
+    summed,
+    tied,
+    transposed,
+)
+from jax_models.weights.transfer import from_torch, to_torch
+
+__all__ = [
+    "Layouts",
+    "Table",
+    "Weight",
+    "embedding",
+    "from_torch",
+    "gates",
+    "layer_norm",
+    "linear",
+    "nested",
+    "rms_norm",
+    "same",
+    "squeezed",
+    "summed",
+    "tied",
+    "to_torch",
+    "transposed",
+]

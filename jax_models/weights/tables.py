@@ -1,0 +1,120 @@
+"""Weight tables: how a layer's parameters and a torch `state_dict` become each other.
+
+A table is a list of `Weight` rows, each naming parameters of the layer, keys of the `state_dict`,
+and the transform between them with its inverse. A layer's `torch_layouts` gives its tables by
+layout name; `from_torch` and `to_torch` read the same table in the two directions. Neither needs
+torch to be installed.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+Arrays = tuple[np.ndarray, ...]
+
+
+class Weight(NamedTuple):
+    """One row: `to_jax` takes the keys' arrays to the parameters', `to_torch` takes them back."""
+
+    params: tuple[str, ...]
+    keys: tuple[str, ...]
+    to_jax: Callable[..., Arrays]
+    to_torch: Callable[..., Arrays]
+
+
+Table = list[Weight]
+Layouts = dict[str, Table]
+
+
+class HasLayouts(Protocol):
+    """A layer that knows its torch layouts.
+
+    One that is easily given another model's weights may also have `foreign_format(keys)`, which
+    says whose they are.
+    """
+
+    def torch_layouts(self) -> Layouts:
+        """The weight tables of this layer, by layout name; the first is the one to export to."""
+        ...
+
+
+def same(param: str, key: str) -> Weight:
+    """The parameter is the key's array."""
+    return Weight((param,), (key,), lambda a: (a,), lambda a: (a,))
+
+
+def transposed(param: str, key: str) -> Weight:
+    """The (in, out) parameter is the key's (out, in) matrix."""
+    return Weight((param,), (key,), lambda a: (a.T,), lambda a: (a.T,))
+
+
+def gates(param: str, keys: list[str]) -> Weight:
+    """The gates' (out, in) matrices, or (out,) biases, are side by side along the last axis."""
+    return Weight(
+        (param,),
+        tuple(keys),
+        lambda *gates: (np.concatenate([gate.T for gate in gates], axis=-1),),
+        lambda a: tuple(gate.T for gate in np.split(a, len(keys), axis=-1)),
+    )
+
+
+def summed(params: tuple[str, str], key: str) -> Weight:
+    """The key's array is the sum of two parameters. Import puts all of it into the first.
+
+    The second becomes −0.0, which leaves every bit of the sum alone, even a −0.0. This is the one
+    transform that does not return every layer's parameters: what it keeps of two is their sum.
+    """
+    return Weight(
+        params, (key,), lambda a: (a, np.full_like(a, -0.0)), lambda a, b: (np.add(a, b),)
+    )
+
+
+def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
+    """The parameter is the key's array without some axes of size 1."""
+    return Weight(
+        (param,), (key,), lambda a: (np.squeeze(a, axes),), lambda a: (np.expand_dims(a, axes),)
+    )
+
+
+def tied(param: str, keys: tuple[str, str]) -> Weight:
+    """Both keys' arrays are the parameter; import refuses two that differ."""
+
+    def one(a: np.ndarray, b: np.ndarray) -> Arrays:
+        if a.tobytes() != b.tobytes():
+            raise ValueError("two different arrays, where the model has one for both")
+        return (a,)
+
+    return Weight((param,), keys, one, lambda a: (a, a))
+
+
+def linear(param: str, key: str, *, bias: bool = True) -> Table:
+    """`nnx.Linear` and `torch.nn.Linear`."""
+    weight = transposed(f"{param}.kernel", f"{key}.weight")
+    return [weight, same(f"{param}.bias", f"{key}.bias")] if bias else [weight]
+
+
+def layer_norm(param: str, key: str) -> Table:
+    """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
+    return [same(f"{param}.scale", f"{key}.weight"), same(f"{param}.bias", f"{key}.bias")]
+
+
+def rms_norm(param: str, key: str) -> Table:
+    """`nnx.RMSNorm` and `torch.nn.RMSNorm`."""
+    return [same(f"{param}.scale", f"{key}.weight")]
+
+
+def embedding(param: str, key: str) -> Table:
+    """`nnx.Embed` and `torch.nn.Embedding`."""
+    return [same(f"{param}.embedding", f"{key}.weight")]
+
+
+def nested(table: Table, param: str, key: str) -> Table:
+    """The table of a layer that is the attribute `param` here and the submodule `key` in torch."""
+    return [
+        row._replace(
+            params=tuple(f"{param}.{p}" for p in row.params),
+            keys=tuple(f"{key}.{k}" for k in row.keys),
+        )
+        for row in table
+    ]

@@ -1,0 +1,298 @@
+"""A layer's weights from a torch `state_dict`, and back, by the layer's tables."""
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from jax_models.weights.bounds import bounds
+from jax_models.weights.constant import Constant
+from jax_models.weights.keys import Fault, elsewhere, joined, lines
+from jax_models.weights.tables import Arrays, HasLayouts, Layouts, Table, Weight
+
+Layer = TypeVar("Layer", bound=nnx.Module)
+
+
+def from_torch(
+    layer: Layer, state_dict: Mapping[str, Any], layout: str | Table | None = None
+) -> Layer:
+    """Load a torch `state_dict` into a layer, in place, and return the layer.
+
+    Args:
+        layer: a layer of this package, or any `nnx.Module` with a table of its own as `layout`,
+            built with the sizes and options of the torch module. Its parameters may be abstract
+            (`nnx.eval_shape`), if it has no dropout.
+        state_dict: torch tensors (or arrays) by key, as `module.state_dict()` gives them.
+        layout: the layout's name, or a table; by default the one whose keys these are.
+
+    Every key is used once and every parameter is set once. Values are never changed: a dtype that
+    the parameter cannot hold exactly is refused, and so are integers and bools. A parameter keeps
+    its dtype and its sharding.
+
+    Raises:
+        TypeError: the layer is no module, the state_dict no mapping, the layout neither a name nor
+            a table, or a foreign module has no table.
+        ValueError: the layout is unknown, a table's row does not fit, or keys are missing,
+            unexpected, of another shape or of a wider dtype, or hold values outside a parameter's
+            bounds: all of them are listed, and the layer is left as it was. If the weights are
+            under a prefix of the keys or in an entry, the message has the code that gives them.
+
+    Warns:
+        UserWarning: weights are NaN or infinite.
+
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict: expected a mapping of keys to tensors, as module.state_dict() gives it, "
+            f"got {type(state_dict).__name__}"
+        )
+    foreign_format = getattr(layer, "foreign_format", None)
+    if foreign_format is not None and (foreign := foreign_format(state_dict)):
+        raise ValueError(f"state_dict: {foreign}")
+    params = _params(layer)
+    name, table = weight_table(layer, layout, state_dict)
+
+    arrays, faults = {}, []
+    for row in table:
+        placeholders = [_placeholder(params[path].get_value()) for path in row.params]
+        for key, like in zip(row.keys, _transformed(row, "to_torch", placeholders), strict=True):
+            if key not in state_dict:
+                faults.append(("missing key ", key, f", shape {like.shape}"))
+                continue
+            try:
+                arrays[key] = _read(state_dict[key], like)
+            except ValueError as error:
+                faults.append(("", key, f": {error}"))
+    known = {key for row in table for key in row.keys}
+    faults += [("unexpected key ", str(key), "") for key in state_dict if key not in known]
+    _refuse(faults, layer, name)
+
+    loaded = {}
+    for row in table:
+        try:
+            values = _transformed(row, "to_jax", [arrays[key] for key in row.keys])
+        except ValueError as error:
+            faults.append(("", str(error), ""))
+            continue
+        loaded |= zip(row.params, values, strict=True)
+        faults += [
+            ("", ", ".join(row.keys), f": {fault}")
+            for path, value in zip(row.params, values, strict=True)
+            if (fault := _misfit(params[path], value))
+        ]
+    _refuse(faults, layer, name)
+
+    if not_finite := [key for key, array in arrays.items() if not np.isfinite(array).all()]:
+        warnings.warn(
+            f"state_dict: numbers that are not finite in {', '.join(joined(not_finite))}",
+            stacklevel=2,
+        )
+    for path, value in loaded.items():
+        old = params[path].get_value()
+        own = np.array(value, dtype=old.dtype)  # jax may keep the memory that it is given
+        params[path].set_value(jax.device_put(own, getattr(old, "sharding", None)))
+    return layer
+
+
+def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndarray]:
+    """The layer's weights as a `state_dict` of numpy arrays, bit for bit.
+
+    Args:
+        layer: a layer of this package, or any `nnx.Module` with a table as `layout`.
+        layout: the layout's name, or a table; by default the layer's first.
+
+    Each array is a contiguous copy, ready for `torch.from_numpy`. numpy has no bfloat16 of its
+    own: such arrays have the dtype of `ml_dtypes`, and `torch.from_numpy(a.view(np.uint16))
+    .view(torch.bfloat16)` reads them.
+
+    Raises:
+        TypeError: the layer is no module, or the layout neither a name nor a table.
+        ValueError: this layer has no such layout, or its parameters have no values.
+
+    """
+    params = {path: param.get_value() for path, param in _params(layer).items()}
+    if any(isinstance(value, jax.ShapeDtypeStruct | Tracer) for value in params.values()):
+        raise ValueError(
+            "layer: its parameters have no values, as under nnx.eval_shape or jax.jit: "
+            "load weights first, or call to_torch outside"
+        )
+    _, table = weight_table(layer, layout)
+    state_dict = {}
+    for row in table:
+        values = _transformed(row, "to_torch", [np.asarray(params[path]) for path in row.params])
+        state_dict |= {
+            key: np.array(value, order="C") for key, value in zip(row.keys, values, strict=True)
+        }
+    return state_dict
+
+
+def weight_table(
+    layer: Any, layout: str | Table | None, state_dict: Mapping[str, Any] | None = None
+) -> tuple[str, Table]:
+    """A layout's name and table; by default that of the state_dict, or the layer's first.
+
+    Raises:
+        TypeError: the layout is neither a name nor a table.
+        ValueError: the layer has no such layout, a table does not name each parameter once, or the
+            state_dict is of no layout.
+
+    """
+    if isinstance(layout, list) and all(isinstance(row, Weight) for row in layout):
+        layouts = {"of its own": layout}
+    elif layout is None or isinstance(layout, str):
+        layouts = _layouts(layer)
+    else:
+        raise TypeError(f"layout: expected a name or a list of `Weight` rows, got {layout!r:.100}")
+    if isinstance(layout, str):
+        if layout not in layouts:
+            raise ValueError(
+                f"layout: {type(layer).__name__} with these options has {sorted(layouts)}, "
+                f"not {layout!r}"
+            )
+        layouts = {layout: layouts[layout]}
+    for name, table in layouts.items():
+        _check_rows(name, table, layer)
+    name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer)
+    return name, layouts[name]
+
+
+def _check_rows(name: str, table: Table, layer: Any) -> None:
+    """Refuse a table that does not name every parameter once, and no key twice."""
+    params, kind = _params(layer), type(layer).__name__
+    named = Counter(path for row in table for path in row.params)
+    keys = Counter(key for row in table for key in row.keys)
+    faults = [
+        *(("no row for the parameter ", path, "") for path in params if path not in named),
+        *((f"{kind} has no parameter ", path, "") for path in named if path not in params),
+        *(("two rows for the parameter ", path, "") for path, count in named.items() if count > 1),
+        *(("two rows for the key ", key, "") for key, count in keys.items() if count > 1),
+    ]
+    if faults:
+        raise ValueError(f"layout {name!r}: {'; '.join(lines(faults))}")
+
+
+def _transformed(row: Weight, transform: str, arrays: list[np.ndarray]) -> Arrays:
+    """What a row's transform makes of arrays, checked to be as many as the row names."""
+    names = row.params if transform == "to_jax" else row.keys
+    try:
+        values = getattr(row, transform)(*arrays)
+        if not isinstance(values, tuple):
+            raise ValueError(f"{transform} gives a {type(values).__name__}, expected a tuple")
+        if len(values) != len(names):
+            raise ValueError(f"{transform} gives {len(values)} arrays for {len(names)}")
+        for value in values:
+            if not hasattr(value, "shape"):
+                raise ValueError(f"{transform} gives a {type(value).__name__}, expected an array")
+    except Exception as error:  # a table may be anybody's
+        raise ValueError(f"{', '.join(row.keys)}: {error}") from error
+    return values
+
+
+def _read(value: Any, like: np.ndarray) -> np.ndarray:
+    """A state_dict's value as an array that can take the place of another."""
+    try:
+        if not hasattr(value, "shape"):
+            raise ValueError(f"expected a tensor or an array, got {type(value).__name__}")
+        array = as_numpy(value)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"it cannot be read: {str(error).splitlines()[0]}") from None
+    if np.ma.isMaskedArray(value):
+        raise ValueError("expected a whole array, got a masked one: fill it by .filled()")
+    if array.shape != like.shape:
+        raise ValueError(f"expected shape {like.shape}, got {array.shape}")
+    if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"expected floating numbers, got {array.dtype}")
+    if not np.can_cast(array.dtype, like.dtype, "safe"):
+        raise ValueError(
+            f"{array.dtype} does not fit into {like.dtype} exactly: build the layer with "
+            f"param_dtype={array.dtype} (float64 needs jax_enable_x64), or cast the state_dict "
+            "first"
+        )
+    return array
+
+
+def _refuse(faults: list[Fault], layer, layout: str) -> None:
+    if faults:
+        raise ValueError(
+            f"state_dict does not fit {type(layer).__name__} in layout {layout!r}:\n  "
+            + "\n  ".join(lines(faults))
+        )
+
+
+def _misfit(param: nnx.Variable, value: np.ndarray) -> str | None:
+    """Why the parameter cannot take the value."""
+    shape = param.get_value().shape
+    if value.shape != shape:
+        return f"to_jax gives shape {value.shape}, the parameter has {shape}"
+    interval = bounds(param)
+    if interval is None:
+        return None
+    low, high = interval
+    count = np.count_nonzero(~((value >= low) & (value <= high)))  # NaN is outside
+    return f"{count} of {value.size} values outside [{low:g}, {high:g}]" if count else None
+
+
+def _params(layer) -> dict[str, nnx.Variable]:
+    if not isinstance(layer, nnx.Module):
+        name = f"the class {layer.__name__}" if isinstance(layer, type) else type(layer).__name__
+        raise TypeError(f"layer: expected an nnx.Module, got {name}")
+    flat = nnx.to_flat_state(nnx.state(layer, (nnx.Param, nnx.BatchStat, Constant)))
+    return {".".join(map(str, path)): param for path, param in flat}
+
+
+def _layouts(layer: HasLayouts) -> Layouts:
+    if not hasattr(layer, "torch_layouts"):
+        raise TypeError(
+            f"layer: {type(layer).__name__} knows no layout of its own: give a table as `layout`"
+        )
+    layouts = layer.torch_layouts()
+    if not layouts:
+        raise ValueError(
+            f"layer: no torch module has the options of this {type(layer).__name__} "
+            "(its layers, directions and biases together)"
+        )
+    return layouts
+
+
+def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer) -> str:
+    """The layout that shares the most keys with a state_dict, least missing first among equals."""
+    keys = set(state_dict)
+    known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
+    best = max(known, key=lambda name: (len(known[name] & keys), -len(known[name] - keys)))
+    if known[best] & keys or not known[best]:
+        return best
+    if not keys:
+        raise ValueError("state_dict: it has no keys")
+    if found := elsewhere(state_dict, known.values()):
+        raise ValueError(f"state_dict: {found}")
+    expected = "; ".join(
+        f"layout {name!r} takes {', '.join(joined(sorted(known[name])))}" for name in known
+    )
+    raise ValueError(
+        f"state_dict: none of its keys fits {type(layer).__name__} with these options: it has "
+        f"{', '.join(joined(sorted(map(str, keys))))}; {expected}"
+    )
+
+
+def _placeholder(value) -> np.ndarray:
+    """An array of the value's shape and dtype that holds nothing, to run a transform on."""
+    return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+
+
+def as_numpy(value) -> np.ndarray:
+    """A torch tensor, of whatever dtype, or an array as a numpy array."""
+    if not hasattr(value, "detach"):
+        return np.asarray(value)
+    tensor = value.detach().cpu()
+    if str(tensor.dtype) == "torch.bfloat16":
+        uint16 = sys.modules["torch"].uint16
+        return tensor.contiguous().view(uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

@@ -1,0 +1,1 @@
+"""What measures any pair of a torch module and its JAX port. It knows no architecture."""

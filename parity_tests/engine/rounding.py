@@ -1,0 +1,126 @@
+"""Monte Carlo arithmetic: how far a torch computation's own rounding errors could carry it.
+
+Each operation, forward and backward, is computed in float64; a result that is no number of the
+dtype is moved by up to 8 ulp at random, and then rounded. How far a few such runs scatter shows how
+well the computation is conditioned, where a single run in the dtype itself may be lucky.
+
+Source: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with floating point and
+win" (2000).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from parity_tests.engine.tolerance import OPERATION_ULPS, ulp
+
+COARSER = (torch.float32, torch.bfloat16, torch.float16)
+
+aten = torch.ops.aten
+FUSED = get_decompositions(
+    [
+        aten.gelu,
+        aten.gelu_backward,
+        aten.native_layer_norm,
+        aten.native_layer_norm_backward,
+        aten.sigmoid_backward,
+        aten.silu_backward,
+        aten.tanh_backward,
+    ]
+)
+"""Operations that are several, each with a rounding of its own: a GELU cancels far from zero."""
+
+
+class InFloat64(TorchDispatchMode):
+    """Within it, a module in float64 stays there: casts to a coarser dtype are counted and ignored.
+
+    So the oracle has float64's accuracy where the module computes a norm, say, in float32. What the
+    module decides by its numbers (comparisons, indices) is kept for runs that are to decide alike.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.casts = 0
+        self.decisions: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, in float64 if it is to be in less."""
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") in COARSER:
+            kwargs = {**kwargs, "dtype": torch.float64}
+            self.casts += func is aten._to_copy.default and args[0].dtype == torch.float64
+        results = func(*args, **kwargs)
+        self.decisions += [decision.clone() for decision in decided(args, results)]
+        return results
+
+
+class RandomRounding(TorchDispatchMode):
+    """Within it, the results of operations on float64 tensors are rounded to a dtype at random.
+
+    Results that are numbers of the dtype count as exact; of float64 itself those of bfloat16 do, if
+    the operands are such numbers, too. Comparisons and indices are those that were decided without
+    rounding: it does not carry a computation to another one.
+    """
+
+    def __init__(self, dtype: str, seed: int, decisions: Sequence[torch.Tensor] = ()):
+        super().__init__()
+        self._dtype, self._ulp = getattr(torch, dtype), ulp(dtype)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._decisions = iter(decisions)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, and round what it writes; a view it leaves alone."""
+        kwargs = kwargs or {}
+        if func in FUSED:
+            with self:
+                return FUSED[func](*args, **kwargs)
+        if kwargs.get("dtype") in COARSER:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        exact_operands = self._dtype == torch.float64 and all(map(_is_short, _floating(args)))
+        results = func(*args, **kwargs)
+        for decision in decided(args, results):
+            known = next(self._decisions, decision)
+            if known.shape == decision.shape and known.dtype == decision.dtype:
+                decision.copy_(known)
+        if all(r.alias_info is None or r.alias_info.is_write for r in func._schema.returns):
+            for result in _floating(results):
+                self._round(result, exact_operands)
+        return results
+
+    def _round(self, x: torch.Tensor, exact_operands: bool) -> None:
+        if x.is_complex():
+            x = torch.view_as_real(x)
+        if self._dtype == torch.float64:
+            is_exact = (x.bfloat16() == x) & exact_operands
+        else:
+            is_exact = x.to(self._dtype) == x
+        noise = 2 * torch.rand(x.shape, generator=self._generator, dtype=x.dtype) - 1
+        moved = (x * (1 + OPERATION_ULPS * self._ulp * noise)).to(self._dtype).double()
+        x.copy_(torch.where(is_exact, x, moved))
+
+
+def decided(args: Any, results: Any) -> Iterator[torch.Tensor]:
+    """The comparisons and indices among the results of an operation on floating numbers."""
+    if any(True for _ in _floating(args)):
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor) and not (
+                result.is_floating_point() or result.is_complex()
+            ):
+                yield result
+
+
+def _floating(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in float64, or of complex numbers of two."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float64, torch.complex128):
+            yield leaf
+
+
+def _is_short(x: torch.Tensor) -> bool:
+    """Are all its numbers those of bfloat16?"""
+    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return bool((real.bfloat16() == real).all())

@@ -1,0 +1,1 @@
+"""What the command prints, writes and draws of its measurements."""

@@ -1,0 +1,264 @@
+"""The report as JSON, and what moved between two reports."""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from parity_tests.engine.tolerance import Error
+
+SCHEMA = 2
+"""Of the JSON; `docs/parity-report.md` describes it."""
+
+FACTOR = 2.0
+"""An error has moved that is this many times another, and not far below its bound."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One group of one row of the table."""
+
+    case: str
+    platform: str
+    dtype: str
+    group: str
+    error: Error
+
+    @property
+    def key(self) -> str:
+        """What it measures."""
+        return f"{self.case}, {self.platform}, {self.dtype}, {self.group}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement for JSON, which has no NaN and no infinity: they are null."""
+        error = self.error
+        return {
+            "case": self.case,
+            "platform": self.platform,
+            "dtype": self.dtype,
+            "group": self.group,
+            "torch_error": _number(error.torch),
+            "jax_error": _number(error.jax),
+            "ratio": _number(error.ratio),
+            "bound": _number(error.bound),
+            "unstable_reference": error.unstable,
+            "tensor": error.tensor,
+            "verdict": error.verdict,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Measurement":
+        """The measurement that `to_dict` wrote."""
+        jax, torch, bound = (
+            _or_nan(fields[name]) for name in ("jax_error", "torch_error", "bound")
+        )
+        error = Error(jax, torch, bound, fields["unstable_reference"], fields["tensor"])
+        return cls(fields["case"], fields["platform"], fields["dtype"], fields["group"], error)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionError:
+    """What coarser matrix products cost a case in float32, relative to the float64 twin."""
+
+    case: str
+    platform: str
+    precision: str
+    """What an operand of a product is rounded to: "bfloat16" or "tensorfloat32"."""
+    emulated: bool
+    """Rounded by `lax.reduce_precision`, where the platform's products do not round."""
+    group: str
+    error: float
+    highest: float
+    """The error with products in full float32."""
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "PrecisionError":
+        """The entry that a record's JSON has."""
+        errors = {name: _or_nan(fields[name]) for name in ("error", "highest")}
+        return cls(**{**fields, **errors})
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorOverTime:
+    """The errors at each step of a longer sequence, relative to the float64 twin at that step."""
+
+    case: str
+    platform: str
+    dtype: str
+    torch: tuple[float, ...]
+    jax: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The errors for JSON; null where one is not finite."""
+        series = {"torch": [*map(_number, self.torch)], "jax": [*map(_number, self.jax)]}
+        return {**vars(self), **series}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "ErrorOverTime":
+        """The errors that `to_dict` wrote."""
+        series = {side: tuple(map(_or_nan, fields[side])) for side in ("torch", "jax")}
+        return cls(**{**fields, **series})
+
+
+@dataclasses.dataclass(frozen=True)
+class MutationResult:
+    """Was a planted fault caught?"""
+
+    name: str
+    case: str
+    kind: str
+    check: str | None
+    """What was to find it; None is the comparison with the twin."""
+    caught: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """All of a report."""
+
+    versions: Mapping[str, str]
+    platforms: Mapping[str, str]
+    """"ran", "not asked for" or "not on this machine", by name."""
+    measurements: tuple[Measurement, ...]
+    faults: tuple[str, ...] = ()
+    """What no error can say."""
+    precision: tuple[PrecisionError, ...] = ()
+    cases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Each case's architecture."""
+    over_time: tuple[ErrorOverTime, ...] = ()
+    """Of the cases without a fault."""
+    mutations: tuple[MutationResult, ...] = ()
+    not_run: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """The cases that run on none of these platforms, and those that they run on."""
+
+    @property
+    def passed(self) -> bool:
+        """Is every pair within its bounds, and every planted fault caught?"""
+        within = not self.faults and all(m.error.passed for m in self.measurements)
+        return within and not self.missed
+
+    @property
+    def missed(self) -> list[MutationResult]:
+        """The planted faults that were not caught."""
+        return [m for m in self.mutations if not m.caught]
+
+    @property
+    def faulty(self) -> set[str]:
+        """The cases that have a fault."""
+        return {
+            case
+            for case, platform in itertools.product(self.cases, self.platforms)
+            if any(fault.startswith(f"{case}, {platform}: ") for fault in self.faults)
+        }
+
+    @property
+    def failing(self) -> set[str]:
+        """The cases that have a fault, or an error beyond its bound."""
+        return self.faulty | {m.case for m in self.measurements if not m.error.passed}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record for JSON."""
+        return {
+            "schema": SCHEMA,
+            "versions": dict(self.versions),
+            "platforms": dict(self.platforms),
+            "faults": list(self.faults),
+            "measurements": [m.to_dict() for m in self.measurements],
+            "precision": [
+                {**vars(p), "error": _number(p.error), "highest": _number(p.highest)}
+                for p in self.precision
+            ],
+            "cases": dict(self.cases),
+            "over_time": [e.to_dict() for e in self.over_time],
+            "mutations": [vars(m) for m in self.mutations],
+            "not_run": {case: list(platforms) for case, platforms in self.not_run.items()},
+        }
+
+    def to_json(self) -> str:
+        """The record as text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Record":
+        """The record that `to_json` wrote.
+
+        Raises:
+            ValueError: it is none, or of another schema.
+
+        """
+        try:
+            fields = json.loads(text)
+            if fields["schema"] != SCHEMA:
+                raise ValueError(f"expected schema {SCHEMA}, got {fields['schema']!r:.40}")
+            record = cls(
+                dict(fields["versions"]),
+                dict(fields["platforms"]),
+                tuple(Measurement.from_dict(m) for m in fields["measurements"]),
+                tuple(fields["faults"]),
+                tuple(PrecisionError.from_dict(p) for p in fields["precision"]),
+                dict(fields["cases"]),
+                tuple(ErrorOverTime.from_dict(e) for e in fields["over_time"]),
+                tuple(MutationResult(**m) for m in fields["mutations"]),
+                {case: tuple(names) for case, names in fields.get("not_run", {}).items()},
+            )
+            measurements = record.measurements
+            entries = (*measurements, *record.precision, *record.over_time, *record.mutations)
+            for entry in (*entries, *(m.error for m in measurements)):
+                _check_types(entry)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a record of --json ({type(error).__name__}: {error})") from error
+        return record
+
+
+def _check_types(entry: Any) -> None:
+    """Refuse an entry whose texts and truths are something else."""
+    for name, kind in get_type_hints(type(entry)).items():
+        value = getattr(entry, name)
+        if kind in (str, bool, str | None) and not isinstance(value, kind):
+            raise TypeError(f"{name}: expected a {kind}, got {value!r:.40}")
+
+
+def moved(old: Record, new: Record) -> list[str]:
+    """What changed from one record to another in the cases of both, a line each."""
+    lines = []
+    for what in ("versions", "platforms"):
+        a, b = getattr(old, what), getattr(new, what)
+        lines += [
+            f"{name}: {a.get(name, 'none')} → {b.get(name, 'none')}"
+            for name in sorted({*a, *b})
+            if a.get(name) != b.get(name)
+        ]
+    lines += [f"new: {fault}" for fault in new.faults if fault not in old.faults]
+    caught = {m for m in old.mutations if m.caught}
+    lines += [
+        f"{m.case}, {m.name}: not caught any more"
+        for m in new.missed
+        if dataclasses.replace(m, caught=True) in caught
+    ]
+    both = old.cases.keys() & {*new.cases, *new.not_run}
+    before, after = (
+        {m.key: m.error for m in record.measurements if m.case in both} for record in (old, new)
+    )
+    lines += [f"{key}: not measured any more" for key in before if key not in after]
+    lines += [f"{key}: new, {e.verdict}" for key, e in after.items() if key not in before]
+    for key in filter(after.__contains__, before):
+        a, b = before[key], after[key]
+        if a.verdict != b.verdict or _has_moved(a, b):
+            verdicts = a.verdict if a.verdict == b.verdict else f"{a.verdict} → {b.verdict}"
+            lines.append(f"{key}: {a.jax:.1e} → {b.jax:.1e}, {verdicts}")
+    return lines
+
+
+def _has_moved(a: Error, b: Error) -> bool:
+    small, large = sorted((a.jax, b.jax))
+    return large > FACTOR * small and large > 0.1 * max(a.bound, b.bound)
+
+
+def _number(x: float | None) -> float | None:
+    return x if x is not None and math.isfinite(x) else None
+
+
+def _or_nan(number: float | None) -> float:
+    return math.nan if number is None else float(number)

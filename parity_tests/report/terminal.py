@@ -1,0 +1,88 @@
+"""The report on a terminal."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from parity_tests.engine.run import GROUPS
+from parity_tests.engine.tolerance import FLOAT64, FLOOR_ULPS, Error, K
+from parity_tests.report.record import Measurement, PrecisionError, Record
+
+
+def print_record(record: Record, console: Console) -> None:
+    """Print the tables, what fails, and what became of each platform."""
+    console.print(table(record.measurements, console.width))
+    if record.precision:
+        console.print(precision_table(record.precision))
+    for m in record.measurements:
+        if not m.error.passed:
+            console.print(f"[red]{m.error.verdict}[/] {m.key}: worst in {m.error.tensor}")
+    for fault in record.faults:
+        console.print(f"[red]FAIL[/] {fault}")
+    for m in record.missed:
+        console.print(f"[red]FAIL[/] {m.case}: {m.name}: not caught by {m.check or 'the twin'}")
+    if total := len(record.mutations):
+        console.print(f"planted faults: {total - len(record.missed)} of {total} caught")
+    for platform, state in record.platforms.items():
+        console.print(f"{platform}: {state}")
+    for case, platforms in record.not_run.items():
+        console.print(f"not run: {case}, which runs on {' and '.join(platforms)} only")
+
+
+def table(measurements: Iterable[Measurement], width: int) -> Table:
+    """A row a case, platform and dtype; of two lines where the width is small."""
+    rows: dict[tuple[str, str, str], dict[str, Error]] = {}
+    for m in measurements:
+        rows.setdefault((m.case, m.platform, m.dtype), {})[m.group] = m.error
+    result = Table(
+        title="errors against the float64 torch twin: torch, JAX, ratio",
+        caption=f"float64: JAX ≤ {FLOAT64:.0e}; else JAX ≤ {K:.0f} × torch or "
+        f"{K * FLOOR_ULPS:.0f} ulp; or what conditioning explains, if that is more",
+    )
+    result.add_column("case", overflow="fold")
+    for column in ("on", "dtype", *GROUPS, "verdict"):
+        result.add_column(column, no_wrap=True)
+    separator = " " if width >= 150 else "\n           "
+    for (case, platform, dtype), groups in rows.items():
+        cells = [cell(groups.get(group), separator) for group in GROUPS]
+        result.add_row(case, platform, dtype, *cells, verdict(groups.values()))
+    return result
+
+
+def cell(error: Error | None, separator: str) -> str:
+    """A group's errors, torch's and JAX's, and their ratio."""
+    if error is None:
+        return "–"
+    ratio = "    –" if error.ratio is None else f"{error.ratio:5.2f}"
+    color = "" if error.passed else "[red]"
+    return f"{color}{error.torch:.1e} {error.jax:.1e}{separator}{ratio}"
+
+
+def verdict(errors: Iterable[Error]) -> str:
+    """What the errors of a row say together."""
+    verdicts = {e.verdict for e in errors}
+    worst = next(v for v in ("FAIL", "undetermined", "pass") if v in verdicts)
+    return f"[green]{worst}" if worst == "pass" else f"[red]{worst}"
+
+
+def precision_table(errors: Iterable[PrecisionError]) -> Table:
+    """A row a case, platform and precision: the errors with coarser products, and without."""
+    rows: dict[tuple[str, str, str, bool], dict[str, PrecisionError]] = {}
+    for e in errors:
+        rows.setdefault((e.case, e.platform, e.precision, e.emulated), {})[e.group] = e
+    result = Table(
+        title="float32 errors with matrix products in full float32, and with rounded operands",
+        caption="bfloat16: a TPU's default; tensorfloat32: a GPU's",
+    )
+    result.add_column("case", overflow="fold")
+    for column in ("on", "operands", *GROUPS):
+        result.add_column(column, no_wrap=True)
+    for (case, platform, precision, emulated), groups in rows.items():
+        cells = (
+            f"{groups[group].highest:.1e} {groups[group].error:.1e}" if group in groups else "–"
+            for group in GROUPS
+        )
+        operands = f"{precision}, emulated" if emulated else precision
+        result.add_row(case, platform, operands, *cells)
+    return result

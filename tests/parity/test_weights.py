@@ -1,0 +1,318 @@
+"""What weight tables refuse, and how they say so."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import torch_ref
+from jax_models import (
+    GRU,
+    LSTM,
+    RNN,
+    RWKVLanguageModelConfig,
+    from_torch,
+    to_torch,
+)
+from jax_models.weights import Weight, same, transposed
+from parity_tests.engine.tolerance import assert_same
+
+
+def lstm(**kwargs) -> LSTM:
+    return LSTM(5, 6, rngs=nnx.Rngs(0), **kwargs)
+
+
+def snapshot(layer) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(nnx.state(layer))]
+
+
+def test_all_faults_are_listed_and_the_layer_is_left_alone():
+    weights = torch.nn.LSTM(5, 6).state_dict()
+    weights["weight_ih_l0"] = weights["weight_ih_l0"].T
+    weights["bias_hh_l0"] = weights["bias_hh_l0"].double()
+    del weights["weight_hh_l0"]
+    weights["extra"] = torch.zeros(1)
+    layer = lstm()
+    before = snapshot(layer)
+    with pytest.raises(
+        ValueError, match=r"state_dict does not fit LSTM in layout 'torch\.nn'"
+    ) as e:
+        from_torch(layer, weights)
+    for line in (
+        "weight_ih_l0: expected shape (24, 5), got (5, 24)",
+        "missing key weight_hh_l0, shape (24, 6)",
+        "bias_hh_l0: float64 does not fit into float32 exactly",
+        "unexpected key extra",
+    ):
+        assert line in str(e.value)
+    chex.assert_trees_all_equal(snapshot(layer), before)
+
+
+def test_a_layout_is_found_by_its_keys():
+    for twin, layer in (
+        (torch.nn.LSTM, LSTM),
+        (torch_ref.LSTMScratch, LSTM),
+        (torch_ref.RNN, RNN),
+        (torch_ref.RNNDeep, RNN),
+    ):
+        twin = twin(5, 6).double()
+        layer = from_torch(
+            layer(5, 6, param_dtype=jnp.float64, rngs=nnx.Rngs(0)), twin.state_dict()
+        )
+        x = torch.randn(4, 2, 5).double()
+        y, _ = layer(x.transpose(0, 1).numpy())
+        with torch.no_grad():
+            assert_same(y, twin(x)[0].transpose(0, 1).numpy(), "outputs")
+
+
+def test_keys_of_no_layout_and_unknown_layouts():
+    with pytest.raises(ValueError, match="none of its keys fits LSTM with these options"):
+        from_torch(lstm(), {"kernel": np.zeros(3)})
+    with pytest.raises(ValueError, match=r"has \['scratch', 'torch.nn'\], not 'keras'"):
+        to_torch(lstm(), layout="keras")
+    with pytest.raises(ValueError, match="not 'scratch'"):
+        to_torch(lstm(num_layers=2), layout="scratch")
+
+
+def test_a_foreign_module_needs_a_table():
+    module, layer = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="Linear knows no layout of its own"):
+        from_torch(layer, module.state_dict())
+    table = [transposed("kernel", "weight"), same("bias", "bias")]
+    weights = to_torch(from_torch(layer, module.state_dict(), table), table)
+    for key, tensor in module.state_dict().items():
+        np.testing.assert_array_equal(weights[key], tensor.numpy())
+    with pytest.raises(ValueError, match=r"^layout 'of its own': no row for the parameter bias$"):
+        to_torch(layer, table[:1])
+    for row, fault in {
+        same("scale", "scale"): "Linear has no parameter scale",
+        same("bias", "other"): "two rows for the parameter bias",
+        same("extra", "bias"): "Linear has no parameter extra; two rows for the key bias",
+    }.items():
+        with pytest.raises(ValueError, match=rf"^layout 'of its own': {fault}$"):
+            to_torch(layer, [*table, row])
+
+
+def test_a_layer_that_torch_has_not():
+    layer = lstm(proj_features=3, proj_bias=True, num_layers=2)
+    with pytest.raises(ValueError, match="no torch module has the options of this LSTM"):
+        to_torch(layer)
+    with pytest.raises(ValueError, match="no torch module has the options of this LSTM"):
+        from_torch(layer, torch.nn.LSTM(5, 6).state_dict())
+
+
+def test_a_module_is_no_state_dict():
+    with pytest.raises(TypeError, match=r"as module.state_dict\(\) gives it, got LSTM"):
+        from_torch(lstm(), torch.nn.LSTM(5, 6))  # pyright: ignore[reportArgumentType]
+
+
+def in_bias(change) -> dict:
+    weights = torch.nn.LSTM(5, 6).state_dict()
+    return {**weights, "bias_ih_l0": change(weights["bias_ih_l0"])}
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (torch.zeros(24, dtype=torch.bool), "expected floating numbers, got bool"),
+        (torch.zeros(24, dtype=torch.int8), "expected floating numbers, got int8"),
+        (torch.zeros(24, dtype=torch.int64), "expected floating numbers, got int64"),
+        (torch.zeros(24, dtype=torch.complex64), "expected floating numbers, got complex64"),
+        (np.array([None] * 24), "expected floating numbers, got object"),
+        (np.zeros(24, [("a", "f4")]), r"expected floating numbers, got \[\('a', '<f4'\)\]"),
+        (None, "expected a tensor or an array, got NoneType"),
+        ([0.0] * 24, "expected a tensor or an array, got list"),
+        (torch.zeros(24).to_sparse(), "it cannot be read: .*Sparse layout"),
+        (torch.zeros(24, device="meta"), "it cannot be read: .*meta tensor"),
+        (torch.zeros(24, dtype=torch.float8_e4m3fn), "it cannot be read: .*Float8"),
+        (np.ma.masked_less(np.zeros(24, np.float32), 1), "expected a whole array, got a masked"),
+    ],
+)
+def test_what_is_no_weight(value, fault):
+    with pytest.raises(ValueError, match=f"bias_ih_l0: {fault}"):
+        from_torch(lstm(param_dtype=jnp.float32), in_bias(lambda _: value))
+
+
+def test_numbers_that_are_not_finite_are_warned_of():
+    weights = torch.nn.LSTM(5, 6).state_dict()
+    weights["bias_ih_l0"][3] = torch.nan
+    weights["weight_hh_l0"][1, 2] = -torch.inf
+    with pytest.warns(UserWarning, match="not finite in weight_hh_l0, bias_ih_l0$") as warned:
+        layer = from_torch(lstm(), weights)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    np.testing.assert_array_equal(to_torch(layer)["bias_ih_l0"], weights["bias_ih_l0"].numpy())
+
+
+def test_a_layer_without_values_has_no_weights():
+    with pytest.raises(ValueError, match="layer: its parameters have no values"):
+        to_torch(nnx.eval_shape(lstm))
+    with pytest.raises(ValueError, match="layer: its parameters have no values"):
+        jax.jit(lambda parts: to_torch(nnx.merge(*parts)))(nnx.split(lstm()))
+
+
+@pytest.mark.parametrize("no_layer", [LSTM, torch.nn.LSTM(5, 6), None, {}])
+def test_what_is_no_layer(no_layer):
+    for call in (to_torch, lambda layer: from_torch(layer, {})):
+        with pytest.raises(TypeError, match=r"^layer: expected an nnx\.Module, got "):
+            call(no_layer)
+
+
+@pytest.mark.parametrize("layout", [3, ("torch.nn",), {}, ["torch.nn"]])
+def test_what_is_no_layout(layout):
+    with pytest.raises(TypeError, match=r"^layout: expected a name or a list of `Weight`"):
+        to_torch(lstm(), layout)
+
+
+SLIPS = {
+    "to_jax gives 2 arrays for 1": Weight(("bias",), ("bias",), lambda a: (a, a), lambda a: (a,)),
+    "to_torch gives 2 arrays for 1": Weight(("bias",), ("bias",), lambda a: (a,), lambda a: (a, a)),
+    "to_torch gives a ndarray, expected a tuple": same("bias", "bias")._replace(
+        to_torch=lambda a: a
+    ),
+    "to_jax gives a list, expected an array": same("bias", "bias")._replace(
+        to_jax=lambda a: (a.tolist(),)
+    ),
+    "too many indices": same("bias", "bias")._replace(to_torch=lambda a: (a[0, 0],)),
+    "'numpy.ndarray' object has no attribute 'foo'": same("bias", "bias")._replace(
+        to_torch=lambda a: (a.foo,)
+    ),
+    "cannot reshape": same("bias", "bias")._replace(to_torch=lambda a: (a.reshape(3, 9),)),
+    r"to_jax gives shape \(1, 4\), the parameter has \(4,\)": same("bias", "bias")._replace(
+        to_jax=lambda a: (a[None],)
+    ),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_row_whose_transforms_do_not_fit(slip):
+    layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    table = [transposed("kernel", "weight"), SLIPS[slip]]
+    with pytest.raises(ValueError, match=f"bias: {slip}"):
+        from_torch(layer, torch.nn.Linear(3, 4).state_dict(), table)
+
+
+PLACES = {
+    "module.": '{k.removeprefix("module."): v for k, v in state_dict.items()}',
+    "_orig_mod.": '{k.removeprefix("_orig_mod."): v for k, v in state_dict.items()}',
+    "model.lstm.": '{k.removeprefix("model.lstm."): v for k, v in state_dict.items() '
+    'if k.startswith("model.lstm.")}',
+}
+
+
+@pytest.mark.parametrize("prefix", PLACES)
+@pytest.mark.parametrize("entry", [None, "state_dict", "model"])
+@pytest.mark.parametrize("layout", [None, "torch.nn"])
+def test_weights_in_another_place_are_found(prefix, entry, layout):
+    """The error's line of code is the one to run."""
+    module = torch.nn.LSTM(5, 6)
+    state_dict = {prefix + key: value for key, value in module.state_dict().items()}
+    if "model" in prefix:
+        state_dict |= {"model.head.weight": torch.zeros(2, 6)}
+    code = PLACES[prefix]
+    if entry is not None:
+        state_dict = {entry: state_dict, "epoch": 3}
+        code = code.replace("state_dict.items", f'state_dict["{entry}"].items')
+    with pytest.raises(ValueError, match=": give ") as error:
+        from_torch(lstm(), state_dict, layout)
+    message = str(error.value)
+    assert message.endswith(f": give {code}")
+    assert "\n" not in message
+    found = eval(message.rpartition(": give ")[2], {"state_dict": state_dict})
+    assert to_torch(from_torch(lstm(), found)).keys() == module.state_dict().keys()
+
+
+def test_weights_in_an_entry_and_in_several_places():
+    weights = torch.nn.LSTM(5, 6).state_dict()
+    with pytest.raises(ValueError, match=r'^state_dict: .*: give state_dict\["model"\]$'):
+        from_torch(lstm(), {"model": weights, "optimizer": {"state": {}}})
+    two = {
+        f"{name}.{key}": value for name in ("encoder", "decoder") for key, value in weights.items()
+    }
+    with pytest.raises(ValueError, match=r'under "encoder\.", "decoder\.": give .*"encoder\."'):
+        from_torch(lstm(), two)
+    model = RWKVLanguageModelConfig(7, 4, 2, 8).build(rngs=nnx.Rngs(0))
+    wrapped = {f"module.{key}": value for key, value in to_torch(model).items()}
+    with pytest.raises(ValueError, match=r'give {k.removeprefix\("module\."\)'):
+        RWKVLanguageModelConfig.from_state_dict(wrapped)
+
+
+def test_an_error_of_many_keys_can_be_read():
+    """Keys that differ in one number share a line."""
+    config = RWKVLanguageModelConfig(7, 4, 12, 8)
+    model = config.build(rngs=nnx.Rngs(0))
+    weights = to_torch(RWKVLanguageModelConfig(7, 4, 10, 16).build(rngs=nnx.Rngs(0)))
+    del weights["blocks.3.ln1.bias"]
+    weights |= {f"blocks.{i}.att.gates.weight": np.zeros(3, np.float32) for i in (0, 1, 5)}
+    with pytest.raises(ValueError, match="state_dict does not fit") as error:
+        from_torch(model, weights)
+    lines = str(error.value).splitlines()
+    assert len(lines) < 25
+    assert "  blocks.{0-9}.ffn.key.weight: expected shape (8, 4), got (16, 4)" in lines
+    assert "  missing key blocks.{3,10-11}.ln1.bias, shape (4,)" in lines
+    assert "  unexpected key blocks.{0-1,5}.att.gates.weight" in lines
+    with pytest.raises(ValueError, match="none of its keys fits") as error:
+        from_torch(lstm(), {f"blocks.{i}.foo": np.zeros(3) for i in range(500)})
+    assert "blocks.{0-499}.foo" in str(error.value)
+    with pytest.raises(ValueError, match=r"^state_dict: it has no keys$"):
+        from_torch(lstm(), {})
+
+
+def test_weights_of_a_narrower_dtype_are_widened_exactly():
+    module = torch.nn.GRU(5, 6).bfloat16()
+    layer = from_torch(GRU(5, 6, rngs=nnx.Rngs(0)), module.state_dict())
+    weights = to_torch(layer)
+    for key, tensor in module.state_dict().items():
+        assert weights[key].dtype == np.float32
+        np.testing.assert_array_equal(weights[key], tensor.float().numpy())
+
+
+def test_one_bias_goes_into_two_and_their_sum_comes_back():
+    twin = torch_ref.RNN(5, 6)
+    with torch.no_grad():
+        twin.b.normal_()
+        twin.b[0], twin.b[1] = 0.0, -0.0
+    layer = from_torch(RNN(5, 6, rngs=nnx.Rngs(0)), twin.state_dict())
+    assert to_torch(layer, "cell")["b"].tobytes() == twin.b.detach().numpy().tobytes()
+    cell = layer.cells[0]
+    cell.bias_hh[...] = jnp.full(6, 0.25)
+    np.testing.assert_array_equal(to_torch(layer, "cell")["b"], twin.b.detach().numpy() + 0.25)
+
+
+def test_neither_side_shares_memory():
+    module = torch.nn.RNN(5, 6)
+    layer = from_torch(RNN(5, 6, rngs=nnx.Rngs(0)), module.state_dict())
+    before = to_torch(layer)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    for array in before.values():
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        assert array.any()
+        array[...] = 0
+    assert all(array.any() for array in to_torch(layer).values())
+
+
+def test_bfloat16_arrays_are_read_by_torch_as_documented():
+    module = torch.nn.LSTM(5, 6).bfloat16()
+    layer = from_torch(lstm(param_dtype=jnp.bfloat16), module.state_dict())
+    for key, array in to_torch(layer).items():
+        assert array.dtype == ml_dtypes.bfloat16
+        tensor = torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        assert torch.equal(tensor, module.state_dict()[key])
+
+
+def test_an_abstract_layer_takes_weights():
+    module = torch.nn.LSTM(5, 6).double()
+    abstract = nnx.eval_shape(lambda: lstm(param_dtype=jnp.float64))
+    layer = from_torch(abstract, module.state_dict())
+    x = torch.randn(2, 3, 5).double()
+    with torch.no_grad():
+        expected, _ = module(x.transpose(0, 1))
+    y, _ = jax.jit(layer)(x.numpy())
+    assert_same(y, expected.transpose(0, 1).numpy(), "outputs")

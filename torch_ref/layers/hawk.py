@@ -1,0 +1,140 @@
+"""Hawk, its RG-LRU and its block in plain PyTorch (seed 000; Griffin, arXiv 2402.19427)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+HawkState = tuple[Tensor, Tensor]
+
+
+class Decay(torch.autograd.Function):
+    """`p = a^e` and `m = √(1 − p²)` for a in [0, 1] and e ≥ 0, without cancellation near p = 1.
+
+    ∂p/∂a = e a^{e−1} is infinite at a = 0 and ∂m = −(p/m) ∂p at m = 0: with ε the spacing of the
+    dtype's numbers at 1, the derivatives are those of a ≥ ε and m ≥ √ε.
+    """
+
+    @staticmethod
+    def forward(ctx, a: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+        log = torch.where(e == 0, 0, e * a.log())  # 0⁰ = 1
+        p, m = log.exp(), (-torch.expm1(2 * log)).sqrt()
+        ctx.save_for_backward(a, e, p, m)
+        return p, m
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        p_grad, m_grad = grads
+        a, e, p, m = ctx.saved_tensors
+        epsilon = torch.finfo(p.dtype).eps
+        grad = p_grad - m_grad * p / m.clamp_min(epsilon**0.5)
+        a = a.clamp_min(epsilon)
+        return (grad * e * a ** (e - 1)).sum_to_size(a.shape), grad * p * a.log()
+
+
+class RGLRU(nn.Module):
+    """The real-gated linear recurrent unit, one step.
+
+        i_t = σ(x_t W_i)
+        r_t = σ(x_t W_r)
+        a_t = a^(c·r_t)
+        h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
+
+    x_t and h are (batch, hidden_size). a^c starts uniform in [0.9, 0.999], as in the paper (the
+    seed left it uninitialised), and a = 0 and a = 1 have finite gradients.
+    """
+
+    def __init__(self, hidden_size: int, c: float = 8.0):
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.c = c
+        self.input_gate = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.recurrence_gate = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.a = nn.Parameter(torch.empty(hidden_size).uniform_(0.9, 0.999) ** (1 / c))
+
+    def forward(self, x_t: Tensor, state: Tensor) -> Tensor:
+        i_t = torch.sigmoid(self.input_gate(x_t))
+        r_t = torch.sigmoid(self.recurrence_gate(x_t))
+        a_t, multiplier = Decay.apply(self.a, self.c * r_t)
+        return a_t * state + multiplier * (i_t * x_t)
+
+    def init_state(self, batch_size: int) -> Tensor:
+        return self.a.new_zeros(batch_size, self.hidden_size)
+
+
+class CausalConv1d(nn.Module):
+    """A depthwise convolution over the last kernel_size inputs, one step.
+
+    x_t is (batch, hidden_size), the state the inputs before, (batch, hidden_size, kernel_size − 1).
+    """
+
+    def __init__(self, hidden_size: int, kernel_size: int):
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.kernel_size = kernel_size
+        self.conv = nn.Conv1d(hidden_size, hidden_size, kernel_size, groups=hidden_size)
+
+    def forward(self, x_t: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        window = torch.cat([state, x_t[:, :, None]], dim=-1)
+        return self.conv(window).squeeze(-1), window[:, :, 1:]
+
+    def init_state(self, batch_size: int) -> Tensor:
+        return self.conv.weight.new_zeros(batch_size, self.hidden_size, self.kernel_size - 1)
+
+
+class Hawk(nn.Module):
+    """The recurrent block of Griffin, one step.
+
+        y_t = (gelu(x_t W_gate) ⊙ rglru(conv(x_t W_rec))) W_out
+
+    gelu is the exact one, with erf.
+    """
+
+    def __init__(self, hidden_size: int, conv_kernel_size: int = 4):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.recurrent_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.conv = CausalConv1d(hidden_size, conv_kernel_size)
+        self.rglru = RGLRU(hidden_size)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, state: HawkState) -> tuple[Tensor, HawkState]:
+        conv_state, rglru_state = state
+        gate = F.gelu(self.gate_proj(x))
+        x, conv_state = self.conv(self.recurrent_proj(x), conv_state)
+        rglru_state = self.rglru(x, rglru_state)
+        return self.out_proj(gate * rglru_state), (conv_state, rglru_state)
+
+    def init_state(self, batch_size: int) -> HawkState:
+        return self.conv.init_state(batch_size), self.rglru.init_state(batch_size)
+
+
+class GatedMLP(nn.Module):
+    """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu."""
+
+    def __init__(self, hidden_size: int, mlp_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, mlp_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, mlp_size, bias=False)
+        self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class HawkBlock(nn.Module):
+    """`x ← x + hawk(norm(x))`, then `x ← x + mlp(norm(x))`, one step."""
+
+    def __init__(self, hidden_size: int, mlp_size: int, conv_kernel_size: int = 4):
+        super().__init__()
+        self.temporal_pre_norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.hawk = Hawk(hidden_size, conv_kernel_size)
+        self.channel_pre_norm = nn.RMSNorm(hidden_size, eps=1e-6)
+        self.mlp = GatedMLP(hidden_size, mlp_size)
+
+    def forward(self, x: Tensor, state: HawkState) -> tuple[Tensor, HawkState]:
+        y, state = self.hawk(self.temporal_pre_norm(x), state)
+        x = x + y
+        return x + self.mlp(self.channel_pre_norm(x)), state
+
+    def init_state(self, batch_size: int) -> HawkState:
+        return self.hawk.init_state(batch_size)

@@ -1,0 +1,103 @@
+"""The HyperLSTM in plain PyTorch (seed 003; HyperNetworks, arXiv 1609.09106)."""
+
+import torch
+from torch import Tensor, nn
+
+from torch_ref.layers.layer_norm_lstm import LayerNormLSTMCell
+
+State = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class HyperLSTMCell(nn.Module):
+    """One step of an LSTM whose products the smaller LSTM `hyper` scales.
+
+        ĥ_t, ĉ_t = hyper([h_{t−1}, x_t], ĥ_{t−1}, ĉ_{t−1})
+        z_h, z_x, z_b = Linears of ĥ_t, a part a gate                 z_b without bias
+        i, f, g, o = LN(d_h(z_h) ⊙ (W_h h_{t−1}) + d_x(z_x) ⊙ (W_x x_t) + d_b(z_b))
+        c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
+        h_t = σ(o) ⊙ tanh(LN(c_t))
+
+    Each gate has its own d, W and layer norm; only d_b has a bias. x is (batch, input_size), the
+    state (h, c, ĥ, ĉ), each (batch, features). Each W_h starts orthogonal and each W_x normal with
+    a variance of 1 / input_size, or both at zero, as in the seed, with `zero_init`.
+    """
+
+    def __init__(
+        self, input_size: int, hidden_size: int, hyper_size: int, n_z: int, zero_init: bool = False
+    ):
+        super().__init__()
+        self.hyper = LayerNormLSTMCell(hidden_size + input_size, hyper_size)
+        self.z_h = nn.Linear(hyper_size, 4 * n_z)
+        self.z_x = nn.Linear(hyper_size, 4 * n_z)
+        self.z_b = nn.Linear(hyper_size, 4 * n_z, bias=False)
+        self.d_h = nn.ModuleList(nn.Linear(n_z, hidden_size, bias=False) for _ in range(4))
+        self.d_x = nn.ModuleList(nn.Linear(n_z, hidden_size, bias=False) for _ in range(4))
+        self.d_b = nn.ModuleList(nn.Linear(n_z, hidden_size) for _ in range(4))
+        self.w_h = nn.ParameterList(torch.zeros(hidden_size, hidden_size) for _ in range(4))
+        self.w_x = nn.ParameterList(torch.zeros(hidden_size, input_size) for _ in range(4))
+        self.layer_norm = nn.ModuleList(nn.LayerNorm(hidden_size) for _ in range(4))
+        self.layer_norm_c = nn.LayerNorm(hidden_size)
+        if not zero_init:
+            for w_h, w_x in zip(self.w_h, self.w_x, strict=True):
+                nn.init.orthogonal_(w_h)
+                nn.init.normal_(w_x, std=input_size**-0.5)
+
+    def forward(self, x: Tensor, state: State) -> State:
+        h, c, h_hat, c_hat = state
+        h_hat, c_hat = self.hyper(torch.cat([h, x], dim=-1), h_hat, c_hat)
+        z_h = self.z_h(h_hat).chunk(4, dim=-1)
+        z_x = self.z_x(h_hat).chunk(4, dim=-1)
+        z_b = self.z_b(h_hat).chunk(4, dim=-1)
+        i, f, g, o = (
+            self.layer_norm[k](
+                self.d_h[k](z_h[k]) * (h @ self.w_h[k].T)
+                + self.d_x[k](z_x[k]) * (x @ self.w_x[k].T)
+                + self.d_b[k](z_b[k])
+            )
+            for k in range(4)
+        )
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(self.layer_norm_c(c))
+        return h, c, h_hat, c_hat
+
+
+class HyperLSTM(nn.Module):
+    """HyperLSTM cells one above the other, over a sequence.
+
+    x is (time, batch, input_size), the outputs (time, batch, hidden_size), and the state
+    (h, c, ĥ, ĉ), each (n_layers, batch, features).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        hyper_size: int,
+        n_z: int,
+        n_layers: int,
+        zero_init: bool = False,
+    ):
+        super().__init__()
+        self.sizes = (hidden_size, hidden_size, hyper_size, hyper_size)
+        self.cells = nn.ModuleList(
+            HyperLSTMCell(
+                hidden_size if layer else input_size, hidden_size, hyper_size, n_z, zero_init
+            )
+            for layer in range(n_layers)
+        )
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        states = list(zip(*(self.init_state(x) if state is None else state), strict=True))
+        outputs = []
+        for y in x:
+            for layer, cell in enumerate(self.cells):
+                states[layer] = cell(y, states[layer])
+                y = states[layer][0]
+            outputs.append(y)
+        h, c, h_hat, c_hat = (torch.stack(leaves) for leaves in zip(*states, strict=True))
+        return torch.stack(outputs), (h, c, h_hat, c_hat)
+
+    def init_state(self, x: Tensor) -> State:
+        shape = len(self.cells), x.shape[1]
+        h, c, h_hat, c_hat = (x.new_zeros(*shape, size) for size in self.sizes)
+        return h, c, h_hat, c_hat

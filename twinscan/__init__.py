@@ -1,0 +1,1 @@
+"""The command `twinscan`, and what all command lines of the distribution share."""

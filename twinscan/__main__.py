@@ -1,0 +1,48 @@
+"""`twinscan`: train, generate, evaluate, export and compare, by one command."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from jax_models import tune_allocator
+from twinscan.command_line import CommandLineError, run_command
+
+COMMANDS = {
+    "train": ("train.__main__", "train a language model by character on a text"),
+    "generate": ("train.generate", "continue a prompt with a run's model"),
+    "evaluate": ("train.evaluate", "the loss of a run's model on a text"),
+    "export": ("train.export", "the weights of a run's model for its torch twin"),
+    "parity": ("parity_tests.report.command", "compare every JAX layer with its torch twin"),
+}
+USAGE = "\n".join(
+    [
+        "usage: twinscan COMMAND [options]",
+        "",
+        *(f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()),
+        "",
+        "twinscan COMMAND --help lists the options.",
+    ]
+)
+
+
+def dispatch(args: Sequence[str], prog: str) -> None:
+    """Run the command that the first argument names, with the others."""
+    name, *rest = args or ["--help"]
+    if name in ("-h", "--help"):
+        print(USAGE)
+        return
+    if name not in COMMANDS:
+        raise CommandLineError(f"expected one of {', '.join(COMMANDS)}, got {name}")
+    module, _ = COMMANDS[name]
+    if module.startswith("train."):
+        tune_allocator()
+    run_command(importlib.import_module(module).main, rest, f"{prog} {name}")
+
+
+def main() -> None:
+    """The console's entry."""
+    run_command(dispatch, sys.argv[1:], "twinscan")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What the command lines share: arguments from dataclasses, faults as one line and exit code."""
+
+import codecs
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import jax
+import tyro
+
+T = TypeVar("T")
+
+
+class CommandLineError(Exception):
+    """A fault of the person's input, told in one line."""
+
+    exit_code = 2
+
+
+class NonFiniteError(CommandLineError):
+    """A computation whose numbers are no longer finite."""
+
+    exit_code = 1
+
+
+def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | None = None) -> T:
+    """The dataclass that the arguments describe; `--help` prints and exits.
+
+    Raises:
+        CommandLineError: an argument is unknown or has no such value.
+
+    """
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(
+                config_type,
+                prog=prog,
+                args=args,
+                default=tyro.MISSING_NONPROP if default is None else default,
+                config=(tyro.conf.AvoidSubcommands,),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise CommandLineError(_with_flag(_message(errors.getvalue()))) from None
+    except ValueError as error:
+        raise CommandLineError(_with_flag(str(error))) from None
+
+
+def _message(box: str) -> str:
+    """The text of the first section of tyro's report, framed or, in ASCII, ruled."""
+    rows = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()]
+    rules = (i for i, row in enumerate(rows[2:], 2) if row and set(row) <= {"─", "-"})
+    first = 2 if set(rows[1]) <= {"-"} else 1
+    return " ".join(rows[first : next(rules, len(rows))])
+
+
+def _with_flag(message: str) -> str:
+    """The message, with the flag in the place of the field that a dataclass refuses."""
+
+    def flag(found: re.Match[str]) -> str:
+        return "--" + ".".join(filter(None, found.groups())).replace("_", "-") + ": "
+
+    return re.sub(r"^(?:Error parsing \w+(?:\.(\w+))?: )?(\w+): (?=expected )", flag, message)
+
+
+def command(module: str) -> str:
+    """The line by which a person runs a module with this Python from this folder."""
+    python = sys.executable
+    if shutil.which("python") == python:
+        python = "python"
+    elif Path(python).is_relative_to(Path.cwd()):
+        python = str(Path(python).relative_to(Path.cwd()))
+    return f"{shlex.quote(python)} -m {module}"
+
+
+PLAIN = {"—": "-", "–": "-", "−": "-", "≤": "<=", "≥": ">=", "×": "x", "→": "->", "µ": "u"}
+"""Of characters that `unicodedata` does not spell out, and ASCII lacks."""
+
+
+def print_anywhere() -> None:
+    """Let characters that the output's encoding lacks be spelled with those that it has."""
+
+    def spelled(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        characters = error.object[error.start : error.end]
+        plain = (PLAIN.get(c) or unicodedata.normalize("NFKD", c) for c in characters)
+        return "".join(c.encode("ascii", "ignore").decode() or "?" for c in plain), error.end
+
+    codecs.register_error("spelled", spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="spelled")
+
+
+@contextlib.contextmanager
+def one_line_errors(prog: str) -> Iterator[None]:
+    """Turn a fault into `prog: error: …` on standard error and its exit code, 2 for the input's."""
+    exit_code = CommandLineError.exit_code
+    print_anywhere()
+    try:
+        yield
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except CommandLineError as error:
+        message, exit_code = str(error), error.exit_code
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        message, exit_code = (
+            "out of memory: a batch, a window or a model of this size is too large",
+            1,
+        )
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    else:
+        return
+    print(f"{prog}: error: {message}", file=sys.stderr)
+    raise SystemExit(exit_code)
+
+
+def run_command(
+    main: Callable[[Sequence[str], str], int | None], args: Sequence[str], prog: str
+) -> NoReturn:
+    """Run a command, its faults as one line, and end with its exit code."""
+    with one_line_errors(prog):
+        raise SystemExit(main(args, prog))
