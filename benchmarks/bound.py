@@ -26,8 +26,7 @@ from benchmarks.report.store import versions
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, Problem, in_every_dtype
 from parity_tests.engine.run import JaxSide
-from parity_tests.mutations import MUTATIONS, Mutation
-from parity_tests.registry import CASES, Case, rg_lru_decays
+from parity_tests.registry import CASES, MUTATIONS, Case, Mutation
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -71,11 +70,11 @@ def configurations(case: Case, time: int, seeds: Iterator[int]) -> Iterator[Prob
         rng = np.random.default_rng(seed)
         gain, scale = 2.0 ** rng.integers(-2, 3), 2.0 ** rng.integers(-3, 4)
         twin = case.build_twin(seed)
-        decays = [a.clone() for a in rg_lru_decays(twin)]
+        decays = [a.clone() for a in case.bounded(twin)]
         with torch.no_grad():
             for weight in twin.parameters():
                 weight.mul_(gain)
-        for a, decay in zip(rg_lru_decays(twin), decays, strict=True):
+        for a, decay in zip(case.bounded(twin), decays, strict=True):
             a.copy_(decay)
         x = case.inputs(seed, time=min(time, case.max_length or time))
         if np.issubdtype(x.dtype, np.floating):

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jax_models.ops import carry_dtype
 from jax_models.ops.checks import (
     as_array,
     checked,
@@ -76,6 +77,11 @@ class SequenceLayer(CheckedOptions, nnx.Module):
     def computation_dtype(self, x: Float[Array, "..."]) -> jnp.dtype:
         """The `dtype` that the layer was built with, or else that of x and the parameters."""
         return self.dtype or jnp.result_type(x, self.param_dtype)
+
+    @property
+    def state_dtype(self) -> jnp.dtype:
+        """What `init_state` makes: the computation's dtype, or float32 if that is narrower."""
+        return carry_dtype(self.dtype or self.param_dtype)
 
     def init_state(self, batch_size: int) -> State:
         """The state before the first step: zeros for `batch_size` rows."""

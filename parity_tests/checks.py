@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ from jax_models import (
     state_batch_axes,
     to_torch,
 )
+from parity_tests.engine.measure import measure
 from parity_tests.engine.tolerance import assert_same
-from parity_tests.registry import BATCH, TIME, Case, rg_lru_decays
+from parity_tests.registry import BATCH, CASES, TIME, Case, Mutation
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 if jax.__version_info__ < (0, 11):  # later versions of XLA have no such option
@@ -68,7 +70,7 @@ class Subject:
 
     def assert_unchanged(self, actual, expected, what: str):
         """Assert equality, but to rounding where an FFT mixes all steps."""
-        if self.case.has_fft:
+        if self.case.mixes_steps:
             assert_same(actual, expected, what)
         else:
             assert (actual == expected).all(), f"{what}: changed"
@@ -114,12 +116,27 @@ def state_goes_back_in(subject: Subject):
 def no_state_is_the_twins_own_zero(subject: Subject):
     case, twin = subject.case, subject.case.build_twin()
     with torch.no_grad():
-        expected, expected_last = case.call(twin, torch.tensor(subject.x), None)
+        expected, expected_last = case.call(twin, torch.tensor(subject.x))
     y, last = subject.call(subject.x, None)
     assert_same(y, expected.numpy(), "outputs")
-    if expected_last:
+    if case.twin_state:
         for a, b in zip(jax.tree.leaves(last), expected_last, strict=True):
             assert_same(a, b.numpy(), "states")
+
+
+@check
+def the_twin_goes_on_from_its_state(subject: Subject):
+    case, twin = subject.case, subject.case.build_twin().eval()
+    if not case.causal:
+        return
+    x = torch.tensor(subject.x)
+    with torch.no_grad():
+        expected, _ = case.call(twin, x)
+        y_head, state = case.call(twin, x[:, :3])
+        y_step, state = case.call(twin, x[:, 3:4], state)
+        y_tail, _ = case.call(twin, x[:, 4:], state)
+    y = torch.cat([y_head, y_step, y_tail], dim=1)
+    assert_same(y.numpy(), expected.numpy(), "the twin's outputs, cut and uncut")
 
 
 @check
@@ -298,8 +315,8 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
         with torch.no_grad():
             for parameter in twin.parameters():
                 parameter.normal_()
-            for a in rg_lru_decays(twin):
-                a.uniform_()  # another is refused
+            for parameter in subject.case.bounded(twin):
+                parameter.uniform_()  # another is refused
         name = str(dtype).removeprefix("torch.")
         layer = from_torch(subject.case.abstract(jnp.dtype(name)), twin.state_dict())
         back = to_torch(layer, subject.case.layout)
@@ -325,7 +342,7 @@ def optimiser_follows_the_same_trajectory(subject: Subject):
     """
     case, twin = subject.case, subject.case.build_twin()
     x = torch.tensor(subject.x)
-    target = np.random.default_rng(5).standard_normal(case.call(twin, x, None)[0].shape)
+    target = np.random.default_rng(5).standard_normal(case.call(twin, x)[0].shape)
     graphdef, tree, rest = nnx.split(subject.layer, nnx.Param, ...)
     params, unravel = ravel_pytree(tree)
     optimizer = optax.adamw(1e-2, 0.9, 0.999, eps=1e-5, weight_decay=0.01)
@@ -340,20 +357,34 @@ def optimiser_follows_the_same_trajectory(subject: Subject):
         loss, gradient = jax.value_and_grad(loss_fn)(params)
         with jax.numpy_dtype_promotion("standard"):  # optax does not work under "strict"
             updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
-            params = optax.apply_updates(params, updates)
-        return ravel_pytree(project(unravel(params)))[0], optimizer_state, loss
+            stepped: Any = optax.apply_updates(params, updates)
+        return ravel_pytree(project(unravel(stepped)))[0], optimizer_state, loss
 
     torch_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01, eps=1e-5)
     optimizer_state = optimizer.init(params)
     for step in range(10):
         torch_optimizer.zero_grad()
-        torch_loss = ((case.call(twin, x, None)[0] - torch.tensor(target)) ** 2).mean()
+        torch_loss = ((case.call(twin, x)[0] - torch.tensor(target)) ** 2).mean()
         torch_loss.backward()
         torch_optimizer.step()
-        for a in rg_lru_decays(twin):
-            a.clamp_(0, 1)
+        for parameter in case.bounded(twin):
+            parameter.clamp_(0, 1)
         params, optimizer_state, loss = jax_step(params, optimizer_state)
         assert_same(loss, torch_loss.item(), f"loss of step {step}")
     weights = to_torch(nnx.merge(graphdef, unravel(params), rest), case.layout)
     for key, tensor in twin.state_dict().items():
         assert_same(weights[key], tensor.numpy(), key)
+
+
+def is_caught(mutation: Mutation) -> bool:
+    """Does the check fail that is there to find the fault, on a CPU?"""
+    case = CASES[mutation.case]
+    with mutation.plant(), jax.default_device(jax.devices("cpu")[0]):
+        if mutation.check is None:
+            report = measure(case.problem(), mutation.dtypes)
+            return {dtype for dtype, _, _ in report.failures} == {*mutation.dtypes}
+        try:
+            CHECKS[mutation.check](Subject(case))
+        except AssertionError:
+            return True
+        return False

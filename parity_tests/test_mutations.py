@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
-from parity_tests.mutations import MUTATIONS, is_caught
-from parity_tests.registry import CASES
+from parity_tests.checks import is_caught
+from parity_tests.registry import CASES, MUTATIONS
 
 
 # those with a culprit depart in `test_locate.py`

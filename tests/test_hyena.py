@@ -44,7 +44,7 @@ def test_filters_are_the_twins_at_every_length(x64, kind, order):
     else:
         twin, layer = torch_ref.AuthenticHyenaFilter, AuthenticHyenaFilter
         options = {"embed_features": 7, "mlp_features": 5, "implicit": kind == "implicit"}
-    twin = random_twin(twin(4, order, 9, **options))
+    twin = random_twin(twin(4, 9, order=order, **options))
     ours = layer(4, 9, order=order, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **options)
     from_torch(ours, twin.state_dict())
     for length in (1, 6, 9):
@@ -67,8 +67,8 @@ def test_only_what_takes_part_is_trained(implicit):
 def test_initial_filters_are_the_seeds():
     """The windows, times, embedding and frequencies: all that is not drawn."""
     for twin, layer in (
-        (torch_ref.HyenaFilter(4, 2, 9), HyenaFilter(4, 9, rngs=nnx.Rngs(0))),
-        (torch_ref.AuthenticHyenaFilter(4, 2, 9), AuthenticHyenaFilter(4, 9, rngs=nnx.Rngs(0))),
+        (torch_ref.HyenaFilter(4, 9), HyenaFilter(4, 9, rngs=nnx.Rngs(0))),
+        (torch_ref.AuthenticHyenaFilter(4, 9), AuthenticHyenaFilter(4, 9, rngs=nnx.Rngs(0))),
     ):
         ours = to_torch(layer)
         for key, value in twin.state_dict().items():

@@ -18,7 +18,7 @@ SIZES = (5, 7, 4, 3)
 
 def random_weights(num_layers: int) -> dict[str, np.ndarray]:
     """A state_dict under the seed's keys, every number random."""
-    twin = torch_ref.HyperLSTM(*SIZES, n_layers=num_layers)
+    twin = torch_ref.HyperLSTM(*SIZES, num_layers=num_layers)
     rng = np.random.default_rng(0)
     return {key: 0.5 * rng.standard_normal(w.shape) for key, w in twin.state_dict().items()}
 
@@ -124,7 +124,7 @@ def test_the_matrices_start_orthogonal_and_as_lecuns():
         assert w_x.std() == pytest.approx(400**-0.5, rel=0.05)
     assert np.abs(weights["cells.0.hyper.hidden_lin.weight"]).max() <= 8**-0.5
     assert np.abs(weights["cells.0.d_h.0.weight"]).max() <= 4**-0.5
-    twin = torch_ref.HyperLSTM(400, 50, 8, 4, n_layers=1)
+    twin = torch_ref.HyperLSTM(400, 50, 8, 4, num_layers=1)
     for w_h, w_x in zip(twin.cells[0].w_h, twin.cells[0].w_x, strict=True):
         torch.testing.assert_close(w_h @ w_h.T, torch.eye(50))
         assert w_x.std().item() == pytest.approx(400**-0.5, rel=0.05)
@@ -132,7 +132,7 @@ def test_the_matrices_start_orthogonal_and_as_lecuns():
 
 def test_the_seeds_zeros_load_and_block_the_scales():
     """With W_h and W_x at zero nothing teaches the hyper network how to scale them."""
-    twin = torch_ref.HyperLSTM(*SIZES, n_layers=1, zero_init=True)
+    twin = torch_ref.HyperLSTM(*SIZES, num_layers=1, zero_init=True)
     layer = from_torch(HyperLSTM(*SIZES, rngs=nnx.Rngs(0)), twin.state_dict())
     x = np.random.default_rng(0).standard_normal((2, 6, SIZES[0])).astype(np.float32)
     blocked = {key for key, gradient in gradients(layer, x).items() if not gradient.any()}

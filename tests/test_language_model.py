@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, generation, stream
+from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, stream
+from jax_models.models import generation
 from jax_models.models.generation import Decoder, _keep_largest, sample
 
 KEY = jax.random.key(0)

@@ -1,10 +1,15 @@
 """What an importing project relies on."""
 
+import ast
+import importlib.metadata
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 BLOCKED = """
@@ -54,3 +59,101 @@ def test_exported_arrays_survive_safetensors(tmp_path):
     save_file(weights, tmp_path / "weights.safetensors")
     for name, array in load_file(tmp_path / "weights.safetensors").items():
         np.testing.assert_array_equal(array, weights[name])
+
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "jax_models/ops": ["jax_models.ops"],
+    "jax_models/weights": ["jax_models.weights"],
+    "jax_models/options.py": ["jax_models.ops"],
+    "jax_models/sequence.py": ["jax_models.ops", "jax_models.options", "jax_models.weights"],
+    "jax_models/layers": [
+        "jax_models.ops",
+        "jax_models.options",
+        "jax_models.sequence",
+        "jax_models.weights",
+        "jax_models.layers",
+    ],
+    "jax_models/models": ["jax_models"],
+    "torch_ref": ["torch_ref"],
+    "parity_tests/engine": ["parity_tests.engine", "jax_models"],
+    "parity_tests/registry": [
+        "parity_tests.engine",
+        "parity_tests.registry",
+        "jax_models",
+        "torch_ref",
+    ],
+    "parity_tests/checks.py": ["parity_tests.engine", "parity_tests.registry", "jax_models"],
+    "parity_tests/report": ["parity_tests", "jax_models", "twinscan"],
+    "twinscan": ["twinscan", "jax_models"],
+    "train": ["train", "jax_models", "twinscan", "torch_ref"],
+}
+OURS = {"jax_models", "torch_ref", "parity_tests", "train", "twinscan", "benchmarks"}
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The modules of this distribution that a file imports anywhere."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = ROOT.joinpath(*node.module.split("."))
+            names = [
+                f"{node.module}.{alias.name}"
+                if any(package.glob(f"{alias.name}/__init__.py"))
+                or any(package.glob(f"{alias.name}.py"))
+                else node.module
+                for alias in node.names
+            ]
+        yield from (name for name in names if name.partition(".")[0] in OURS)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_run_one_way(room):
+    place = ROOT / room
+    for file in [place] if place.is_file() else place.rglob("*.py"):
+        for module in imported(file):
+            assert any(f"{module}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[room]), (
+                f"{file.relative_to(ROOT)} imports {module}"
+            )
+
+
+def test_compare_builds_no_registry():
+    code = """
+import sys
+from parity_tests import compare
+print([m for m in sys.modules if m.split(".")[0] in ("torch_ref", "train") or m == "parity_tests.registry"])
+"""
+    assert run(code) == "[]\n"
+
+
+def test_a_train_of_the_users_own_shadows_nothing(tmp_path):
+    (tmp_path / "train.py").write_text("raise SystemExit('the wrong train')\n")
+    for command in (["-m", "parity_tests"], ["-m", "twinscan", "parity"]):
+        done = subprocess.run(
+            [sys.executable, *command, "--help"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "--mutations" in done.stdout
+
+
+def test_one_command():
+    def twinscan(*args: str):
+        return subprocess.run(
+            [sys.executable, "-m", "twinscan", *args], capture_output=True, text=True
+        )
+
+    assert "usage: twinscan COMMAND" in twinscan().stdout
+    done = twinscan("trian")
+    assert done.returncode == 2
+    assert done.stderr.startswith("twinscan: error: expected one of train, generate, evaluate, ")
+    done = twinscan("generate", "--run", "no-such-run")
+    assert done.returncode == 2
+    assert done.stderr.startswith("twinscan generate: error: no-such-run: not the folder of a run")
+
+
+def test_the_version_is_the_distributions():
+    import jax_models
+
+    assert jax_models.__version__ == importlib.metadata.version("twinscan")

@@ -1,33 +1,47 @@
-"""The README's Python runs, in its order, in one namespace."""
+"""Every block of Python in the README and on the pages of docs/ runs by itself."""
 
 import re
 from pathlib import Path
 
 import jax
+import pytest
 import torch
 
 import torch_ref
+from parity_tests.registry import CASES, MUTATIONS
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = {
+    f"{page.name} {i}": block
+    for page in PAGES
+    for i, block in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    )
+}
 
 
-def test_python_in_the_readme_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(torch_ref.RWKVLanguageModel(30, 8, 2, 32).state_dict(), "RWKV-4-Pile-169M.pth")
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 5
-    namespace = {}
     with jax.numpy_dtype_promotion("standard"):  # flax's norm needs it
-        for block in blocks:
-            exec(block, namespace)
-    assert namespace["y"].shape == (8, 20, 128)
-    assert namespace["logits"].shape == (8, 20, 5)
-    assert namespace["token_logits"].shape == (1, 3, 30)
-    assert namespace["tokens"].shape == (1, 20)
-    assert str(namespace["report"]).endswith("first to depart: 0")
+        exec(BLOCKS[name], {"__name__": "block"})
 
 
-def test_the_readme_counts_the_cases():
-    from parity_tests.registry import CASES
+def test_the_pages_count_what_there_is():
+    readme, parity = (ROOT / page for page in ("README.md", "docs/parity.md"))
+    assert f"the {len(CASES)} twin pairs" in readme.read_text(encoding="utf-8")
+    assert f"each of the {len(CASES)} twin pairs" in parity.read_text(encoding="utf-8")
+    assert f"plants {len(MUTATIONS)} faults" in parity.read_text(encoding="utf-8")
 
-    assert f"each of the {len(CASES)} twin pairs" in README
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]*)", text):
+        assert (page.parent / target).exists(), target

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import parity_tests.__main__ as parity_command
+import parity_tests.report.command as parity_command
 import train.__main__ as train_command
-from train import command_line, evaluate, export, generate
+from train import evaluate, export, generate
+from twinscan import command_line
 from twinscan.command_line import one_line_errors
 
 COMMANDS = {

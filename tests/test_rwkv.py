@@ -245,7 +245,7 @@ def test_nan_stays_in_its_row():
     x = np.random.default_rng(0).standard_normal((3, 6, 4)).astype(np.float32)
     x[1, 2, 0] = np.nan
     block = RWKVBlock(4, rngs=nnx.Rngs(0))
-    twin = torch_ref.RWKVBlock(4, 16, first=True)
+    twin = torch_ref.RWKVBlock(4, 16)
     for parameter in twin.parameters():
         torch.nn.init.normal_(parameter)
     y, state = from_torch(block, twin.state_dict())(x)

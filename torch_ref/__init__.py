@@ -17,6 +17,7 @@ from torch_ref.layers.layer_norm_lstm import LayerNormLSTMCell
 from torch_ref.layers.lstm import LSTMProj, LSTMScratch
 from torch_ref.layers.rnn import RNN, RNNBidirectional, RNNDeep, RNNScratch
 from torch_ref.layers.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
+from torch_ref.models.generation import generate
 from torch_ref.models.gp import GPModel
 from torch_ref.models.hawk import HawkLanguageModel
 from torch_ref.models.rnn import RNNLanguageModel
@@ -56,4 +57,5 @@ __all__ = [
     "SelfAttentionBlock",
     "Sin",
     "Window",
+    "generate",
 ]

@@ -10,7 +10,6 @@ from jax_models import ops
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
-from jax_models.ops import carry_dtype
 from jax_models.options import FloatingDtype
 from jax_models.sequence import SequenceLayer, at_end, check_time, positions_after
 from jax_models.weights import Layouts, layer_norm, linear, same, transposed
@@ -91,7 +90,7 @@ class SelfAttentionBlock(SequenceLayer):
         """No keys yet, in at least float32."""
         head_features = self.in_features // self.num_heads
         shape = (batch_size, self.max_length, self.num_heads, head_features)
-        keys, values = jnp.zeros((2, *shape), carry_dtype(self.dtype or self.param_dtype))
+        keys, values = jnp.zeros((2, *shape), self.state_dtype)
         return SelfAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
     def start(self, batch_size: int) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
-from jax_models.layers.linear import Linear
+from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
@@ -72,7 +72,7 @@ class RGLRU(SequenceLayer):
 
     def init_state(self, batch_size: int) -> RGLRUState:
         """Zeros, (batch, features), in at least float32."""
-        dtype = carry_dtype(self.dtype or self.param_dtype)
+        dtype = self.state_dtype
         return RGLRUState(jnp.zeros((batch_size, self.in_features), dtype))
 
     def sequence(self, x, state, lengths, reset):
@@ -132,17 +132,17 @@ class CausalConv1D(SequenceLayer):
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.kernel_size = kernel_size
-        bound = kernel_size**-0.5
+        draw = torch_uniform(kernel_size)
 
         def uniform(*shape: int) -> nnx.Param:
-            return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
+            return nnx.Param(draw(rngs.params(), shape, param_dtype))
 
         self.kernel = uniform(kernel_size, features)
         self.bias = uniform(features)
 
     def init_state(self, batch_size: int) -> CausalConv1DState:
         """Zeros, (batch, features, kernel_size − 1), in at least float32."""
-        dtype = carry_dtype(self.dtype or self.param_dtype)
+        dtype = self.state_dtype
         shape = (batch_size, self.in_features, self.kernel_size - 1)
         return CausalConv1DState(jnp.zeros(shape, dtype))
 

@@ -85,7 +85,7 @@ class HyenaOperator(SequenceLayer):
 
     def init_state(self, batch_size: int) -> HyenaState:
         """No inputs yet, in at least float32."""
-        dtype = carry_dtype(self.dtype or self.param_dtype)
+        dtype = self.state_dtype
         sizes = (batch_size, self.in_features, self.max_length)
         long = tuple(ops.empty_long_conv_state(*sizes, dtype) for _ in range(self.order))
         return HyenaState(self.conv.init_state(batch_size), long)

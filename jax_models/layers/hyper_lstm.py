@@ -80,7 +80,7 @@ class HyperLSTM(SequenceLayer):
     def init_state(self, batch_size: int) -> HyperLSTMState:
         """Zeros, (num_layers, batch, features), in at least float32."""
         hidden, hyper = self.hidden_features, self.hyper_features
-        dtype = carry_dtype(self.dtype or self.param_dtype)
+        dtype = self.state_dtype
         return HyperLSTMState(
             *(
                 jnp.zeros((self.num_layers, batch_size, features), dtype)
@@ -92,7 +92,7 @@ class HyperLSTM(SequenceLayer):
         """`ops.hyper_lstm`, one layer after the other."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
-        layers = zip(*(s.astype(carry_dtype(dtype)) for s in state), strict=True)
+        layers = zip(*state, strict=True)
         last_states = []
         for cell, layer_state in zip(self.cells, layers, strict=True):
             y, last_state = ops.hyper_lstm(

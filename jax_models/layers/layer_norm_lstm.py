@@ -75,7 +75,7 @@ class LayerNormLSTM(SequenceLayer):
         dtype = self.computation_dtype(x)
         y, state = ops.layer_norm_lstm(
             x.astype(dtype),
-            jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state),
+            state,
             **jax.tree.map(lambda w: w.astype(dtype), self.arrays()),
             lengths=lengths,
             reset=reset,

@@ -1,17 +1,11 @@
 """The LSTM (seed 001, torch.nn.LSTM)."""
 
-from functools import partial
-from typing import Literal
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
-from jax_models.layers.recurrent import RecurrentStack, run_layers
-from jax_models.ops import LSTMState
-
-LSTMImplementation = Literal["auto", "xla", "cudnn"]
+from jax_models.layers.recurrent import RecurrentStack
+from jax_models.ops import LSTMImplementation, LSTMState
 
 
 class LSTM(RecurrentStack):
@@ -106,31 +100,14 @@ class LSTM(RecurrentStack):
         """`ops.lstm`."""
         return ops.lstm(x, state, **weights_and_masks)
 
-    def layers(self, x, state, cells, lengths, reset):
-        """By XLA or by cuDNN."""
-        if self.implementation == "xla":
-            return super().layers(x, state, cells, lengths, reset)
-        refusal = ops.cudnn_refusal(x, cells, reset)
-        bidirectional = not self.causal
-        if self.implementation == "cudnn":
-            if refusal:
-                raise NotImplementedError(
-                    f"LSTM: implementation='cudnn': {refusal}; implementation='xla' serves"
-                )
-            return ops.cudnn_lstm(x, state, cells, lengths, bidirectional=bidirectional)
-        if refusal or not ops.cudnn_pays(x):
-            return super().layers(x, state, cells, lengths, reset)
-        return _by_platform(x, state, cells, lengths, bidirectional=bidirectional)
-
-
-@partial(jax.jit, static_argnames="bidirectional")  # uncompiled, the default device would decide
-def _by_platform(x, state, cells, lengths, *, bidirectional: bool):
-    """By cuDNN where the program runs on an NVIDIA GPU, whichever machine it is traced on."""
-    return jax.lax.platform_dependent(
-        x,
-        state,
-        cells,
-        lengths,
-        cuda=partial(ops.cudnn_lstm, bidirectional=bidirectional),
-        default=partial(run_layers, ops.lstm, 2 if bidirectional else 1),
-    )
+    def stack(self, x, state, cells, lengths, reset):
+        """`ops.lstm_stack`."""
+        return ops.lstm_stack(
+            x,
+            state,
+            cells,
+            lengths,
+            reset,
+            num_directions=self.num_directions,
+            implementation=self.implementation,
+        )

@@ -1,6 +1,5 @@
 """Stacks of gated recurrences, in layers and directions: what RNN, LSTM and GRU share."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -8,7 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models import ops
 from jax_models.layers.dropout import Dropout
+from jax_models.layers.linear import torch_uniform
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_size
 from jax_models.sequence import SequenceLayer, State
@@ -35,9 +36,10 @@ class Cell(nnx.Module):
         param_dtype,
         rngs: nnx.Rngs,
     ):
+        draw = torch_uniform(hidden_features)
+
         def uniform(*shape: int) -> nnx.Param:
-            bound = hidden_features**-0.5
-            return nnx.Param(jax.random.uniform(rngs.params(), shape, param_dtype, -bound, bound))
+            return nnx.Param(draw(rngs.params(), shape, param_dtype))
 
         gates = num_gates * hidden_features
         out_features = proj_features or hidden_features
@@ -53,39 +55,6 @@ class Cell(nnx.Module):
         names = ("kernel_ih", "kernel_hh", "bias_ih", "bias_hh", "kernel_hr", "bias_hr")
         weights = {name: getattr(self, name) for name in names}
         return {name: w.get_value() for name, w in weights.items() if w is not None}
-
-
-def run_layers(
-    recurrence: Callable[..., tuple[Float[Array, "batch time out"], State]],
-    num_directions: int,
-    x: Float[Array, "batch time in"],
-    state: State,
-    cells: list[dict[str, Array]],
-    lengths: Int[Array, " batch"] | None,
-    reset: Bool[Array, "batch time"] | None = None,
-) -> tuple[Float[Array, "batch time out"], State]:
-    """Layers, one after the other; of each the directions, side by side.
-
-    `cells` are the weights and the state's arrays have a first axis of as many, both in torch's
-    order.
-    """
-    last_states = []
-    for first in range(0, len(cells), num_directions):
-        outputs = []
-        for direction in range(num_directions):
-            index = first + direction
-            y, last_state = recurrence(
-                x,
-                jax.tree.map(lambda s: s[index], state),  # noqa: B023
-                **cells[index],
-                lengths=lengths,
-                reset=reset,
-                reverse=direction == 1,
-            )
-            outputs.append(y.astype(x.dtype))
-            last_states.append(last_state)
-        x = jnp.concatenate(outputs, axis=-1)
-    return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
 
 
 class RecurrentStack(SequenceLayer):
@@ -149,16 +118,15 @@ class RecurrentStack(SequenceLayer):
     def init_state(self, batch_size: int) -> State:
         """Zeros, (num_layers · directions, batch, features), in at least float32."""
         sizes = {"h": self.out_features, "c": self.hidden_features}
-        dtype = carry_dtype(self.dtype or self.param_dtype)
         return self.state_type(
             *(
-                jnp.zeros((len(self.cells), batch_size, sizes[field]), dtype)
+                jnp.zeros((len(self.cells), batch_size, sizes[field]), self.state_dtype)
                 for field in self.state_type._fields
             )
         )
 
     def sequence(self, x, state, lengths, reset):
-        """All layers, in as few calls of `layers` as the dropout between them leaves."""
+        """All layers, in as few stacks as the dropout between them leaves."""
         dtype = self.computation_dtype(x)
         state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
         x = x.astype(dtype)
@@ -170,7 +138,7 @@ class RecurrentStack(SequenceLayer):
             if start:
                 x = self.dropout(x)
             some = slice(start, start + count)
-            x, last_state = self.layers(
+            x, last_state = self.stack(
                 x,
                 jax.tree.map(lambda s: s[some], state),  # noqa: B023
                 cells[some],
@@ -180,7 +148,7 @@ class RecurrentStack(SequenceLayer):
             last_states.append(last_state)
         return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
 
-    def layers(
+    def stack(
         self,
         x: Float[Array, "batch time in"],
         state: State,
@@ -189,7 +157,10 @@ class RecurrentStack(SequenceLayer):
         reset: Bool[Array, "batch time"] | None,
     ) -> tuple[Float[Array, "batch time out"], State]:
         """Layers with nothing between them, from their weights, on x in the computation's dtype."""
-        return run_layers(self.recurrence, self.num_directions, x, state, cells, lengths, reset)
+        directions = self.num_directions
+        return ops.stack(
+            self.recurrence, x, state, cells, lengths, reset, num_directions=directions
+        )
 
     def torch_layouts(self) -> Layouts:
         """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: the seed's classes, a Linear a gate."""

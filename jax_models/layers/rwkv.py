@@ -115,7 +115,7 @@ class RWKVTimeMix(SequenceLayer):
 
     def init_state(self, batch_size: int) -> RWKVTimeMixState:
         """No last input and empty sums, in at least float32."""
-        dtype = carry_dtype(self.dtype or self.param_dtype)
+        dtype = self.state_dtype
         wkv = ops.empty_wkv_state(batch_size, self.in_features, dtype)
         return RWKVTimeMixState(jnp.zeros_like(wkv.num), wkv)
 
@@ -210,7 +210,7 @@ class RWKVChannelMix(SequenceLayer):
 
     def init_state(self, batch_size: int) -> RWKVChannelMixState:
         """No last input: zeros, (batch, features), in at least float32."""
-        dtype = carry_dtype(self.dtype or self.param_dtype)
+        dtype = self.state_dtype
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), dtype))
 
     def sequence(self, x, state, lengths, reset):

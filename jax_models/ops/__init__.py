@@ -21,12 +21,14 @@ from jax_models.ops.online_conv import (
 from jax_models.ops.recurrence import Pair, Product, RecurrenceMethod, Step, recurrence
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
+from jax_models.ops.stack import LSTMImplementation, lstm_stack, stack
 from jax_models.ops.wkv import WKVMethod, WKVState, empty_wkv_state, wkv
 
 __all__ = [
     "CausalConv1DState",
     "GRUState",
     "HyperLSTMState",
+    "LSTMImplementation",
     "LSTMNorms",
     "LSTMState",
     "LinearRecurrenceMethod",
@@ -61,9 +63,11 @@ __all__ = [
     "long_conv",
     "long_conv_state",
     "lstm",
+    "lstm_stack",
     "online_conv",
     "recurrence",
     "rg_lru",
     "rnn",
+    "stack",
     "wkv",
 ]

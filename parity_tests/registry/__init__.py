@@ -1,32 +1,20 @@
-"""The registry: one row a twin pair. Every check and the report run over every row."""
+"""The registry: one file an architecture, its cases and its planted faults.
 
-from parity_tests.registry.attention import attention_cases
-from parity_tests.registry.case import BATCH, TIME, Case, rg_lru_decays
-from parity_tests.registry.hawk import hawk_cases
-from parity_tests.registry.hyena import hyena_cases
-from parity_tests.registry.hyper_lstm import hyper_lstm_cases
-from parity_tests.registry.language_models import language_model_cases
-from parity_tests.registry.recurrent import seed_cases, torch_nn_cases
-from parity_tests.registry.rwkv import rwkv_cases
+Every check and the report run over every case. A file of this folder that has `CASES` is in the
+registry, and so are its `MUTATIONS`.
+"""
 
-CASES = {
-    case.name: case
-    for case in [
-        *seed_cases(),
-        *torch_nn_cases(),
-        *hawk_cases(),
-        *hyper_lstm_cases(),
-        *rwkv_cases(),
-        *hyena_cases(),
-        *attention_cases(),
-        *language_model_cases(),
-    ]
-}
+import importlib
+import pkgutil
 
-__all__ = [
-    "BATCH",
-    "CASES",
-    "TIME",
-    "Case",
-    "rg_lru_decays",
-]
+from parity_tests.registry.case import BATCH, TIME, Case
+from parity_tests.registry.mutation import Mutation
+
+_FILES = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+
+CASES: dict[str, Case] = {case.name: case for file in _FILES for case in getattr(file, "CASES", ())}
+MUTATIONS: tuple[Mutation, ...] = tuple(
+    mutation for file in _FILES for mutation in getattr(file, "MUTATIONS", ())
+)
+
+__all__ = ["BATCH", "CASES", "MUTATIONS", "TIME", "Case", "Mutation"]

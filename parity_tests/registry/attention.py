@@ -4,18 +4,33 @@ from functools import partial
 
 import torch_ref
 from jax_models import SelfAttentionBlock
-from parity_tests.registry.case import Case, call_alone
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import Mutation, replaced, two_swapped
+
+CASES = [
+    Case(
+        "SelfAttentionBlock",
+        partial(torch_ref.SelfAttentionBlock, 6, 2),
+        partial(SelfAttentionBlock, 6, 2, max_length=13),
+        layout="annotated-hyena",
+        architecture="attention",
+        twin_state=False,
+        prefix=5,
+    )
+]
 
 
-def attention_cases() -> list[Case]:
-    """Two heads."""
-    return [
-        Case(
-            "SelfAttentionBlock",
-            partial(torch_ref.SelfAttentionBlock, 6, 2),
-            partial(SelfAttentionBlock, 6, 2, max_length=13),
-            layout="annotated-hyena",
-            call=call_alone,
-            prefix=5,
-        )
-    ]
+def keys_for_queries(attention):
+    """Scores of the wrong side."""
+    return lambda q, k, *args, **options: attention(k, q, *args, **options)
+
+
+MUTATIONS = [
+    Mutation("two weights of one shape swapped", "SelfAttentionBlock", "weights", two_swapped()),
+    Mutation(
+        "queries and keys swapped",
+        "SelfAttentionBlock",
+        "forward",
+        replaced("jax_models.ops.attention", keys_for_queries),
+    ),
+]

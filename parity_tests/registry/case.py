@@ -12,11 +12,10 @@ import torch
 from flax import nnx
 from torch import Tensor, nn
 
-import torch_ref
-from jax_models import LanguageModel, SequenceLayer, WKVState, from_torch, to_torch
-from jax_models.layers.hyena import HyenaOperator
+from jax_models import LanguageModel, SequenceLayer, from_torch, to_torch
 from jax_models.weights.transfer import weight_table
 from parity_tests.engine.problem import DTYPES, PLATFORMS, Problem, in_every_dtype
+from torch_ref.layers.torch_nn import run_recurrence
 
 BATCH, TIME = 3, 7
 
@@ -24,33 +23,33 @@ TorchState = tuple[Tensor, ...]
 """The leaves of the JAX layer's state, in its order, as tensors."""
 
 
-def moderate_decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """An `a` well inside (0, 1), exact in bfloat16."""
+def inside(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers well inside (0, 1), exact in bfloat16."""
     return in_every_dtype(rng.uniform(0.2, 0.9, shape))
-
-
-def slow_decays(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """An `a` within 2⁻¹⁰ to 2⁻²³ of 1, exact in float32."""
-    return 1 - 2.0 ** -rng.integers(10, 24, shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A torch twin, its JAX layer, and how the one is called like the other.
-
-    `call(twin, x, state, lengths) -> (y, state)` takes and returns what the JAX layer does: x and y
-    batch-major, the state's leaves with the layer's shapes. A state of None is the twin's own zero.
-    """
+    """A torch twin, its JAX layer, and what a check has to know of them."""
 
     name: str
     twin: Callable[[], nn.Module]
     layer: Callable[..., Any]
     layout: str
-    call: Callable[..., tuple[Tensor, TorchState]]
+    architecture: str
+    """What the report files the case under."""
+    call: Callable[..., tuple[Tensor, TorchState]] = run_recurrence
+    """`call(twin, x, state=None) -> (y, state)`, and `lengths` if the twin packs."""
+    twin_state: bool = True
+    """Has the twin's state the leaves of the JAX layer's?"""
     packs: bool = False
-    """Does the twin take `lengths`?"""
-    decays: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = moderate_decays
-    """Draws the `a` of every RG-LRU in the twin."""
+    """Does `call` take `lengths`?"""
+    bounded: Callable[[nn.Module], list[Tensor]] = lambda twin: []
+    """The twin's parameters that must stay in [0, 1], to be written to."""
+    draw_bounded: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = inside
+    """Their values."""
+    valid_state: Callable[[Any], Any] = lambda state: state
+    """A state that a layer may be in, from random numbers."""
     dtypes: tuple[str, ...] = DTYPES
     """Those that the comparison with the twin runs in."""
     platforms: tuple[str, ...] = PLATFORMS
@@ -58,8 +57,10 @@ class Case:
     reach: int | None = None
     """Steps that an output sees, its own among them. None: all before it."""
     prefix: int = 0
-    """Steps that make the JAX layer's states, of rows that end apart, where not any state will do
-    and the twin has none. 0: states are random."""
+    """Steps that make the JAX layer's states, of rows that end apart, where not any numbers are a
+    state. 0: states are random."""
+    mixes_steps: bool = False
+    """Does a step see all others by rounding errors, as in an FFT?"""
 
     def build_twin(self, seed: int = 0) -> nn.Module:
         """The twin in float64, every weight and bias random and exact in bfloat16."""
@@ -70,8 +71,9 @@ class Case:
                 scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
                 draw = scale * rng.standard_normal(tuple(parameter.shape))
                 parameter.copy_(torch.from_numpy(in_every_dtype(draw)))
-            for a in rg_lru_decays(twin):
-                a.copy_(torch.from_numpy(self.decays(rng, tuple(a.shape))))
+            for parameter in self.bounded(twin):
+                draw = self.draw_bounded(rng, tuple(parameter.shape))
+                parameter.copy_(torch.from_numpy(draw))
         return twin
 
     def build_layer(self, twin: nn.Module, dtype=jnp.float64):
@@ -105,34 +107,23 @@ class Case:
             ),
             shapes,
         )
-        return jax.tree.map(
-            lambda s: s._replace(den=np.abs(s.den) + 1) if isinstance(s, WKVState) else s,
-            state,
-            is_leaf=lambda s: isinstance(s, WKVState),
-        )
+        return self.valid_state(state)
 
     def problem(self, *, given_state: bool = True, lengths=None, seed: int = 0) -> Problem:
-        """The standard problem: random weights, inputs and (if given) initial state.
-
-        Language models' twins take no state.
-        """
+        """The standard problem: random weights, inputs and (if given) initial state."""
         twin, x = self.build_twin(seed), self.inputs(seed + 1)
-        inputs: tuple[Any, ...] = (x,)
-        if given_state and not self.prefix and np.issubdtype(x.dtype, np.floating):
-            inputs = (x, self.state(seed + 2))
-        structure = jax.tree.structure(self.state(seed + 2))
+        state = self.state(seed + 2)
+        structure = jax.tree.structure(state)
+        masks = {} if lengths is None else {"lengths": torch.tensor(lengths)}
 
         def call_twin(twin, x, state=None):
             leaves = None if state is None else tuple(jax.tree.leaves(state))
-            y, last = self.call(twin, x, leaves, None if lengths is None else torch.tensor(lengths))
-            return (y, jax.tree.unflatten(structure, last)) if last else y
-
-        with torch.no_grad():
-            has_state = isinstance(call_twin(twin, torch.tensor(x)), tuple)
+            y, last = self.call(twin, x, leaves, **masks)
+            return (y, jax.tree.unflatten(structure, last)) if self.twin_state else y
 
         def call(layer, x, state=None):
             y, last = layer(x, state, lengths=lengths)
-            return (y, last) if has_state else y
+            return (y, last) if self.twin_state else y
 
         _, table = weight_table(self.abstract(), self.layout)
         return Problem(
@@ -142,7 +133,7 @@ class Case:
             call=call,
             to_torch=functools.partial(to_torch, layout=table),
             table=table,
-            inputs=inputs,
+            inputs=(x, state) if given_state and self.twin_state else (x,),
             dtypes=self.dtypes,
             seed=seed + 3,
         )
@@ -150,11 +141,6 @@ class Case:
     def abstract(self, dtype=jnp.float64):
         """The JAX layer without its weights, a new one at each call."""
         return nnx.merge(*_abstract(self, jnp.dtype(dtype)), copy=True)
-
-    @property
-    def architecture(self) -> str:
-        """The file of `jax_models` that the JAX layer is in."""
-        return type(self.abstract()).__module__.rpartition(".")[2]
 
     @property
     def max_length(self) -> int | None:
@@ -175,11 +161,6 @@ class Case:
         return self._sequence_layer.resettable
 
     @property
-    def has_fft(self) -> bool:
-        """Does the JAX layer mix all steps, by rounding errors at least?"""
-        return any(isinstance(m, HyenaOperator) for _, m in nnx.iter_graph(self.abstract()))
-
-    @property
     def _sequence_layer(self) -> SequenceLayer:
         layer = self.abstract()
         return layer.layers if isinstance(layer, LanguageModel) else layer
@@ -190,13 +171,3 @@ def _abstract(case: Case, dtype):
     return nnx.split(
         nnx.eval_shape(lambda: case.layer(dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
     )
-
-
-def rg_lru_decays(twin: nn.Module) -> list[Tensor]:
-    """The `a` of every RG-LRU in the twin, to be written to."""
-    return [m.a.detach() for m in twin.modules() if isinstance(m, torch_ref.RGLRU)]
-
-
-def call_alone(twin, x, state, lengths=None):
-    """Classes that neither take nor return a state."""
-    return twin(x), ()

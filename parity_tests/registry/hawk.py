@@ -1,14 +1,26 @@
-"""The classes of seed 000."""
+"""Hawk, its parts, its block and its language model (seed 000)."""
 
 from functools import partial
 
-import torch
-from torch import Tensor
+import jax.numpy as jnp
+import numpy as np
+from torch import Tensor, nn
 
 import torch_ref
-from jax_models import RGLRU, CausalConv1D, Hawk, HawkBlock
+from jax_models import RGLRU, CausalConv1D, Hawk, HawkBlock, HawkLanguageModelConfig
 from jax_models.ops import LinearRecurrenceMethod
-from parity_tests.registry.case import Case, slow_decays
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import (
+    Mutation,
+    deaf,
+    edited,
+    epsilon_doubled,
+    gelu_by_tanh,
+    replaced,
+    transposed,
+    two_swapped,
+    zeroed,
+)
 
 OTHER_METHODS: dict[LinearRecurrenceMethod, str] = {
     "associative": "by associative scan",
@@ -18,73 +30,112 @@ OTHER_METHODS: dict[LinearRecurrenceMethod, str] = {
 """What `auto` takes elsewhere than on a CPU, or not at all."""
 
 
-def call_steps(twin, x, state, lengths=None):
-    """The one-step classes of seed 000, whose state is a tensor or a tuple of them."""
-    zero = twin.init_state(x.shape[0])
-    single = isinstance(zero, Tensor)
-    if state is None:
-        state = zero
-    elif single:
-        (state,) = state
-    ys = []
-    for x_t in x.unbind(1):
-        y, state = twin(x_t, state)
-        ys.append(y)
-    return torch.stack(ys, dim=1), (state,) if single else state
+def decays(twin: nn.Module) -> list[Tensor]:
+    """The `a` of every RG-LRU."""
+    return [m.a.detach() for m in twin.modules() if isinstance(m, torch_ref.RGLRU)]
 
 
-def call_rglru(twin, x, state, lengths=None):
-    """The seed's RGLRU, whose output is its state."""
-    state = twin.init_state(x.shape[0]) if state is None else state[0]
-    ys = [state := twin(x_t, state) for x_t in x.unbind(1)]
-    return torch.stack(ys, dim=1), (state,)
+def close_to_1(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Within 2⁻¹⁰ to 2⁻²³ of 1, exact in float32."""
+    return 1 - 2.0 ** -rng.integers(10, 24, shape)
 
 
-def hawk_cases() -> list[Case]:
-    """The classes of seed 000, at decays inside (0, 1) and close to 1."""
-    hawk = partial(Case, layout="hawk")
-    return [
-        hawk("RGLRU", partial(torch_ref.RGLRU, 5), partial(RGLRU, 5), call=call_rglru),
+hawk = partial(Case, layout="hawk", architecture="hawk", bounded=decays)
+config = HawkLanguageModelConfig(vocab_size=11, features=6, num_layers=2, mlp_features=8)
+
+CASES = [
+    hawk("RGLRU", partial(torch_ref.RGLRU, 5), partial(RGLRU, 5)),
+    hawk(
+        "RGLRU close to a = 1",
+        partial(torch_ref.RGLRU, 6),
+        partial(RGLRU, 6),
+        draw_bounded=close_to_1,
+        dtypes=("float64", "float32"),  # between 1 − 2⁻⁸ and 1 bfloat16 has no number
+    ),
+    *(
+        hawk(f"RGLRU {name}", partial(torch_ref.RGLRU, 5), partial(RGLRU, 5, method=method))
+        for method, name in OTHER_METHODS.items()
+    ),
+    *(
         hawk(
-            "RGLRU close to a = 1",
-            partial(torch_ref.RGLRU, 6),
-            partial(RGLRU, 6),
-            call=call_rglru,
-            decays=slow_decays,
-            dtypes=("float64", "float32"),  # between 1 − 2⁻⁸ and 1 bfloat16 has no number
-        ),
-        *(
-            hawk(
-                f"RGLRU {name}",
-                partial(torch_ref.RGLRU, 5),
-                partial(RGLRU, 5, method=method),
-                call=call_rglru,
-            )
-            for method, name in OTHER_METHODS.items()
-        ),
-        *(
-            hawk(
-                f"CausalConv1D, kernel {size}",
-                partial(torch_ref.CausalConv1d, 5, size),
-                partial(CausalConv1D, 5, size),
-                call=call_steps,
-                reach=size,
-            )
-            for size in (1, 2, 4)
-        ),
-        *(
-            hawk(
-                f"Hawk, kernel {size}",
-                partial(torch_ref.Hawk, 5, size),
-                partial(Hawk, 5, kernel_size=size),
-                call=call_steps,
-            )
-            for size in (1, 2, 4)
-        ),
+            f"CausalConv1D, kernel {size}",
+            partial(torch_ref.CausalConv1d, 5, size),
+            partial(CausalConv1D, 5, size),
+            reach=size,
+        )
+        for size in (1, 2, 4)
+    ),
+    *(
         hawk(
-            "HawkBlock",
-            partial(torch_ref.HawkBlock, 5, 7),
-            partial(HawkBlock, 5, 7),
-            call=call_steps,
-        ),
-    ]
+            f"Hawk, kernel {size}",
+            partial(torch_ref.Hawk, 5, kernel_size=size),
+            partial(Hawk, 5, kernel_size=size),
+        )
+        for size in (1, 2, 4)
+    ),
+    hawk("HawkBlock", partial(torch_ref.HawkBlock, 5, 7), partial(HawkBlock, 5, 7)),
+    hawk(
+        "HawkLanguageModel",
+        partial(torch_ref.HawkLanguageModel.from_config, config),
+        config.build,
+        architecture="hawk_language_model",
+        twin_state=False,
+    ),
+]
+
+
+def reverse_taps(layer):
+    """As if torch's convolution were no correlation."""
+    layer.kernel[...] = layer.kernel[...][::-1]
+
+
+def halve_c(layer):
+    """An RG-LRU that forgets half as fast."""
+    layer.c /= 2
+
+
+def decay_as_printed(a, exponent):
+    """Its digits are lost in float32."""
+    p = jnp.broadcast_to(a, exponent.shape) ** exponent
+    return p, jnp.sqrt(1 - p**2)
+
+
+MUTATIONS = [
+    *(
+        Mutation("two weights of one shape swapped", case, "weights", two_swapped())
+        for case in ("RGLRU", "Hawk, kernel 1")
+    ),
+    Mutation("taps in reverse order", "CausalConv1D, kernel 4", "weights", edited(reverse_taps)),
+    Mutation(
+        "convolution's bias forgotten",
+        "HawkLanguageModel",
+        "weights",
+        zeroed("layers.layers.0.hawk.conv.bias"),
+        culprit="blocks.0.hawk.conv.conv",
+    ),
+    Mutation(
+        "input gate transposed",
+        "HawkBlock",
+        "weights",
+        transposed("hawk.rglru.input_gate.kernel"),
+        culprit="hawk.rglru",
+    ),
+    Mutation("half of c", "RGLRU", "forward", edited(halve_c)),
+    Mutation(
+        "√(1 − a²) as it is printed",
+        "RGLRU close to a = 1",
+        "forward",
+        replaced("jax_models.ops.rg_lru.decay", lambda _: decay_as_printed),
+        dtypes=("float32",),
+    ),
+    Mutation("gelu by tanh", "Hawk, kernel 1", "forward", gelu_by_tanh()),
+    Mutation(
+        "epsilon doubled",
+        "HawkLanguageModel",
+        "forward",
+        epsilon_doubled("layers.layers.1.temporal_pre_norm"),
+        culprit="blocks.1.temporal_pre_norm",
+    ),
+    *deaf("CausalConv1D, kernel 4", "jax_models.ops.causal_conv.delayed"),
+    *deaf("RGLRU", "jax_models.ops.rg_lru.linear_recurrence"),
+]

@@ -1,48 +1,69 @@
-"""The classes of seed 003."""
+"""labml's HyperLSTM (seed 003)."""
 
 from functools import partial
 
-import torch
+import jax.numpy as jnp
 
 import torch_ref
-from jax_models import HyperLSTM, LayerNormLSTM
+from jax_models import HyperLSTM
 from parity_tests.registry.case import Case
+from parity_tests.registry.layer_norm_lstm import carrying_normalised
+from parity_tests.registry.mutation import Mutation, replaced, zeroed
+
+CASES = [
+    Case(
+        f"HyperLSTM {num_layers} layer{'s' if num_layers > 1 else ''}",
+        partial(torch_ref.HyperLSTM, 5, 6, 4, 3, num_layers=num_layers),
+        partial(HyperLSTM, 5, 6, 4, 3, num_layers=num_layers),
+        layout="labml",
+        architecture="hyper_lstm",
+    )
+    for num_layers in (1, 2)
+]
 
 
-def call_cell(twin, x, state, lengths=None):
-    """The LSTM cell of seed 003, one step at a time."""
-    h, c = state or 2 * [x.new_zeros(x.shape[0], twin.hidden_lin.in_features)]
-    ys = []
-    for x_t in x.unbind(1):
-        h, c = twin(x_t, h, c)
-        ys.append(h)
-    return torch.stack(ys, dim=1), (h, c)
+def with_hyper_kernel(wrong):
+    """A HyperLSTM whose hyper network has another kernel."""
+
+    def faulty(hyper_lstm):
+        def hyper_lstm_with_kernel(x, state, *, hyper_kernel_ih, **options):
+            return hyper_lstm(x, state, hyper_kernel_ih=wrong(x, hyper_kernel_ih), **options)
+
+        return hyper_lstm_with_kernel
+
+    return faulty
 
 
-def call_time_major(twin, x, state, lengths=None):
-    """The time-major HyperLSTM of seed 003."""
-    y, last = twin(x.transpose(0, 1), state)
-    return y.transpose(0, 1), last
+def x_before_h(x, kernel):
+    """As if the hyper network read [x, h]."""
+    return jnp.roll(kernel, -x.shape[-1], axis=0)
 
 
-def hyper_lstm_cases() -> list[Case]:
-    """The classes of seed 003."""
-    return [
-        Case(
-            "LayerNormLSTM",
-            partial(torch_ref.LayerNormLSTMCell, 5, 6),
-            partial(LayerNormLSTM, 5, 6),
-            layout="labml",
-            call=call_cell,
-        ),
-        *(
-            Case(
-                f"HyperLSTM {num_layers} layer{'s' if num_layers > 1 else ''}",
-                partial(torch_ref.HyperLSTM, 5, 6, 4, 3, n_layers=num_layers),
-                partial(HyperLSTM, 5, 6, 4, 3, num_layers=num_layers),
-                layout="labml",
-                call=call_time_major,
-            )
-            for num_layers in (1, 2)
-        ),
-    ]
+def f_before_i(x, kernel):
+    """The first two gates in each other's place."""
+    i, f, g, o = jnp.split(kernel, 4, axis=1)
+    return jnp.concatenate([f, i, g, o], axis=1)
+
+
+forward = partial(Mutation, case="HyperLSTM 1 layer", kind="forward")
+
+MUTATIONS = [
+    Mutation(
+        "upper layer's z bias forgotten",
+        "HyperLSTM 2 layers",
+        "weights",
+        zeroed("cells.1.z_bias"),
+        culprit="",
+    ),
+    *(
+        forward(
+            f"hyper network {name}",
+            plant=replaced("jax_models.ops.hyper_lstm", with_hyper_kernel(wrong)),
+        )
+        for name, wrong in (("of [x, h]", x_before_h), ("with gate f before i", f_before_i))
+    ),
+    forward(
+        "normalised cell carried",
+        plant=replaced("jax_models.ops.hyper_lstm.layer_norm_cell", carrying_normalised),
+    ),
+]

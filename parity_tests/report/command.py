@@ -14,10 +14,10 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
+from parity_tests.checks import is_caught
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
-from parity_tests.mutations import MUTATIONS, is_caught
-from parity_tests.registry import CASES
+from parity_tests.registry import CASES, MUTATIONS
 from parity_tests.report.html import page
 from parity_tests.report.over_time import errors_over_time
 from parity_tests.report.precision import precision_errors

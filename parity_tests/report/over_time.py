@@ -36,7 +36,7 @@ def errors_over_time(case: Case, platform: str) -> Iterator[ErrorOverTime]:
 def _run_torch(case: Case, twin: torch.nn.Module, x: np.ndarray, dtype: str) -> np.ndarray:
     with torch.no_grad():
         twin = copy.deepcopy(twin).to(getattr(torch, dtype))
-        return case.call(twin, tensors(x, dtype), None, None)[0].double().numpy()
+        return case.call(twin, tensors(x, dtype))[0].double().numpy()
 
 
 def _run_jax(

@@ -3,8 +3,7 @@
 import pytest
 
 from parity_tests.engine.locate import find_departure
-from parity_tests.mutations import MUTATIONS
-from parity_tests.registry import CASES
+from parity_tests.registry import CASES, MUTATIONS
 
 
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is not None], ids=str)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+State = tuple[Tensor, ...]
+
 
 class GRUScratch(nn.Module):
     """One layer of GRU, a pair of Linears a gate.
@@ -11,26 +13,29 @@ class GRUScratch(nn.Module):
         n = tanh(x_t W_in + b_in + r ⊙ (h_{t−1} W_hn + b_hn))
         h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
-    input is (time, batch, input_size), h0 and the last state (1, batch, hidden_size).
+    x is (batch, time, in_features), the state (h,) with h (1, batch, hidden_features).
     """
 
-    def __init__(self, input_size, hidden_size, bias=True):
+    def __init__(self, in_features: int, hidden_features: int, *, use_bias=True):
         super().__init__()
-        self.hidden_size = hidden_size
-        self.w_ir = nn.Linear(input_size, hidden_size, bias=bias)
-        self.w_hr = nn.Linear(hidden_size, hidden_size, bias=bias)
-        self.w_iz = nn.Linear(input_size, hidden_size, bias=bias)
-        self.w_hz = nn.Linear(hidden_size, hidden_size, bias=bias)
-        self.w_in = nn.Linear(input_size, hidden_size, bias=bias)
-        self.w_hn = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.hidden_features = hidden_features
+        self.w_ir = nn.Linear(in_features, hidden_features, bias=use_bias)
+        self.w_hr = nn.Linear(hidden_features, hidden_features, bias=use_bias)
+        self.w_iz = nn.Linear(in_features, hidden_features, bias=use_bias)
+        self.w_hz = nn.Linear(hidden_features, hidden_features, bias=use_bias)
+        self.w_in = nn.Linear(in_features, hidden_features, bias=use_bias)
+        self.w_hn = nn.Linear(hidden_features, hidden_features, bias=use_bias)
 
-    def forward(self, input: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        hn = input.new_zeros(1, input.shape[1], self.hidden_size) if h0 is None else h0
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        [h] = self.init_state(x.shape[0]) if state is None else state
         outputs = []
-        for x in input:
-            r = torch.sigmoid(self.w_ir(x) + self.w_hr(hn))
-            z = torch.sigmoid(self.w_iz(x) + self.w_hz(hn))
-            n = torch.tanh(self.w_in(x) + r * self.w_hn(hn))
-            hn = (1 - z) * n + z * hn
-            outputs.append(hn)
-        return torch.cat(outputs), hn
+        for x_t in x.unbind(1):
+            r = torch.sigmoid(self.w_ir(x_t) + self.w_hr(h))
+            z = torch.sigmoid(self.w_iz(x_t) + self.w_hz(h))
+            n = torch.tanh(self.w_in(x_t) + r * self.w_hn(h))
+            h = (1 - z) * n + z * h
+            outputs.append(h[0])
+        return torch.stack(outputs, dim=1), (h,)
+
+    def init_state(self, batch_size: int) -> State:
+        return (self.w_ir.weight.new_zeros(1, batch_size, self.hidden_features),)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HawkState = tuple[Tensor, Tensor]
+State = tuple[Tensor, ...]
 
 
 class Decay(torch.autograd.Function):
@@ -32,109 +32,110 @@ class Decay(torch.autograd.Function):
 
 
 class RGLRU(nn.Module):
-    """The real-gated linear recurrent unit, one step.
+    """The real-gated linear recurrent unit.
 
         i_t = σ(x_t W_i)
         r_t = σ(x_t W_r)
         a_t = a^(c·r_t)
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
-    x_t and h are (batch, hidden_size). a^c starts uniform in [0.9, 0.999], as in the paper (the
-    seed left it uninitialised), and a = 0 and a = 1 have finite gradients.
+    x and y = h are (batch, time, features), the state (h,) with h (batch, features). a^c starts
+    uniform in [0.9, 0.999], as in the paper (the seed left it uninitialised), and a = 0 and a = 1
+    have finite gradients.
     """
 
-    def __init__(self, hidden_size: int, c: float = 8.0):
+    def __init__(self, features: int, *, c: float = 8.0):
         super().__init__()
-        self.hidden_size = hidden_size
         self.c = c
-        self.input_gate = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.recurrence_gate = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.a = nn.Parameter(torch.empty(hidden_size).uniform_(0.9, 0.999) ** (1 / c))
+        self.input_gate = nn.Linear(features, features, bias=False)
+        self.recurrence_gate = nn.Linear(features, features, bias=False)
+        self.a = nn.Parameter(torch.empty(features).uniform_(0.9, 0.999) ** (1 / c))
 
-    def forward(self, x_t: Tensor, state: Tensor) -> Tensor:
-        i_t = torch.sigmoid(self.input_gate(x_t))
-        r_t = torch.sigmoid(self.recurrence_gate(x_t))
-        a_t, multiplier = Decay.apply(self.a, self.c * r_t)
-        return a_t * state + multiplier * (i_t * x_t)
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        [h] = self.init_state(x.shape[0]) if state is None else state
+        outputs = []
+        for x_t in x.unbind(1):
+            i_t = torch.sigmoid(self.input_gate(x_t))
+            r_t = torch.sigmoid(self.recurrence_gate(x_t))
+            a_t, multiplier = Decay.apply(self.a, self.c * r_t)
+            h = a_t * h + multiplier * (i_t * x_t)
+            outputs.append(h)
+        return torch.stack(outputs, dim=1), (h,)
 
-    def init_state(self, batch_size: int) -> Tensor:
-        return self.a.new_zeros(batch_size, self.hidden_size)
+    def init_state(self, batch_size: int) -> State:
+        return (self.a.new_zeros(batch_size, len(self.a)),)
 
 
 class CausalConv1d(nn.Module):
-    """A depthwise convolution over the last kernel_size inputs, one step.
+    """A depthwise convolution over the last kernel_size inputs.
 
-    x_t is (batch, hidden_size), the state the inputs before, (batch, hidden_size, kernel_size − 1).
+    x is (batch, time, features), the state (inputs,): the last ones, (batch, features,
+    kernel_size − 1).
     """
 
-    def __init__(self, hidden_size: int, kernel_size: int):
+    def __init__(self, features: int, kernel_size: int):
         super().__init__()
-        self.hidden_size = hidden_size
-        self.kernel_size = kernel_size
-        self.conv = nn.Conv1d(hidden_size, hidden_size, kernel_size, groups=hidden_size)
+        self.conv = nn.Conv1d(features, features, kernel_size, groups=features)
 
-    def forward(self, x_t: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        window = torch.cat([state, x_t[:, :, None]], dim=-1)
-        return self.conv(window).squeeze(-1), window[:, :, 1:]
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        [inputs] = self.init_state(x.shape[0]) if state is None else state
+        window = torch.cat([inputs, x.mT], dim=-1)
+        return self.conv(window).mT, (window[:, :, x.shape[1] :],)
 
-    def init_state(self, batch_size: int) -> Tensor:
-        return self.conv.weight.new_zeros(batch_size, self.hidden_size, self.kernel_size - 1)
+    def init_state(self, batch_size: int) -> State:
+        features, _, kernel_size = self.conv.weight.shape
+        return (self.conv.weight.new_zeros(batch_size, features, kernel_size - 1),)
 
 
 class Hawk(nn.Module):
-    """The recurrent block of Griffin, one step.
+    """The recurrent block of Griffin.
 
         y_t = (gelu(x_t W_gate) ⊙ rglru(conv(x_t W_rec))) W_out
 
-    gelu is the exact one, with erf.
+    gelu is the exact one, with erf. x and y are (batch, time, features), the state is that of
+    `conv`, then that of `rglru`.
     """
 
-    def __init__(self, hidden_size: int, conv_kernel_size: int = 4):
+    def __init__(self, features: int, *, kernel_size: int = 4):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.recurrent_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.conv = CausalConv1d(hidden_size, conv_kernel_size)
-        self.rglru = RGLRU(hidden_size)
-        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.gate_proj = nn.Linear(features, features, bias=False)
+        self.recurrent_proj = nn.Linear(features, features, bias=False)
+        self.conv = CausalConv1d(features, kernel_size)
+        self.rglru = RGLRU(features)
+        self.out_proj = nn.Linear(features, features, bias=False)
 
-    def forward(self, x: Tensor, state: HawkState) -> tuple[Tensor, HawkState]:
-        conv_state, rglru_state = state
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        conv_state, rglru_state = (None, None) if state is None else (state[:1], state[1:])
         gate = F.gelu(self.gate_proj(x))
         x, conv_state = self.conv(self.recurrent_proj(x), conv_state)
-        rglru_state = self.rglru(x, rglru_state)
-        return self.out_proj(gate * rglru_state), (conv_state, rglru_state)
-
-    def init_state(self, batch_size: int) -> HawkState:
-        return self.conv.init_state(batch_size), self.rglru.init_state(batch_size)
+        x, rglru_state = self.rglru(x, rglru_state)
+        return self.out_proj(gate * x), conv_state + rglru_state
 
 
 class GatedMLP(nn.Module):
     """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu."""
 
-    def __init__(self, hidden_size: int, mlp_size: int):
+    def __init__(self, features: int, mlp_features: int):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, mlp_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, mlp_size, bias=False)
-        self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
+        self.gate_proj = nn.Linear(features, mlp_features, bias=False)
+        self.up_proj = nn.Linear(features, mlp_features, bias=False)
+        self.down_proj = nn.Linear(mlp_features, features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class HawkBlock(nn.Module):
-    """`x ← x + hawk(norm(x))`, then `x ← x + mlp(norm(x))`, one step."""
+    """`x ← x + hawk(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of `hawk`."""
 
-    def __init__(self, hidden_size: int, mlp_size: int, conv_kernel_size: int = 4):
+    def __init__(self, features: int, mlp_features: int, *, kernel_size: int = 4):
         super().__init__()
-        self.temporal_pre_norm = nn.RMSNorm(hidden_size, eps=1e-6)
-        self.hawk = Hawk(hidden_size, conv_kernel_size)
-        self.channel_pre_norm = nn.RMSNorm(hidden_size, eps=1e-6)
-        self.mlp = GatedMLP(hidden_size, mlp_size)
+        self.temporal_pre_norm = nn.RMSNorm(features, eps=1e-6)
+        self.hawk = Hawk(features, kernel_size=kernel_size)
+        self.channel_pre_norm = nn.RMSNorm(features, eps=1e-6)
+        self.mlp = GatedMLP(features, mlp_features)
 
-    def forward(self, x: Tensor, state: HawkState) -> tuple[Tensor, HawkState]:
-        y, state = self.hawk(self.temporal_pre_norm(x), state)
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        y, last = self.hawk(self.temporal_pre_norm(x), state)
         x = x + y
-        return x + self.mlp(self.channel_pre_norm(x)), state
-
-    def init_state(self, batch_size: int) -> HawkState:
-        return self.hawk.init_state(batch_size)
+        return x + self.mlp(self.channel_pre_norm(x)), last

@@ -3,11 +3,15 @@
 x_i and v are channels first, (batch, features, time).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_ref.layers.hyena_filter import AuthenticHyenaFilter, HyenaFilter
+
+State = tuple[Tensor, ...]
 
 
 def fft_conv(h: Tensor, v: Tensor, skip: Tensor) -> Tensor:
@@ -22,10 +26,17 @@ def fft_conv(h: Tensor, v: Tensor, skip: Tensor) -> Tensor:
     return (torch.fft.irfft(product, n=2 * L)[..., :L] + v * skip).to(h.dtype)
 
 
+def go_on(h: Tensor, v: Tensor, skip: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+    """`fft_conv` of the inputs `past` and v: the outputs of v, and the inputs so far."""
+    inputs = torch.cat([past, v], dim=-1)
+    return fft_conv(h, inputs, skip)[..., past.shape[-1] :], inputs
+
+
 class Projection(nn.Module):
     """`x_1 … x_N, v = w ⋆ (A u + b) + c`: a Linear, then a causal convolution of each channel.
 
-    u is (batch, time, features), the outputs are (batch, features, time).
+    u is (batch, time, features), the outputs are (batch, features, time), and the state the last
+    kernel_size − 1 results of the Linear, (batch, features · (N + 1), kernel_size − 1).
     """
 
     def __init__(self, features: int, order: int, kernel_size: int):
@@ -36,9 +47,13 @@ class Projection(nn.Module):
         self.linear = nn.Linear(features, width)
         self.conv = nn.Conv1d(width, width, kernel_size, groups=width)
 
-    def forward(self, u: Tensor) -> tuple[Tensor, ...]:
-        z = F.pad(self.linear(u).mT, (self.kernel_size - 1, 0))
-        return self.conv(z).split(self.features, dim=1)
+    def forward(self, u: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        z = torch.cat([state, self.linear(u).mT], dim=-1)
+        return self.conv(z).split(self.features, dim=1), z[..., u.shape[1] :]
+
+    def init_state(self, batch_size: int) -> Tensor:
+        width = self.linear.out_features
+        return self.conv.weight.new_zeros(batch_size, width, self.kernel_size - 1)
 
 
 class HyenaBlock(nn.Module):
@@ -49,14 +64,16 @@ class HyenaBlock(nn.Module):
         v ← v + x_i / |x_i| ⊙ (h_i * v + B_i ⊙ v), for each i
         y = v + dropout(v W + b)
 
-    |x_i| is over the channels. u and y are (batch, time, features). The seed declares the dropout
-    and never applies it.
+    |x_i| is over the channels. u and y are (batch, time, features). The state is that of the
+    projection, then the inputs v of each convolution so far. The seed declares the dropout and
+    never applies it.
     """
 
     def __init__(
         self,
         features: int,
         max_length: int,
+        *,
         order: int = 2,
         kernel_size: int = 3,
         dropout_rate: float = 0.0,
@@ -64,18 +81,20 @@ class HyenaBlock(nn.Module):
         super().__init__()
         self.proj_input = Projection(features, order, kernel_size)
         self.proj_output = nn.Linear(features, features)
-        self.filter = HyenaFilter(features, order, max_length)
+        self.filter = HyenaFilter(features, max_length, order=order)
         self.dropout = nn.Dropout(dropout_rate)
         self.B = nn.Parameter(torch.randn(order, 1, features, 1))
 
-    def forward(self, u: Tensor) -> Tensor:
-        h = self.filter(u.shape[1])
-        *x, v = self.proj_input(u)
+    def forward(self, u: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        window, *past = init_state(self, u.shape[0]) if state is None else state
+        h = self.filter(past[0].shape[-1] + u.shape[1])
+        (*x, v), window = self.proj_input(u, window)
         v = v + u.mT
-        for h_i, x_i, B_i in zip(h, x, self.B, strict=True):
-            v = v + F.normalize(x_i, dim=1) * fft_conv(h_i, v, B_i)
+        for i, (h_i, x_i, B_i) in enumerate(zip(h, x, self.B, strict=True)):
+            convolved, past[i] = go_on(h_i, v, B_i, past[i])
+            v = v + F.normalize(x_i, dim=1) * convolved
         v = v.mT
-        return v + self.dropout(self.proj_output(v))
+        return v + self.dropout(self.proj_output(v)), (window, *past)
 
 
 class AuthenticHyenaBlock(nn.Module):
@@ -85,13 +104,15 @@ class AuthenticHyenaBlock(nn.Module):
         v ← x_i ⊙ (h_i * v + B_i ⊙ v), for each i
         y = dropout(v W + b)
 
-    u and y are (batch, time, features). The seed declares the dropout and never applies it.
+    u and y are (batch, time, features), the state is that of `HyenaBlock`. The seed declares the
+    dropout and never applies it.
     """
 
     def __init__(
         self,
         features: int,
         max_length: int,
+        *,
         order: int = 2,
         kernel_size: int = 3,
         dropout_rate: float = 0.0,
@@ -106,20 +127,29 @@ class AuthenticHyenaBlock(nn.Module):
         self.proj_output = nn.Linear(features, features)
         self.filter = AuthenticHyenaFilter(
             features,
-            order,
             max_length,
-            embed_features,
-            mlp_features,
-            num_filter_layers,
-            omega,
-            implicit,
+            order=order,
+            embed_features=embed_features,
+            mlp_features=mlp_features,
+            num_filter_layers=num_filter_layers,
+            omega=omega,
+            implicit=implicit,
         )
         self.dropout = nn.Dropout(dropout_rate)
         self.B = nn.Parameter(torch.randn(order, 1, features, 1))
 
-    def forward(self, u: Tensor) -> Tensor:
-        h = self.filter(u.shape[1])
-        *x, v = self.proj_input(u)
-        for h_i, x_i, B_i in zip(h, x, self.B, strict=True):
-            v = x_i * fft_conv(h_i, v, B_i)
-        return self.dropout(self.proj_output(v.mT))
+    def forward(self, u: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        window, *past = init_state(self, u.shape[0]) if state is None else state
+        h = self.filter(past[0].shape[-1] + u.shape[1])
+        (*x, v), window = self.proj_input(u, window)
+        for i, (h_i, x_i, B_i) in enumerate(zip(h, x, self.B, strict=True)):
+            convolved, past[i] = go_on(h_i, v, B_i, past[i])
+            v = x_i * convolved
+        return self.dropout(self.proj_output(v.mT)), (window, *past)
+
+
+def init_state(block: Any, batch_size: int) -> State:
+    """The state of a Hyena block before the first step."""
+    order, _, features, _ = block.B.shape
+    past = block.B.new_zeros(batch_size, features, 0)
+    return block.proj_input.init_state(batch_size), *([past] * order)

@@ -45,7 +45,7 @@ class HyenaFilter(nn.Module):
     The norm is over the channels, as in the seed's code (its text says over time).
     """
 
-    def __init__(self, features: int, order: int, max_length: int):
+    def __init__(self, features: int, max_length: int, *, order: int = 2):
         super().__init__()
         self.max_length = max_length
         self.h = nn.Parameter(torch.randn(order, features, max_length))
@@ -113,8 +113,9 @@ class AuthenticHyenaFilter(nn.Module):
     def __init__(
         self,
         features: int,
-        order: int,
         max_length: int,
+        *,
+        order: int = 2,
         embed_features: int = 33,
         mlp_features: int = 64,
         num_filter_layers: int = 4,

@@ -17,34 +17,44 @@ class HyperLSTMCell(nn.Module):
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
         h_t = σ(o) ⊙ tanh(LN(c_t))
 
-    Each gate has its own d, W and layer norm; only d_b has a bias. x is (batch, input_size), the
+    Each gate has its own d, W and layer norm; only d_b has a bias. x is (batch, in_features), the
     state (h, c, ĥ, ĉ), each (batch, features). Each W_h starts orthogonal and each W_x normal with
-    a variance of 1 / input_size, or both at zero, as in the seed, with `zero_init`.
+    a variance of 1 / in_features, or both at zero, as in the seed, with `zero_init`.
     """
 
     def __init__(
-        self, input_size: int, hidden_size: int, hyper_size: int, n_z: int, zero_init: bool = False
+        self,
+        in_features: int,
+        hidden_features: int,
+        hyper_features: int,
+        embedding_features: int,
+        *,
+        zero_init: bool = False,
     ):
         super().__init__()
-        self.hyper = LayerNormLSTMCell(hidden_size + input_size, hyper_size)
-        self.z_h = nn.Linear(hyper_size, 4 * n_z)
-        self.z_x = nn.Linear(hyper_size, 4 * n_z)
-        self.z_b = nn.Linear(hyper_size, 4 * n_z, bias=False)
-        self.d_h = nn.ModuleList(nn.Linear(n_z, hidden_size, bias=False) for _ in range(4))
-        self.d_x = nn.ModuleList(nn.Linear(n_z, hidden_size, bias=False) for _ in range(4))
-        self.d_b = nn.ModuleList(nn.Linear(n_z, hidden_size) for _ in range(4))
-        self.w_h = nn.ParameterList(torch.zeros(hidden_size, hidden_size) for _ in range(4))
-        self.w_x = nn.ParameterList(torch.zeros(hidden_size, input_size) for _ in range(4))
-        self.layer_norm = nn.ModuleList(nn.LayerNorm(hidden_size) for _ in range(4))
-        self.layer_norm_c = nn.LayerNorm(hidden_size)
+        self.hyper = LayerNormLSTMCell(hidden_features + in_features, hyper_features)
+        self.z_h = nn.Linear(hyper_features, 4 * embedding_features)
+        self.z_x = nn.Linear(hyper_features, 4 * embedding_features)
+        self.z_b = nn.Linear(hyper_features, 4 * embedding_features, bias=False)
+        self.d_h = nn.ModuleList(
+            nn.Linear(embedding_features, hidden_features, bias=False) for _ in range(4)
+        )
+        self.d_x = nn.ModuleList(
+            nn.Linear(embedding_features, hidden_features, bias=False) for _ in range(4)
+        )
+        self.d_b = nn.ModuleList(nn.Linear(embedding_features, hidden_features) for _ in range(4))
+        self.w_h = nn.ParameterList(torch.zeros(hidden_features, hidden_features) for _ in range(4))
+        self.w_x = nn.ParameterList(torch.zeros(hidden_features, in_features) for _ in range(4))
+        self.layer_norm = nn.ModuleList(nn.LayerNorm(hidden_features) for _ in range(4))
+        self.layer_norm_c = nn.LayerNorm(hidden_features)
         if not zero_init:
             for w_h, w_x in zip(self.w_h, self.w_x, strict=True):
                 nn.init.orthogonal_(w_h)
-                nn.init.normal_(w_x, std=input_size**-0.5)
+                nn.init.normal_(w_x, std=in_features**-0.5)
 
     def forward(self, x: Tensor, state: State) -> State:
         h, c, h_hat, c_hat = state
-        h_hat, c_hat = self.hyper(torch.cat([h, x], dim=-1), h_hat, c_hat)
+        h_hat, c_hat = self.hyper.step(torch.cat([h, x], dim=-1), (h_hat, c_hat))
         z_h = self.z_h(h_hat).chunk(4, dim=-1)
         z_x = self.z_x(h_hat).chunk(4, dim=-1)
         z_b = self.z_b(h_hat).chunk(4, dim=-1)
@@ -64,40 +74,45 @@ class HyperLSTMCell(nn.Module):
 class HyperLSTM(nn.Module):
     """HyperLSTM cells one above the other, over a sequence.
 
-    x is (time, batch, input_size), the outputs (time, batch, hidden_size), and the state
-    (h, c, ĥ, ĉ), each (n_layers, batch, features).
+    x is (batch, time, in_features), the outputs (batch, time, hidden_features), and the state
+    (h, c, ĥ, ĉ), each (num_layers, batch, features).
     """
 
     def __init__(
         self,
-        input_size: int,
-        hidden_size: int,
-        hyper_size: int,
-        n_z: int,
-        n_layers: int,
+        in_features: int,
+        hidden_features: int,
+        hyper_features: int,
+        embedding_features: int,
+        *,
+        num_layers: int = 1,
         zero_init: bool = False,
     ):
         super().__init__()
-        self.sizes = (hidden_size, hidden_size, hyper_size, hyper_size)
+        self.sizes = (hidden_features, hidden_features, hyper_features, hyper_features)
         self.cells = nn.ModuleList(
             HyperLSTMCell(
-                hidden_size if layer else input_size, hidden_size, hyper_size, n_z, zero_init
+                hidden_features if layer else in_features,
+                hidden_features,
+                hyper_features,
+                embedding_features,
+                zero_init=zero_init,
             )
-            for layer in range(n_layers)
+            for layer in range(num_layers)
         )
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        states = list(zip(*(self.init_state(x) if state is None else state), strict=True))
+        states = list(zip(*(self.init_state(x.shape[0]) if state is None else state), strict=True))
         outputs = []
-        for y in x:
+        for y in x.unbind(1):
             for layer, cell in enumerate(self.cells):
                 states[layer] = cell(y, states[layer])
                 y = states[layer][0]
             outputs.append(y)
         h, c, h_hat, c_hat = (torch.stack(leaves) for leaves in zip(*states, strict=True))
-        return torch.stack(outputs), (h, c, h_hat, c_hat)
+        return torch.stack(outputs, dim=1), (h, c, h_hat, c_hat)
 
-    def init_state(self, x: Tensor) -> State:
-        shape = len(self.cells), x.shape[1]
-        h, c, h_hat, c_hat = (x.new_zeros(*shape, size) for size in self.sizes)
+    def init_state(self, batch_size: int) -> State:
+        zeros = next(self.parameters()).new_zeros
+        h, c, h_hat, c_hat = (zeros(len(self.cells), batch_size, size) for size in self.sizes)
         return h, c, h_hat, c_hat

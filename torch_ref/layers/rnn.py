@@ -3,88 +3,109 @@
 import torch
 from torch import Tensor, nn
 
+State = tuple[Tensor, ...]
+
 
 class RNNScratch(nn.Module):
     """One layer: `h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh)`, φ = tanh or relu.
 
-    input is (time, batch, input_size), h0 and the last state (1, batch, hidden_size).
+    x is (batch, time, in_features), the state (h,) with h (1, batch, hidden_features).
     """
 
-    def __init__(self, input_size, hidden_size, nonlinearity="tanh", bias=True):
+    def __init__(
+        self, in_features: int, hidden_features: int, *, nonlinearity="tanh", use_bias=True
+    ):
         super().__init__()
-        self.hidden_size = hidden_size
-        self.w_ih = nn.Linear(input_size, hidden_size, bias=bias)
-        self.w_hh = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.hidden_features = hidden_features
+        self.w_ih = nn.Linear(in_features, hidden_features, bias=use_bias)
+        self.w_hh = nn.Linear(hidden_features, hidden_features, bias=use_bias)
         self.act = {"tanh": nn.Tanh(), "relu": nn.ReLU()}[nonlinearity]
 
-    def forward(self, input: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        hn = input.new_zeros(1, input.shape[1], self.hidden_size) if h0 is None else h0
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        [h] = self.init_state(x.shape[0]) if state is None else state
         outputs = []
-        for x in input:
-            hn = self.act(self.w_ih(x) + self.w_hh(hn))
-            outputs.append(hn)
-        return torch.cat(outputs), hn
+        for x_t in x.unbind(1):
+            h = self.act(self.w_ih(x_t) + self.w_hh(h))
+            outputs.append(h[0])
+        return torch.stack(outputs, dim=1), (h,)
+
+    def init_state(self, batch_size: int) -> State:
+        return (self.w_ih.weight.new_zeros(1, batch_size, self.hidden_features),)
 
 
 class RNNDeep(nn.Module):
     """Layers of RNNScratch, each reading the outputs of the one below.
 
-    h0 and the last states are (num_layers, batch, hidden_size). The seed wrote the last states into
-    h0, which cannot be differentiated and changes the caller's tensor; here they are new.
+    The state is (h,) with h (num_layers, batch, hidden_features). The seed wrote the last states
+    into the first ones, which cannot be differentiated and changes the caller's tensor.
     """
 
-    def __init__(self, input_size, hidden_size, nonlinearity="tanh", bias=True, num_layers=1):
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        num_layers=1,
+        nonlinearity="tanh",
+        use_bias=True,
+    ):
         super().__init__()
-        self.num_layers = num_layers
         self.rnns = nn.ModuleList(
-            RNNScratch(input_size if i == 0 else hidden_size, hidden_size, nonlinearity, bias)
-            for i in range(num_layers)
+            RNNScratch(
+                hidden_features if layer else in_features,
+                hidden_features,
+                nonlinearity=nonlinearity,
+                use_bias=use_bias,
+            )
+            for layer in range(num_layers)
         )
 
-    def forward(self, input: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        output, hn = input, []
-        for i, rnn in enumerate(self.rnns):
-            output, h = rnn(output, None if h0 is None else h0[i : i + 1])
-            hn.append(h)
-        return output, torch.cat(hn)
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        last = []
+        for layer, rnn in enumerate(self.rnns):
+            x, [h] = rnn(x, None if state is None else (state[0][layer : layer + 1],))
+            last.append(h)
+        return x, (torch.cat(last),)
 
 
 class RNNBidirectional(nn.Module):
     """Two whole stacks, one on reversed time, joined at the end.
 
-    The states are (2 · num_layers, batch, hidden_size), forward and backward by turns. For one
-    layer this is torch's `bidirectional=True`; for more, torch's layers each read both directions.
+    The state is (h forward, h backward), each (num_layers, batch, hidden_features). For one layer
+    this is torch's `bidirectional=True`; for more, torch's layers each read both directions.
     """
 
-    def __init__(self, input_size, hidden_size, nonlinearity="tanh", bias=True, num_layers=1):
+    def __init__(self, in_features: int, hidden_features: int, **options):
         super().__init__()
-        self.rnn_f = RNNDeep(input_size, hidden_size, nonlinearity, bias, num_layers)
-        self.rnn_b = RNNDeep(input_size, hidden_size, nonlinearity, bias, num_layers)
+        self.rnn_f = RNNDeep(in_features, hidden_features, **options)
+        self.rnn_b = RNNDeep(in_features, hidden_features, **options)
 
-    def forward(self, input: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        h0_f, h0_b = (None, None) if h0 is None else (h0[0::2], h0[1::2])
-        output_f, hn_f = self.rnn_f(input, h0_f)
-        output_b, hn_b = self.rnn_b(input.flip(0), h0_b)
-        output = torch.cat([output_f, output_b.flip(0)], dim=-1)
-        return output, torch.stack([hn_f, hn_b], dim=1).flatten(0, 1)
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        forward, backward = (None, None) if state is None else (state[:1], state[1:])
+        y_f, forward = self.rnn_f(x, forward)
+        y_b, backward = self.rnn_b(x.flip(1), backward)
+        return torch.cat([y_f, y_b.flip(1)], dim=-1), forward + backward
 
 
 class RNN(nn.Module):
     """The RNN cell of seed 004: `h_t = tanh(x_t U + h_{t−1} W + b)`, one bias, no transposes.
 
-    x is (time, batch, inputs_dim), the state (batch, hidden_dim).
+    x is (batch, time, in_features), the state (h,) with h (1, batch, hidden_features).
     """
 
-    def __init__(self, inputs_dim: int, hidden_dim: int):
+    def __init__(self, in_features: int, hidden_features: int):
         super().__init__()
-        self.U = nn.Parameter(torch.randn(inputs_dim, hidden_dim) / inputs_dim**0.5)
-        self.W = nn.Parameter(torch.randn(hidden_dim, hidden_dim) / hidden_dim**0.5)
-        self.b = nn.Parameter(torch.zeros(hidden_dim))
+        self.U = nn.Parameter(torch.randn(in_features, hidden_features) / in_features**0.5)
+        self.W = nn.Parameter(torch.randn(hidden_features, hidden_features) / hidden_features**0.5)
+        self.b = nn.Parameter(torch.zeros(hidden_features))
 
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        h = x.new_zeros(x.shape[1], self.b.shape[0]) if state is None else state
-        outs = []
-        for x_t in x:
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        [h] = self.init_state(x.shape[0]) if state is None else state
+        outputs = []
+        for x_t in x.unbind(1):
             h = torch.tanh(x_t @ self.U + h @ self.W + self.b)
-            outs.append(h)
-        return torch.stack(outs), h
+            outputs.append(h[0])
+        return torch.stack(outputs, dim=1), (h,)
+
+    def init_state(self, batch_size: int) -> State:
+        return (self.W.new_zeros(1, batch_size, len(self.b)),)

@@ -101,11 +101,11 @@ class RWKVBlock(nn.Module):
     The state is that of `att`, then that of `ffn`.
     """
 
-    def __init__(self, features: int, hidden_features: int, first: bool = False):
+    def __init__(self, features: int, hidden_features: int, *, layer_index: int = 0):
         super().__init__()
-        if first:
+        self.layer_index = layer_index
+        if layer_index == 0:
             self.ln0 = nn.LayerNorm(features)
-        self.first = first
         self.ln1 = nn.LayerNorm(features)
         self.ln2 = nn.LayerNorm(features)
         self.att = RWKVTimeMix(features)
@@ -113,7 +113,7 @@ class RWKVBlock(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         att_state, ffn_state = (None, None) if state is None else (state[:4], state[4:])
-        if self.first:
+        if self.layer_index == 0:
             x = self.ln0(x)
         y, att_state = self.att(self.ln1(x), att_state)
         x = x + y

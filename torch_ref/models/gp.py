@@ -5,18 +5,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torch_ref.layers.attention import SelfAttentionBlock
 from torch_ref.layers.hyena import AuthenticHyenaBlock, HyenaBlock
+
+State = tuple[Any, int]
 
 
 class GPModel(nn.Module):
     """Token and position embeddings → dropout → blocks → LayerNorm → the token embedding again.
 
-    index is (batch, time), the logits (batch, time, vocab_size). `block` is called once a layer,
-    for a module from (batch, time, features) to the same. `generate` reads the last
-    context_length tokens (the seed went on reading the first).
+    tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of each block
+    and the number of tokens so far. `block` is called once a layer, for a module
+    `block(x, state) -> (y, state)` with x and y (batch, time, features).
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class GPModel(nn.Module):
         self.tok_emb = nn.Embedding(vocab_size, features)
         self.pos_emb = nn.Parameter(torch.randn(1, context_length, features))
         self.drop = nn.Dropout(embedding_dropout_rate)
-        self.layers = nn.Sequential(*(block() for _ in range(num_layers)))
+        self.layers = nn.ModuleList(block() for _ in range(num_layers))
         self.ln = nn.LayerNorm(features)
         self.head = nn.Linear(features, vocab_size, bias=False)
         self.head.weight = self.tok_emb.weight
@@ -45,20 +46,25 @@ class GPModel(nn.Module):
         def block() -> nn.Module:
             if config.block == "attention":
                 return SelfAttentionBlock(
-                    config.features, config.num_heads, config.block_dropout_rate
+                    config.features, config.num_heads, dropout_rate=config.block_dropout_rate
                 )
-            sizes = (config.features, config.context_length, config.order, config.kernel_size)
+            sizes = (config.features, config.context_length)
+            options = {
+                "order": config.order,
+                "kernel_size": config.kernel_size,
+                "dropout_rate": config.block_dropout_rate,
+            }
             if config.block == "hyena":
-                return HyenaBlock(*sizes, config.block_dropout_rate)
+                return HyenaBlock(*sizes, **options)
             if config.block == "authentic-hyena":
                 return AuthenticHyenaBlock(
                     *sizes,
-                    config.block_dropout_rate,
-                    config.embed_features,
-                    config.mlp_features,
-                    config.num_filter_layers,
-                    config.omega,
-                    config.implicit,
+                    **options,
+                    embed_features=config.embed_features,
+                    mlp_features=config.mlp_features,
+                    num_filter_layers=config.num_filter_layers,
+                    omega=config.omega,
+                    implicit=config.implicit,
                 )
             raise ValueError(
                 f"block: expected hyena, authentic-hyena or attention, got {config.block}"
@@ -73,19 +79,14 @@ class GPModel(nn.Module):
             config.embedding_dropout_rate,
         )
 
-    def forward(self, index: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        time = index.shape[1]
-        if time > self.context_length:
-            raise ValueError(f"index: expected at most {self.context_length} steps, got {time}")
-        x = self.drop(self.tok_emb(index) + self.pos_emb[:, :time])
-        logits = self.head(self.ln(self.layers(x)))
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    @torch.no_grad()
-    def generate(self, index: Tensor, max_new_tokens: int) -> Tensor:
-        for _ in range(max_new_tokens):
-            probs = F.softmax(self(index[:, -self.context_length :])[0][:, -1], dim=-1)
-            index = torch.cat([index, torch.multinomial(probs, num_samples=1)], dim=1)
-        return index
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        layers, start = ([None] * len(self.layers), 0) if state is None else state
+        end = start + tokens.shape[1]
+        if end > self.context_length:
+            raise ValueError(f"tokens: expected at most {self.context_length}, got {end}")
+        x = self.drop(self.tok_emb(tokens) + self.pos_emb[:, start:end])
+        states = []
+        for layer, before in zip(self.layers, layers, strict=True):
+            x, last = layer(x, before)
+            states.append(last)
+        return self.head(self.ln(x)), (states, end)

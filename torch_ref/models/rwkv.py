@@ -3,22 +3,26 @@
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torch_ref.layers.rwkv import RWKVBlock
+
+State = tuple[Any, ...]
 
 
 class RWKVLanguageModel(nn.Module):
     """Token embedding → RWKV blocks → LayerNorm → Linear.
 
-    index is (batch, time), the logits (batch, time, vocab_size).
+    tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of each
+    block.
     """
+
+    context_length = None
 
     def __init__(self, vocab_size: int, features: int, num_layers: int, hidden_features: int):
         super().__init__()
         self.emb = nn.Embedding(vocab_size, features)
         self.blocks = nn.ModuleList(
-            RWKVBlock(features, hidden_features, first=layer == 0) for layer in range(num_layers)
+            RWKVBlock(features, hidden_features, layer_index=i) for i in range(num_layers)
         )
         self.ln_out = nn.LayerNorm(features)
         self.head = nn.Linear(features, vocab_size, bias=False)
@@ -28,11 +32,9 @@ class RWKVLanguageModel(nn.Module):
         """The twin of the model that a config of the same fields describes."""
         return cls(config.vocab_size, config.features, config.num_layers, config.hidden_features)
 
-    def forward(self, index: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        x = self.emb(index)
-        for block in self.blocks:
-            x, _ = block(x)
-        logits = self.head(self.ln_out(x))
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        x, states = self.emb(tokens), []
+        for i, block in enumerate(self.blocks):
+            x, last = block(x, None if state is None else state[i])
+            states.append(last)
+        return self.head(self.ln_out(x)), tuple(states)

@@ -1,0 +1,107 @@
+"""Stacks of gated recurrences: layers and directions over one sequence, on any platform."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
+from jax_models.ops.lstm import LSTMState, lstm
+from jax_models.ops.recurrence import State
+
+LSTMImplementation = Literal["auto", "xla", "cudnn"]
+
+
+def stack(
+    recurrence: Callable[..., tuple[Float[Array, "batch time out"], State]],
+    x: Float[Array, "batch time in"],
+    state: State,
+    cells: list[dict[str, Array]],
+    lengths: Int[Array, " batch"] | None = None,
+    reset: Bool[Array, "batch time"] | None = None,
+    *,
+    num_directions: int,
+) -> tuple[Float[Array, "batch time out"], State]:
+    """Layers of a recurrence, one after the other; of each layer the directions, side by side.
+
+    Args:
+        recurrence: `ops.rnn`, `ops.lstm` or `ops.gru`.
+        x: the inputs of the first layer.
+        state: its arrays are (layers · directions, batch, features), in torch's order: layer 0
+            forward, layer 0 backward, layer 1 forward, …
+        cells: the weights of `recurrence` for each, in the same order.
+        lengths: row b takes only the steps t < lengths[b].
+        reset: the first steps of packed documents.
+        num_directions: 2 where each layer runs both ways, and the next reads both.
+
+    Returns:
+        The outputs of the last layer, and the last states.
+
+    """
+    last_states = []
+    for first in range(0, len(cells), num_directions):
+        outputs = []
+        for direction in range(num_directions):
+            index = first + direction
+            y, last_state = recurrence(
+                x,
+                jax.tree.map(lambda s: s[index], state),  # noqa: B023
+                **cells[index],
+                lengths=lengths,
+                reset=reset,
+                reverse=direction == 1,
+            )
+            outputs.append(y.astype(x.dtype))
+            last_states.append(last_state)
+        x = jnp.concatenate(outputs, axis=-1)
+    return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
+
+
+def lstm_stack(
+    x: Float[Array, "batch time in"],
+    state: LSTMState,
+    cells: list[dict[str, Array]],
+    lengths: Int[Array, " batch"] | None = None,
+    reset: Bool[Array, "batch time"] | None = None,
+    *,
+    num_directions: int,
+    implementation: LSTMImplementation = "auto",
+) -> tuple[Float[Array, "batch time out"], LSTMState]:
+    """`stack` of `lstm`, by XLA or by cuDNN.
+
+    "auto" takes cuDNN where it can serve and is likely to pay: where the program runs on an NVIDIA
+    GPU, whichever machine it is traced on.
+
+    Raises:
+        NotImplementedError: cuDNN, asked for by name, cannot serve; the message says why.
+
+    """
+    by_xla = partial(stack, lstm, num_directions=num_directions)
+    by_cudnn = partial(cudnn_lstm, bidirectional=num_directions == 2)
+    if implementation == "xla":
+        return by_xla(x, state, cells, lengths, reset)
+    refusal = cudnn_refusal(x, cells, reset)
+    if implementation == "cudnn":
+        if refusal:
+            raise NotImplementedError(
+                f"LSTM: implementation='cudnn': {refusal}; implementation='xla' serves"
+            )
+        return by_cudnn(x, state, cells, lengths)
+    if refusal or not cudnn_pays(x):
+        return by_xla(x, state, cells, lengths, reset)
+    return _by_platform(num_directions, x, state, cells, lengths)
+
+
+@partial(jax.jit, static_argnums=0)  # uncompiled, the default device would decide
+def _by_platform(num_directions: int, x, state, cells, lengths):
+    return jax.lax.platform_dependent(
+        x,
+        state,
+        cells,
+        lengths,
+        cuda=partial(cudnn_lstm, bidirectional=num_directions == 2),
+        default=partial(stack, lstm, num_directions=num_directions),
+    )

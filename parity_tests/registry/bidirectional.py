@@ -1,0 +1,61 @@
+"""Two whole stacks, one on reversed time (seed 001)."""
+
+from functools import partial
+
+import jax.numpy as jnp
+
+import torch_ref
+from jax_models import RNN, Bidirectional
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import (
+    DOCUMENTS,
+    PADDING,
+    PAST_AND_FUTURE,
+    Mutation,
+    as_it_is,
+    replaced,
+    two_swapped,
+)
+
+
+def two_stacks(num_layers: int, **options) -> Bidirectional:
+    """RNNBidirectional's layer."""
+    return Bidirectional(*(RNN(5, 6, num_layers=num_layers, **options) for _ in range(2)))
+
+
+CASES = [
+    Case(
+        f"RNNBidirectional {num_layers} layer{'s' if num_layers > 1 else ''}",
+        partial(torch_ref.RNNBidirectional, 5, 6, num_layers=num_layers),
+        partial(two_stacks, num_layers),
+        layout="deep",
+        architecture="bidirectional",
+    )
+    for num_layers in (1, 3)
+]
+
+
+def reversing_padding(_):
+    """Each row from its last column, whatever its length."""
+    return lambda x, lengths: jnp.flip(x, axis=1)
+
+
+MUTATIONS = [
+    Mutation(
+        "two weights of one shape swapped", "RNNBidirectional 1 layer", "weights", two_swapped()
+    ),
+    *(
+        Mutation(
+            name,
+            "RNNBidirectional 1 layer",
+            "states and masks",
+            replaced(f"jax_models.layers.bidirectional.{function}", wrong),
+            check,
+        )
+        for name, function, wrong, check in (
+            ("padding reversed, too", "reverse_time", reversing_padding, PADDING),
+            ("resets not reversed", "document_ends", as_it_is, DOCUMENTS),
+            ("nothing reversed", "reverse_time", as_it_is, PAST_AND_FUTURE),
+        )
+    ),
+]

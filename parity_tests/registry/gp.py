@@ -1,0 +1,72 @@
+"""The Annotated Hyena's language model (seed 002)."""
+
+from functools import partial
+
+import torch_ref
+from jax_models import GPModelConfig
+from jax_models.models.gp import Block
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import (
+    Mutation,
+    epsilon_doubled,
+    gelu_by_tanh,
+    replaced,
+    transposed,
+    zeroed,
+)
+
+
+def language_model(block: Block) -> Case:
+    """A model of such blocks."""
+    config = GPModelConfig(
+        vocab_size=11,
+        context_length=13,
+        features=6,
+        num_layers=2,
+        block=block,
+        embed_features=5,
+        mlp_features=6,
+        num_filter_layers=2,
+        num_heads=2,
+    )
+    return Case(
+        f"GPModel of {block}",
+        partial(torch_ref.GPModel.from_config, config),
+        config.build,
+        layout="annotated-hyena",
+        architecture="gp_model",
+        twin_state=False,
+        prefix=5,
+        mixes_steps=block != "attention",
+    )
+
+
+CASES = [language_model("hyena"), language_model("attention")]
+
+
+def head_of_positions(self, x):
+    """Tied to the embedding of the positions."""
+    return x @ self.pos_embedding.embedding[: self.config.vocab_size].T
+
+
+of_hyena = partial(Mutation, case="GPModel of hyena")
+of_attention = partial(Mutation, case="GPModel of attention", kind="forward")
+
+MUTATIONS = [
+    of_hyena("B forgotten", kind="weights", plant=zeroed("layers.layers.0.B"), culprit="layers.0"),
+    of_hyena(
+        "output projection transposed",
+        kind="weights",
+        plant=transposed("layers.layers.1.proj_output.kernel"),
+        culprit="layers.1.proj_output",
+    ),
+    of_hyena(
+        "head of another matrix",
+        kind="forward",
+        plant=replaced("jax_models.GPModel.head", lambda _: head_of_positions),
+    ),
+    of_attention(
+        "epsilon doubled", plant=epsilon_doubled("layers.layers.1.ln1"), culprit="layers.1.ln1"
+    ),
+    of_attention("gelu by tanh", plant=gelu_by_tanh(), culprit="layers.0.mlp"),
+]

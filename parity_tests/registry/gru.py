@@ -1,0 +1,44 @@
+"""The GRU of seed 001 and of torch.nn."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from torch import nn
+
+import torch_ref
+from jax_models import GRU
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import Mutation, edited, gates_swapped, transposed, zeroed
+from parity_tests.registry.torch_nn import joined, torch_nn_cases
+
+gru = partial(Case, architecture="gru", layout="scratch")
+torch_nn = torch_nn_cases("GRU", nn.GRU, GRU)
+
+CASES = [
+    gru("GRUScratch", partial(torch_ref.GRUScratch, 5, 6), partial(GRU, 5, 6)),
+    gru(
+        "GRUScratch no bias",
+        partial(torch_ref.GRUScratch, 5, 6, use_bias=False),
+        partial(GRU, 5, 6, use_bias=False),
+    ),
+    *torch_nn,
+    joined(torch_nn[0]),
+]
+
+
+def merge_biases(layer):
+    """It makes no difference, but in a GRU's candidate."""
+    cell = layer.cells[0]
+    cell.bias_ih[...] = cell.bias_ih[...] + cell.bias_hh[...]
+    cell.bias_hh[...] = jnp.zeros_like(cell.bias_hh[...])
+
+
+MUTATIONS = [
+    Mutation(name, "GRUScratch", "weights", plant, dtypes=("float64", "float32"))
+    for name, plant in (
+        ("gates r and z swapped", gates_swapped("cells.0", 3)),
+        ("recurrent bias forgotten", zeroed("cells.0.bias_hh")),
+        ("recurrent bias added to the input's", edited(merge_biases)),
+        ("recurrent matrix transposed", transposed("cells.0.kernel_hh")),
+    )
+]

@@ -1,0 +1,159 @@
+"""The LSTM of seed 001 and of torch.nn."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from torch import nn
+
+import torch_ref
+from jax_models import LSTM, LSTMState
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import (
+    CUT,
+    DOCUMENTS,
+    PADDING,
+    PAST_AND_FUTURE,
+    ROWS,
+    STEPS,
+    Mutation,
+    as_it_is,
+    deaf_to,
+    gates_swapped,
+    replaced,
+    transposed,
+    zeroed,
+)
+from parity_tests.registry.torch_nn import STACKS, joined, torch_nn_cases
+
+lstm = partial(Case, architecture="lstm", layout="scratch")
+plain = torch_nn_cases("LSTM", nn.LSTM, LSTM, implementation="xla")
+projected = torch_nn_cases("LSTM proj", partial(nn.LSTM, proj_size=4), LSTM, proj_features=4)
+
+CASES = [
+    lstm("LSTMScratch", partial(torch_ref.LSTMScratch, 5, 6), partial(LSTM, 5, 6)),
+    lstm(
+        "LSTMScratch no bias",
+        partial(torch_ref.LSTMScratch, 5, 6, use_bias=False),
+        partial(LSTM, 5, 6, use_bias=False),
+    ),
+    lstm(
+        "LSTMProj",
+        partial(torch_ref.LSTMProj, 5, 6, 4),
+        partial(LSTM, 5, 6, proj_features=4, proj_bias=True),
+    ),
+    lstm(
+        "LSTMProj no bias",
+        partial(torch_ref.LSTMProj, 5, 6, 4, use_bias=False),
+        partial(LSTM, 5, 6, proj_features=4, use_bias=False),
+    ),
+    *plain,
+    *projected,
+    joined(plain[0]),
+    joined(projected[0]),
+    *(
+        lstm(
+            f"torch.nn.LSTM, {name} by cuDNN",
+            partial(nn.LSTM, 5, 6, batch_first=True, **stack),
+            partial(LSTM, 5, 6, **stack, implementation="cudnn"),
+            layout="torch.nn",
+            dtypes=("float32",),
+            platforms=("gpu",),
+        )
+        for name, stack in STACKS.items()
+    ),
+]
+
+
+def from_swapped_state(sequence):
+    """The hidden state for the cell, and the cell for the hidden state."""
+    return lambda self, x, state, *masks: sequence(self, x, LSTMState(*reversed(state)), *masks)
+
+
+def from_zero(recurrence):
+    """No step sees the state that is given."""
+    return lambda step, state, products, x, **masks: recurrence(
+        step, jax.tree.map(jnp.zeros_like, state), products, x, **masks
+    )
+
+
+def mixing_rows(recurrence):
+    """Each row reads a little of the row above."""
+    return lambda *args, **masks: recurrence(
+        *args[:-1], args[-1] + 1e-6 * jnp.roll(args[-1], 1, axis=0), **masks
+    )
+
+
+def leaking_future(recurrence):
+    """Each step reads a little of the next."""
+    return lambda *args, **masks: recurrence(
+        *args[:-1], args[-1] + 1e-6 * jnp.roll(args[-1], -1, axis=1), **masks
+    )
+
+
+def forgetting(recurrence):
+    """No step sees another."""
+
+    def short_recurrence(step, *args, **masks):
+        return recurrence(
+            lambda state, now: step(jax.tree.map(jnp.zeros_like, state), now), *args, **masks
+        )
+
+    return short_recurrence
+
+
+def one_step_longer(recurrence):
+    """Each row that has padding takes one step of it."""
+
+    def long_recurrence(step, state, products, x, *, lengths=None, **masks):
+        longer = None if lengths is None else jnp.minimum(lengths + 1, x.shape[1])
+        return recurrence(step, state, products, x, lengths=longer, **masks)
+
+    return long_recurrence
+
+
+in_two_dtypes = partial(Mutation, kind="weights", dtypes=("float64", "float32"))
+masks = partial(Mutation, kind="states and masks")
+
+MUTATIONS = [
+    *(
+        mutation
+        for case in ("LSTMScratch", projected[0].name)
+        for mutation in (
+            in_two_dtypes("gates i and f swapped", case, plant=gates_swapped("cells.0", 4)),
+            in_two_dtypes("recurrent bias forgotten", case, plant=zeroed("cells.0.bias_hh")),
+            in_two_dtypes(
+                "recurrent matrix transposed", case, plant=transposed("cells.0.kernel_hh")
+            ),
+        )
+    ),
+    masks(
+        "h and c swapped",
+        "LSTMScratch",
+        plant=replaced("jax_models.LSTM.sequence", from_swapped_state),
+    ),
+    masks(
+        "padding not masked",
+        "LSTMScratch",
+        plant=replaced("jax_models.sequence.mask_padding", as_it_is),
+        check="nan stays where it is",
+    ),
+    *(
+        masks(
+            name,
+            plain[0].name,
+            plant=replaced("jax_models.ops.lstm.recurrence", wrong),
+            check=check,
+        )
+        for name, wrong, check in (
+            ("state forgotten", from_zero, STEPS),
+            ("state forgotten", from_zero, CUT),
+            ("a little of another row", mixing_rows, ROWS),
+            ("a little of the next step", leaking_future, PAST_AND_FUTURE),
+            ("state forgotten at each step", forgetting, PAST_AND_FUTURE),
+            ("padding's first step taken", one_step_longer, PADDING),
+            ("lengths forgotten", deaf_to("lengths"), PADDING),
+            ("resets forgotten", deaf_to("reset"), DOCUMENTS),
+        )
+    ),
+]

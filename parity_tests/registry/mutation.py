@@ -1,0 +1,174 @@
+"""A planted fault: what it says, and the ways to plant one."""
+
+import contextlib
+import dataclasses
+import itertools
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+Plant = Callable[[], contextlib.AbstractContextManager[Any]]
+"""The fault is there as long as the context lasts."""
+
+# checks that find them
+STEPS = "steps equal sequence"
+CUT = "cut equals uncut"
+ROWS = "batch rows are independent"
+PAST_AND_FUTURE = "future has no influence and far past has"
+PADDING = "padding has no influence"
+DOCUMENTS = "documents in a row stay apart"
+TRAJECTORY = "optimiser follows the same trajectory"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A fault in a case of the registry, and what must find it.
+
+    What is built and computed under `plant()` has the fault: the layer, its problem, its results.
+    """
+
+    name: str
+    case: str
+    kind: Literal["weights", "forward", "states and masks", "training"]
+    plant: Plant
+    check: str | None = None
+    """The check that must find it; None is the comparison with the twin."""
+    dtypes: tuple[str, ...] = ("float64",)
+    """Those in which the comparison must fail."""
+    culprit: str | None = None
+    """The twin's submodule that `locate` must name; "" is the whole module."""
+
+    def __str__(self) -> str:
+        """The case, what is wrong, and what must find it."""
+        return f"{self.case}: {self.name} ({self.check or 'agrees with twin'})"
+
+
+def replaced(targets: str | Sequence[str], wrong: Callable[[Any], Any]) -> Plant:
+    """What is at `module.attribute`, or `module.Class.attribute`, is `wrong` of it.
+
+    What was compiled from it before is compiled anew, and again afterwards.
+    """
+
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(jax.clear_caches)
+            for target in [targets] if isinstance(targets, str) else targets:
+                path, _, name = target.rpartition(".")
+                owner = pkgutil.resolve_name(path)
+                stack.enter_context(mock.patch.object(owner, name, wrong(getattr(owner, name))))
+            jax.clear_caches()
+            yield
+
+    return plant
+
+
+def edited(edit: Callable[[Any], None]) -> Plant:
+    """Every layer is edited as soon as it has its weights."""
+
+    def wrong(build_layer):
+        def build_edited(*args):
+            layer = build_layer(*args)
+            edit(layer)
+            return layer
+
+        return build_edited
+
+    return replaced("parity_tests.registry.case.Case.build_layer", wrong)
+
+
+def at(model: Any, path: str) -> Any:
+    """The submodule or parameter of a model at a path."""
+    for part in path.split("."):
+        model = model[int(part)] if part.isdigit() else getattr(model, part)
+    return model
+
+
+def zeroed(path: str) -> Plant:
+    """A weight of zeros."""
+
+    def edit(layer):
+        at(layer, path)[...] = jnp.zeros_like(at(layer, path)[...])
+
+    return edited(edit)
+
+
+def transposed(path: str) -> Plant:
+    """A square matrix, or the first square of a wide one, not transposed or once too often."""
+
+    def edit(layer):
+        kernel = at(layer, path)
+        side = kernel.shape[0]
+        kernel[...] = kernel[...].at[:, :side].set(kernel[...][:, :side].T)
+
+    return edited(edit)
+
+
+def gates_swapped(path: str, count: int) -> Plant:
+    """The first two of `count` gates in each other's place."""
+
+    def edit(layer):
+        cell = at(layer, path)
+        for name, array in cell.arrays().items():
+            if not name.endswith("hr"):
+                first, second, *rest = jnp.split(array, count, axis=-1)
+                getattr(cell, name)[...] = jnp.concatenate([second, first, *rest], axis=-1)
+
+    return edited(edit)
+
+
+def two_swapped() -> Plant:
+    """The first two different weights of one shape come under each other's keys."""
+
+    def wrong(from_torch):
+        def from_swapped(layer, weights, layout):
+            first, second = next(
+                (a, b)
+                for a, b in itertools.combinations(weights, 2)
+                if weights[a].shape == weights[b].shape and (weights[a] != weights[b]).any()
+            )
+            swapped = {first: weights[second], second: weights[first]}
+            return from_torch(layer, {**weights, **swapped}, layout)
+
+        return from_swapped
+
+    return replaced("parity_tests.registry.case.from_torch", wrong)
+
+
+def epsilon_doubled(path: str) -> Plant:
+    """A norm with another epsilon."""
+
+    def edit(layer):
+        at(layer, path).epsilon *= 2
+
+    return edited(edit)
+
+
+def gelu_by_tanh() -> Plant:
+    """The approximation, which is jax's default."""
+    return replaced("jax_models.ops.gelu", lambda _: jax.nn.gelu)
+
+
+def deaf_to(mask: str) -> Callable[[Any], Any]:
+    """A function that does not mind one of its masks."""
+    return lambda function: lambda *args, **kwargs: function(*args, **{**kwargs, mask: None})
+
+
+def deaf(case: str, target: str) -> list[Mutation]:
+    """An operator of a case that minds neither mask."""
+    return [
+        Mutation(name, case, "states and masks", replaced(target, deaf_to(mask)), check)
+        for name, mask, check in (
+            ("resets forgotten", "reset", DOCUMENTS),
+            ("lengths forgotten", "lengths", PADDING),
+        )
+    ]
+
+
+def as_it_is(_: Any) -> Callable[..., Any]:
+    """A function whose first argument comes back."""
+    return lambda x, *args: x

@@ -1,0 +1,161 @@
+"""The simple RNN of seeds 001 and 004 and of torch.nn, and the recurrent language model."""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from torch import nn
+
+import torch_ref
+from jax_models import RNN, RNNLanguageModelConfig
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import (
+    DOCUMENTS,
+    STEPS,
+    TRAJECTORY,
+    Mutation,
+    epsilon_doubled,
+    gates_swapped,
+    replaced,
+    transposed,
+    zeroed,
+)
+from parity_tests.registry.torch_nn import joined, torch_nn_cases
+
+rnn = partial(Case, architecture="rnn", layout="scratch")
+tanh = torch_nn_cases("RNN tanh", partial(nn.RNN, nonlinearity="tanh"), RNN, nonlinearity="tanh")
+relu = torch_nn_cases("RNN relu", partial(nn.RNN, nonlinearity="relu"), RNN, nonlinearity="relu")
+
+
+def language_model(name: str, layout: str, **options: Any) -> Case:
+    """A language model of this config."""
+    config = RNNLanguageModelConfig(**options)
+    twin = partial(torch_ref.RNNLanguageModel.from_config, config)
+    return Case(name, twin, config.build, layout, "rnn_language_model", twin_state=False)
+
+
+CASES = [
+    rnn("RNNScratch tanh", partial(torch_ref.RNNScratch, 5, 6), partial(RNN, 5, 6)),
+    rnn(
+        "RNNScratch relu",
+        partial(torch_ref.RNNScratch, 5, 6, nonlinearity="relu"),
+        partial(RNN, 5, 6, nonlinearity="relu"),
+    ),
+    rnn(
+        "RNNScratch no bias",
+        partial(torch_ref.RNNScratch, 5, 6, use_bias=False),
+        partial(RNN, 5, 6, use_bias=False),
+    ),
+    rnn(
+        "RNNDeep",
+        partial(torch_ref.RNNDeep, 5, 6, num_layers=3),
+        partial(RNN, 5, 6, num_layers=3),
+        layout="deep",
+    ),
+    rnn(
+        "RNN U W b",
+        partial(torch_ref.RNN, 5, 6),
+        partial(RNN, 5, 6, recurrent_bias=False),
+        layout="cell",
+    ),
+    *tanh,
+    *relu,
+    joined(tanh[0]),
+    language_model("RNNLanguageModel", "scratch"),
+    language_model(
+        "RNNLanguageModel of LSTM",
+        "torch.nn",
+        vocab_size=11,
+        context_length=None,
+        cell="lstm",
+        num_layers=2,
+    ),
+    language_model(
+        "RNNLanguageModel of GRU", "torch.nn", vocab_size=11, context_length=9, cell="gru"
+    ),
+]
+
+
+def adamw_with(**option):
+    """AdamW with another option than it is given."""
+
+    def wrong(adamw):
+        return lambda rate, b1, b2, **options: adamw(
+            rate, **{"b1": b1, "b2": b2, **options, **option}
+        )
+
+    return replaced("optax.adamw", wrong)
+
+
+def off_by_an_ulp(to_torch):
+    """Each weight is rounded to its neighbour."""
+    return lambda *args: {
+        key: np.nextafter(a, a.dtype.type(1)) for key, a in to_torch(*args).items()
+    }
+
+
+def positions_from_0(positions_after):
+    """Each call begins at position 0."""
+    return lambda start, *args: positions_after(jnp.zeros_like(start), *args)
+
+
+def positions_without_reset(positions_after):
+    """As if all documents were one."""
+    return lambda start, time, reset: positions_after(start, time, None)
+
+
+weights = partial(Mutation, kind="weights")
+in_two_dtypes = partial(weights, dtypes=("float64", "float32"))
+positions = "jax_models.models.language_model.positions_after"
+masks = partial(Mutation, case="RNNLanguageModel", kind="states and masks")
+training = partial(Mutation, case="RNNScratch tanh", kind="training", check=TRAJECTORY)
+
+MUTATIONS = [
+    in_two_dtypes("recurrent bias forgotten", "RNNScratch tanh", plant=zeroed("cells.0.bias_hh")),
+    *(
+        in_two_dtypes("recurrent matrix transposed", case, plant=transposed("cells.0.kernel_hh"))
+        for case in ("RNNScratch tanh", "RNN U W b")
+    ),
+    weights(
+        "weights an ulp off on the way back",
+        "RNNScratch tanh",
+        plant=replaced("parity_tests.checks.to_torch", off_by_an_ulp),
+        check="weights make the round trip bit for bit",
+    ),
+    Mutation(
+        "relu for tanh",
+        "RNNScratch tanh",
+        "forward",
+        replaced("jax_models.ops.rnn.STEPS", lambda steps: {"tanh": steps["relu"]}),
+    ),
+    weights(
+        "gates i and f swapped",
+        "RNNLanguageModel of LSTM",
+        plant=gates_swapped("layers.cells.0", 4),
+        culprit="rnn",
+    ),
+    weights(
+        "head's bias forgotten",
+        "RNNLanguageModel of GRU",
+        plant=zeroed("head.bias"),
+        culprit="proj",
+    ),
+    Mutation(
+        "epsilon doubled",
+        "RNNLanguageModel",
+        "forward",
+        epsilon_doubled("norm"),
+        culprit="layer_norm",
+    ),
+    masks("positions count from 0", plant=replaced(positions, positions_from_0), check=STEPS),
+    masks(
+        "positions count through documents",
+        plant=replaced(positions, positions_without_reset),
+        check=DOCUMENTS,
+    ),
+    training("weight decay of 0.0101", plant=adamw_with(weight_decay=0.0101)),
+    training("epsilon of 1e-7", plant=adamw_with(eps=1e-7)),
+    training("second beta of 0.9991", plant=adamw_with(b2=0.9991)),
+    training("Nesterov's momentum", plant=adamw_with(nesterov=True)),
+]

@@ -1,0 +1,61 @@
+"""What the files of torch.nn's recurrences share."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial, partialmethod
+from typing import Any
+
+from torch import nn
+
+from jax_models.layers.recurrent import RecurrentStack
+from parity_tests.registry.case import TIME, Case
+from torch_ref.layers.torch_nn import run_recurrence
+
+STACKS: dict[str, dict[str, Any]] = {
+    "1 layer": {"num_layers": 1, "bidirectional": False},
+    "2 layers": {"num_layers": 2, "bidirectional": False},
+    "2 layers, both ways": {"num_layers": 2, "bidirectional": True},
+}
+
+
+def run_packed(twin, x, state=None, lengths=None):
+    """A recurrence of torch.nn over rows of several lengths."""
+    if lengths is None:
+        return run_recurrence(twin, x, state)
+    x = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    packed: Any
+    packed, last = run_recurrence(twin, x, state)
+    y, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=TIME)
+    return y, last
+
+
+def torch_nn_cases(
+    name: str, twin: Callable[..., nn.Module], layer: type[RecurrentStack], **options: Any
+) -> list[Case]:
+    """torch.nn's module and its layer, with these options, in all `STACKS`.
+
+    `test_torch_nn.py` draws all other options together.
+    """
+    return [
+        Case(
+            f"torch.nn.{name}, {stack}",
+            partial(twin, 5, 6, batch_first=True, **sizes),
+            partial(layer, 5, 6, **sizes, **options),
+            layout="torch.nn",
+            architecture=layer.__name__.lower(),
+            call=run_packed,
+            packs=True,
+        )
+        for stack, sizes in STACKS.items()
+    ]
+
+
+def joined(case: Case) -> Case:
+    """A case with x and h multiplied together, whatever `ops.recurrence` would choose."""
+    build: Any = case.layer
+    members = {"recurrence": partialmethod(build.func.recurrence, method="joined")}
+    form = type(build.func.__name__, (build.func,), {"__module__": __name__, **members})
+    name, stack = case.name.split(", ")
+    return dataclasses.replace(
+        case, name=f"{name} joined, {stack}", layer=partial(form, *build.args, **build.keywords)
+    )
