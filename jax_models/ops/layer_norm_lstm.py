@@ -60,7 +60,7 @@ def layer_norm_cell(
     """
     scale, shift = norms.gate_scale.reshape(4, -1), norms.gate_bias.reshape(4, -1)
     i, f, g, o = jnp.unstack(
-        layer_norm(gates.reshape(len(gates), *scale.shape), scale, shift), axis=1
+        layer_norm(gates.reshape(gates.shape[0], *scale.shape), scale, shift), axis=1
     )
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     h = jax.nn.sigmoid(o) * jnp.tanh(layer_norm(c, norms.cell_scale, norms.cell_bias))
