@@ -3,7 +3,7 @@
 Random configurations of each architecture: the registry's sizes and options by turns, one step or
 33 (or as many as the case can take), weights drawn at random and scaled by 1/4 to 4, inputs by 1/8
 to 8, so that ill-conditioned ones are among them. A share above 1 would be a false alarm. Beside
-them the share that each planted fault takes (`parity_tests/mutations/`), which must be above 1.
+them the share that each planted fault takes (`parity_tests/registry/`), which must be above 1.
 """
 
 import argparse

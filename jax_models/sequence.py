@@ -80,7 +80,7 @@ class SequenceLayer(CheckedOptions, nnx.Module):
 
     @property
     def state_dtype(self) -> jnp.dtype:
-        """What `init_state` makes: the computation's dtype, or float32 if that is narrower."""
+        """Of a layer's initial state: `dtype`, or else `param_dtype`, in at least float32."""
         return carry_dtype(self.dtype or self.param_dtype)
 
     def init_state(self, batch_size: int) -> State:

@@ -7,8 +7,8 @@ import pytest
 
 from parity_tests.checks import CHECKS, Subject
 from parity_tests.engine.measure import Report, measure
+from parity_tests.engine.problem import available_platforms
 from parity_tests.registry import CASES, TIME
-from parity_tests.report.command import available_platforms
 
 
 @functools.lru_cache(maxsize=1)

@@ -65,7 +65,7 @@ def test_is_exported_for_any(size, name):
     symbolic = jax.ShapeDtypeStruct((*sizes, *x.shape[2:]), x.dtype)
     for function in (outputs, gradient):
         exported = export.export(jax.jit(function), platforms=PLATFORMS)
-        if CASES[name].has_fft and size == "time":
+        if CASES[name].mixes_steps and size == "time":
             with pytest.raises(NotImplementedError, match="v: expected a known number of steps"):
                 exported(params, symbolic)
         else:

@@ -11,7 +11,7 @@ from train.__main__ import main
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """XLA does not optimise, a third of the time, but for tests marked `optimized` and parity's."""
-    unoptimized = item.get_closest_marker("optimized") is None and "parity" not in item.path.parts
+    unoptimized = item.get_closest_marker("optimized") is None and item.path.parent.name != "parity"
     jax.config.update("jax_disable_most_optimizations", unoptimized)
 
 

@@ -238,6 +238,22 @@ def test_a_state_is_taken_in_the_dtype_of_the_loop():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"implementation": "cuda"}, "implementation: expected one of .*, got 'cuda'"),
+        ({"num_directions": 3}, "cells: expected one for each of .*, got 2"),
+        ({"state": ops.LSTMState(array(3, BATCH, 4), array(3, BATCH, 4))}, r"cells: .*\[3, 3\]"),
+    ],
+)
+def test_a_stack_names_the_argument(change, message):
+    cell = {"kernel_ih": array(4, 16), "kernel_hh": array(4, 16)}
+    state = ops.LSTMState(array(2, BATCH, 4), array(2, BATCH, 4))
+    given = {"x": array(BATCH, TIME, 4), "state": state, "cells": [cell, cell], "num_directions": 1}
+    with pytest.raises(ValueError, match=message):
+        ops.lstm_stack(**given | change)
+
+
 def test_documents_of_no_steps_end_nowhere():
     assert ops.document_ends(jnp.zeros((2, 0), bool)).shape == (2, 0)
 

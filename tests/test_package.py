@@ -153,6 +153,20 @@ def test_one_command():
     assert done.stderr.startswith("twinscan generate: error: no-such-run: not the folder of a run")
 
 
+@pytest.mark.parametrize(("command", "extra"), [("train", "train"), ("parity", "torch")])
+def test_the_command_names_what_is_not_installed(command, extra):
+    code = f"""
+sys.argv = ["twinscan", "{command}"]
+from twinscan.__main__ import main
+try:
+    main()
+except SystemExit as stop:
+    print(stop)
+"""
+    needed = f"twinscan: error: tyro is not installed: pip install 'twinscan[{extra}]'\n"
+    assert run(BLOCKED + code) == needed
+
+
 def test_the_version_is_the_distributions():
     import jax_models
 

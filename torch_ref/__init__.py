@@ -13,7 +13,7 @@ from torch_ref.layers.hyena_filter import (
     Window,
 )
 from torch_ref.layers.hyper_lstm import HyperLSTM, HyperLSTMCell
-from torch_ref.layers.layer_norm_lstm import LayerNormLSTMCell
+from torch_ref.layers.layer_norm_lstm import LayerNormLSTM
 from torch_ref.layers.lstm import LSTMProj, LSTMScratch
 from torch_ref.layers.rnn import RNN, RNNBidirectional, RNNDeep, RNNScratch
 from torch_ref.layers.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
@@ -43,7 +43,7 @@ __all__ = [
     "HyperLSTMCell",
     "LSTMProj",
     "LSTMScratch",
-    "LayerNormLSTMCell",
+    "LayerNormLSTM",
     "PositionalEmbedding",
     "Projection",
     "RNNBidirectional",

@@ -4,9 +4,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jax_models import tune_allocator
-from twinscan.command_line import CommandLineError, run_command
-
 COMMANDS = {
     "train": ("train.__main__", "train a language model by character on a text"),
     "generate": ("train.generate", "continue a prompt with a run's model"),
@@ -27,10 +24,10 @@ USAGE = "\n".join(
 
 def dispatch(args: Sequence[str], prog: str) -> None:
     """Run the command that the first argument names, with the others."""
-    name, *rest = args or ["--help"]
-    if name in ("-h", "--help"):
-        print(USAGE)
-        return
+    from jax_models import tune_allocator
+    from twinscan.command_line import CommandLineError, run_command
+
+    name, *rest = args
     if name not in COMMANDS:
         raise CommandLineError(f"expected one of {', '.join(COMMANDS)}, got {name}")
     module, _ = COMMANDS[name]
@@ -41,7 +38,17 @@ def dispatch(args: Sequence[str], prog: str) -> None:
 
 def main() -> None:
     """The console's entry."""
-    run_command(dispatch, sys.argv[1:], "twinscan")
+    args = sys.argv[1:] or ["--help"]
+    if args[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    try:
+        from twinscan.command_line import run_command
+
+        run_command(dispatch, args, "twinscan")
+    except ModuleNotFoundError as error:
+        extra = "torch" if args[0] == "parity" else "train"
+        sys.exit(f"twinscan: error: {error.name} is not installed: pip install 'twinscan[{extra}]'")
 
 
 if __name__ == "__main__":

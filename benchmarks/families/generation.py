@@ -16,7 +16,7 @@ from flax import nnx
 
 from benchmarks.compare import Session, compare
 from benchmarks.outcome import Check, Outcome
-from benchmarks.problem import OURS, Contenders, LeftOut, Problem, Step
+from benchmarks.problem import OURS, Contenders, Problem, Step
 from jax_models import LanguageModel, stream
 from jax_models.models.generation import sample
 from train.config import PRESETS
@@ -113,22 +113,21 @@ def loop(problem: Generation) -> Step:
 
 @contenders.torch("torch loop")
 def torch_loop(problem: Generation) -> Step:
-    """The twin's layers from a carried state."""
+    """The twin from a carried state."""
     import torch
 
-    from torch_ref import RNNLanguageModel
+    import torch_ref
 
-    if problem.preset != "lstm":
-        raise LeftOut("its twin carries no state from call to call")
-    model = RNNLanguageModel.from_config(PRESETS[problem.preset].model)
+    config = PRESETS[problem.preset].model
+    twin = getattr(torch_ref, type(config).__name__.removesuffix("Config"))
+    model = twin.from_config(config).eval()
 
     @torch.no_grad()
     def call():
         token, state = torch.zeros(1, 1, dtype=torch.long), None
         for _ in range(problem.num_tokens):
-            h, state = model.rnn(model.embedding(token), state)
-            probs = torch.softmax(model.proj(model.layer_norm(h[0])), dim=-1)
-            token = torch.multinomial(probs, num_samples=1)
+            logits, state = model(token, state)
+            token = torch.multinomial(torch.softmax(logits[:, -1], dim=-1), num_samples=1)
         token.item()
 
     return Step(call, lambda: call() or {}, parts=problem.num_tokens)

@@ -6,7 +6,7 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.linear import torch_uniform
-from jax_models.ops import LSTMNorms, LSTMState, carry_dtype
+from jax_models.ops import LSTMNorms, LSTMState
 from jax_models.options import FloatingDtype
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed
@@ -67,8 +67,8 @@ class LayerNormLSTM(SequenceLayer):
 
     def init_state(self, batch_size: int) -> LSTMState:
         """Zeros, (batch, hidden_features), in at least float32."""
-        shape, dtype = (batch_size, self.hidden_features), self.dtype or self.param_dtype
-        return LSTMState(*(jnp.zeros(shape, carry_dtype(dtype)) for _ in LSTMState._fields))
+        shape = (batch_size, self.hidden_features)
+        return LSTMState(*(jnp.zeros(shape, self.state_dtype) for _ in LSTMState._fields))
 
     def sequence(self, x, state, lengths, reset):
         """`ops.layer_norm_lstm`."""

@@ -96,10 +96,6 @@ class LSTM(RecurrentStack):
             rngs=rngs,
         )
 
-    def recurrence(self, x, state, **weights_and_masks):
-        """`ops.lstm`."""
-        return ops.lstm(x, state, **weights_and_masks)
-
     def stack(self, x, state, cells, lengths, reset):
         """`ops.lstm_stack`."""
         return ops.lstm_stack(
@@ -110,4 +106,5 @@ class LSTM(RecurrentStack):
             reset,
             num_directions=self.num_directions,
             implementation=self.implementation,
+            method=self.method,
         )

@@ -1,5 +1,6 @@
 """Stacks of gated recurrences, in layers and directions: what RNN, LSTM and GRU share."""
 
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -67,6 +68,7 @@ class RecurrentStack(SequenceLayer):
 
     state_type: ClassVar[type]
     gate_names: ClassVar[str]
+    method: ClassVar[ops.RecurrenceMethod] = "auto"
 
     def __init__(
         self,
@@ -157,9 +159,14 @@ class RecurrentStack(SequenceLayer):
         reset: Bool[Array, "batch time"] | None,
     ) -> tuple[Float[Array, "batch time out"], State]:
         """Layers with nothing between them, from their weights, on x in the computation's dtype."""
-        directions = self.num_directions
-        return ops.stack(
-            self.recurrence, x, state, cells, lengths, reset, num_directions=directions
+        return ops.recurrent_stack(
+            partial(self.recurrence, method=self.method),
+            x,
+            state,
+            cells,
+            lengths,
+            reset,
+            num_directions=self.num_directions,
         )
 
     def torch_layouts(self) -> Layouts:

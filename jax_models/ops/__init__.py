@@ -19,9 +19,9 @@ from jax_models.ops.online_conv import (
     online_conv,
 )
 from jax_models.ops.recurrence import Pair, Product, RecurrenceMethod, Step, recurrence
+from jax_models.ops.recurrent_stack import LSTMImplementation, lstm_stack, recurrent_stack
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
-from jax_models.ops.stack import LSTMImplementation, lstm_stack, stack
 from jax_models.ops.wkv import WKVMethod, WKVState, empty_wkv_state, wkv
 
 __all__ = [
@@ -66,8 +66,8 @@ __all__ = [
     "lstm_stack",
     "online_conv",
     "recurrence",
+    "recurrent_stack",
     "rg_lru",
     "rnn",
-    "stack",
     "wkv",
 ]

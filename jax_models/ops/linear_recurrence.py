@@ -55,7 +55,7 @@ def linear_recurrence(
         reverse: run from the last step to the first.
         method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
             deep; "chunked", √T chunks side by side, √T steps each, then the states between them;
-            "pallas", the sequential steps in one kernel of the device (`ops.row_scan`);
+            "pallas", the sequential steps in one kernel of the device (`ops.kernels.row_scan`);
             "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and slowly; "auto",
             sequential on a CPU, on a TPU the kernel where it can serve, associative elsewhere.
 

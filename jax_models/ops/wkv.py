@@ -74,7 +74,7 @@ def wkv(
         lengths: row b takes only the steps t < lengths[b].
         reset: the first steps of packed documents, where the state restarts empty.
         method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
-            deep; "pallas", the sequential steps in one kernel of the device (`ops.row_scan`);
+            deep; "pallas", the sequential steps in one kernel (`ops.kernels.row_scan`);
             "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and slowly; "auto",
             sequential on a CPU, on a TPU the kernel where it can serve, associative elsewhere.
 

@@ -54,11 +54,11 @@ def compare(
         twin: the torch module, with its weights. Random biases show more than zero ones.
         model: an `nnx.Module`, or a function of weights and inputs (then `weights` is a loader).
         inputs: arrays, or trees of arrays, for both sides; floating ones are cast to each dtype.
-        weights: how the twin's weights become the model's: a weight table (`jax_models.
-            torch_weights`), the name of one of the model's own layouts, or a loader, a function of
-            a `state_dict` of arrays that returns an `nnx.Module` or what the function `model`
-            takes. By default the model's own layout; a foreign module without `weights` keeps those
-            that it has, and its weight gradients are not compared.
+        weights: how the twin's weights become the model's: a weight table (`jax_models.weights`),
+            the name of one of the model's own layouts, or a loader, a function of a `state_dict` of
+            arrays that returns an `nnx.Module` or what the function `model` takes. By default the
+            model's own layout; a foreign module without `weights` keeps those that it has, and its
+            weight gradients are not compared.
         call: how the JAX side is called with the inputs; by default `model(*inputs)`, or
             `model(weights, *inputs)` if it is a function. Both calls return an array, or a tree of
             arrays whose leaves come in the same order; of a tuple, all but the first is state.

@@ -11,7 +11,7 @@ from parity_tests.registry.mutation import Mutation, replaced, two_swapped
 CASES = [
     Case(
         "LayerNormLSTM",
-        partial(torch_ref.LayerNormLSTMCell, 5, 6),
+        partial(torch_ref.LayerNormLSTM, 5, 6),
         partial(LayerNormLSTM, 5, 6),
         layout="labml",
         architecture="layer_norm_lstm",

@@ -44,7 +44,7 @@ CASES = [
     ),
     lstm(
         "LSTMProj no bias",
-        partial(torch_ref.LSTMProj, 5, 6, 4, use_bias=False),
+        partial(torch_ref.LSTMProj, 5, 6, 4, proj_bias=False, use_bias=False),
         partial(LSTM, 5, 6, proj_features=4, use_bias=False),
     ),
     *plain,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -53,8 +53,7 @@ def torch_nn_cases(
 def joined(case: Case) -> Case:
     """A case with x and h multiplied together, whatever `ops.recurrence` would choose."""
     build: Any = case.layer
-    members = {"recurrence": partialmethod(build.func.recurrence, method="joined")}
-    form = type(build.func.__name__, (build.func,), {"__module__": __name__, **members})
+    form = type(build.func.__name__, (build.func,), {"method": "joined"})
     name, stack = case.name.split(", ")
     return dataclasses.replace(
         case, name=f"{name} joined, {stack}", layer=partial(form, *build.args, **build.keywords)

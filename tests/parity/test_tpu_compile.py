@@ -111,7 +111,8 @@ def test_libtpu_that_cannot_be_loaded(tmp_path):
     pretend(tmp_path / "tpu", str(libtpu.requirement().specifier).strip("=*") + "0")
     done = run(
         f"sys.prefix = {str(tmp_path)!r}\n"
-        "with command.one_line_errors('tpu'):\n    command.main(['--case', 'relu'])"
+        "from twinscan.command_line import run_command\n"
+        "run_command(command.main, ['--case', 'relu'], 'tpu')"
     )
     assert done.returncode == 2
     assert done.stderr.startswith("tpu: error: libtpu: ")

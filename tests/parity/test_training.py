@@ -21,7 +21,9 @@ def torch_losses(twin, rows, *, learning_rate: float, clip_norm: float | None) -
     losses = []
     for batch in rows:
         tokens = torch.tensor(batch).long()
-        _, loss = twin(tokens[:, :-1], tokens[:, 1:])
+        logits, _ = twin(tokens[:, :-1])
+        targets = tokens[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         if clip_norm is not None:

@@ -1,5 +1,6 @@
-"""What the torch twins do beside their equations."""
+"""What the torch twins do beside their equations, and what their cases run."""
 
+import jax
 import pytest
 import torch
 
@@ -10,12 +11,21 @@ LANGUAGE_MODELS = [name for name in CASES if "LanguageModel" in name or "GPModel
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_text_goes_on_from_the_state(name, monkeypatch):
+def test_text_goes_on_from_the_state(name):
     """As if the whole text, or as much as the model knows, were read for each token."""
-    monkeypatch.setattr(torch, "multinomial", lambda p, num_samples: p.argmax(-1, keepdim=True))
     twin = CASES[name].build_twin().eval()
     prompt = text = torch.tensor(CASES[name].inputs(time=4))
     for _ in range(14):  # beyond every context
         window = text if twin.context_length is None else text[:, -twin.context_length :]
         text = torch.cat([text, twin(window)[0][:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(torch_ref.generate(twin, prompt, 14), text)
+    found = torch_ref.generate(twin, prompt, 14, temperature=0)
+    assert torch.equal(found, text[:, 4:])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if " joined" in name])
+def test_a_joined_case_runs_another_loop(name):
+    def program(case):
+        layer = case.build_layer(case.build_twin())
+        return str(jax.make_jaxpr(lambda x: layer(x)[0])(case.inputs()))
+
+    assert program(CASES[name]) != program(CASES[name.replace(" joined", "")])

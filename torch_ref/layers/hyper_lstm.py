@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torch_ref.layers.layer_norm_lstm import LayerNormLSTMCell
+from torch_ref.layers.layer_norm_lstm import LayerNormLSTM
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -32,7 +32,7 @@ class HyperLSTMCell(nn.Module):
         zero_init: bool = False,
     ):
         super().__init__()
-        self.hyper = LayerNormLSTMCell(hidden_features + in_features, hyper_features)
+        self.hyper = LayerNormLSTM(hidden_features + in_features, hyper_features)
         self.z_h = nn.Linear(hyper_features, 4 * embedding_features)
         self.z_x = nn.Linear(hyper_features, 4 * embedding_features)
         self.z_b = nn.Linear(hyper_features, 4 * embedding_features, bias=False)

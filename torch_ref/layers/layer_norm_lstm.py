@@ -6,7 +6,7 @@ from torch import Tensor, nn
 State = tuple[Tensor, Tensor]
 
 
-class LayerNormLSTMCell(nn.Module):
+class LayerNormLSTM(nn.Module):
     """An LSTM with its gates and its cell normalised.
 
         i, f, g, o = LN(x_t W_ih + h_{t−1} W_hh + b), each gate with its own layer norm

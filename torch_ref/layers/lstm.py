@@ -56,12 +56,18 @@ class LSTMProj(LSTMScratch):
     """
 
     def __init__(
-        self, in_features: int, hidden_features: int, proj_features: int, *, use_bias=True
+        self,
+        in_features: int,
+        hidden_features: int,
+        proj_features: int,
+        *,
+        proj_bias=True,
+        use_bias=True,
     ):
         super().__init__(
             in_features, hidden_features, out_features=proj_features, use_bias=use_bias
         )
-        self.w_hr = nn.Linear(hidden_features, proj_features, bias=use_bias)
+        self.w_hr = nn.Linear(hidden_features, proj_features, bias=proj_bias)
 
     def output(self, h: Tensor) -> Tensor:
         return self.w_hr(h)

@@ -8,21 +8,25 @@ from torch.nn import functional as F
 
 
 @torch.no_grad()
-def generate(model: Any, tokens: Tensor, num_tokens: int, *, temperature: float = 1.0) -> Tensor:
-    """The tokens (batch, time) and `num_tokens` more.
+def generate(model: Any, prompt: Tensor, num_tokens: int, *, temperature: float = 1.0) -> Tensor:
+    """The `num_tokens` tokens after a prompt (batch, time), dropout off.
 
     Each costs one step from the state. Where the model has a `context_length` and the text has
     filled it, each is drawn from the last `context_length` tokens alone (the seeds went on reading
-    the first).
+    the first). A temperature of 0 takes the likeliest token.
     """
-    limit = model.context_length
-    logits, state = model(tokens if limit is None else tokens[:, -limit:])
+    limit, training = model.context_length, model.training
+    model.eval()
+    text, unread, state = prompt, prompt, None
     for _ in range(num_tokens):
-        probabilities = F.softmax(logits[:, -1] / temperature, dim=-1)
-        token = torch.multinomial(probabilities, num_samples=1)
-        tokens = torch.cat([tokens, token], dim=1)
-        if limit is not None and tokens.shape[1] > limit:
-            logits, state = model(tokens[:, -limit:])
+        if limit is not None and text.shape[1] > limit:
+            unread, state = text[:, -limit:], None
+        logits, state = model(unread, state)
+        if temperature == 0:
+            unread = logits[:, -1:].argmax(dim=-1)
         else:
-            logits, state = model(token, state)
-    return tokens
+            probabilities = F.softmax(logits[:, -1] / temperature, dim=-1)
+            unread = torch.multinomial(probabilities, num_samples=1)
+        text = torch.cat([text, unread], dim=1)
+    model.train(training)
+    return text[:, prompt.shape[1] :]

@@ -80,13 +80,13 @@ class GPModel(nn.Module):
         )
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        layers, start = ([None] * len(self.layers), 0) if state is None else state
+        before, start = ([None] * len(self.layers), 0) if state is None else state
         end = start + tokens.shape[1]
         if end > self.context_length:
             raise ValueError(f"tokens: expected at most {self.context_length}, got {end}")
         x = self.drop(self.tok_emb(tokens) + self.pos_emb[:, start:end])
-        states = []
-        for layer, before in zip(self.layers, layers, strict=True):
-            x, last = layer(x, before)
-            states.append(last)
-        return self.head(self.ln(x)), (states, end)
+        after = []
+        for layer, layer_state in zip(self.layers, before, strict=True):
+            x, layer_state = layer(x, layer_state)
+            after.append(layer_state)
+        return self.head(self.ln(x)), (after, end)

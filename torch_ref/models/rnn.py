@@ -51,12 +51,14 @@ class RNNLanguageModel(nn.Module):
         return cls(config.vocab_size, *sizes, config.context_length, rnn)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        layers, start = (None, 0) if state is None else state
+        rnn_state, start = (None, 0) if state is None else state
         end = start + tokens.shape[1]
         x = self.embedding(tokens)
         if self.context_length is not None:
             if end > self.context_length:
-                raise ValueError(f"tokens: expected at most {self.context_length}, got {end}")
+                raise ValueError(
+                    f"tokens: expected at most {self.context_length} in all, got {end}"
+                )
             x = x + self.pos_embedding(torch.arange(start, end, device=tokens.device))
-        x, layers = run_recurrence(self.rnn, x, layers)
-        return self.proj(self.layer_norm(x)), (layers, end)
+        x, rnn_state = run_recurrence(self.rnn, x, rnn_state)
+        return self.proj(self.layer_norm(x)), (rnn_state, end)

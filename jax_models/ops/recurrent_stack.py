@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.ops.checks import checked
 from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
 from jax_models.ops.lstm import LSTMState, lstm
-from jax_models.ops.recurrence import State
+from jax_models.ops.recurrence import RecurrenceMethod, State
 
 LSTMImplementation = Literal["auto", "xla", "cudnn"]
 
 
-def stack(
+@checked(batch_axes=(0, 1))
+def recurrent_stack(
     recurrence: Callable[..., tuple[Float[Array, "batch time out"], State]],
     x: Float[Array, "batch time in"],
     state: State,
@@ -40,7 +42,16 @@ def stack(
     Returns:
         The outputs of the last layer, and the last states.
 
+    Raises:
+        ValueError: the cells are not as many as the state's arrays have rows.
+
     """
+    rows = [len(array) for array in jax.tree.leaves(state)]
+    if len(cells) % num_directions or rows != [len(cells)] * len(rows):
+        raise ValueError(
+            f"cells: expected one for each of the {rows} rows of the state's arrays, in "
+            f"{num_directions} directions, got {len(cells)}"
+        )
     last_states = []
     for first in range(0, len(cells), num_directions):
         outputs = []
@@ -60,6 +71,7 @@ def stack(
     return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
 
 
+@checked(batch_axes=(0, 1))
 def lstm_stack(
     x: Float[Array, "batch time in"],
     state: LSTMState,
@@ -69,17 +81,18 @@ def lstm_stack(
     *,
     num_directions: int,
     implementation: LSTMImplementation = "auto",
+    method: RecurrenceMethod = "auto",
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
-    """`stack` of `lstm`, by XLA or by cuDNN.
+    """`recurrent_stack` of `lstm`, by XLA or by cuDNN.
 
     "auto" takes cuDNN where it can serve and is likely to pay: where the program runs on an NVIDIA
-    GPU, whichever machine it is traced on.
+    GPU, whichever machine it is traced on. `method` is the form of XLA's loop, as in `recurrence`.
 
     Raises:
         NotImplementedError: cuDNN, asked for by name, cannot serve; the message says why.
 
     """
-    by_xla = partial(stack, lstm, num_directions=num_directions)
+    by_xla = partial(recurrent_stack, partial(lstm, method=method), num_directions=num_directions)
     by_cudnn = partial(cudnn_lstm, bidirectional=num_directions == 2)
     if implementation == "xla":
         return by_xla(x, state, cells, lengths, reset)
@@ -92,16 +105,17 @@ def lstm_stack(
         return by_cudnn(x, state, cells, lengths)
     if refusal or not cudnn_pays(x):
         return by_xla(x, state, cells, lengths, reset)
-    return _by_platform(num_directions, x, state, cells, lengths)
+    return _by_cudnn_on_gpus(num_directions, method, x, state, cells, lengths)
 
 
-@partial(jax.jit, static_argnums=0)  # uncompiled, the default device would decide
-def _by_platform(num_directions: int, x, state, cells, lengths):
+@partial(jax.jit, static_argnums=(0, 1))  # uncompiled, the default device would decide
+def _by_cudnn_on_gpus(num_directions: int, method: RecurrenceMethod, x, state, cells, lengths):
+    one = partial(lstm, method=method)
     return jax.lax.platform_dependent(
         x,
         state,
         cells,
         lengths,
         cuda=partial(cudnn_lstm, bidirectional=num_directions == 2),
-        default=partial(stack, lstm, num_directions=num_directions),
+        default=partial(recurrent_stack, one, num_directions=num_directions),
     )
