@@ -49,7 +49,7 @@ class Arguments:
 RESUME_MAY_CHANGE = {"text", "num_steps", "num_epochs", "eval_every", "eval_batches"}
 
 
-def parse_arguments(args: Sequence[str], prog: str) -> tuple[Arguments, TrainConfig]:
+def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, TrainConfig]:
     """The arguments, and the config from which the command line started."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--num-steps", "--num_steps", nargs="?")
