@@ -25,13 +25,6 @@ from parity_tests.engine.measure import measure
 from parity_tests.engine.tolerance import assert_same
 from parity_tests.registry import BATCH, CASES, TIME, Case, Mutation
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-if jax.__version_info__ < (0, 11):  # later versions of XLA have no such option
-    QUICK["xla_cpu_use_fusion_emitters"] = False
-quick_jit = partial(jax.jit, compiler_options=QUICK)
-"""Compiled in half the time. What a check asserts, no optimisation changes; the comparison with the
-twin runs what a user runs."""
-
 CHECKS: dict[str, Callable[["Subject"], None]] = {}
 LENGTHS = np.array([TIME, 3, 0])
 PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
@@ -52,7 +45,7 @@ class Subject:
         self.layer = case.build_layer(case.build_twin())
         self.x = case.inputs()
         self.state = case.state()
-        self.compiled = quick_jit(self.eager)
+        self.compiled = jax.jit(self.eager)
 
     def eager(self, x, state, lengths=None, reset=None):
         """The layer, not compiled."""
@@ -109,7 +102,7 @@ def state_goes_back_in(subject: Subject):
     assert_same(y, y_fresh, "no state and the initial state")
     assert_same_state(last, last_fresh, "no state and the initial state")
     # a buffer that two leaves share cannot be donated
-    quick_jit(lambda state: state, donate_argnums=0)(subject.layer.init_state(BATCH))
+    jax.jit(lambda state: state, donate_argnums=0)(subject.layer.init_state(BATCH))
 
 
 @check
@@ -146,7 +139,7 @@ def steps_equal_sequence(subject: Subject):
             subject.layer.step(subject.x[:, 0], subject.state)
         return
     y, last = subject.call(subject.x, subject.state)
-    step, state = quick_jit(subject.layer.step), subject.state
+    step, state = jax.jit(subject.layer.step), subject.state
     for t in range(TIME):
         y_t, state = step(subject.x[:, t], state)
         assert_same(y_t, y[:, t], f"step {t}")
@@ -254,7 +247,7 @@ def jit_equals_eager(subject: Subject):
 def vmap_equals_loop(subject: Subject):
     xs = np.stack([subject.x, subject.disturbed(np.full((BATCH, TIME), True))])
     y, last = jax.device_get(
-        quick_jit(jax.vmap(subject.eager, in_axes=(0, None)))(xs, subject.state)
+        jax.jit(jax.vmap(subject.eager, in_axes=(0, None)))(xs, subject.state)
     )
     for i, x in enumerate(xs):
         y_i, last_i = subject.call(x, subject.state)
@@ -271,7 +264,7 @@ def nan_stays_where_it_is(subject: Subject):
     if isinstance(subject.layer, LanguageModel):
         return
 
-    @quick_jit
+    @jax.jit
     @partial(jax.grad, has_aux=True)
     def gradient_and_results(x, lengths, reset):
         y, last = subject.eager(x, subject.state, lengths, reset)
@@ -347,7 +340,7 @@ def optimiser_follows_the_same_trajectory(subject: Subject):
     params, unravel = ravel_pytree(tree)
     optimizer = optax.adamw(1e-2, 0.9, 0.999, eps=1e-5, weight_decay=0.01)
 
-    @quick_jit
+    @jax.jit
     def jax_step(params, optimizer_state):
         def loss_fn(params):
             return jnp.mean(
