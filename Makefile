@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 ARGS ?=
 
 PYTHONS := 3.11 3.12 3.13
@@ -17,16 +18,17 @@ $(VENV)/.installed: new-venv
 endif
 
 .DEFAULT_GOAL := train
-.PHONY: train test test-slow parity tpu-compile lint bench bench-quick new-venv
+.PHONY: train test test-all parity tpu-compile lint bench bench-quick new-venv
 
 train: $(VENV)/.installed
 	$(BIN)/python -m train $(ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m slow $(ARGS)
+test-all: $(VENV)/.linters
+	$(PYTEST) $(ARGS)
+	$(PYTEST) --optimized $(ARGS)
 
 parity: $(VENV)/.installed
 	$(BIN)/python -m parity_tests $(ARGS)
@@ -40,7 +42,7 @@ bench: $(VENV)/.benchmarks
 bench-quick: $(VENV)/.benchmarks
 	$(BIN)/python -m benchmarks --quick $(ARGS)
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.linters
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -49,6 +51,10 @@ new-venv:
 	$(PYTHON) -m venv --clear $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+$(VENV)/.linters: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
@@ -59,6 +65,6 @@ $(VENV)/tpu/.installed: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.benchmarks: $(VENV)/.installed benchmarks/requirements.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,benchmark]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,benchmark]"
 	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	touch $@

@@ -42,7 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that `--optimized` excludes, or those that it asks for."""
-    marked = [item.get_closest_marker("optimized") is not None for item in items]
-    chosen = [m == config.option.optimized for m in marked]
-    config.hook.pytest_deselected(items=[i for i, keep in zip(items, chosen) if not keep])
-    items[:] = [i for i, keep in zip(items, chosen) if keep]
+
+    def is_chosen(item: pytest.Item) -> bool:
+        return config.option.optimized == (item.get_closest_marker("optimized") is not None)
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+    items[:] = filter(is_chosen, items)

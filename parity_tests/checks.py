@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,7 +27,8 @@ from parity_tests.registry import BATCH, CASES, TIME, Case, Mutation
 CHECKS: dict[str, Callable[["Subject"], None]] = {}
 LENGTHS = np.array([TIME, 3, 0])
 PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
-NO_RESET = np.zeros((BATCH, TIME), bool)  # the masks share what is compiled for both
+ALL_STEPS = np.full(BATCH, TIME)
+NO_RESET = np.zeros((BATCH, TIME), bool)
 
 
 def check(function: Callable[["Subject"], None]) -> Callable[["Subject"], None]:
@@ -38,22 +38,42 @@ def check(function: Callable[["Subject"], None]) -> Callable[["Subject"], None]:
 
 
 class Subject:
-    """A case's layer in float64, with inputs, a state, and the layer as a jitted function."""
+    """A case's layer in float64, with inputs, a state, and the layer as jitted functions.
+
+    Compiling takes most of a check's time. So the checks share the programs of a few shapes: whole
+    batches of TIME, 4, 3 and 0 steps without masks, and of TIME steps with both.
+    """
 
     def __init__(self, case: Case):
         self.case = case
         self.layer = case.build_layer(case.build_twin())
         self.x = case.inputs()
         self.state = case.state()
-        self.compiled = jax.jit(self.eager)
+        self._call = jax.jit(self.layer.__call__)
+        self._masked = jax.jit(self._results_and_gradient)
 
-    def eager(self, x, state, lengths=None, reset=None):
-        """The layer, not compiled."""
-        return self.layer(x, state, lengths=lengths, reset=reset)
+    def call(self, x, state):
+        """The layer without masks; its results are numpy arrays."""
+        return jax.device_get(self._call(x, state))
 
-    def call(self, x, state, lengths=None, reset=None):
-        """The layer, compiled; its results are numpy arrays."""
-        return jax.device_get(self.compiled(x, state, lengths, reset))
+    def masked(self, x, lengths=ALL_STEPS, reset=NO_RESET):
+        """The outputs, the last state, and the gradient of a loss over both for x (floating)."""
+        return jax.device_get(self._masked(x, lengths, reset if self.case.resettable else None))
+
+    def _results_and_gradient(self, x, lengths, reset):
+        def loss(x):
+            y, last = self.layer(x, self.state, lengths=lengths, reset=reset)
+            floating = (a for a in jax.tree.leaves(last) if jnp.issubdtype(a.dtype, jnp.floating))
+            return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating)), (y, last)
+
+        if isinstance(self.layer, LanguageModel):
+            return *loss(x)[1], None
+        gradient, (y, last) = jax.grad(loss, has_aux=True)(x)
+        return y, last, gradient
+
+    def part(self, start: int, stop: int, state):
+        """The steps from `start` to `stop` of all rows, each from its row of the state."""
+        return self.call(self.x[:, start:stop], state)
 
     def disturbed(self, where: np.ndarray) -> np.ndarray:
         """The inputs, others `where` (batch, time) is true."""
@@ -151,13 +171,10 @@ def cut_equals_uncut(subject: Subject):
     if not subject.case.causal:
         return
     y, last = subject.call(subject.x, subject.state)
-    for row in range(BATCH):
-        x = subject.x[row : row + 1]
-        y_head, state = subject.call(x[:, :4], subject.row(row, subject.state))
-        y_tail, state = subject.call(x[:, 4:], state)
-        y_cut = np.concatenate([y_head, y_tail], axis=1)
-        assert_same(y_cut, y[row : row + 1], f"outputs of row {row}")
-        assert_same_state(state, subject.row(row, last), f"state of row {row}")
+    y_head, state = subject.part(0, 4, subject.state)
+    y_tail, state = subject.part(4, TIME, state)
+    assert_same(np.concatenate([y_head, y_tail], axis=1), y, "outputs")
+    assert_same_state(state, last, "states")
 
 
 @check
@@ -192,18 +209,17 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
 
 @check
 def padding_has_no_influence(subject: Subject):
-    reset = NO_RESET if subject.case.resettable else None
-    y, last = subject.call(subject.x, subject.state, LENGTHS, reset)
-    y_other, last_other = subject.call(subject.disturbed(PADDING), subject.state, LENGTHS, reset)
+    y, last, _ = subject.masked(subject.x, LENGTHS)
+    y_other, last_other, _ = subject.masked(subject.disturbed(PADDING), LENGTHS)
     assert (y_other == y).all(), "the padding changes the outputs"
     assert_same_state(last_other, last, "state with other padding")
     assert (y[PADDING] == 0).all(), "the outputs of the padding are not zero"
     for row, length in enumerate(LENGTHS):
-        y_alone, last_alone = subject.call(
-            subject.x[row : row + 1, :length], subject.row(row, subject.state)
+        y_unpadded, last_unpadded = subject.part(0, length, subject.state)
+        assert_same(y[row, :length], y_unpadded[row], f"row {row} and the same row unpadded")
+        assert_same_state(
+            subject.row(row, last), subject.row(row, last_unpadded), f"state of row {row}"
         )
-        assert_same(y[row : row + 1, :length], y_alone, f"row {row} and the same row unpadded")
-        assert_same_state(subject.row(row, last), last_alone, f"state of row {row}")
 
 
 @check
@@ -217,20 +233,17 @@ def documents_in_a_row_stay_apart(subject: Subject):
     for row, steps in starts.items():
         reset[row, steps] = True
     lengths = np.array([TIME, TIME, 4])  # row 2's second document is padding
-    y, last = subject.call(subject.x, subject.state, lengths, reset)
-    zero = subject.row(0, jax.device_get(subject.layer.init_state(1)))
+    y, last, _ = subject.masked(subject.x, lengths, reset)
+    given, zero = subject.state, jax.device_get(subject.layer.init_state(BATCH))
     for row, length in enumerate(lengths):
         edges = sorted({0, *starts[row], length})
-        given = subject.row(row, subject.state)
         lasts = []
         for start, end in itertools.pairwise(edge for edge in edges if edge <= length):
             forward = zero if start in starts[row] else given
             backward = given if end == length else zero
-            y_alone, last_alone = subject.call(
-                subject.x[row : row + 1, start:end], subject.by_direction(forward, backward)
-            )
-            assert_same(y[row : row + 1, start:end], y_alone, f"row {row}, steps {start} to {end}")
-            lasts.append(last_alone)
+            y_alone, last_alone = subject.part(start, end, subject.by_direction(forward, backward))
+            assert_same(y[row, start:end], y_alone[row], f"row {row}, steps {start} to {end}")
+            lasts.append(subject.row(row, last_alone))
         expected = subject.by_direction(lasts[-1], lasts[0])
         assert_same_state(subject.row(row, last), expected, f"state of row {row}")
 
@@ -238,7 +251,7 @@ def documents_in_a_row_stay_apart(subject: Subject):
 @check
 def jit_equals_eager(subject: Subject):
     y, last = subject.call(subject.x, subject.state)
-    y_eager, last_eager = subject.eager(subject.x, subject.state)
+    y_eager, last_eager = subject.layer(subject.x, subject.state)
     assert_same(y, y_eager, "outputs")
     assert_same_state(last, last_eager, "states")
 
@@ -247,7 +260,7 @@ def jit_equals_eager(subject: Subject):
 def vmap_equals_loop(subject: Subject):
     xs = np.stack([subject.x, subject.disturbed(np.full((BATCH, TIME), True))])
     y, last = jax.device_get(
-        jax.jit(jax.vmap(subject.eager, in_axes=(0, None)))(xs, subject.state)
+        jax.jit(jax.vmap(subject.layer.__call__, in_axes=(0, None)))(xs, subject.state)
     )
     for i, x in enumerate(xs):
         y_i, last_i = subject.call(x, subject.state)
@@ -264,41 +277,29 @@ def nan_stays_where_it_is(subject: Subject):
     if isinstance(subject.layer, LanguageModel):
         return
 
-    @jax.jit
-    @partial(jax.grad, has_aux=True)
-    def gradient_and_results(x, lengths, reset):
-        y, last = subject.eager(x, subject.state, lengths, reset)
-        floating = (a for a in jax.tree.leaves(last) if jnp.issubdtype(a.dtype, jnp.floating))
-        return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating)), (y, last)
-
     row, step = np.indices((BATCH, TIME))
-    full, unset, cut = np.full(BATCH, TIME), NO_RESET, (row == 1) & (step == 3)
-    if not subject.case.resettable:
-        unset = cut = None
+    cut = (row == 1) & (step == 3)
     plants = {  # where NaN is, what it may reach, and whether the state of row 1 is of that
-        "another row": ((row == 1) & (step == 2), row == 1, True, full, unset),
-        "the padding": (PADDING, PADDING, False, LENGTHS, unset),
+        "another row": ((row == 1) & (step == 2), row == 1, True, ALL_STEPS, NO_RESET),
+        "the padding": (PADDING, PADDING, False, LENGTHS, NO_RESET),
     }
-    if cut is not None:
+    if subject.case.resettable:
         before, after = (row == 1) & (step < 3), (row == 1) & (step >= 3)
-        plants["an earlier document"] = (before, before, not subject.case.causal, full, cut)
-        plants["a later document"] = (after, after, True, full, cut)
+        plants["an earlier document"] = (before, before, not subject.case.causal, ALL_STEPS, cut)
+        plants["a later document"] = (after, after, True, ALL_STEPS, cut)
     for name, (where, reached, reaches_state, lengths, reset) in plants.items():
-        expected = jax.device_get(gradient_and_results(subject.x, lengths, reset))
+        y, last, gradient = subject.masked(subject.x, lengths, reset)
         planted = np.where(where[..., None], np.nan, subject.x)
-        actual = jax.device_get(gradient_and_results(planted, lengths, reset))
-        for ours, theirs, what in (
-            (actual[1][0], expected[1][0], "outputs"),
-            (actual[0], expected[0], "gradients"),
-        ):
+        y_nan, last_nan, gradient_nan = subject.masked(planted, lengths, reset)
+        for ours, theirs, what in ((y_nan, y, "outputs"), (gradient_nan, gradient, "gradients")):
             assert_same(ours[~reached], theirs[~reached], f"{what} beside a NaN in {name}")
             assert np.isfinite(ours[~reached]).all(), f"a NaN in {name} reaches the {what}"
         for index in {0, 1, 2} - ({1} if reaches_state else set()):
-            ours, theirs = (subject.row(index, results[1][1]) for results in (actual, expected))
+            ours, theirs = subject.row(index, last_nan), subject.row(index, last)
             assert_same_state(ours, theirs, f"state of row {index} beside a NaN in {name}")
         if name == "the padding":
-            assert (actual[0][PADDING] == 0).all(), "the padding has a gradient"
-            assert (actual[0][~PADDING] != 0).any(axis=-1).all(), "an input has no gradient"
+            assert (gradient_nan[PADDING] == 0).all(), "the padding has a gradient"
+            assert (gradient_nan[~PADDING] != 0).any(axis=-1).all(), "an input has no gradient"
 
 
 @check

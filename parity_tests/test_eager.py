@@ -12,6 +12,7 @@ from flax import nnx
 from jax_models import LanguageModel
 from parity_tests.registry import BATCH, CASES, TIME
 
+pytestmark = pytest.mark.slow
 ALL = {name: case for name, case in CASES.items() if "cpu" in case.platforms}
 
 compiled: list[str] = []

@@ -1,4 +1,4 @@
-"""Every check over every row of the registry."""
+"""Every check over every row of the registry, the costliest left to `make test-all`."""
 
 import functools
 
@@ -36,6 +36,13 @@ def platform_here(name) -> str:
 
 @rows(CASES)
 def test_agrees_with_twin(name):
+    dtypes = ("float64", "float32")
+    assert_within_bounds(measure(CASES[name].problem(), dtypes, platform_here(name)))
+
+
+@pytest.mark.optimized
+@rows(CASES)
+def test_agrees_with_twin_as_compiled_for_users(name):
     assert_within_bounds(measure(CASES[name].problem(), platform=platform_here(name)))
 
 
@@ -46,7 +53,11 @@ def test_agrees_with_twin_on_rows_of_several_lengths(name):
     assert_within_bounds(measure(padded, CASES[name].dtypes[:1], platform_here(name)))
 
 
+LATE = ("jit equals eager", "vmap equals loop", "optimiser follows the same trajectory")
+CHECK_ROWS = [pytest.param(c, marks=pytest.mark.slow) if c in LATE else c for c in CHECKS]
+
+
+@pytest.mark.parametrize("check", CHECK_ROWS)
 @rows(name for name, case in CASES.items() if "float64" in case.dtypes)
-@pytest.mark.parametrize("check", CHECKS)
 def test_holds(name, check):
     CHECKS[check](subject(name))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from parity_tests.registry import CASES
 
+pytestmark = pytest.mark.slow
 BATCH = 8
 PLATFORMS = ("cpu", "cuda", "tpu")
 OF_ONE_METHOD = ("by associative", "in chunks", "by kernel")
@@ -97,7 +98,6 @@ ON_EIGHT_DEVICES = """
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_disable_most_optimizations", True)
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 from parity_tests.test_transforms import BATCH, assert_close, functions

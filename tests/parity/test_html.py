@@ -7,7 +7,6 @@ import shutil
 from html.parser import HTMLParser
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from parity_tests.engine.tolerance import Error
 from parity_tests.report.html import page
@@ -120,7 +119,7 @@ def test_planted_faults_are_counted():
 def browser():
     if CHROMIUM is None:
         pytest.skip("no Chromium or Chrome is installed")
-    with sync_playwright() as playwright:
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
         chromium.close()
