@@ -59,6 +59,7 @@ def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
     assert "equinox (RNN T5 B2 H4): left out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "variable", "value", "found"),
     [
@@ -83,6 +84,7 @@ def keep_one_core() -> None:
         os.sched_setaffinity(int(thread), [min(os.sched_getaffinity(0))])
 
 
+@pytest.mark.slow
 def test_a_worker_that_lost_its_cores_is_refused_afterwards():
     with Workers("cpu") as processes:
         processes.device("jax")
@@ -91,6 +93,7 @@ def test_a_worker_that_lost_its_cores_is_refused_afterwards():
             processes.environments()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allocator", ["default", "tuned"])
 def test_a_worker_has_the_allocator_whatever_the_shell_says(monkeypatch, allocator):
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
@@ -116,6 +119,7 @@ def test_another_allocator_than_the_one_asked_for_is_refused():
     assert fault == "expected the tuned allocator, got glibc 2.36: freed memory is returned"
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named():
     with Workers("cpu") as processes, pytest.raises(Unsuitable, match="worker ended with code 3"):
         processes.call("jax", os._exit, 3)

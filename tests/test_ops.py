@@ -10,7 +10,6 @@ import pytest
 from jax_models.ops import WKVState, decay, linear_recurrence, wkv
 from parity_tests.engine.tolerance import FLOAT64, K, assert_same, rms, ulp
 
-
 METHODS = ("sequential", "associative", "chunked")
 WKV_METHODS = ("sequential", "associative")
 KERNEL = "pallas_interpreted"

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_models import GRU, LSTM, RNN, from_torch
-from parity_tests.checks import quick_jit
 from parity_tests.engine.tolerance import assert_same
 
 FAMILIES = {"RNN": (torch.nn.RNN, RNN), "LSTM": (torch.nn.LSTM, LSTM), "GRU": (torch.nn.GRU, GRU)}
@@ -77,7 +76,7 @@ def test_equals_torch_nn(configuration):
         expected, _ = torch.nn.utils.rnn.pad_packed_sequence(
             expected, batch_first=True, total_length=time
         )
-    y, state = quick_jit(partial(layer, lengths=c["lengths"]))(x, state)
+    y, state = jax.jit(partial(layer, lengths=c["lengths"]))(x, state)
     assert_same(y, expected.numpy(), "outputs")
     for ours, theirs in zip(state, last if c["family"] == "LSTM" else [last], strict=True):
         assert_same(ours, theirs.numpy(), "final state")

@@ -147,6 +147,7 @@ def test_wrong_arguments(args, message):
         command.main(args)
 
 
+@pytest.mark.slow
 @with_libtpu
 @pytest.mark.xdist_group("libtpu")
 class TestCompiled:

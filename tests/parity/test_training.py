@@ -48,7 +48,11 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
 
 @pytest.mark.parametrize(
     ("num_steps", "clip_norm", "tolerance"),
-    [(200, None, FLOAT64), (200, 0.2, FLOAT64), (2000, None, LONG_TRAJECTORY)],
+    [
+        (200, None, FLOAT64),
+        (200, 0.2, FLOAT64),
+        pytest.param(2000, None, LONG_TRAJECTORY, marks=pytest.mark.slow),
+    ],
 )
 def test_seed_experiment_follows_torch(num_steps, clip_norm, tolerance):
     vocabulary = Vocabulary.of(ALL_WORK)
