@@ -85,6 +85,7 @@ def test_memory_of_65536_steps(method):
     assert total <= 8 * 2 * 4 * 65536 * 256
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("method", METHODS)
 def test_linear_recurrence_of_bfloat16_accumulates_in_float32(method):
     a, b, h0 = (jnp.asarray(x, jnp.bfloat16) for x in recurrence_inputs(2, 50, 4))
