@@ -53,11 +53,27 @@ def test_agrees_with_twin_on_rows_of_several_lengths(name):
     assert_within_bounds(measure(padded, CASES[name].dtypes[:1], platform_here(name)))
 
 
+OF_ALL = (
+    "state goes back in",
+    "no state is the twins own zero",
+    "the twin goes on from its state",
+    "steps equal sequence",
+)
+OF_ONE = {case.architecture: name for name, case in reversed(CASES.items())}
+"""The first row of each architecture. `make test` runs the checks beside those `OF_ALL` on it."""
 LATE = ("jit equals eager", "vmap equals loop", "optimiser follows the same trajectory")
-CHECK_ROWS = [pytest.param(c, marks=pytest.mark.slow) if c in LATE else c for c in CHECKS]
 
 
-@pytest.mark.parametrize("check", CHECK_ROWS)
-@rows(name for name, case in CASES.items() if "float64" in case.dtypes)
+def checks():
+    """A test parameter for each row and check."""
+    for name, case in CASES.items():
+        for check in CHECKS if "float64" in case.dtypes else ():
+            is_quick = check in OF_ALL or (name in OF_ONE.values() and check not in LATE)
+            group = pytest.mark.xdist_group(name)
+            marks = [group] if is_quick else [group, pytest.mark.slow]
+            yield pytest.param(name, check, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "check"), [*checks()])
 def test_holds(name, check):
     CHECKS[check](subject(name))

@@ -131,6 +131,7 @@ def primitives_of(layer: LSTM, x=None, **kwargs) -> set[str]:
     return primitives(jax.make_jaxpr(lambda x: layer(x, **kwargs)[0])(x).jaxpr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "lengths"),
     [
@@ -150,6 +151,7 @@ def test_cudnn_equals_xla(options, lengths, in_float64):
     assert_same_trees(*results)
 
 
+@pytest.mark.slow
 def test_vmap_and_second_derivatives_equal_those_of_xla(in_float64):
     results = []
     for implementation in ("cudnn", "xla"):
@@ -174,6 +176,7 @@ def test_auto_is_xla_where_there_is_no_gpu():
     assert programs[0] == programs[1]
 
 
+@pytest.mark.slow
 def test_auto_is_cudnn_where_the_program_runs_on_a_gpu(one_gpu):
     def program(implementation: str, platform: str) -> str:
         layer = build(implementation, num_layers=2)
@@ -217,6 +220,7 @@ def test_each_device_of_a_shard_map_has_its_cudnn(check_vma, one_gpu, monkeypatc
     assert served == [not check_vma]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [None, "tensorfloat32", "bfloat16", "highest", "float32"])
 def test_products_are_as_precise_as_was_asked_for(setting, one_gpu):
     """Also in a backward pass that is traced after the setting has ended."""

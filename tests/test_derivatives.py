@@ -89,6 +89,7 @@ def alike(tree, seed: int):
     return jax.tree.map(lambda leaf: draw(*leaf.shape, seed=seed), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_forward_mode_is_the_slope_and_reverse_mode_its_transpose(x64, name):
     operator, args = OPERATORS[name]
@@ -107,6 +108,7 @@ def test_forward_mode_is_the_slope_and_reverse_mode_its_transpose(x64, name):
     assert_same(inner(gradients, direction), inner(cotangents, tangents), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["linear recurrence, auto", "WKV, auto", "long convolution, twisted"]
 )

@@ -196,6 +196,7 @@ def test_a_head_that_is_not_tied_is_refused():
         from_torch(model, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", get_args(Block))
 def test_generation_is_that_of_full_recomputation(x64, block):
     """From the carried state, and then over a window that slides."""

@@ -109,6 +109,7 @@ def gradients(layer, x) -> dict[str, np.ndarray]:
     return to_torch(nnx.merge(graphdef, jax.jit(jax.grad(loss))(params)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_weight_can_train_from_the_start(dtype):
     x = np.random.default_rng(0).standard_normal((2, 6, 32)).astype(np.float32)

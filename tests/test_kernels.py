@@ -77,6 +77,7 @@ def in_blocks(monkeypatch, batch, time, features, width):
     monkeypatch.setattr(row_scan_tpu, "WIDTH", width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [*WHOLE, *RAGGED])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_tpu_kernel_in_poisoned_memory(operator, size, monkeypatch, capfd):
@@ -97,6 +98,7 @@ def test_tpu_kernel_in_poisoned_memory(operator, size, monkeypatch, capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operator", "reverse"), [(recurrence, False), (recurrence, True), (sums, False)]
 )
@@ -118,6 +120,7 @@ def test_masks_in_the_tpu_kernel(x64, operator, reverse, monkeypatch):
         assert_same(ours[name], expected[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_tpu_kernel_takes_bfloat16(operator):
     """It computes what it does from the same numbers in float32."""
@@ -140,6 +143,7 @@ def total_and_product(state, x, y):
     return (total, product), (total - product,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("time", [1, 37])
 def test_gpu_kernel_interpreted(x64, time, reverse):
@@ -159,6 +163,7 @@ def test_gpu_kernel_interpreted(x64, time, reverse):
         assert_same(np.stack(actual), np.stack(state), "last state")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ >= (0, 11), reason="Triton is compiled as it is lowered, by jax's plugin"
 )
@@ -183,6 +188,7 @@ def test_what_has_no_kernel(x64, operator):
     assert "tpu_custom_call" not in auto
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_auto_without_a_kernel_is_associative(x64, operator, monkeypatch):
     """The fallback, with masks, and by `vmap`: all of it lowered as for a TPU, run on a CPU."""
@@ -200,6 +206,7 @@ def test_auto_without_a_kernel_is_associative(x64, operator, monkeypatch):
         assert_same(*both, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("rows", ["8", "b"])
 def test_an_export_for_all_platforms_has_the_kernel_for_known_sizes(operator, rows):
@@ -215,6 +222,7 @@ def test_an_export_for_all_platforms_has_the_kernel_for_known_sizes(operator, ro
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_auto_traces_no_form_that_does_not_run(operator, monkeypatch):
     """The trees of the associative form take longer to trace than the CPU's loop to compile."""
@@ -232,6 +240,7 @@ def test_auto_traces_no_form_that_does_not_run(operator, monkeypatch):
     assert traced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_auto_runs_uncompiled(x64, operator):
     x = numbers(2, 3, 3)
@@ -242,6 +251,7 @@ def test_auto_runs_uncompiled(x64, operator):
         assert_same(ours[name], expected[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_second_derivatives_of_auto(x64, operator):
     """Compiled, when the derivative of every device's form is taken; against differences."""

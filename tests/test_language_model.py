@@ -139,6 +139,7 @@ def test_every_position_has_one_program():
     assert np.subtract(programs(), before).tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context_length", [None, 100])
 def test_fifty_prompts_share_few_programs(context_length):
     """Of all lengths and options, operations outside of the programs and keys included."""

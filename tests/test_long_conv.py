@@ -40,6 +40,7 @@ def by_dft_matrix(v, h, skip):
     return y[..., :time].real + skip[:, None] * v
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", [1, 2, 7, 97, 128])
 @pytest.mark.parametrize("method", METHODS)
 def test_fft_direct_and_dft_matrix_agree(x64, method, time):
@@ -55,6 +56,7 @@ def test_fft_direct_and_dft_matrix_agree(x64, method, time):
     assert_same(skip_gradient, (v * cotangent).sum(axis=(0, 2)), "gradient of the skip")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 11, 4099), (2, 11, 5000), (40, 11, 300)], ids=str)
 def test_parts_that_do_not_divide_the_features(x64, sizes):
     """Side by side, and for many short rows in turn."""
@@ -142,6 +144,7 @@ def online_step(max_length: int):
     return jax.jit(step, donate_argnums=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_length", [5, 16, 97, 160])
 def test_steps_are_the_whole_convolution_and_compile_once(x64, max_length):
     v, h, *_ = signals(2, 3, max_length)
@@ -179,6 +182,7 @@ def test_steps_in_a_scan_of_rows_at_different_positions(x64):
         assert_same(ys[row], whole[:, length : length + 50], "after")
 
 
+@pytest.mark.slow
 def test_gradients_through_steps_are_those_of_the_whole(x64):
     """Over the end of blocks and tiles."""
     v, h, _, cotangent = signals(2, 3, 40)
@@ -200,6 +204,7 @@ def test_gradients_through_steps_are_those_of_the_whole(x64):
         assert_same(a, b, "gradients")
 
 
+@pytest.mark.slow
 def test_a_step_copies_no_buffer_and_costs_the_same_at_every_length():
     """What spoils the growth with the length is XLA copying the inputs or the tiles whole."""
     operations = []

@@ -40,6 +40,7 @@ def loop(a, b, h0, *, reverse=False):
     return cotangent, h, (g * before, g, carried)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*METHODS, KERNEL])
 @pytest.mark.parametrize(("time", "reverse"), [(1, False), (2, True), (13, False), (64, True)])
 def test_linear_recurrence_is_the_loop(x64, method, time, reverse):
@@ -60,6 +61,7 @@ def test_linear_recurrence_is_the_loop(x64, method, time, reverse):
         assert_same(ours, expected, "gradient")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_linear_recurrence_over_65536_steps(method):
     """In float32, where memories last for a million steps: as exact as the plain loop is."""
@@ -72,6 +74,7 @@ def test_linear_recurrence_over_65536_steps(method):
     assert rms(np.asarray(ours) - exact) <= K * rms(plain - exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "chunked"])
 def test_memory_of_65536_steps(method):
     """Forward and backward need at most 8 times the inputs' size."""
@@ -162,6 +165,7 @@ def wkv_inputs(batch: int, time: int, features: int, scale: float = 1.0):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
 @pytest.mark.parametrize("time", [1, 2, 17])
 def test_wkv_is_the_printed_formula(x64, method, time):
@@ -174,6 +178,7 @@ def test_wkv_is_the_printed_formula(x64, method, time):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", WKV_METHODS)
 def test_wkv_gradient_is_that_of_the_printed_formula(x64, method):
     """By central differences of the formula, along random directions."""
@@ -196,6 +201,7 @@ def test_wkv_gradient_is_that_of_the_printed_formula(x64, method):
         assert np.sum(np.asarray(gradient) * direction) == pytest.approx(slope, rel=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
 def test_wkv_is_finite_at_the_extremes(method):
     """For k, w and u anywhere in ±10⁴, in float32, forward and backward; y within v's range."""
@@ -224,6 +230,7 @@ def test_wkv_is_finite_at_the_extremes(method):
         assert np.abs(y).max() <= 1 + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):
@@ -257,6 +264,7 @@ def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):
         assert empty == WKVState(0, 0, float(jnp.asarray(-1e38, state.max.dtype)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", WKV_METHODS)
 def test_wkv_gradients_stay_small_over_4000_growing_steps(method):
     """Exponents of 10⁷ are known to ±1 only in float32: rounding must not be raised to a power."""
@@ -270,6 +278,7 @@ def test_wkv_gradients_stay_small_over_4000_growing_steps(method):
     assert np.abs(gradients[1]).max() <= 4000 * K, "the first v reaches every y, by its share ≤ 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
 def test_a_step_that_outweighs_all_keeps_its_whole_gradient(method):
     """Each y is the first v, to the last bit: so is the gradient, however its max ages by w."""
@@ -282,6 +291,7 @@ def test_a_step_that_outweighs_all_keeps_its_whole_gradient(method):
     np.testing.assert_allclose(gradient[0, 0], 33, rtol=K * ulp(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*METHODS, KERNEL])
 def test_a_nan_does_not_cross_a_reset(method):
     x = np.random.default_rng(0).standard_normal((2, 6, 3)).astype(np.float32)
@@ -301,6 +311,7 @@ def test_a_nan_does_not_cross_a_reset(method):
         assert np.isfinite(np.delete(gradient, np.s_[:3], axis=1)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", WKV_METHODS)
 def test_wkv_in_float32_is_as_exact_as_the_plain_scan(method):
     inputs = [np.float32(x) for x in wkv_inputs(2, 400, 8)]
@@ -325,6 +336,7 @@ def test_decay_at_both_ends_and_in_between(x64):
     np.testing.assert_array_equal(decay(jnp.ones(5), exponent)[1], np.zeros(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_decay_has_finite_gradients_and_exact_ones_inside(x64, dtype):
     epsilon = np.finfo(dtype).eps

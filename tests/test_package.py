@@ -128,6 +128,7 @@ print({"torch_ref", "train", "parity_tests.registry"} & sys.modules.keys())
     assert run(code) == "set()\n"
 
 
+@pytest.mark.slow
 def test_a_train_of_the_users_own_shadows_nothing(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit('the wrong train')\n")
     for command in (["-m", "parity_tests"], ["-m", "twinscan", "parity"]):

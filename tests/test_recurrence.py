@@ -114,6 +114,7 @@ def with_gradients(function):
     return jax.jit(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("name", ["rnn", "projected lstm", "gru"])
 def test_gradients_of_both_forms(name, reverse):
@@ -125,6 +126,7 @@ def test_gradients_of_both_forms(name, reverse):
             chex.assert_trees_all_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "time", "hidden"), [(1, 1, 5), (3, 2, 130), (1, 127, 5)])
 @pytest.mark.parametrize("name", ["projected lstm", "gru"])
 def test_odd_sizes(name, batch, time, hidden):
@@ -134,6 +136,7 @@ def test_odd_sizes(name, batch, time, hidden):
         chex.assert_trees_all_close(joined, hoisted, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "name", "batch", "time", "hidden", "method"),
     [
@@ -167,6 +170,7 @@ def jaxpr_of(function, args) -> str:
     return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(function)(*args)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["projected lstm", "gru"])
 def test_forward_mode_and_second_derivatives(name, method):

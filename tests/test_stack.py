@@ -35,6 +35,7 @@ def value_gradient_and_counts(stack: Stack, x):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_scan_and_remat_change_no_number():
     x = np.random.default_rng(0).standard_normal((2, 6, 8))

@@ -188,7 +188,9 @@ def small_preset(text: Path, preset: str, sizes: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("unreported")
-@pytest.mark.parametrize("preset", ["lstm with dropout", "authentic-hyena"])
+@pytest.mark.parametrize(
+    "preset", ["lstm with dropout", pytest.param("authentic-hyena", marks=pytest.mark.slow)]
+)
 def test_resuming_gives_the_weights_of_one_run(text_file, tmp_path, preset):
     options = {
         "lstm with dropout": small(
@@ -290,6 +292,7 @@ def test_a_cosine_ends_where_it_was_to_end(text_file, tmp_path):
         train_command.main(["--resume", str(tmp_path / "run"), "--num-steps", "20"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_a_killed_run_is_resumed(text_file, tmp_path):
     """Killed between evaluations, with half a line in its metrics."""
@@ -344,6 +347,7 @@ def test_bfloat16_trains_with_the_seeds_optimizer(text_file, tmp_path):
     assert metrics[-1]["train"] < metrics[0]["train"] - 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_eight_devices_train_as_one(text_file, tmp_path):
     code = """
@@ -368,6 +372,7 @@ assert jax.device_count() == 8
     assert of_one[-1] < of_one[0]
 
 
+@pytest.mark.slow
 def test_every_device_has_dropout_masks_of_its_own():
     code = """
 import dataclasses, jax, numpy as np

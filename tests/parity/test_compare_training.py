@@ -128,6 +128,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 def test_pairs_stay_together(pair):
     optimizer, optimizer_twin, options = PAIRS[pair]

@@ -6,6 +6,7 @@ from parity_tests.engine.locate import find_departure
 from parity_tests.registry import CASES, MUTATIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is not None], ids=str)
 def test_a_fault_is_found_where_it_is(mutation):
     with mutation.plant():

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from flax import nnx
 from hypothesis import given, settings
@@ -46,6 +47,7 @@ def configurations(draw):
     }
 
 
+@pytest.mark.slow
 @given(configurations())
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_equals_torch_nn(configuration):
