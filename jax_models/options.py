@@ -1,21 +1,16 @@
-"""What constructors refuse, read from their annotations."""
+"""What constructors, configs and functions of a run refuse, read from their annotations."""
 
 import dataclasses
-from collections.abc import Callable
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 from flax import nnx
 
-from jax_models.ops.checks import (
-    SCALARS,
-    Scope,
-    checked,
-    checked_count,
-    checked_size,
-)
+from jax_models.ops.checks import SCALARS, Scope, checked, checked_count, checked_size, described
 from jax_models.ops.checks import FloatingDtype as FloatingDtype
 
-Index = Annotated[int, "index"]
+Index = Annotated[int, checked_count]
 """An integer of at least 0."""
 
 
@@ -31,12 +26,18 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
     return rngs
 
 
-OPTIONS = {
-    int: checked_size,
-    Index: checked_count,
-    nnx.Rngs: checked_rngs,
-}
-"""The annotations that constructors have beside those of `ops.checks`."""
+def checked_path(name: str, path: Any) -> Path:
+    """A path, or a str as one."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name}: expected a path, got {described(path)}")
+    return Path(path)
+
+
+OPTIONS = {int: checked_size, nnx.Rngs: checked_rngs, Path: checked_path}
+"""The annotations that options have beside those of `ops.checks`; an `int` is a size."""
+
+checked_options = checked(OPTIONS)
+"""The decorator of a function that refuses what its annotations do not allow."""
 
 
 class CheckedOptions:
@@ -50,15 +51,15 @@ class CheckedOptions:
         """Check the constructor, if the class has one of its own."""
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = checked(OPTIONS)(cls.__init__)
+            cls.__init__ = checked_options(cls.__init__)
 
 
-def check_fields(config: Any, types: dict[Any, Callable[[str, Any], Any]] | None = None) -> None:
-    """Refuse what a dataclass's annotations do not allow; its integers are sizes.
+class CheckedFields:
+    """A dataclass that refuses what the annotations of its fields do not allow."""
 
-    Other annotations are checked by `types`, as in `ops.checked`.
-    """
-    scope = Scope(SCALARS | {int: checked_size} | (types or {}), {})
-    for field in dataclasses.fields(config):
-        value = scope.checked(field.name, getattr(config, field.name), field.type)
-        object.__setattr__(config, field.name, value)
+    def __post_init__(self):
+        """Check each field, and keep what the check makes of it."""
+        scope = Scope(SCALARS | OPTIONS, {})
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            value = scope.checked(field.name, getattr(self, field.name), field.type)
+            object.__setattr__(self, field.name, value)

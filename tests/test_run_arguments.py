@@ -17,9 +17,9 @@ from train.checks import Betas, NotNegative, Positive, Seed
 from train.config import TrainConfig, from_json, to_json
 from train.export import export
 from train.generate import Arguments
-from train.loop import Trainer
 from train.optimizer import OptimizerConfig, build_optimizer
 from train.run import Run, build_trainer
+from train.step import Trainer
 from train.text import Vocabulary, Windows, batches, read_text, split
 
 NAN = float("nan")

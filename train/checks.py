@@ -1,29 +1,13 @@
-"""What configs, command lines and functions of a run refuse, read from their annotations."""
+"""The numbers that a run takes, each with its check."""
 
-import os
-from pathlib import Path
 from typing import Annotated, Any
 
-from jax_models.ops import checks
 from jax_models.ops.checks import (
-    checked_count,
     checked_integer,
     checked_number,
     checked_positive,
     checked_rate,
-    checked_size,
-    described,
 )
-from jax_models.options import Index
-
-Positive = Annotated[float, "positive"]
-"""A number above 0."""
-NotNegative = Annotated[float, "not negative"]
-"""A number of at least 0."""
-Betas = tuple[float, float]
-"""Two numbers in [0, 1)."""
-Seed = Annotated[int, "seed"]
-"""An integer in 0 … 2³¹ − 1."""
 
 
 def checked_not_negative(name: str, value: Any) -> float:
@@ -34,7 +18,7 @@ def checked_not_negative(name: str, value: Any) -> float:
     return value
 
 
-def checked_betas(name: str, betas: Any) -> Betas:
+def checked_betas(name: str, betas: Any) -> tuple[float, float]:
     """Two numbers in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"{name}: expected two numbers in [0, 1), got {betas!r}")
@@ -50,23 +34,7 @@ def checked_seed(name: str, seed: Any) -> int:
     return seed
 
 
-def checked_path(name: str, path: Any) -> Path:
-    """A path, or a str as one."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"{name}: expected a path, got {described(path)}")
-    return Path(path)
-
-
-TYPES = {
-    int: checked_size,
-    Index: checked_count,
-    Positive: checked_positive,
-    NotNegative: checked_not_negative,
-    Betas: checked_betas,
-    Seed: checked_seed,
-    Path: checked_path,
-}
-"""The annotations that a run has beside those of `ops.checks`; an `int` is a size."""
-
-checked = checks.checked(TYPES)
-"""The decorator of a function that refuses what its annotations do not allow."""
+Positive = Annotated[float, checked_positive]
+NotNegative = Annotated[float, checked_not_negative]
+Betas = Annotated[tuple[float, float], checked_betas]
+Seed = Annotated[int, checked_seed]

@@ -15,16 +15,25 @@ from jax_models import (
     RNNLanguageModelConfig,
     RWKVLanguageModelConfig,
 )
-from jax_models.options import check_fields
-from train.checks import TYPES, Positive, Seed
+from jax_models.options import CheckedFields
+from train.checks import Positive, Seed
 from train.optimizer import OptimizerConfig
 
-MODEL_CONFIGS = {config.__name__: config for config in LanguageModelConfig.__subclasses__()}
+MODEL_CONFIGS = {
+    config.__name__: config
+    for config in (
+        RNNLanguageModelConfig,
+        HawkLanguageModelConfig,
+        RWKVLanguageModelConfig,
+        GPModelConfig,
+    )
+}
+"""The language models, by the name that a run's config.json keeps."""
 ModelConfig = Union[tuple(MODEL_CONFIGS.values())]  # noqa: UP007
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(CheckedFields):
     """A run: a language model by character on a text."""
 
     model: Annotated[LanguageModelConfig, tyro.conf.arg(constructor=cast(Any, ModelConfig))] = (
@@ -56,7 +65,7 @@ class TrainConfig:
 
     def __post_init__(self):
         """Refuse what the annotations do not allow, and a window that the model does not know."""
-        check_fields(self, TYPES)
+        super().__post_init__()
         limit = self.model.context_length
         if limit is not None and self.window > limit:
             raise ValueError(
@@ -177,10 +186,7 @@ def from_json(text: str) -> TrainConfig:
 
     """
     fields: dict[str, Any] = json.loads(text)
-    model = dict(fields["model"])
-    optimizer = dict(fields["optimizer"])
-    optimizer["betas"] = tuple(optimizer["betas"])
-    fields["model"] = MODEL_CONFIGS[model.pop("type")](**model)
-    fields["optimizer"] = OptimizerConfig(**optimizer)
-    fields["text"] = None if fields["text"] is None else Path(fields["text"])
+    model_config = MODEL_CONFIGS[fields["model"].pop("type")]
+    fields["model"] = model_config(**fields["model"])
+    fields["optimizer"] = OptimizerConfig(**fields["optimizer"])
     return TrainConfig(**fields)

@@ -11,10 +11,9 @@ import numpy as np
 from flax import nnx
 
 from jax_models import tune_allocator
-from jax_models.options import check_fields
-from train.checks import TYPES
-from train.loop import Trainer
+from jax_models.options import CheckedFields
 from train.run import Run, build_trainer
+from train.step import Trainer
 from train.text import read_text, split
 from twinscan.command_line import parse, run_command
 
@@ -22,7 +21,7 @@ PROG = "python -m train.evaluate"
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class Arguments(CheckedFields):
     """Mean loss, and mean probability of the character that comes next, over both parts of a text.
 
     Each part is cut into rows of the run's window, and a prediction sees its own row alone.
@@ -34,10 +33,6 @@ class Arguments:
     """A UTF-8 file; by default the text that the run was trained on."""
     num_tokens: int | None = None
     """How many characters of each part to predict, row by row from its first. None: all."""
-
-    def __post_init__(self):
-        """Refuse what the annotations do not allow."""
-        check_fields(self, TYPES)
 
 
 def losses(trainer: Trainer, params: nnx.State, rows: np.ndarray, batch_size: int) -> np.ndarray:

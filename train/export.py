@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import save
 
 from jax_models import LanguageModel, from_torch, to_torch, tune_allocator
-from train.checks import checked
+from jax_models.options import checked_options
 from train.run import Run
 from twinscan.command_line import CommandLineError, parse, run_command
 
@@ -28,7 +28,7 @@ class Arguments:
     """The safetensors file to write, a new one; by default twin.safetensors in the run's folder."""
 
 
-@checked
+@checked_options
 def export(model: LanguageModel, path: Path) -> None:
     """Write the model's weights as a safetensors file of the twin's state_dict."""
     path.write_bytes(save(to_torch(model)))

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 
 from jax_models import stream, tune_allocator
-from jax_models.options import check_fields
-from train.checks import TYPES, NotNegative, Seed
+from jax_models.options import CheckedFields
+from train.checks import NotNegative, Seed
 from train.run import Run
 from twinscan.command_line import CommandLineError, NonFiniteError, parse, run_command
 
@@ -17,7 +17,7 @@ PROG = "python -m train.generate"
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class Arguments(CheckedFields):
     """Continue a prompt, character by character from the model's carried state."""
 
     run: Path
@@ -37,7 +37,7 @@ class Arguments:
 
     def __post_init__(self):
         """Refuse what the annotations do not allow, and options that exclude each other."""
-        check_fields(self, TYPES)
+        super().__post_init__()
         if self.prompt == "":
             raise ValueError("prompt: expected at least one character")
         if self.greedy and (self.temperature != 1.0 or self.top_k is not None):

@@ -1,152 +1,94 @@
-"""The training step, the evaluation, and where their arrays live."""
+"""The training loop: steps, evaluations, checkpoints, and the end of a run that diverges."""
 
-from collections.abc import Callable, Sequence
+import time
 from functools import partial
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jax_models import LanguageModel
-from jax_models.ops import carry_dtype
-from train.checks import Seed, checked
-from train.optimizer import apply_gradient
+from train.run import Run
+from train.step import Trainer, TrainState
+from train.text import Windows, batches
+from twinscan.command_line import NonFiniteError
 
-
-class TrainState(NamedTuple):
-    """What a step changes, and a checkpoint keeps."""
-
-    step: Int[Array, ""]
-    params: nnx.State
-    optimizer_state: Any
+STEPS_PER_CALL = 10
+"""So many steps of the optimiser cost one dispatch, unless an evaluation comes first."""
 
 
-def token_losses(
-    model: LanguageModel, tokens: Int[Array, "batch window+1"]
-) -> Float[Array, "batch window"]:
-    """−log p of each token given those before it in its row, in nats and at least float32."""
-    logits, _ = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(carry_dtype(logits.dtype)), tokens[:, 1:]
-    )
-
-
-class Trainer:
-    """A model and an optimiser as pure functions over a `TrainState`, data-parallel.
-
-    Every device has the whole state; a batch's rows are divided over the devices.
+def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Console) -> TrainState:
+    """Train to the config's last step, from the newest checkpoint if there is one.
 
     Raises:
-        ValueError: the batch does not divide over the devices.
+        NonFiniteError: a loss or a weight is not finite. The newest checkpoint is from before.
 
     """
+    config = run.config
+    resuming = run.checkpoints.latest_step is not None
+    state = run.restore(trainer) if resuming else trainer.initial_state()
+    sampler = partial(batches, batch_size=config.batch_size)
+    training = sampler(parts["train"], seed=config.seed)
+    evaluation = {
+        name: np.stack([sampler(part, seed=config.seed + 1)[i] for i in range(config.eval_batches)])
+        for name, part in parts.items()
+    }
+    start_step, start_time = int(state.step), time.perf_counter()
+    progress = Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    console.print(f"{'step':>7}  {'train loss':>10}  {'val loss':>8}  {'seconds':>7}")
+    with progress:
+        bar = progress.add_task("", total=config.num_steps, completed=start_step)
+        step = start_step
+        called = (step, np.zeros(0))
+        while True:
+            if step % config.eval_every == 0 or step == config.num_steps:
+                check_losses(run, *called)
+                losses = {
+                    name: float(trainer.evaluate(state.params, batches).mean())
+                    for name, batches in evaluation.items()
+                }
+                if not np.isfinite([*losses.values()]).all() or not trainer.is_finite(state):
+                    raise not_finite(run, step, "the weights or their losses are")
+                seconds = time.perf_counter() - start_time
+                run.log({"step": step, **losses, "seconds": round(seconds, 2)})
+                console.print(
+                    f"{step:7d}  {losses['train']:10.4f}  {losses['val']:8.4f}  {seconds:7.1f}"
+                )
+                run.checkpoints.save(step, state)
+            if step == config.num_steps:
+                break
+            next_evaluation = step - step % config.eval_every + config.eval_every
+            stop = min(step + STEPS_PER_CALL, next_evaluation, config.num_steps)
+            chunk = [training[i] for i in range(step, stop)]
+            chunk += chunk[-1:] * (STEPS_PER_CALL - len(chunk))  # one program for every call
+            state, losses = trainer.steps(state, trainer.put(np.stack(chunk)), stop - step)
+            before, called = called, (step, losses)
+            check_losses(run, *before)  # while the device works on this call
+            step = stop
+            progress.update(bar, completed=step)
+    run.checkpoints.close()
+    return state
 
-    @checked
-    def __init__(
-        self,
-        model: LanguageModel,
-        optimizer: optax.GradientTransformation,
-        *,
-        batch_size: int,
-        seed: Seed,
-        devices: Sequence[Any],
-    ):
-        if not devices:
-            raise ValueError("devices: expected at least one")
-        if batch_size % len(devices):
-            raise ValueError(
-                f"batch_size: expected a multiple of the {len(devices)} devices, got {batch_size}"
-            )
-        self.mesh = jax.make_mesh(
-            (len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices
-        )
-        self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        self.by_rows = NamedSharding(self.mesh, PartitionSpec("data"))
-        self.graphdef, params, self.rest = nnx.split(model, nnx.Param, ...)
-        self.optimizer = optimizer
-        self.dropout_key = jax.random.key(seed)
-        self.initial_state: Callable[[], TrainState] = lambda: jax.device_put(
-            TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)),
-            self.replicated,
-            may_alias=False,  # the step uses its state up; the model keeps its arrays
-        )
 
-    def model(self, params: nnx.State) -> LanguageModel:
-        """The model with these parameters, for training."""
-        return nnx.merge(self.graphdef, params, self.rest, copy=True)
+def check_losses(run: Run, start: int, losses: ArrayLike) -> None:
+    """Raise where a loss of the steps from `start` on is not finite."""
+    for step, loss in enumerate(np.asarray(losses), start):
+        if not np.isfinite(loss):
+            raise not_finite(run, step, "the loss is")
 
-    def put(self, batch: np.ndarray) -> Int[Array, "*n batch window+1"]:
-        """A batch, or several, on the devices."""
-        spec = PartitionSpec(*[None] * (batch.ndim - 2), *self.by_rows.spec)
-        return jax.device_put(batch, NamedSharding(self.mesh, spec))
 
-    @partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def step(
-        self, state: TrainState, tokens: Int[Array, "batch window+1"]
-    ) -> tuple[TrainState, Float[Array, ""]]:
-        """One step of the optimiser; also the loss before it. The given state is used up.
-
-        Every device differentiates the loss of its own rows, and one all-reduce takes the mean.
-        (XLA, left to divide the step, would gather the rows of an FFT and reduce tied weights
-        apart.) The dropout masks are a function of the seed, the step and the device alone.
-        """
-
-        def loss_fn(params, step, tokens):
-            model = self.model(params)
-            shard = step * self.mesh.size + jax.lax.axis_index("data")
-            nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, shard))
-            return jnp.mean(token_losses(model, tokens))
-
-        def mean_loss_and_gradient(*args):
-            return jax.lax.pmean(jax.value_and_grad(loss_fn)(*args), "data")
-
-        loss, gradient = jax.shard_map(
-            mean_loss_and_gradient,
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
-            out_specs=PartitionSpec(),
-            check_vma=False,  # a scan's carry starts equal on all devices and does not stay so
-        )(state.params, state.step, tokens)
-        params, optimizer_state = apply_gradient(
-            self.optimizer, gradient, state.optimizer_state, state.params
-        )
-        return TrainState(state.step + 1, params, optimizer_state), loss
-
-    @partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def steps(
-        self,
-        state: TrainState,
-        batches: Int[Array, "n batch window+1"],
-        count: Int[ArrayLike, ""],
-    ) -> tuple[TrainState, Float[Array, " n"]]:
-        """A step on each of the first `count` batches, in one call. The given state is used up.
-
-        Also the loss before each step, and zeros from `count` on. However a run is cut into calls,
-        all its steps are the same program's and end in the same weights.
-        """
-
-        def step(i, state_and_losses):
-            state, losses = state_and_losses
-            state, loss = self.step(state, batches[i])
-            return state, losses.at[i].set(loss.astype(losses.dtype))
-
-        return jax.lax.fori_loop(0, count, step, (state, jnp.zeros(len(batches))))
-
-    @partial(jax.jit, static_argnums=0)
-    def is_finite(self, state: TrainState) -> Bool[Array, ""]:
-        """Are all numbers of the state finite?"""
-        return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]).all()
-
-    @partial(jax.jit, static_argnums=0)
-    def evaluate(
-        self, params: nnx.State, batches: Int[ArrayLike, "n batch window+1"]
-    ) -> Float[Array, "n batch window"]:
-        """Each token's loss, without dropout."""
-        model = nnx.view(self.model(params), deterministic=True, raise_if_not_found=False)
-        return jax.lax.map(partial(token_losses, model), batches)
+def not_finite(run: Run, step: int, what: str) -> NonFiniteError:
+    """The end of a run, with the checkpoint that is left."""
+    run.checkpoints.close()
+    return NonFiniteError(
+        f"step {step}: {what} not finite; the last finite checkpoint is of step "
+        f"{run.checkpoints.latest_step}, in {run.folder} (a new run may need a lower "
+        "--optimizer.learning-rate, or --optimizer.clip-norm)"
+    )

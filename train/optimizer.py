@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from jax_models import project
-from jax_models.options import Index, check_fields
-from train.checks import TYPES, Betas, NotNegative, Positive, checked
+from jax_models.options import CheckedFields, Index, checked_options
+from train.checks import Betas, NotNegative, Positive
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedFields):
     """AdamW; the defaults are torch.optim.AdamW's."""
 
     learning_rate: Positive = 1e-3
@@ -31,12 +31,8 @@ class OptimizerConfig:
     clip_norm: Positive | None = None
     """Largest global norm of the gradients."""
 
-    def __post_init__(self):
-        """Refuse what the annotations do not allow."""
-        check_fields(self, TYPES)
 
-
-@checked
+@checked_options
 def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
     """The optimiser of a run of `num_steps` steps.
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import LanguageModel
+from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
-from train.checks import checked
 from train.config import TrainConfig, from_json, to_json
-from train.loop import Trainer, TrainState
 from train.optimizer import build_optimizer
+from train.step import Trainer, TrainState
 from train.text import Vocabulary
 from twinscan.command_line import CommandLineError
 
@@ -26,7 +26,7 @@ CHECKPOINTS = "checkpoints"
 class Run:
     """A run, open in its folder."""
 
-    @checked
+    @checked_options
     def __init__(self, folder: Path, config: TrainConfig, vocabulary: Vocabulary):
         self.folder = folder
         self.config = config
@@ -34,7 +34,7 @@ class Run:
         self.checkpoints = Checkpoints(folder / CHECKPOINTS)
 
     @classmethod
-    @checked
+    @checked_options
     def create(cls, folder: Path, config: TrainConfig, vocabulary: Vocabulary) -> "Run":
         """A new run in a folder that is empty or does not exist.
 
@@ -55,7 +55,7 @@ class Run:
         return run
 
     @classmethod
-    @checked
+    @checked_options
     def open(cls, folder: Path) -> "Run":
         """The run that a folder holds.
 
@@ -122,7 +122,7 @@ class Run:
         return [by_step[step] for step in sorted(by_step)]
 
 
-@checked
+@checked_options
 def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> Trainer:
     """The model and the optimiser of a config.
 

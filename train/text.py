@@ -9,8 +9,8 @@ import grain
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jax_models.options import check_fields
-from train.checks import Seed, checked
+from jax_models.options import CheckedFields, checked_options
+from train.checks import Seed
 from twinscan.command_line import CommandLineError
 
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
@@ -18,17 +18,13 @@ ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
 
 
 @dataclasses.dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(CheckedFields):
     """The distinct characters of a text, in order; a token is a character's place among them."""
 
     characters: str
 
-    def __post_init__(self):
-        """Refuse what is no string."""
-        check_fields(self)
-
     @classmethod
-    @checked
+    @checked_options
     def of(cls, text: str) -> "Vocabulary":
         """The vocabulary of a text."""
         return cls("".join(sorted(set(text))))
@@ -36,7 +32,7 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.characters)
 
-    @checked
+    @checked_options
     def encode(self, text: str, name: str = "text") -> np.ndarray:
         """The tokens of a text, int32; an error calls the text by the name.
 
@@ -60,7 +56,7 @@ class Vocabulary:
         return "".join(self.characters[token] for token in np.ravel(tokens))
 
 
-@checked
+@checked_options
 def read_text(path: Path | None) -> str:
     """The text of a UTF-8 file, or the seed's for None.
 
@@ -101,7 +97,7 @@ class Windows:
         return dataclasses.replace(self, starts=self.starts[self.starts % self.window == 0])
 
 
-@checked
+@checked_options
 def split(tokens: np.ndarray, window: int, val_rows: int | None = None) -> dict[str, Windows]:
     """The windows to train on and those to validate on; no token is predicted in both.
 
@@ -139,7 +135,7 @@ def split(tokens: np.ndarray, window: int, val_rows: int | None = None) -> dict[
     }
 
 
-@checked
+@checked_options
 def batches(windows: Windows, *, batch_size: int, seed: Seed) -> Sequence[np.ndarray]:
     """Endless batches (batch_size, window + 1): all windows in a random order, and again.
 

@@ -38,16 +38,36 @@ def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | 
         CommandLineError: an argument is unknown or has no such value.
 
     """
+    with _faults_in_one_line():
+        return tyro.cli(
+            config_type,
+            prog=prog,
+            args=args,
+            default=tyro.MISSING_NONPROP if default is None else default,
+            config=(tyro.conf.AvoidSubcommands,),
+        )
+
+
+def parse_known(config_type: type[T], args: Sequence[str], *, prog: str) -> T:
+    """The dataclass that some of the arguments describe.
+
+    Raises:
+        CommandLineError: one of them has no such value.
+
+    """
+    with _faults_in_one_line():
+        return tyro.cli(
+            config_type, prog=prog, args=args, return_unknown_args=True, add_help=False
+        )[0]
+
+
+@contextlib.contextmanager
+def _faults_in_one_line() -> Iterator[None]:
+    """Raise what tyro would print, or a dataclass refuses, as a CommandLineError."""
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(
-                config_type,
-                prog=prog,
-                args=args,
-                default=tyro.MISSING_NONPROP if default is None else default,
-                config=(tyro.conf.AvoidSubcommands,),
-            )
+            yield
     except SystemExit as stop:
         if not stop.code:
             raise

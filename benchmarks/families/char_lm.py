@@ -12,8 +12,8 @@ from flax import nnx
 
 from benchmarks.problem import OURS, Contenders, Problem, Step, Work
 from jax_models import RNNLanguageModelConfig, from_torch, to_torch
-from train.loop import Trainer
 from train.optimizer import OptimizerConfig, build_optimizer
+from train.step import Trainer
 
 PART = "training step"
 
@@ -104,7 +104,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: CharLM) -> Step:
-    """`train.loop.Trainer`."""
+    """`train.step.Trainer`."""
     model = from_torch(problem.config.build(rngs=nnx.Rngs(0)), problem.arrays())
     trainer = Trainer(
         model,

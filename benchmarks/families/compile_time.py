@@ -28,7 +28,7 @@ from jax_models import (
     RWKVBlock,
     RWKVLanguageModelConfig,
 )
-from train.loop import token_losses
+from train.step import token_losses
 
 PART = "loss and gradients"
 LAYERS = (2, 12)

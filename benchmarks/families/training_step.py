@@ -1,6 +1,6 @@
 """A training step of the presets: what the allocator is worth.
 
-`train.loop.Trainer` with the preset's sizes and optimiser, on random tokens of 65 kinds.
+`train.step.Trainer` with the preset's sizes and optimiser, on random tokens of 65 kinds.
 """
 
 import dataclasses

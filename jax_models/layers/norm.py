@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_models.ops.checks import checked
-from jax_models.options import OPTIONS, FloatingDtype
+from jax_models.options import FloatingDtype, checked_options
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -15,7 +14,7 @@ class LayerNorm(nnx.LayerNorm):
     `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
     """
 
-    @checked(OPTIONS)
+    @checked_options
     def __init__(
         self,
         features: int,
@@ -45,7 +44,7 @@ class RMSNorm(nnx.RMSNorm):
     It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
-    @checked(OPTIONS)
+    @checked_options
     def __init__(
         self,
         features: int,

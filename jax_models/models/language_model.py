@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.checks import as_array, nan_rows
-from jax_models.options import CheckedOptions, check_fields
+from jax_models.options import CheckedFields, CheckedOptions
 from jax_models.sequence import (
     SequenceLayer,
     State,
@@ -28,15 +28,11 @@ from jax_models.weights import Layouts
 
 
 @dataclasses.dataclass(frozen=True)
-class LanguageModelConfig:
-    """What every language model's config says; its subclasses are the models there are."""
+class LanguageModelConfig(CheckedFields):
+    """What every language model's config says. Its integers are positive."""
 
     vocab_size: int
     """Number of distinct tokens."""
-
-    def __post_init__(self):
-        """Refuse what the annotations do not allow, and integers that are not positive."""
-        check_fields(self)
 
     @property
     def context_length(self) -> int | None:

@@ -53,7 +53,8 @@ def checked(
     One name is one size in all arrays of a call, those in NamedTuples among them. A size may be an
     expression of others, in which the name of several axes (`*batch`) stands for their product.
     The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
-    whose `hidden` is the call's `hyper`, and whose other sizes are its own.
+    whose `hidden` is the call's `hyper`, and whose other sizes are its own. `Annotated[int, check]`
+    is what `check(name, value)` makes of the argument.
     `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool, a `Literal` one
     of its choices, and `FloatingDtype` a dtype or its name; a class takes its instances, a
     `Callable` any function. An argument without an annotation passes, and so do other annotations.
@@ -126,6 +127,8 @@ class Scope:
             return {key: self._alone(f"{name}[{key!r}]", value[key], arguments[1]) for key in value}
         if origin is Annotated:
             annotation, mark, *_ = arguments
+            if inspect.isfunction(mark):
+                return mark(name, value)
             if not (hasattr(annotation, "_fields") and isinstance(mark, tuple)):
                 return self.checked(name, value, annotation)
             theirs, ours = mark
@@ -382,11 +385,10 @@ def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
 
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-FloatingDtype = Annotated[DTypeLike, "floating"]
+FloatingDtype = Annotated[DTypeLike, checked_dtype]
 """A floating dtype or its name."""
 
 SCALARS: dict[Any, Callable[[str, Any], Any]] = {
-    FloatingDtype: checked_dtype,
     int: checked_integer,
     float: checked_number,
     bool: checked_bool,

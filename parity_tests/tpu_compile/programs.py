@@ -14,8 +14,8 @@ from jax_models.ops import linear_recurrence, wkv
 from parity_tests.registry import BATCH, Case
 from parity_tests.tpu_compile.libtpu import Topology
 from train.config import PRESETS
-from train.loop import Trainer
 from train.run import build_trainer
+from train.step import Trainer
 
 KERNEL_SHAPES = ((8, 2048, 1024), (3, 1000, 130), (1, 127, 5))
 """Of batch, time and features."""

@@ -194,11 +194,11 @@ PRESETS["all-work"] = dataclasses.replace(small, model=model, window=16, batch_s
         change = """
 import jax
 from parity_tests.tpu_compile import outcome
-from train import loop
+from train import step
 outcome.PRECISION = "default"
-token_losses = loop.token_losses
+token_losses = step.token_losses
 mean = lambda losses: jax.lax.pmean(losses.mean(), "data")
-loop.token_losses = lambda *args: (losses := token_losses(*args)) / mean(losses)
+step.token_losses = lambda *args: (losses := token_losses(*args)) / mean(losses)
 """
         path = tmp_path / "record.json"
         lines, code, programs = self.compile(path, *self.layer, *self.step, change=change)

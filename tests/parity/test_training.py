@@ -8,8 +8,8 @@ import torch
 from jax_models import to_torch
 from parity_tests.engine.tolerance import FLOAT64, LONG_TRAJECTORY, assert_same
 from parity_tests.registry import CASES
-from train.loop import Trainer
 from train.optimizer import OptimizerConfig, build_optimizer, clip_by_global_norm
+from train.step import Trainer
 from train.text import ALL_WORK, Vocabulary, batches, split
 
 CASE = CASES["RNNLanguageModel"]

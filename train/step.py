@@ -1,0 +1,154 @@
+"""The training step, the evaluation, and where their arrays live."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models import LanguageModel
+from jax_models.ops import carry_dtype
+from jax_models.options import checked_options
+from train.checks import Seed
+from train.optimizer import apply_gradient
+
+
+class TrainState(NamedTuple):
+    """What a step changes, and a checkpoint keeps."""
+
+    step: Int[Array, ""]
+    params: nnx.State
+    optimizer_state: Any
+
+
+def token_losses(
+    model: LanguageModel, tokens: Int[Array, "batch window+1"]
+) -> Float[Array, "batch window"]:
+    """−log p of each token given those before it in its row, in nats and at least float32."""
+    logits, _ = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(carry_dtype(logits.dtype)), tokens[:, 1:]
+    )
+
+
+class Trainer:
+    """A model and an optimiser as pure functions over a `TrainState`, data-parallel.
+
+    Every device has the whole state; a batch's rows are divided over the devices.
+
+    Raises:
+        ValueError: the batch does not divide over the devices.
+
+    """
+
+    @checked_options
+    def __init__(
+        self,
+        model: LanguageModel,
+        optimizer: optax.GradientTransformation,
+        *,
+        batch_size: int,
+        seed: Seed,
+        devices: Sequence[Any],
+    ):
+        if not devices:
+            raise ValueError("devices: expected at least one")
+        if batch_size % len(devices):
+            raise ValueError(
+                f"batch_size: expected a multiple of the {len(devices)} devices, got {batch_size}"
+            )
+        self.mesh = jax.make_mesh(
+            (len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices
+        )
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.by_rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        self.graphdef, self.initial_params, self.rest = nnx.split(model, nnx.Param, ...)
+        self.optimizer = optimizer
+        self.dropout_key = jax.random.key(seed)
+
+    def initial_state(self) -> TrainState:
+        """The state before the first step. The step uses a state up; the model keeps its arrays."""
+        params = self.initial_params
+        state = TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+        return jax.device_put(state, self.replicated, may_alias=False)
+
+    def model(self, params: nnx.State) -> LanguageModel:
+        """The model with these parameters, for training."""
+        return nnx.merge(self.graphdef, params, self.rest, copy=True)
+
+    def put(self, batch: np.ndarray) -> Int[Array, "*n batch window+1"]:
+        """A batch, or several, on the devices."""
+        spec = PartitionSpec(*[None] * (batch.ndim - 2), *self.by_rows.spec)
+        return jax.device_put(batch, NamedSharding(self.mesh, spec))
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def step(
+        self, state: TrainState, tokens: Int[Array, "batch window+1"]
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        """One step of the optimiser; also the loss before it. The given state is used up.
+
+        Every device differentiates the loss of its own rows, and one all-reduce takes the mean.
+        (XLA, left to divide the step, would gather the rows of an FFT and reduce tied weights
+        apart.) The dropout masks are a function of the seed, the step and the device alone.
+        """
+
+        def loss_fn(params, step, tokens):
+            model = self.model(params)
+            shard = step * self.mesh.size + jax.lax.axis_index("data")
+            nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, shard))
+            return jnp.mean(token_losses(model, tokens))
+
+        def mean_loss_and_gradient(*args):
+            return jax.lax.pmean(jax.value_and_grad(loss_fn)(*args), "data")
+
+        loss, gradient = jax.shard_map(
+            mean_loss_and_gradient,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
+            out_specs=PartitionSpec(),
+            check_vma=False,  # a scan's carry starts equal on all devices and does not stay so
+        )(state.params, state.step, tokens)
+        params, optimizer_state = apply_gradient(
+            self.optimizer, gradient, state.optimizer_state, state.params
+        )
+        return TrainState(state.step + 1, params, optimizer_state), loss
+
+    @partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def steps(
+        self,
+        state: TrainState,
+        batches: Int[Array, "n batch window+1"],
+        count: Int[ArrayLike, ""],
+    ) -> tuple[TrainState, Float[Array, " n"]]:
+        """A step on each of the first `count` batches, in one call. The given state is used up.
+
+        Also the loss before each step, and zeros from `count` on. However a run is cut into calls,
+        all its steps are the same program's and end in the same weights.
+        """
+
+        def step(i, state_and_losses):
+            state, losses = state_and_losses
+            state, loss = self.step(state, batches[i])
+            return state, losses.at[i].set(loss.astype(losses.dtype))
+
+        return jax.lax.fori_loop(0, count, step, (state, jnp.zeros(len(batches))))
+
+    @partial(jax.jit, static_argnums=0)
+    def is_finite(self, state: TrainState) -> Bool[Array, ""]:
+        """Are all numbers of the state finite?"""
+        return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]).all()
+
+    @partial(jax.jit, static_argnums=0)
+    def evaluate(
+        self, params: nnx.State, batches: Int[ArrayLike, "n batch window+1"]
+    ) -> Float[Array, "n batch window"]:
+        """Each token's loss, without dropout."""
+        model = nnx.view(self.model(params), deterministic=True, raise_if_not_found=False)
+        return jax.lax.map(partial(token_losses, model), batches)
