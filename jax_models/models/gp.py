@@ -1,7 +1,7 @@
 """The GPT-like language model of "The Annotated Hyena" (seed 002), over Hyena or attention."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,8 +11,7 @@ from jax_models.layers.attention import SelfAttentionBlock
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.layers.norm import LayerNorm
-from jax_models.layers.stack import Remat, Stack
-from jax_models.models.language_model import LanguageModel, LanguageModelConfig
+from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
 from jax_models.ops.checks import checked_rate
 from jax_models.options import FloatingDtype
 from jax_models.sequence import SequenceLayer
@@ -22,7 +21,7 @@ Block = Literal["hyena", "authentic-hyena", "attention"]
 
 
 @dataclasses.dataclass(frozen=True)
-class GPModelConfig(LanguageModelConfig):
+class GPModelConfig(StackConfig):
     """The GPT-like language model; the defaults are the seed's simple Hyena."""
 
     vocab_size: int = 65
@@ -55,11 +54,6 @@ class GPModelConfig(LanguageModelConfig):
     """Dropout in the blocks."""
     embedding_dropout_rate: float = 0.0
     """Dropout of the embeddings."""
-    remat: Remat = "none"
-    """What the backward pass computes again: nothing; "dots", all but the results of matrix
-    products; "full", all but the blocks' inputs."""
-    scan_layers: bool = False
-    """Compile one block for all: faster to compile, slower to run on a CPU."""
 
     def __post_init__(self):
         """Refuse sizes, blocks and rates that there are not."""
@@ -67,9 +61,9 @@ class GPModelConfig(LanguageModelConfig):
         checked_rate("block_dropout_rate", self.block_dropout_rate)
         checked_rate("embedding_dropout_rate", self.embedding_dropout_rate)
 
-    def build(self, **kwargs: Any) -> "GPModel":
-        """`GPModel(self, …)`."""
-        return GPModel(self, **kwargs)
+    def build(self, **options: Unpack[BuildOptions]) -> "GPModel":
+        """The model of this config."""
+        return GPModel(self, **options)
 
     def build_block(self, **kwargs: Any) -> SequenceLayer:
         """One block; `kwargs` are its `dtype`, `param_dtype` and `rngs`."""
@@ -132,7 +126,7 @@ class GPModel(LanguageModel):
         )
         self.dropout = Dropout(config.embedding_dropout_rate, rngs=rngs)
         blocks = (config.build_block(**options) for _ in range(config.num_layers))
-        self.layers = Stack(blocks, remat=config.remat, scan_layers=config.scan_layers)
+        self.layers = config.stack(blocks)
         self.norm = LayerNorm(config.features, **options)
 
     def embed(self, tokens, positions):

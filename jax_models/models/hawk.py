@@ -1,7 +1,7 @@
 """The Hawk language model (Griffin, arXiv 2402.19427, section 2)."""
 
 import dataclasses
-from typing import Any
+from typing import Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,14 +9,13 @@ from flax import nnx
 from jax_models.layers.hawk import HawkBlock
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
-from jax_models.layers.stack import Remat, Stack
-from jax_models.models.language_model import LanguageModel, LanguageModelConfig
+from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
 from jax_models.options import FloatingDtype
 from jax_models.weights import Layouts, embedding, linear, nested, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
-class HawkLanguageModelConfig(LanguageModelConfig):
+class HawkLanguageModelConfig(StackConfig):
     """The Hawk language model."""
 
     vocab_size: int = 256
@@ -29,15 +28,10 @@ class HawkLanguageModelConfig(LanguageModelConfig):
     """Width of the gated MLPs; three times `features` in the paper."""
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
-    remat: Remat = "none"
-    """What the backward pass computes again: nothing; "dots", all but the results of matrix
-    products; "full", all but the blocks' inputs."""
-    scan_layers: bool = False
-    """Compile one block for all: faster to compile, slower to run on a CPU."""
 
-    def build(self, **kwargs: Any) -> "HawkLanguageModel":
-        """`HawkLanguageModel(self, …)`."""
-        return HawkLanguageModel(self, **kwargs)
+    def build(self, **options: Unpack[BuildOptions]) -> "HawkLanguageModel":
+        """The model of this config."""
+        return HawkLanguageModel(self, **options)
 
 
 class HawkLanguageModel(LanguageModel):
@@ -71,7 +65,7 @@ class HawkLanguageModel(LanguageModel):
             )
             for _ in range(config.num_layers)
         )
-        self.layers = Stack(blocks, remat=config.remat, scan_layers=config.scan_layers)
+        self.layers = config.stack(blocks)
         self.norm = RMSNorm(config.features, **options)
         self.head = Linear(config.features, config.vocab_size, use_bias=False, **options)
 

@@ -1,8 +1,8 @@
 """Language models: tokens in, next-token logits out, over any of the sequence layers."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.layers.stack import Remat, Stack
 from jax_models.ops.checks import as_array, nan_rows
-from jax_models.options import CheckedFields, CheckedOptions
+from jax_models.options import CheckedFields, CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     SequenceLayer,
     State,
@@ -25,6 +26,14 @@ from jax_models.sequence import (
     positions_after,
 )
 from jax_models.weights import Layouts
+
+
+class BuildOptions(TypedDict, total=False):
+    """What a model takes beside its config."""
+
+    dtype: FloatingDtype | None
+    param_dtype: FloatingDtype
+    rngs: Required[nnx.Rngs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +48,24 @@ class LanguageModelConfig(CheckedFields):
         """Positions that the model knows. None: it has no positions, and no limit."""
         return None
 
-    def build(self, **kwargs: Any) -> "LanguageModel":
-        """A subclass's model; `kwargs` are its `dtype`, `param_dtype` and `rngs`."""
+    def build(self, **options: Unpack[BuildOptions]) -> "LanguageModel":
+        """The model of this config."""
         raise NotImplementedError(f"{type(self).__name__}: a subclass builds the model")
+
+
+@dataclasses.dataclass(frozen=True)
+class StackConfig(LanguageModelConfig):
+    """A language model of equal blocks."""
+
+    remat: Remat = dataclasses.field(default="none", kw_only=True)
+    """What the backward pass computes again: nothing; "dots", all but the results of matrix
+    products; "full", all but the blocks' inputs."""
+    scan_layers: bool = dataclasses.field(default=False, kw_only=True)
+    """Compile one block for all: faster to compile, slower to run on a CPU."""
+
+    def stack(self, blocks: Iterable[SequenceLayer]) -> Stack:
+        """The blocks, one after the other."""
+        return Stack(blocks, remat=self.remat, scan_layers=self.scan_layers)
 
 
 class LanguageModelState(NamedTuple):

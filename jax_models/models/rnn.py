@@ -1,7 +1,7 @@
 """The recurrent language model (seed 001)."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +11,7 @@ from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rnn import RNN
-from jax_models.models.language_model import LanguageModel, LanguageModelConfig
+from jax_models.models.language_model import BuildOptions, LanguageModel, LanguageModelConfig
 from jax_models.ops.checks import checked_rate
 from jax_models.options import FloatingDtype
 from jax_models.weights import Layouts, embedding, layer_norm, linear, nested
@@ -43,9 +43,9 @@ class RNNLanguageModelConfig(LanguageModelConfig):
         super().__post_init__()
         checked_rate("dropout_rate", self.dropout_rate)
 
-    def build(self, **kwargs: Any) -> "RNNLanguageModel":
-        """`RNNLanguageModel(self, …)`."""
-        return RNNLanguageModel(self, **kwargs)
+    def build(self, **options: Unpack[BuildOptions]) -> "RNNLanguageModel":
+        """The model of this config."""
+        return RNNLanguageModel(self, **options)
 
 
 class RNNLanguageModel(LanguageModel):

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,15 +11,14 @@ from flax import nnx
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv import RWKVBlock, orthogonal, other_version
-from jax_models.layers.stack import Remat, Stack
-from jax_models.models.language_model import LanguageModel, LanguageModelConfig
+from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
 from jax_models.options import FloatingDtype
 from jax_models.weights import Layouts, embedding, layer_norm, linear, nested
 from jax_models.weights.keys import elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
-class RWKVLanguageModelConfig(LanguageModelConfig):
+class RWKVLanguageModelConfig(StackConfig):
     """The RWKV-4 language model."""
 
     vocab_size: int = 256
@@ -30,11 +29,6 @@ class RWKVLanguageModelConfig(LanguageModelConfig):
     """Residual blocks."""
     hidden_features: int = 768
     """Width of the channel mixes; four times `features` in RWKV-4."""
-    remat: Remat = "none"
-    """What the backward pass computes again: nothing; "dots", all but the results of matrix
-    products; "full", all but the blocks' inputs."""
-    scan_layers: bool = False
-    """Compile one block for all: faster to compile, slower to run on a CPU."""
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any]) -> "RWKVLanguageModelConfig":
@@ -67,9 +61,9 @@ class RWKVLanguageModelConfig(LanguageModelConfig):
             hidden_features=int(hidden_features),
         )
 
-    def build(self, **kwargs: Any) -> "RWKVLanguageModel":
-        """`RWKVLanguageModel(self, …)`."""
-        return RWKVLanguageModel(self, **kwargs)
+    def build(self, **options: Unpack[BuildOptions]) -> "RWKVLanguageModel":
+        """The model of this config."""
+        return RWKVLanguageModel(self, **options)
 
 
 class RWKVLanguageModel(LanguageModel):
@@ -116,7 +110,7 @@ class RWKVLanguageModel(LanguageModel):
             )
             for index in range(config.num_layers)
         )
-        self.layers = Stack(blocks, remat=config.remat, scan_layers=config.scan_layers)
+        self.layers = config.stack(blocks)
         self.norm = LayerNorm(config.features, **options)
         self.head = Linear(
             config.features,
