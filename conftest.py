@@ -36,8 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell XLA, before JAX starts it."""
+    given = os.environ.get("XLA_FLAGS", "").split()
     if not config.option.optimized:
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
+        os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *QUICK]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,6 +22,7 @@ from benchmarks.workers import Burst, Unsuitable, Workers, timing
 from twinscan.command_line import CommandLineError
 
 
+@pytest.mark.optimized
 def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
     """Two processes, a JSON file, a plot and a page; peers that cannot take part are named."""
     monkeypatch.setattr(gated, "problems", lambda quick: [Gated("RNN", 5, 2, 4)])
@@ -59,7 +60,7 @@ def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
     assert "equinox (RNN T5 B2 H4): left out" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("framework", "variable", "value", "found"),
     [
@@ -84,7 +85,7 @@ def keep_one_core() -> None:
         os.sched_setaffinity(int(thread), [min(os.sched_getaffinity(0))])
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_a_worker_that_lost_its_cores_is_refused_afterwards():
     with Workers("cpu") as processes:
         processes.device("jax")
@@ -93,7 +94,7 @@ def test_a_worker_that_lost_its_cores_is_refused_afterwards():
             processes.environments()
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("allocator", ["default", "tuned"])
 def test_a_worker_has_the_allocator_whatever_the_shell_says(monkeypatch, allocator):
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
@@ -119,7 +120,7 @@ def test_another_allocator_than_the_one_asked_for_is_refused():
     assert fault == "expected the tuned allocator, got glibc 2.36: freed memory is returned"
 
 
-@pytest.mark.slow
+@pytest.mark.optimized
 def test_a_worker_that_dies_is_named():
     with Workers("cpu") as processes, pytest.raises(Unsuitable, match="worker ended with code 3"):
         processes.call("jax", os._exit, 3)
