@@ -25,6 +25,7 @@ from jax_models.layers.hyena import (
 from jax_models.layers.hyper_lstm import HyperLSTM, HyperLSTMState
 from jax_models.layers.layer_norm_lstm import LayerNormLSTM
 from jax_models.layers.lstm import LSTM, LSTMState
+from jax_models.layers.min_rnn import MinGRU, MinLSTM, MinRNNState
 from jax_models.layers.norm import LayerNorm, RMSNorm
 from jax_models.layers.rnn import RNN, RNNState
 from jax_models.layers.rwkv import (
@@ -84,6 +85,9 @@ __all__ = [
     "LayerNorm",
     "LayerNormLSTM",
     "LongConvState",
+    "MinGRU",
+    "MinLSTM",
+    "MinRNNState",
     "RGLRUState",
     "RMSNorm",
     "RNNLanguageModel",

@@ -15,6 +15,7 @@ from torch_ref.layers.hyena_filter import (
 from torch_ref.layers.hyper_lstm import HyperLSTM, HyperLSTMCell
 from torch_ref.layers.layer_norm_lstm import LayerNormLSTM
 from torch_ref.layers.lstm import LSTMProj, LSTMScratch
+from torch_ref.layers.min_rnn import MinGRU, MinLSTM
 from torch_ref.layers.rnn import RNN, RNNBidirectional, RNNDeep, RNNScratch
 from torch_ref.layers.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
 from torch_ref.models.generation import generate
@@ -44,6 +45,8 @@ __all__ = [
     "LSTMProj",
     "LSTMScratch",
     "LayerNormLSTM",
+    "MinGRU",
+    "MinLSTM",
     "PositionalEmbedding",
     "Projection",
     "RNNBidirectional",

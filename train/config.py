@@ -162,6 +162,9 @@ PRESETS = {
         model=dataclasses.replace(_SHAKESPEARE.model, cell="rnn"),
         optimizer=dataclasses.replace(_SHAKESPEARE.optimizer, learning_rate=1e-3, clip_norm=1.0),
     ),
+    "min-gru": dataclasses.replace(
+        _SHAKESPEARE, model=dataclasses.replace(_SHAKESPEARE.model, cell="min_gru", num_layers=3)
+    ),
     "hawk": dataclasses.replace(_SHAKESPEARE_WARM, model=HawkLanguageModelConfig()),
     "rwkv": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKVLanguageModelConfig()),
     **_ANNOTATED,

@@ -9,6 +9,7 @@ from flax import nnx
 from jax_models.layers.gru import GRU
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM
+from jax_models.layers.min_rnn import MinGRU, MinLSTM
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rnn import RNN
 from jax_models.models.language_model import BuildOptions, LanguageModel, LanguageModelConfig
@@ -16,7 +17,7 @@ from jax_models.ops.checks import checked_rate
 from jax_models.options import FloatingDtype
 from jax_models.weights import Layouts, embedding, layer_norm, linear, nested
 
-CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU}
+CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU, "min_gru": MinGRU, "min_lstm": MinLSTM}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
     """Size of the token and position embeddings."""
     hidden_features: int = 20
     """Size of the hidden state."""
-    cell: Literal["rnn", "lstm", "gru"] = "rnn"
+    cell: Literal["rnn", "lstm", "gru", "min_gru", "min_lstm"] = "rnn"
     """The recurrence."""
     num_layers: int = 1
     """Layers of it."""
@@ -49,7 +50,9 @@ class RNNLanguageModelConfig(LanguageModelConfig):
 
 
 class RNNLanguageModel(LanguageModel):
-    """Token and position embeddings → RNN, LSTM or GRU → LayerNorm → Linear (seed 001).
+    """Token and position embeddings → a recurrence → LayerNorm → Linear (seed 001).
+
+    The recurrence is an RNN, LSTM, GRU, minGRU or minLSTM.
 
     Args:
         config: the sizes.
@@ -58,7 +61,8 @@ class RNNLanguageModel(LanguageModel):
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Layouts: `scratch`, the seed's RNNLanguageModel, where the cell is one layer of `rnn`;
-    `torch.nn`, the same around a torch.nn.RNN, LSTM or GRU.
+    `torch.nn`, the same around a torch.nn.RNN, LSTM or GRU; `minimal`, around torch_ref's MinGRU
+    or MinLSTM.
 
     """
 
@@ -121,7 +125,7 @@ class RNNLanguageModel(LanguageModel):
             *linear("head", "proj"),
         ]
         inside = self.layers.torch_layouts()
-        names = ["scratch", "torch.nn"] if isinstance(self.layers, RNN) else ["torch.nn"]
+        names = ["scratch", "torch.nn"] if isinstance(self.layers, RNN) else [*inside][:1]
         return {
             name: outside + nested(inside[name], "layers", "rnn")
             for name in names

@@ -12,6 +12,7 @@ from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recu
 from jax_models.ops.long_conv import LongConvMethod, long_conv
 from jax_models.ops.lstm import LSTMState, lstm
 from jax_models.ops.masks import document_ends
+from jax_models.ops.min_rnn import MinRNNState, min_gru, min_lstm
 from jax_models.ops.online_conv import (
     LongConvState,
     empty_long_conv_state,
@@ -34,6 +35,7 @@ __all__ = [
     "LinearRecurrenceMethod",
     "LongConvMethod",
     "LongConvState",
+    "MinRNNState",
     "Nonlinearity",
     "Pair",
     "Product",
@@ -64,6 +66,8 @@ __all__ = [
     "long_conv_state",
     "lstm",
     "lstm_stack",
+    "min_gru",
+    "min_lstm",
     "online_conv",
     "recurrence",
     "recurrent_stack",

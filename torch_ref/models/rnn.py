@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_ref.layers.min_rnn import MinGRU, MinLSTM
 from torch_ref.layers.rnn import RNNScratch
 from torch_ref.layers.torch_nn import run_recurrence
 
@@ -43,6 +44,10 @@ class RNNLanguageModel(nn.Module):
         sizes = (config.embedding_features, config.hidden_features)
         if config.cell == "rnn" and config.num_layers == 1:
             rnn = RNNScratch(*sizes)
+        elif config.cell in ("min_gru", "min_lstm"):
+            recurrent = {"min_gru": MinGRU, "min_lstm": MinLSTM}[config.cell]
+            options = {"num_layers": config.num_layers, "dropout_rate": config.dropout_rate}
+            rnn = recurrent(*sizes, **options)
         else:
             recurrent = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}[config.cell]
             dropout = config.dropout_rate if config.num_layers > 1 else 0.0

@@ -1,0 +1,74 @@
+"""minGRU, forward and with its gradients."""
+
+import numpy as np
+
+from benchmarks.problem import OURS, Contenders, Sequences, operator
+from jax_models.ops import MinRNNState, min_gru
+
+
+class Layer(Sequences):
+    """One layer as wide as its inputs."""
+
+    def arrays(self):
+        """Inputs, and weights as torch draws them."""
+        rng = np.random.default_rng(0)
+        bound = self.features**-0.5
+        weights = rng.uniform(-bound, bound, (self.features + 1, 2 * self.features))
+        *kernel, bias = weights.astype(np.float32)
+        x = rng.standard_normal(self.shape, np.float32)
+        return {"x": x, "kernel": np.stack(kernel), "bias": bias}
+
+    def oracle(self):
+        """By the twin's equation, in float64."""
+        import torch
+
+        leaves = {name: torch.tensor(a).double() for name, a in self.arrays().items()}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        y = by_steps(**leaves)
+        y.backward(torch.tensor(self.cotangent()).double())
+        return {"y": y.detach().numpy()} | {name: a.grad.numpy() for name, a in leaves.items()}
+
+    def targets(self, part, platform):
+        """What the time over torch's should be."""
+        return {"torch": 0.5}
+
+
+def by_steps(x, kernel, bias):
+    """The equation, a step at a time."""
+    import torch
+
+    gate, candidate = (x @ kernel + bias).chunk(2, dim=-1)
+    z = torch.sigmoid(gate)
+    h, outputs = torch.zeros_like(x[:, 0]), []
+    for z_t, candidate_t in zip(z.unbind(1), candidate.unbind(1), strict=True):
+        h = (1 - z_t) * h + z_t * candidate_t
+        outputs.append(h)
+    return torch.stack(outputs, dim=1)
+
+
+def problems(quick: bool) -> list[Layer]:
+    """A language model's layer, and a long sequence."""
+    sizes = [(32, 128, 256), (1, 8192, 256)]
+    return [Layer(*size) for size in (sizes[:1] if quick else sizes)]
+
+
+contenders = Contenders()
+
+
+@contenders.jax(OURS)
+def ours(problem: Layer):
+    """Our operator."""
+    import jax.numpy as jnp
+
+    def layer(x, kernel, bias):
+        state = MinRNNState(jnp.zeros((problem.batch, problem.features)))
+        return min_gru(x, state, kernel=kernel, bias=bias)[0]
+
+    return operator(problem, layer)
+
+
+@contenders.torch("torch loop")
+def torch_loop(problem: Layer):
+    """What one writes first in torch."""
+    return operator(problem, by_steps)

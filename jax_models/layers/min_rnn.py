@@ -1,0 +1,151 @@
+"""minGRU and minLSTM (Feng et al. 2024)."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.dropout import Dropout
+from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.ops import LinearRecurrenceMethod, MinRNNState
+from jax_models.options import FloatingDtype
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, gates
+
+
+class MinRNN(SequenceLayer):
+    """Layers of a minimal gated recurrence. Subclasses set `gate_names` and define `recurrence`."""
+
+    gate_names: ClassVar[str]
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        num_layers: int = 1,
+        use_bias: bool = True,
+        dropout_rate: float = 0.0,
+        method: LinearRecurrenceMethod = "auto",
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.hidden_features = hidden_features
+        self.method: LinearRecurrenceMethod = method
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        sizes = [in_features] + [hidden_features] * (num_layers - 1)
+        self.gates = nnx.List(
+            Linear(
+                size,
+                len(self.gate_names) * hidden_features,
+                use_bias=use_bias,
+                kernel_init=torch_uniform(size),
+                bias_init=torch_uniform(size),
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for size in sizes
+        )
+
+    def recurrence(self, x, state: MinRNNState, **weights_and_masks):
+        """One layer: `ops.min_gru` or `ops.min_lstm`."""
+        raise NotImplementedError
+
+    def init_state(self, batch_size: int) -> MinRNNState:
+        """Zeros, (num_layers, batch, hidden_features), in at least float32."""
+        shape = (len(self.gates), batch_size, self.hidden_features)
+        return MinRNNState(jnp.zeros(shape, self.state_dtype))
+
+    def sequence(self, x, state, lengths, reset):
+        """The layers, the lowest first, with dropout between them."""
+        x = x.astype(self.computation_dtype(x))
+        last = []
+        for layer, linear in enumerate(self.gates):
+            weights = {"kernel": linear.kernel, "bias": linear.bias}
+            weights = {k: w[...].astype(x.dtype) for k, w in weights.items() if w is not None}
+            masks = {"lengths": lengths, "reset": reset, "method": self.method}
+            y, h = self.recurrence(
+                self.dropout(x) if layer else x, MinRNNState(state.h[layer]), **weights, **masks
+            )
+            x = y.astype(x.dtype)
+            last.append(h)
+        return x, jax.tree.map(lambda *h: jnp.stack(h), *last)
+
+    def torch_layouts(self) -> Layouts:
+        """`minimal`: a Linear a gate and layer, as in the paper's listings."""
+        return {
+            "minimal": [
+                gates(f"gates.{i}.{ours}", [f"linear_{g}.{i}.{theirs}" for g in self.gate_names])
+                for i, linear in enumerate(self.gates)
+                for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
+                if getattr(linear, ours) is not None
+            ]
+        }
+
+
+class MinGRU(MinRNN):
+    """The minimal gated recurrent unit network.
+
+        >>> layer = MinGRU(4, 8, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((2, 5, 4)))
+
+        z_t = σ(x_t W_z + b_z)
+        h_t = (1 − z_t) ⊙ h_{t−1} + z_t ⊙ (x_t W_h + b_h)
+
+    x is (batch, time, in_features), y (batch, time, hidden_features), and the state
+    `MinRNNState(h)` with h (num_layers, batch, hidden_features). The gates do not see the state, so
+    that all of a sequence is one linear recurrence, which accelerators compute in parallel.
+
+    Args:
+        in_features: size of x_t.
+        hidden_features: size of h_t.
+        num_layers: layers; each reads the outputs of the one below.
+        use_bias: with b_z and b_h.
+        dropout_rate: of the inputs of every layer but the first, when training.
+        method: of `ops.linear_recurrence`.
+        time_major: x and y are (time, batch, features).
+        dtype: of the computation; by default that of x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: of the parameters.
+        rngs: draws the parameters (`params`), as torch.nn.Linear does, and the dropout masks
+            (`dropout`).
+
+    Raises:
+        ValueError: a size is not positive, a rate is not in [0, 1), or there is no such method.
+
+    Layouts: `minimal` (torch_ref.MinGRU). Source: "Were RNNs All We Needed?", Feng et al. 2024
+    (arXiv 2410.01201), section 3.1; its log-space variant, whose candidate passes through a further
+    function, is another model.
+
+    """
+
+    gate_names = "zh"
+
+    def recurrence(self, x, state, **weights_and_masks):
+        """`ops.min_gru`."""
+        return ops.min_gru(x, state, **weights_and_masks)
+
+
+class MinLSTM(MinRNN):
+    """The minimal long short-term memory network.
+
+        >>> layer = MinLSTM(4, 8, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((2, 5, 4)))
+
+        f_t = σ(x_t W_f + b_f),   i_t = σ(x_t W_i + b_i)
+        h_t = f_t / (f_t + i_t) ⊙ h_{t−1} + i_t / (f_t + i_t) ⊙ (x_t W_h + b_h)
+
+    Shapes, arguments, errors and layouts are those of `MinGRU`. Source: section 3.2 of the paper.
+    """
+
+    gate_names = "fih"
+
+    def recurrence(self, x, state, **weights_and_masks):
+        """`ops.min_lstm`."""
+        return ops.min_lstm(x, state, **weights_and_masks)

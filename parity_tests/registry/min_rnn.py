@@ -1,0 +1,48 @@
+"""minGRU and minLSTM, and the language models over them."""
+
+from functools import partial
+
+import jax.numpy as jnp
+
+import torch_ref
+from jax_models import MinGRU, MinLSTM
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import Mutation, deaf, edited, zeroed
+from parity_tests.registry.rnn import language_model
+
+min_rnn = partial(Case, architecture="min_rnn", layout="minimal")
+
+CASES = [
+    min_rnn("MinGRU", partial(torch_ref.MinGRU, 5, 6), partial(MinGRU, 5, 6)),
+    min_rnn(
+        "MinGRU, 2 layers, no bias",
+        partial(torch_ref.MinGRU, 5, 6, num_layers=2, use_bias=False),
+        partial(MinGRU, 5, 6, num_layers=2, use_bias=False),
+    ),
+    min_rnn("MinLSTM", partial(torch_ref.MinLSTM, 5, 6), partial(MinLSTM, 5, 6)),
+    min_rnn(
+        "MinLSTM, 2 layers",
+        partial(torch_ref.MinLSTM, 5, 6, num_layers=2),
+        partial(MinLSTM, 5, 6, num_layers=2),
+    ),
+    language_model("RNNLanguageModel of minGRU", "minimal", cell="min_gru", num_layers=2),
+    language_model("RNNLanguageModel of minLSTM", "minimal", cell="min_lstm"),
+]
+
+
+def swap_gates(layer):
+    """The first two gates of the first layer are in each other's place."""
+    linear = layer.gates[0]
+    for weight in (linear.kernel, linear.bias):
+        first, second, *rest = jnp.split(weight[...], len(layer.gate_names), axis=-1)
+        weight[...] = jnp.concatenate([second, first, *rest], axis=-1)
+
+
+weights = partial(Mutation, kind="weights", dtypes=("float64", "float32"))
+
+MUTATIONS = [
+    weights("gates z and h swapped", "MinGRU", plant=edited(swap_gates)),
+    weights("gates f and i swapped", "MinLSTM", plant=edited(swap_gates)),
+    weights("second layer's biases forgotten", "MinLSTM, 2 layers", plant=zeroed("gates.1.bias")),
+    *deaf("MinGRU", "jax_models.ops.min_rnn.linear_recurrence"),
+]
