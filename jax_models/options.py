@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from flax import nnx
+from jaxtyping import Array
 
 from jax_models.ops.checks import (
     SCALARS,
@@ -17,6 +18,9 @@ from jax_models.ops.checks import FloatingDtype as FloatingDtype
 
 Index = Annotated[int, "index"]
 """An integer of at least 0."""
+
+Initializer = Callable[..., Array]
+"""A function `(key, shape, dtype)` that draws a parameter, as Flax's layers take it."""
 
 
 def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:

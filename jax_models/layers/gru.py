@@ -6,6 +6,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import GRUState
+from jax_models.options import Initializer
 
 
 class GRU(RecurrentStack):
@@ -30,6 +31,9 @@ class GRU(RecurrentStack):
         dtype: of the computation; by default that of x and the parameters. The state is carried in
             at least float32.
         param_dtype: of the parameters.
+        kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.
+        recurrent_kernel_init: draws the W_h. None: as `kernel_init`'s None.
+        bias_init: draws the biases. None: as `kernel_init`'s None.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
@@ -55,6 +59,9 @@ class GRU(RecurrentStack):
         time_major: bool = False,
         dtype=None,
         param_dtype=jnp.float32,
+        kernel_init: Initializer | None = None,
+        recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -67,6 +74,9 @@ class GRU(RecurrentStack):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recurrent_kernel_init=recurrent_kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
 

@@ -11,9 +11,12 @@ from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
-from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.options import CheckedOptions, FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, Weight, linear, nested, rms_norm, same
+
+lecun_normal = nnx.initializers.lecun_normal()
+"""How Flax's Linear draws its kernel."""
 
 
 class RGLRU(SequenceLayer):
@@ -37,6 +40,7 @@ class RGLRU(SequenceLayer):
         dtype: of the computation; by default that of x and the parameters. The gates and the state
             are computed in at least float32.
         param_dtype: of the parameters.
+        kernel_init: draws W_i and W_r. None: `lecun_normal`.
         rngs: draws the parameters; a^c starts uniform in [0.9, 0.999].
 
     Raises:
@@ -55,14 +59,16 @@ class RGLRU(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.c = checked_positive("c", c)
         self.method: ops.LinearRecurrenceMethod = method
-        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.input_gate = Linear(features, features, **options)
-        self.recurrence_gate = Linear(features, features, **options)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
+        self.input_gate = Linear(features, features, **matrix)
+        self.recurrence_gate = Linear(features, features, **matrix)
         a_to_c = jax.random.uniform(
             rngs.params(), (features,), carry_dtype(param_dtype), 0.9, 0.999
         )
@@ -111,7 +117,9 @@ class CausalConv1D(SequenceLayer):
         time_major: x and y are (time, batch, features).
         dtype: of the computation; by default that of x and the parameters.
         param_dtype: of the parameters.
-        rngs: draws the parameters, uniform in ±1/√K as torch does.
+        kernel_init: draws the (kernel_size, features) kernel. None: uniform in ±1/√K, as in torch.
+        bias_init: draws the bias. None: uniform in ±1/√K, as in torch.
+        rngs: draws the parameters.
 
     Raises:
         ValueError: a size is not positive.
@@ -128,17 +136,19 @@ class CausalConv1D(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.kernel_size = kernel_size
-        draw = torch_uniform(kernel_size)
+        uniform = torch_uniform(kernel_size)
 
-        def uniform(*shape: int) -> nnx.Param:
-            return nnx.Param(draw(rngs.params(), shape, param_dtype))
+        def param(init: Initializer | None, *shape: int) -> nnx.Param:
+            return nnx.Param((init or uniform)(rngs.params(), shape, param_dtype))
 
-        self.kernel = uniform(kernel_size, features)
-        self.bias = uniform(features)
+        self.kernel = param(kernel_init, kernel_size, features)
+        self.bias = param(bias_init, features)
 
     def init_state(self, batch_size: int) -> CausalConv1DState:
         """Zeros, (batch, features, kernel_size − 1), in at least float32."""
@@ -189,6 +199,9 @@ class Hawk(SequenceLayer):
         time_major: x and y are (time, batch, features).
         dtype: of the computation; by default that of x and the parameters.
         param_dtype: of the parameters.
+        kernel_init: draws the matrices and the convolution's kernel. None: the matrices as
+            `lecun_normal`, the kernel as `CausalConv1D` does.
+        bias_init: draws the convolution's bias. None: as `CausalConv1D` does.
         rngs: draws the parameters.
 
     Raises:
@@ -208,15 +221,20 @@ class Hawk(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.gate_proj = Linear(features, features, use_bias=False, **options)
-        self.recurrent_proj = Linear(features, features, use_bias=False, **options)
-        self.conv = CausalConv1D(features, kernel_size, **options)
-        self.rglru = RGLRU(features, c=c, method=method, **options)
-        self.out_proj = Linear(features, features, use_bias=False, **options)
+        matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
+        self.gate_proj = Linear(features, features, **matrix)
+        self.recurrent_proj = Linear(features, features, **matrix)
+        self.conv = CausalConv1D(
+            features, kernel_size, kernel_init=kernel_init, bias_init=bias_init, **options
+        )
+        self.rglru = RGLRU(features, c=c, method=method, kernel_init=kernel_init, **options)
+        self.out_proj = Linear(features, features, **matrix)
 
     def init_state(self, batch_size: int) -> HawkState:
         """Zeros, in at least float32."""
@@ -252,12 +270,14 @@ class GatedMLP(CheckedOptions, nnx.Module):
         *,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.gate_proj = Linear(features, mlp_features, **options)
-        self.up_proj = Linear(features, mlp_features, **options)
-        self.down_proj = Linear(mlp_features, features, **options)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
+        self.gate_proj = Linear(features, mlp_features, **matrix)
+        self.up_proj = Linear(features, mlp_features, **matrix)
+        self.down_proj = Linear(mlp_features, features, **matrix)
 
     def __call__(self, x):
         """The equation, over the last axis of x."""
@@ -285,6 +305,8 @@ class HawkBlock(SequenceLayer):
         time_major: x and y are (time, batch, features).
         dtype: of the computation; by default that of x and the parameters.
         param_dtype: of the parameters.
+        kernel_init: draws the matrices and the convolution's kernel. None: as `Hawk` does.
+        bias_init: draws the convolution's bias. None: as `CausalConv1D` does.
         rngs: draws the parameters.
 
     Raises:
@@ -303,14 +325,22 @@ class HawkBlock(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.temporal_pre_norm = RMSNorm(features, **options)
-        self.hawk = Hawk(features, kernel_size=kernel_size, **options)
+        self.hawk = Hawk(
+            features,
+            kernel_size=kernel_size,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            **options,
+        )
         self.channel_pre_norm = RMSNorm(features, **options)
-        self.mlp = GatedMLP(features, mlp_features, **options)
+        self.mlp = GatedMLP(features, mlp_features, kernel_init=kernel_init, **options)
 
     def init_state(self, batch_size: int) -> HawkState:
         """Zeros, in at least float32."""

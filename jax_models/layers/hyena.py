@@ -16,7 +16,7 @@ from jax_models.layers.hawk import CausalConv1D
 from jax_models.layers.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
-from jax_models.options import FloatingDtype
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, linear, nested, squeezed
 
@@ -56,15 +56,27 @@ class HyenaOperator(SequenceLayer):
         time_major: bool,
         dtype,
         param_dtype,
+        kernel_init: Initializer | None,
+        bias_init: Initializer | None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.max_length = max_length
         self.order = order
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        linear_options = {"kernel_init": torch_uniform(features), **options}
+        linear_options = {
+            "kernel_init": kernel_init or torch_uniform(features),
+            "bias_init": bias_init or nnx.initializers.zeros,
+            **options,
+        }
         self.proj_input = Linear(features, (order + 1) * features, **linear_options)
-        self.conv = CausalConv1D((order + 1) * features, kernel_size, **options)
+        self.conv = CausalConv1D(
+            (order + 1) * features,
+            kernel_size,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            **options,
+        )
         self.filter: HyenaFilter | AuthenticHyenaFilter | FixedFilter = make_filter(
             features, max_length, order=order, param_dtype=param_dtype, rngs=rngs
         )
@@ -187,8 +199,11 @@ class HyenaBlock(HyenaOperator):
         dtype: of the computation; by default that of x and the parameters. Filters, transforms
             and state are in at least float32.
         param_dtype: of the parameters.
-        rngs: draws the parameters (`params`), matrices as torch's Linear and biases 0, and the
-            dropout masks (`dropout`).
+        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
+            filters have draws of their own.
+        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
+            convolution as torch does.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, or (at the call) x is longer than max_length.
@@ -209,6 +224,8 @@ class HyenaBlock(HyenaOperator):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -221,6 +238,8 @@ class HyenaBlock(HyenaOperator):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
 
@@ -260,8 +279,11 @@ class AuthenticHyenaBlock(HyenaOperator):
         dtype: of the computation; by default that of x and the parameters. Filters, transforms
             and state are in at least float32.
         param_dtype: of the parameters.
-        rngs: draws the parameters (`params`), matrices as torch's Linear and biases 0, and the
-            dropout masks (`dropout`).
+        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
+            filters have draws of their own.
+        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
+            convolution as torch does.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not as the filter needs it, or (at the call) x is longer than
@@ -288,6 +310,8 @@ class AuthenticHyenaBlock(HyenaOperator):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         make_filter = partial(
@@ -308,6 +332,8 @@ class AuthenticHyenaBlock(HyenaOperator):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
 

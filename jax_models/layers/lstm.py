@@ -6,6 +6,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import LSTMImplementation, LSTMState
+from jax_models.options import Initializer
 
 
 class LSTM(RecurrentStack):
@@ -32,6 +33,9 @@ class LSTM(RecurrentStack):
         dtype: of the computation; by default that of x and the parameters. The state is carried in
             at least float32.
         param_dtype: of the parameters.
+        kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
+        recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
+        bias_init: draws the biases. None: as `kernel_init`'s None.
         implementation: "xla", anywhere and with every option; "cudnn", NVIDIA's own LSTM: on its
             GPUs, in float32, without projections and `reset`; "auto", cuDNN for sequences where it
             serves, XLA elsewhere (see below).
@@ -71,6 +75,9 @@ class LSTM(RecurrentStack):
         dtype=None,
         param_dtype=jnp.float32,
         implementation: LSTMImplementation = "auto",
+        kernel_init: Initializer | None = None,
+        recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         self.implementation: LSTMImplementation = implementation
@@ -93,6 +100,9 @@ class LSTM(RecurrentStack):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recurrent_kernel_init=recurrent_kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
 

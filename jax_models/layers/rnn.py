@@ -6,6 +6,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import Nonlinearity, RNNState
+from jax_models.options import Initializer
 from jax_models.weights import Layouts, same, summed
 
 
@@ -31,6 +32,9 @@ class RNN(RecurrentStack):
         dtype: of the computation; by default that of x and the parameters. The state is carried in
             at least float32.
         param_dtype: of the parameters.
+        kernel_init: draws W_ih. None: uniform in ±1/√hidden_features, as in torch.
+        recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
+        bias_init: draws the biases. None: as `kernel_init`'s None.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
@@ -59,6 +63,9 @@ class RNN(RecurrentStack):
         time_major: bool = False,
         dtype=None,
         param_dtype=jnp.float32,
+        kernel_init: Initializer | None = None,
+        recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -72,6 +79,9 @@ class RNN(RecurrentStack):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recurrent_kernel_init=recurrent_kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
         self.nonlinearity: Nonlinearity = nonlinearity

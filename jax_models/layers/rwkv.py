@@ -14,7 +14,7 @@ from jax_models import ops
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
-from jax_models.options import FloatingDtype, Index
+from jax_models.options import FloatingDtype, Index, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same
 
@@ -68,6 +68,7 @@ class RWKVTimeMix(SequenceLayer):
         dtype: of the computation; by default that of x and the parameters. The sums are kept in at
             least float32.
         param_dtype: of the parameters.
+        kernel_init: draws the four W. None: as RWKV-4, orthogonal for v, zero for the others.
         rngs: draws the parameters.
 
     Raises:
@@ -87,6 +88,7 @@ class RWKVTimeMix(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
@@ -105,11 +107,12 @@ class RWKVTimeMix(SequenceLayer):
         self.time_mix_v = param(mix + 0.3 * depth)
         self.time_mix_r = param(mix**0.5)
         options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        zeros = nnx.initializers.zeros
-        self.key = Linear(features, features, kernel_init=zeros, **options)
-        self.value = Linear(features, features, kernel_init=orthogonal, **options)
-        self.receptance = Linear(features, features, kernel_init=zeros, **options)
-        self.output = Linear(features, features, kernel_init=zeros, **options)
+        small = kernel_init or nnx.initializers.zeros
+        large = kernel_init or orthogonal
+        self.key = Linear(features, features, kernel_init=small, **options)
+        self.value = Linear(features, features, kernel_init=large, **options)
+        self.receptance = Linear(features, features, kernel_init=small, **options)
+        self.output = Linear(features, features, kernel_init=small, **options)
 
     foreign_format = staticmethod(other_version)
 
@@ -175,6 +178,7 @@ class RWKVChannelMix(SequenceLayer):
         time_major: x and y are (time, batch, features).
         dtype: of the computation; by default that of x and the parameters.
         param_dtype: of the parameters.
+        kernel_init: draws the three W. None: as RWKV-4, orthogonal for k, zero for the others.
         rngs: draws the parameters.
 
     Raises:
@@ -194,6 +198,7 @@ class RWKVChannelMix(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
@@ -203,10 +208,11 @@ class RWKVChannelMix(SequenceLayer):
         self.time_mix_k = nnx.Param(start)
         self.time_mix_r = nnx.Param(start)
         options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        zeros = nnx.initializers.zeros
-        self.key = Linear(features, hidden_features, kernel_init=orthogonal, **options)
-        self.receptance = Linear(features, features, kernel_init=zeros, **options)
-        self.value = Linear(hidden_features, features, kernel_init=zeros, **options)
+        small = kernel_init or nnx.initializers.zeros
+        large = kernel_init or orthogonal
+        self.key = Linear(features, hidden_features, kernel_init=large, **options)
+        self.receptance = Linear(features, features, kernel_init=small, **options)
+        self.value = Linear(hidden_features, features, kernel_init=small, **options)
 
     def init_state(self, batch_size: int) -> RWKVChannelMixState:
         """No last input: zeros, (batch, features), in at least float32."""
@@ -258,6 +264,7 @@ class RWKVBlock(SequenceLayer):
         time_major: x and y are (time, batch, features).
         dtype: of the computation; by default that of x and the parameters.
         param_dtype: of the parameters.
+        kernel_init: draws the matrices. None: as RWKV-4 does.
         rngs: draws the parameters.
 
     Raises:
@@ -277,18 +284,24 @@ class RWKVBlock(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         if hidden_features is None:
             hidden_features = 4 * features
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        place = {"layer_index": layer_index, "num_layers": num_layers}
+        mix_options = {
+            "layer_index": layer_index,
+            "num_layers": num_layers,
+            "kernel_init": kernel_init,
+            **options,
+        }
         self.ln0 = LayerNorm(features, **options) if layer_index == 0 else None
         self.ln1 = LayerNorm(features, **options)
-        self.att = RWKVTimeMix(features, **place, **options)
+        self.att = RWKVTimeMix(features, **mix_options)
         self.ln2 = LayerNorm(features, **options)
-        self.ffn = RWKVChannelMix(features, hidden_features, **place, **options)
+        self.ffn = RWKVChannelMix(features, hidden_features, **mix_options)
 
     foreign_format = staticmethod(other_version)
 
