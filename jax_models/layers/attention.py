@@ -27,6 +27,9 @@ class SelfAttentionState(NamedTuple):
 class SelfAttentionBlock(SequenceLayer):
     """A transformer block.
 
+        >>> layer = SelfAttentionBlock(64, num_heads=4, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         z = x + attention(ln1(x))
         y = z + gelu(ln3(z) W_up + b_up) W_down + b_down
 

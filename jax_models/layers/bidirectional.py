@@ -20,6 +20,10 @@ class BidirectionalState(NamedTuple):
 class Bidirectional(SequenceLayer):
     """`y = [forward(x), reverse(backward(reverse(x)))]`, joined along the features.
 
+        >>> rngs = nnx.Rngs(0)
+        >>> layer = Bidirectional(LSTM(64, 256, rngs=rngs), GRU(64, 128, rngs=rngs))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
     The two stacks meet at the end only. With one layer each this is the network that
     `bidirectional=True` makes; with more it is another one, in which each layer sees just its own
     direction of the layer below. `time_major` is that of both, `dtype` and `param_dtype` are the

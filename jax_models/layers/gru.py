@@ -12,6 +12,9 @@ from jax_models.options import Initializer
 class GRU(RecurrentStack):
     """The gated recurrent unit network.
 
+        >>> layer = GRU(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         r = σ(x_t W_ir + b_ir + h_{t−1} W_hr + b_hr)
         z = σ(x_t W_iz + b_iz + h_{t−1} W_hz + b_hz)
         n = tanh(x_t W_in + b_in + r ⊙ (h_{t−1} W_hn + b_hn))

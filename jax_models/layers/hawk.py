@@ -22,6 +22,9 @@ lecun_normal = nnx.initializers.lecun_normal()
 class RGLRU(SequenceLayer):
     """The real-gated linear recurrent unit.
 
+        >>> layer = RGLRU(64, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         i_t = σ(x_t W_i)
         r_t = σ(x_t W_r)
         a_t = a^(c·r_t)
@@ -106,6 +109,9 @@ class RGLRU(SequenceLayer):
 class CausalConv1D(SequenceLayer):
     """A depthwise convolution that sees the current and the last kernel_size − 1 inputs.
 
+        >>> layer = CausalConv1D(64, kernel_size=4, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias,    j = 0 … K−1
 
     x and y are (batch, time, features), the state `CausalConv1DState(inputs)` with the last K − 1
@@ -186,6 +192,9 @@ class HawkState(NamedTuple):
 class Hawk(SequenceLayer):
     """The recurrent block of Griffin.
 
+        >>> layer = Hawk(64, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         y = (gelu(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
 
     x and y are (batch, time, features), the state `HawkState(conv, rglru)`. gelu is the exact one,
@@ -261,7 +270,11 @@ class Hawk(SequenceLayer):
 
 
 class GatedMLP(CheckedOptions, nnx.Module):
-    """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu."""
+    """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu.
+
+    >>> mlp = GatedMLP(64, 192, rngs=nnx.Rngs(0))
+    >>> y = mlp(jnp.ones((8, 100, 64)))
+    """
 
     def __init__(
         self,
@@ -292,6 +305,9 @@ class GatedMLP(CheckedOptions, nnx.Module):
 
 class HawkBlock(SequenceLayer):
     """The residual block of Griffin.
+
+        >>> layer = HawkBlock(64, 192, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         x ← x + hawk(norm(x))
         x ← x + mlp(norm(x))

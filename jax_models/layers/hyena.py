@@ -178,6 +178,9 @@ class HyenaOperator(SequenceLayer):
 class HyenaBlock(HyenaOperator):
     """The simple Hyena block of order N, with residuals inside.
 
+        >>> layer = HyenaBlock(64, max_length=128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         x_1, …, x_N, v = conv(u W + b)                  conv: short, causal, depthwise
         v ← v + u
         v ← v + x_n/‖x_n‖₂ ⊙ (h_n ∗ v + B_n ⊙ v)        n = 1 … N; ∗: causal, over the whole past
@@ -253,6 +256,9 @@ class HyenaBlock(HyenaOperator):
 
 class AuthenticHyenaBlock(HyenaOperator):
     """The Hyena operator of order N as in the paper, the product after the convolution.
+
+        >>> layer = AuthenticHyenaBlock(64, max_length=128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         x_1, …, x_N, v = conv(u W + b)                  conv: short, causal, depthwise
         v ← x_n ⊙ (h_n ∗ v + B_n ⊙ v)                   n = 1 … N; ∗: causal, over the whole past

@@ -26,6 +26,10 @@ FAST_DECAY, SLOW_DECAY, TARGET = 0.3, 1.5, 1e-2
 class HyenaFilter(CheckedOptions, nnx.Module):
     """The explicit filters of the simple block, one for each order.
 
+        >>> taps = HyenaFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
+        >>> taps.shape
+        (2, 64, 100)
+
         h_t = g_t ⊙ (exp(α t/(L−1)) + b) / ‖·‖₁
 
     with g (order, features, max_length) the parameter `h`, α and b (features,); the norm is over
@@ -82,6 +86,10 @@ class HyenaFilter(CheckedOptions, nnx.Module):
 
 class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
     """The paper's filters, one for each order: a small network of the position, times a window.
+
+        >>> taps = AuthenticHyenaFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
+        >>> taps.shape
+        (2, 64, 100)
 
         h_t = (sin(f ⊙ (… sin(f ⊙ (p_t W_1 + b_1)) …)) W_last) ⊙ exp(α t/(L−1))
 

@@ -17,6 +17,9 @@ from jax_models.weights import Layouts, Table, gates, nested
 class HyperLSTM(SequenceLayer):
     """LSTMs whose products a smaller LSTM, the hyper network, scales anew at each step.
 
+        >>> layer = HyperLSTM(64, 256, 32, 8, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         ĥ_t, ĉ_t = LayerNormLSTM([h_{t−1}, x_t], (ĥ_{t−1}, ĉ_{t−1}))
         z_h, z_x, z_b = ĥ_t W_zh + b_zh, ĥ_t W_zx + b_zx, ĥ_t W_zb      for each gate
         d_h, d_x, d_b = z_h D_h, z_x D_x, z_b D_b + b_d                 for each gate

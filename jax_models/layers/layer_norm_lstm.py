@@ -15,6 +15,9 @@ from jax_models.weights import Layouts, Table, gates, same, transposed
 class LayerNormLSTM(SequenceLayer):
     """The long short-term memory network with its gates and its cell normalised.
 
+        >>> layer = LayerNormLSTM(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         i, f, g, o = LN(x_t W_ih + h_{t−1} W_hh + b)     each gate with its own layer norm
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
         h_t = σ(o) ⊙ tanh(LN(c_t))

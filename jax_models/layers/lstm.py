@@ -12,6 +12,9 @@ from jax_models.options import Initializer
 class LSTM(RecurrentStack):
     """The long short-term memory network.
 
+        >>> layer = LSTM(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         i, f, g, o = x_t W_ih + b_ih + h_{t−1} W_hh + b_hh
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
         h_t = σ(o) ⊙ tanh(c_t)                  then, with `proj_features`, h_t W_hr + b_hr

@@ -13,6 +13,9 @@ from jax_models.weights import Layouts, same, summed
 class RNN(RecurrentStack):
     """The simple (Elman) recurrent network.
 
+        >>> layer = RNN(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh),   φ = tanh or relu
 
     x is (batch, time, in_features), y (batch, time, directions · hidden_features), and the state

@@ -49,6 +49,9 @@ class RWKVTimeMixState(NamedTuple):
 class RWKVTimeMix(SequenceLayer):
     """RWKV-4's attention.
 
+        >>> layer = RWKVTimeMix(64, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         r, k, v = (μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}) W, each with its own μ and W
         wkv_t = (Σ_{i<t} e^{−(t−1−i)w + k_i} v_i + e^{u + k_t} v_t)
               / (Σ_{i<t} e^{−(t−1−i)w + k_i} + e^{u + k_t})
@@ -165,6 +168,9 @@ class RWKVChannelMixState(NamedTuple):
 class RWKVChannelMix(SequenceLayer):
     """RWKV-4's feed-forward part.
 
+        >>> layer = RWKVChannelMix(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         r, k = (μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}) W, each with its own μ and W
         y_t = σ(r) ⊙ (max(k, 0)² W_v)
 
@@ -249,6 +255,9 @@ class RWKVBlockState(NamedTuple):
 
 class RWKVBlock(SequenceLayer):
     """A residual block of RWKV-4.
+
+        >>> layer = RWKVBlock(64, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         x ← ln0(x)              in the lowest layer only
         x ← x + att(ln1(x))

@@ -55,6 +55,10 @@ class PureLayer(NamedTuple):
 class Stack(SequenceLayer):
     """Layers, each over the outputs of the one below.
 
+        >>> rngs = nnx.Rngs(0)
+        >>> layer = Stack([LSTM(64, 256, rngs=rngs), Hawk(256, rngs=rngs)])
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
     The state is the tuple of the layers' states, the lowest first. JAX traces one layer for all
     that follow each other and have one structure. `time_major` is that of all layers, `dtype` and
     `param_dtype` are the lowest layer's.

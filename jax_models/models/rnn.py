@@ -51,6 +51,9 @@ class RNNLanguageModelConfig(LanguageModelConfig):
 class RNNLanguageModel(LanguageModel):
     """Token and position embeddings → RNN, LSTM or GRU → LayerNorm → Linear (seed 001).
 
+        >>> model = RNNLanguageModelConfig(context_length=128).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
     Args:
         config: the sizes.
         dtype: of the computation; by default the parameters'.

@@ -17,6 +17,10 @@ def bounds(param: nnx.Variable) -> tuple[float, float] | None:
 def project(params: Params) -> Params:
     """Parameters with every one that has bounds moved to the nearest values inside them.
 
+        >>> module = nnx.Dict(a=nnx.Param(jnp.array([0.5, 1.2]), bounds=(0.0, 1.0)))
+        >>> project(nnx.state(module))["a"].get_value().tolist()
+        [0.5, 1.0]
+
     It changes nothing in place. Call it after each step of an optimiser, as projected gradient
     descent does:
 

@@ -29,6 +29,10 @@ OTHER_FILES = {
 def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `state_dict` in a file that `torch.save` wrote, as tensors on the CPU.
 
+        >>> import torch
+        >>> torch.save(torch.nn.LSTM(5, 6).state_dict(), "lstm.pth")
+        >>> layer = from_torch(LSTM(5, 6, rngs=nnx.Rngs(0)), read_pth("lstm.pth"))
+
     The file is read with `weights_only=True`: it may hold tensors and plain containers. This is the
     one function of the package that needs PyTorch, which it imports when it is called.
 

@@ -26,6 +26,10 @@ def from_torch(
 ) -> Layer:
     """Load a torch `state_dict` into a layer, in place, and return the layer.
 
+        >>> import torch
+        >>> layer = LSTM(5, 6, rngs=nnx.Rngs(0))
+        >>> layer = from_torch(layer, torch.nn.LSTM(5, 6).state_dict())
+
     Args:
         layer: a layer of this package, or any `nnx.Module` with a table of its own as `layout`,
             built with the sizes and options of the torch module. Its parameters may be abstract
@@ -104,6 +108,10 @@ def from_torch(
 
 def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndarray]:
     """The layer's weights as a `state_dict` of numpy arrays, bit for bit.
+
+        >>> state_dict = to_torch(LSTM(5, 6, rngs=nnx.Rngs(0)))
+        >>> state_dict["weight_ih_l0"].shape
+        (24, 5)
 
     Args:
         layer: a layer of this package, or any `nnx.Module` with a table as `layout`.
