@@ -40,13 +40,13 @@ class SelfAttentionBlock(SequenceLayer):
 
     Args:
         features: size of x_t and y_t.
-        num_heads: heads, each of features / num_heads.
+        num_heads: number of heads, each of size features / num_heads.
         max_length: the longest sequence, and the slots of the state.
-        dropout_rate: of the attention weights and of the MLP's output, when training.
+        dropout_rate: dropout, in training, of the attention weights and of the MLP's output.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The softmax and the
+        dtype: the computation's dtype. None: that of x and the parameters. The softmax and the
             state are in at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws the matrices. None: as torch does.
         bias_init: draws their biases. None: zero.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).

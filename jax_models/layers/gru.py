@@ -26,14 +26,14 @@ class GRU(RecurrentStack):
     Args:
         in_features: size of x_t.
         hidden_features: size of h_t.
-        num_layers: layers; each reads the outputs of the one below.
+        num_layers: number of layers. Each reads the outputs of the one below.
         bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
-        use_bias: with the b_i and the b_h.
-        dropout_rate: of the inputs of every layer but the first, when training.
+        use_bias: add the b_i and the b_h.
+        dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The state is carried in
+        dtype: the computation's dtype. None: that of x and the parameters. The state is carried in
             at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws the W_h. None: as `kernel_init`'s None.
         bias_init: draws the biases. None: as `kernel_init`'s None.

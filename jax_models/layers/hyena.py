@@ -194,14 +194,14 @@ class HyenaBlock(HyenaOperator):
     Args:
         features: size of u_t and y_t.
         max_length: the longest sequence.
-        order: N.
-        kernel_size: of the short convolution.
-        dropout_rate: of the output projection, when training (the seed declares it and never
-            applies it).
+        order: N, the number of long convolutions.
+        kernel_size: taps of the short convolution.
+        dropout_rate: dropout of W_out's output in training. The seed declares it and never
+            applies it.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. Filters, transforms
+        dtype: the computation's dtype. None: that of x and the parameters. Filters, transforms
             and state are in at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
             filters have draws of their own.
         bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
@@ -272,19 +272,19 @@ class AuthenticHyenaBlock(HyenaOperator):
     Args:
         features: size of u_t and y_t.
         max_length: the longest sequence.
-        order: N.
-        kernel_size: of the short convolution.
-        dropout_rate: of the output, when training (the seed declares it and never applies it).
-        embed_features: of the filter, as mlp_features, num_filter_layers, omega and implicit are.
-        mlp_features: see `AuthenticHyenaFilter`.
-        num_filter_layers: see `AuthenticHyenaFilter`.
-        omega: see `AuthenticHyenaFilter`.
-        implicit: filters by a network of the position, as described; False for explicit ones, as
-            the seed's code has them.
+        order: N, the number of long convolutions.
+        kernel_size: taps of the short convolution.
+        dropout_rate: dropout of the output in training. The seed declares it and never applies it.
+        embed_features: size of the filter's embedding of a position, odd.
+        mlp_features: width of the filter's network.
+        num_filter_layers: linear layers of the filter's network, at least 2.
+        omega: frequency of the sines in the filter's network.
+        implicit: True: a network computes the filters, as in the paper. False: the filters are
+            parameters, as in the seed's code.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. Filters, transforms
+        dtype: the computation's dtype. None: that of x and the parameters. Filters, transforms
             and state are in at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
             filters have draws of their own.
         bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the

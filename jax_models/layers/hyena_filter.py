@@ -39,8 +39,8 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         features: D.
         max_length: L, the longest sequence.
         order: N, the number of filters.
-        param_dtype: of the parameters.
-        rngs: draws g, normal; α starts from fast to slow decays, b at 0.
+        param_dtype: the parameters' dtype.
+        rngs: draws g from a normal distribution. α starts at decays from slow to fast, b at 0.
 
     Raises:
         ValueError: a size is not positive.
@@ -106,9 +106,9 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         mlp_features: width of the network.
         num_filter_layers: linear layers of the network, at least 2; all but the last have a bias
             and a sine.
-        omega: the frequencies f of the sines.
-        implicit: the network's filters; False for the explicit ones.
-        param_dtype: of the parameters.
+        omega: f, the frequency of all sines.
+        implicit: True: the network computes the filters. False: g does.
+        param_dtype: the parameters' dtype.
         rngs: draws the parameters, as torch does.
 
     Raises:

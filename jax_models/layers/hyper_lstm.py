@@ -11,7 +11,7 @@ from jax_models.layers.linear import torch_uniform
 from jax_models.ops import HyperLSTMState, carry_dtype
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Table, gates, nested
+from jax_models.weights import Layouts, gates, nested
 
 
 class HyperLSTM(SequenceLayer):
@@ -36,11 +36,11 @@ class HyperLSTM(SequenceLayer):
         hidden_features: size of h_t and c_t.
         hyper_features: size of ĥ_t and ĉ_t.
         embedding_features: size of each gate's z.
-        num_layers: layers; each reads the outputs of the one below.
+        num_layers: number of layers. Each reads the outputs of the one below.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The state is carried,
+        dtype: the computation's dtype. None: that of x and the parameters. The state is carried,
             and LN computed, in at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws W_x, the W_z, the D and the hyper network's W_ih. None: `lecun_normal`
             for W_x (the seed starts it at zero), as torch's Linear for the others.
         recurrent_kernel_init: draws W_h of all gates and the hyper network's W_hh. None: orthogonal
@@ -126,7 +126,7 @@ class HyperLSTM(SequenceLayer):
             "labml": [
                 row
                 for layer, cell in enumerate(self.cells)
-                for row in nested(cell.table(), f"cells.{layer}", f"cells.{layer}")
+                for row in nested(cell.torch_layouts()["labml"], f"cells.{layer}", f"cells.{layer}")
             ]
         }
 
@@ -184,9 +184,9 @@ class HyperLSTMCell(nnx.Module):
             **{f"hyper_{name}": array for name, array in self.hyper.arrays().items()},
         }
 
-    def table(self) -> Table:
-        """The seed's keys: those of its HyperLSTMCell."""
-        return [
+    def torch_layouts(self) -> Layouts:
+        """`labml`: the keys of the seed's HyperLSTMCell."""
+        table = [
             *nested(self.hyper.torch_layouts()["labml"], "hyper", "hyper"),
             gates("z_kernel", [f"z_{name}.weight" for name in "hxb"]),
             gates("z_bias", [f"z_{name}.bias" for name in "hx"]),
@@ -196,6 +196,7 @@ class HyperLSTMCell(nnx.Module):
             gates("kernel_hh", [f"w_h.{k}" for k in range(4)]),
             *cell_norms("norms"),
         ]
+        return {"labml": table}
 
 
 def rotations(key, shape: tuple[int, int], dtype) -> Float[Array, "hidden gates"]:

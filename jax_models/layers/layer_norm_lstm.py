@@ -29,9 +29,9 @@ class LayerNormLSTM(SequenceLayer):
         in_features: size of x_t.
         hidden_features: size of h_t and c_t.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The state is carried,
+        dtype: the computation's dtype. None: that of x and the parameters. The state is carried,
             and LN computed, in at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws W_ih. None: uniform in ±1/√in_features, as torch's Linear.
         recurrent_kernel_init: draws W_hh. None: uniform in ±1/√hidden_features.
         bias_init: draws b. None: uniform in ±1/√hidden_features.

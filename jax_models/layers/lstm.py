@@ -26,16 +26,16 @@ class LSTM(RecurrentStack):
     Args:
         in_features: size of x_t.
         hidden_features: size of c_t.
-        num_layers: layers; each reads the outputs of the one below.
+        num_layers: number of layers. Each reads the outputs of the one below.
         bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
         proj_features: size of h_t, less than hidden_features; None for no projection.
-        proj_bias: with b_hr (the seed's LSTMProj has it, torch.nn.LSTM never).
-        use_bias: with b_ih and b_hh.
-        dropout_rate: of the inputs of every layer but the first, when training.
+        proj_bias: add b_hr, as the seed's LSTMProj does. torch.nn.LSTM has no b_hr.
+        use_bias: add b_ih and b_hh.
+        dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The state is carried in
+        dtype: the computation's dtype. None: that of x and the parameters. The state is carried in
             at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
         bias_init: draws the biases. None: as `kernel_init`'s None.

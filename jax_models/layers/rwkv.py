@@ -64,13 +64,13 @@ class RWKVTimeMix(SequenceLayer):
     Args:
         features: size of x_t and y_t.
         layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has; decays, bonuses and μ start as RWKV-4's do at
-            this depth, each channel with its own.
+        num_layers: how many layers the model has. The decays w, the bonuses u and the μ start as
+            RWKV-4's do in this layer; each channel has its own.
         method: how `ops.wkv` runs.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The sums are kept in at
+        dtype: the computation's dtype. None: that of x and the parameters. The sums are kept in at
             least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws the four W. None: as RWKV-4, orthogonal for v, zero for the others.
         rngs: draws the parameters.
 
@@ -178,12 +178,12 @@ class RWKVChannelMix(SequenceLayer):
 
     Args:
         features: size of x_t and y_t.
-        hidden_features: size of k; 4 features in RWKV-4.
+        hidden_features: size of k; four times `features` in RWKV-4.
         layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has; μ starts as RWKV-4's does at this depth.
+        num_layers: how many layers the model has; the μ start as RWKV-4's do in this layer.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters.
-        param_dtype: of the parameters.
+        dtype: the computation's dtype. None: that of x and the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws the three W. None: as RWKV-4, orthogonal for k, zero for the others.
         rngs: draws the parameters.
 
@@ -267,12 +267,12 @@ class RWKVBlock(SequenceLayer):
 
     Args:
         features: size of x_t.
-        hidden_features: size of the channel mix's k; 4 features when None.
+        hidden_features: size of the channel mix's k. None: four times `features`.
         layer_index: which layer of a model this is, 0 for the lowest.
         num_layers: how many layers the model has.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters.
-        param_dtype: of the parameters.
+        dtype: the computation's dtype. None: that of x and the parameters.
+        param_dtype: the parameters' dtype.
         kernel_init: draws the matrices. None: as RWKV-4 does.
         rngs: draws the parameters.
 
