@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from flax import nnx
+from jaxtyping import Array
 
 from jax_models.ops.checks import SCALARS, Scope, checked, checked_count, checked_size, described
 from jax_models.ops.checks import FloatingDtype as FloatingDtype
 
 Index = Annotated[int, checked_count]
 """An integer of at least 0."""
+
+Initializer = Callable[..., Array]
+"""A function `(key, shape, dtype)` that draws a parameter, as Flax's layers take it."""
 
 
 def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:

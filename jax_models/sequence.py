@@ -30,6 +30,10 @@ State = Any
 class SequenceLayer(CheckedOptions, nnx.Module):
     """A layer from sequences to sequences that carries a state.
 
+        >>> layer = LSTM(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+        >>> y_t, state = layer.step(jnp.ones((8, 64)), state)
+
     `layer(x, state) -> (y, state)` runs over whole sequences, `layer.step(x_t, state)` over one
     step. The state that comes out goes back in: a sequence cut anywhere gives the outputs of the
     uncut one, and T steps equal one call.
@@ -195,7 +199,11 @@ class HasState(Protocol):
 
 
 def state_batch_axes(layer: HasState) -> Any:
-    """Which axis of each array of the layer's state counts the batch rows, as `vmap` takes it."""
+    """Which axis of each array of the layer's state counts the batch rows, as `vmap` takes it.
+
+    >>> state_batch_axes(LSTM(64, 256, rngs=nnx.Rngs(0)))
+    LSTMState(h=1, c=1)
+    """
     one = jax.eval_shape(lambda: layer.init_state(1))
     two = jax.eval_shape(lambda: layer.init_state(2))
     return jax.tree.map(

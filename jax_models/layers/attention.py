@@ -10,7 +10,7 @@ from jax_models import ops
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
-from jax_models.options import FloatingDtype
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer, at_end, check_time, positions_after
 from jax_models.weights import Layouts, layer_norm, linear, same, transposed
 
@@ -27,6 +27,9 @@ class SelfAttentionState(NamedTuple):
 class SelfAttentionBlock(SequenceLayer):
     """A transformer block.
 
+        >>> layer = SelfAttentionBlock(64, num_heads=4, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         z = x + attention(ln1(x))
         y = z + gelu(ln3(z) W_up + b_up) W_down + b_down
 
@@ -37,15 +40,16 @@ class SelfAttentionBlock(SequenceLayer):
 
     Args:
         features: size of x_t and y_t.
-        num_heads: heads, each of features / num_heads.
+        num_heads: number of heads, each of size features / num_heads.
         max_length: the longest sequence, and the slots of the state.
-        dropout_rate: of the attention weights and of the MLP's output, when training.
+        dropout_rate: dropout, in training, of the attention weights and of the MLP's output.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The softmax and the
+        dtype: the computation's dtype. None: that of x and the parameters. The softmax and the
             state are in at least float32.
-        param_dtype: of the parameters.
-        rngs: draws the parameters (`params`), matrices as torch does and biases 0, and the dropout
-            masks (`dropout`).
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices. None: as torch does.
+        bias_init: draws their biases. None: zero.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, the heads do not divide the features, or (at the call)
@@ -65,6 +69,8 @@ class SelfAttentionBlock(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
@@ -77,10 +83,11 @@ class SelfAttentionBlock(SequenceLayer):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.ln1 = LayerNorm(features, **options)
         self.ln3 = LayerNorm(features, **options)
-        self.in_proj = Linear(
-            features, 3 * features, kernel_init=nnx.initializers.xavier_uniform(), **options
-        )
-        narrow, wide = torch_uniform(features), torch_uniform(4 * features)
+        options["bias_init"] = bias_init or nnx.initializers.zeros
+        xavier = kernel_init or nnx.initializers.xavier_uniform()
+        narrow = kernel_init or torch_uniform(features)
+        wide = kernel_init or torch_uniform(4 * features)
+        self.in_proj = Linear(features, 3 * features, kernel_init=xavier, **options)
         self.out_proj = Linear(features, features, kernel_init=narrow, **options)
         self.up_proj = Linear(features, 4 * features, kernel_init=narrow, **options)
         self.down_proj = Linear(4 * features, features, kernel_init=wide, **options)

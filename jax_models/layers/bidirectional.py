@@ -20,20 +20,25 @@ class BidirectionalState(NamedTuple):
 class Bidirectional(SequenceLayer):
     """`y = [forward(x), reverse(backward(reverse(x)))]`, joined along the features.
 
-    The two stacks meet at the end only. With one layer each this is the network that
-    `bidirectional=True` makes; with more it is another one, in which each layer sees just its own
-    direction of the layer below. `time_major` is that of both, `dtype` and `param_dtype` are the
-    forward layer's.
+        >>> rngs = nnx.Rngs(0)
+        >>> layer = Bidirectional(LSTM(64, 256, rngs=rngs), GRU(64, 128, rngs=rngs))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+    The two stacks meet at the end only. With one layer each, this is the network that
+    `bidirectional=True` makes. With more, each layer reads its own direction of the layer below,
+    where `bidirectional=True` lets it read both. Both stacks have the same `time_major`; the
+    `dtype` and `param_dtype` are the forward stack's.
 
     Args:
         forward: the layer that runs from the first step to the last.
         backward: the layer that runs from the last step (of each row's `lengths`) to the first.
 
     Raises:
-        TypeError: one of the two is no layer.
-        ValueError: the two read different sizes or layouts, or one of them is not causal.
+        TypeError: one of the two is not a `SequenceLayer`.
+        ValueError: the two differ in `in_features` or `time_major`, or one is bidirectional.
 
-    Layouts: those that both layers have, under `rnn_f` and `rnn_b`: `deep` is RNNBidirectional.
+    Layouts: those that both layers have; keys begin with `rnn_f.` and `rnn_b.`. `deep` is the
+    seed's RNNBidirectional.
 
     """
 

@@ -6,10 +6,14 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import GRUState
+from jax_models.options import Initializer
 
 
 class GRU(RecurrentStack):
     """The gated recurrent unit network.
+
+        >>> layer = GRU(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         r = σ(x_t W_ir + b_ir + h_{t−1} W_hr + b_hr)
         z = σ(x_t W_iz + b_iz + h_{t−1} W_hz + b_hz)
@@ -22,14 +26,17 @@ class GRU(RecurrentStack):
     Args:
         in_features: size of x_t.
         hidden_features: size of h_t.
-        num_layers: layers; each reads the outputs of the one below.
+        num_layers: number of layers. Each reads the outputs of the one below.
         bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
-        use_bias: with the b_i and the b_h.
-        dropout_rate: of the inputs of every layer but the first, when training.
+        use_bias: add the b_i and the b_h.
+        dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The state is carried in
+        dtype: the computation's dtype. None: that of x and the parameters. The state is carried in
             at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.
+        recurrent_kernel_init: draws the W_h. None: as `kernel_init`'s None.
+        bias_init: draws the biases. None: as `kernel_init`'s None.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
@@ -55,6 +62,9 @@ class GRU(RecurrentStack):
         time_major: bool = False,
         dtype=None,
         param_dtype=jnp.float32,
+        kernel_init: Initializer | None = None,
+        recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -67,6 +77,9 @@ class GRU(RecurrentStack):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recurrent_kernel_init=recurrent_kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
 

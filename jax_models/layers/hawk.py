@@ -11,13 +11,19 @@ from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
-from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.options import CheckedOptions, FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Table, Weight, linear, nested, rms_norm, same
+from jax_models.weights import Layouts, Weight, linear, nested, rms_norm, same
+
+lecun_normal = nnx.initializers.lecun_normal()
+"""How Flax's Linear draws its kernel."""
 
 
 class RGLRU(SequenceLayer):
     """The real-gated linear recurrent unit.
+
+        >>> layer = RGLRU(64, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         i_t = σ(x_t W_i)
         r_t = σ(x_t W_r)
@@ -26,21 +32,23 @@ class RGLRU(SequenceLayer):
 
     x and y = h are (batch, time, features), the state `RGLRUState(h)` with h (batch, features).
     `1 − a_t²` is `−expm1(2 c r_t log a)`, which loses no digits where a is close to 1, and all
-    gradients are finite for a in [0, 1] (`ops.decay` has the derivation). An `a` that a step of an
-    optimiser took outside counts as the nearest in [0, 1]; `jax_models.project` moves it there.
+    gradients are finite for a in [0, 1] (`ops.decay` has the derivation). Where a step of an
+    optimiser takes `a` outside [0, 1], the layer computes with the nearest value inside;
+    `jax_models.project` moves the parameter there.
 
     Args:
         features: size of x_t and h_t.
-        c: how far r_t reaches: a_t lies between a^c and 1.
+        c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
         method: how `ops.linear_recurrence` runs.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The gates and the state
+        dtype: the computation's dtype. None: that of x and the parameters. The gates and the state
             are computed in at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W_i and W_r. None: `lecun_normal`.
         rngs: draws the parameters; a^c starts uniform in [0.9, 0.999].
 
     Raises:
-        ValueError: features is not positive, or c is not, or there is no such method.
+        ValueError: features or c is not positive, or there is no such method.
 
     Layouts: `hawk` (the seed's RGLRU). Weights whose `a` lies outside [0, 1] are refused.
 
@@ -55,14 +63,16 @@ class RGLRU(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.c = checked_positive("c", c)
         self.method: ops.LinearRecurrenceMethod = method
-        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.input_gate = Linear(features, features, **options)
-        self.recurrence_gate = Linear(features, features, **options)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
+        self.input_gate = Linear(features, features, **matrix)
+        self.recurrence_gate = Linear(features, features, **matrix)
         a_to_c = jax.random.uniform(
             rngs.params(), (features,), carry_dtype(param_dtype), 0.9, 0.999
         )
@@ -100,6 +110,9 @@ class RGLRU(SequenceLayer):
 class CausalConv1D(SequenceLayer):
     """A depthwise convolution that sees the current and the last kernel_size − 1 inputs.
 
+        >>> layer = CausalConv1D(64, kernel_size=4, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias,    j = 0 … K−1
 
     x and y are (batch, time, features), the state `CausalConv1DState(inputs)` with the last K − 1
@@ -107,11 +120,13 @@ class CausalConv1D(SequenceLayer):
 
     Args:
         features: size of x_t and y_t.
-        kernel_size: K.
+        kernel_size: K, the number of taps.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters.
-        param_dtype: of the parameters.
-        rngs: draws the parameters, uniform in ±1/√K as torch does.
+        dtype: the computation's dtype. None: that of x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the (kernel_size, features) kernel. None: uniform in ±1/√K, as in torch.
+        bias_init: draws the bias. None: uniform in ±1/√K, as in torch.
+        rngs: draws the parameters.
 
     Raises:
         ValueError: a size is not positive.
@@ -128,17 +143,19 @@ class CausalConv1D(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.kernel_size = kernel_size
-        draw = torch_uniform(kernel_size)
+        uniform = torch_uniform(kernel_size)
 
-        def uniform(*shape: int) -> nnx.Param:
-            return nnx.Param(draw(rngs.params(), shape, param_dtype))
+        def param(init: Initializer | None, *shape: int) -> nnx.Param:
+            return nnx.Param((init or uniform)(rngs.params(), shape, param_dtype))
 
-        self.kernel = uniform(kernel_size, features)
-        self.bias = uniform(features)
+        self.kernel = param(kernel_init, kernel_size, features)
+        self.bias = param(bias_init, features)
 
     def init_state(self, batch_size: int) -> CausalConv1DState:
         """Zeros, (batch, features, kernel_size − 1), in at least float32."""
@@ -176,6 +193,9 @@ class HawkState(NamedTuple):
 class Hawk(SequenceLayer):
     """The recurrent block of Griffin.
 
+        >>> layer = Hawk(64, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         y = (gelu(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
 
     x and y are (batch, time, features), the state `HawkState(conv, rglru)`. gelu is the exact one,
@@ -183,16 +203,19 @@ class Hawk(SequenceLayer):
 
     Args:
         features: size of x_t and y_t.
-        kernel_size: of the convolution.
-        c: of the RG-LRU.
-        method: of the RG-LRU.
+        kernel_size: taps of the causal convolution.
+        c: the RG-LRU's c: a_t lies between a^c and 1.
+        method: how `ops.linear_recurrence` runs, as in `RGLRU`.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters.
-        param_dtype: of the parameters.
+        dtype: the computation's dtype. None: that of x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices and the convolution's kernel. None: the matrices as
+            `lecun_normal`, the kernel as `CausalConv1D` does.
+        bias_init: draws the convolution's bias. None: as `CausalConv1D` does.
         rngs: draws the parameters.
 
     Raises:
-        ValueError: a size is not positive, or c is not.
+        ValueError: a size or c is not positive.
 
     Layouts: `hawk` (the seed's Hawk). Weights whose `rglru.a` lies outside [0, 1] are refused.
 
@@ -208,15 +231,20 @@ class Hawk(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.gate_proj = Linear(features, features, use_bias=False, **options)
-        self.recurrent_proj = Linear(features, features, use_bias=False, **options)
-        self.conv = CausalConv1D(features, kernel_size, **options)
-        self.rglru = RGLRU(features, c=c, method=method, **options)
-        self.out_proj = Linear(features, features, use_bias=False, **options)
+        matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
+        self.gate_proj = Linear(features, features, **matrix)
+        self.recurrent_proj = Linear(features, features, **matrix)
+        self.conv = CausalConv1D(
+            features, kernel_size, kernel_init=kernel_init, bias_init=bias_init, **options
+        )
+        self.rglru = RGLRU(features, c=c, method=method, kernel_init=kernel_init, **options)
+        self.out_proj = Linear(features, features, **matrix)
 
     def init_state(self, batch_size: int) -> HawkState:
         """Zeros, in at least float32."""
@@ -243,7 +271,26 @@ class Hawk(SequenceLayer):
 
 
 class GatedMLP(CheckedOptions, nnx.Module):
-    """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu."""
+    """The gated MLP of Griffin.
+
+        >>> mlp = GatedMLP(64, 192, rngs=nnx.Rngs(0))
+        >>> y = mlp(jnp.ones((8, 100, 64)))
+
+        y = (gelu(x W_gate) ⊙ x W_up) W_down
+
+    x and y are (…, features). gelu is the exact one, with erf.
+
+    Args:
+        features: size of x and y.
+        mlp_features: width of the MLP.
+        dtype: the computation's dtype. None: that of x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices. None: `lecun_normal`.
+        rngs: draws the parameters.
+
+    Layouts: `hawk` (torch_ref.GatedMLP).
+
+    """
 
     def __init__(
         self,
@@ -252,26 +299,31 @@ class GatedMLP(CheckedOptions, nnx.Module):
         *,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.gate_proj = Linear(features, mlp_features, **options)
-        self.up_proj = Linear(features, mlp_features, **options)
-        self.down_proj = Linear(mlp_features, features, **options)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
+        self.gate_proj = Linear(features, mlp_features, **matrix)
+        self.up_proj = Linear(features, mlp_features, **matrix)
+        self.down_proj = Linear(mlp_features, features, **matrix)
 
     def __call__(self, x):
-        """The equation, over the last axis of x."""
+        """Apply the MLP to the last axis of x."""
         gate = ops.gelu(self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))
 
-    def torch_table(self) -> Table:
-        """The twin's keys."""
+    def torch_layouts(self) -> Layouts:
+        """`hawk`: the twin's keys."""
         projections = ("gate_proj", "up_proj", "down_proj")
-        return [row for p in projections for row in linear(p, p, bias=False)]
+        return {"hawk": [row for p in projections for row in linear(p, p, bias=False)]}
 
 
 class HawkBlock(SequenceLayer):
     """The residual block of Griffin.
+
+        >>> layer = HawkBlock(64, 192, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         x ← x + hawk(norm(x))
         x ← x + mlp(norm(x))
@@ -280,11 +332,13 @@ class HawkBlock(SequenceLayer):
 
     Args:
         features: size of x_t.
-        mlp_features: width of the gated MLP; 3 features in the paper.
-        kernel_size: of the convolution.
+        mlp_features: width of the gated MLP; three times `features` in the paper.
+        kernel_size: taps of the causal convolution.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters.
-        param_dtype: of the parameters.
+        dtype: the computation's dtype. None: that of x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices and the convolution's kernel. None: as `Hawk` does.
+        bias_init: draws the convolution's bias. None: as `CausalConv1D` does.
         rngs: draws the parameters.
 
     Raises:
@@ -303,14 +357,22 @@ class HawkBlock(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.temporal_pre_norm = RMSNorm(features, **options)
-        self.hawk = Hawk(features, kernel_size=kernel_size, **options)
+        self.hawk = Hawk(
+            features,
+            kernel_size=kernel_size,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            **options,
+        )
         self.channel_pre_norm = RMSNorm(features, **options)
-        self.mlp = GatedMLP(features, mlp_features, **options)
+        self.mlp = GatedMLP(features, mlp_features, kernel_init=kernel_init, **options)
 
     def init_state(self, batch_size: int) -> HawkState:
         """Zeros, in at least float32."""
@@ -330,6 +392,6 @@ class HawkBlock(SequenceLayer):
             "hawk": [
                 *(row for norm in norms for row in rms_norm(norm, norm)),
                 *nested(self.hawk.torch_layouts()["hawk"], "hawk", "hawk"),
-                *nested(self.mlp.torch_table(), "mlp", "mlp"),
+                *nested(self.mlp.torch_layouts()["hawk"], "mlp", "mlp"),
             ]
         }

@@ -16,7 +16,7 @@ from jax_models.layers.hawk import CausalConv1D
 from jax_models.layers.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
-from jax_models.options import FloatingDtype
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, linear, nested, squeezed
 
@@ -56,15 +56,27 @@ class HyenaOperator(SequenceLayer):
         time_major: bool,
         dtype,
         param_dtype,
+        kernel_init: Initializer | None,
+        bias_init: Initializer | None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.max_length = max_length
         self.order = order
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        linear_options = {"kernel_init": torch_uniform(features), **options}
+        linear_options = {
+            "kernel_init": kernel_init or torch_uniform(features),
+            "bias_init": bias_init or nnx.initializers.zeros,
+            **options,
+        }
         self.proj_input = Linear(features, (order + 1) * features, **linear_options)
-        self.conv = CausalConv1D((order + 1) * features, kernel_size, **options)
+        self.conv = CausalConv1D(
+            (order + 1) * features,
+            kernel_size,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            **options,
+        )
         self.filter: HyenaFilter | AuthenticHyenaFilter | FixedFilter = make_filter(
             features, max_length, order=order, param_dtype=param_dtype, rngs=rngs
         )
@@ -166,6 +178,9 @@ class HyenaOperator(SequenceLayer):
 class HyenaBlock(HyenaOperator):
     """The simple Hyena block of order N, with residuals inside.
 
+        >>> layer = HyenaBlock(64, max_length=128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         x_1, …, x_N, v = conv(u W + b)                  conv: short, causal, depthwise
         v ← v + u
         v ← v + x_n/‖x_n‖₂ ⊙ (h_n ∗ v + B_n ⊙ v)        n = 1 … N; ∗: causal, over the whole past
@@ -179,16 +194,19 @@ class HyenaBlock(HyenaOperator):
     Args:
         features: size of u_t and y_t.
         max_length: the longest sequence.
-        order: N.
-        kernel_size: of the short convolution.
-        dropout_rate: of the output projection, when training (the seed declares it and never
-            applies it).
+        order: N, the number of long convolutions.
+        kernel_size: taps of the short convolution.
+        dropout_rate: dropout of W_out's output in training. The seed declares it and never
+            applies it.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. Filters, transforms
+        dtype: the computation's dtype. None: that of x and the parameters. Filters, transforms
             and state are in at least float32.
-        param_dtype: of the parameters.
-        rngs: draws the parameters (`params`), matrices as torch's Linear and biases 0, and the
-            dropout masks (`dropout`).
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
+            filters have draws of their own.
+        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
+            convolution as torch does.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, or (at the call) x is longer than max_length.
@@ -209,6 +227,8 @@ class HyenaBlock(HyenaOperator):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -221,6 +241,8 @@ class HyenaBlock(HyenaOperator):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
 
@@ -235,6 +257,9 @@ class HyenaBlock(HyenaOperator):
 class AuthenticHyenaBlock(HyenaOperator):
     """The Hyena operator of order N as in the paper, the product after the convolution.
 
+        >>> layer = AuthenticHyenaBlock(64, max_length=128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         x_1, …, x_N, v = conv(u W + b)                  conv: short, causal, depthwise
         v ← x_n ⊙ (h_n ∗ v + B_n ⊙ v)                   n = 1 … N; ∗: causal, over the whole past
         y = v W_out + b_out
@@ -247,21 +272,24 @@ class AuthenticHyenaBlock(HyenaOperator):
     Args:
         features: size of u_t and y_t.
         max_length: the longest sequence.
-        order: N.
-        kernel_size: of the short convolution.
-        dropout_rate: of the output, when training (the seed declares it and never applies it).
-        embed_features: of the filter, as mlp_features, num_filter_layers, omega and implicit are.
-        mlp_features: see `AuthenticHyenaFilter`.
-        num_filter_layers: see `AuthenticHyenaFilter`.
-        omega: see `AuthenticHyenaFilter`.
-        implicit: filters by a network of the position, as described; False for explicit ones, as
-            the seed's code has them.
+        order: N, the number of long convolutions.
+        kernel_size: taps of the short convolution.
+        dropout_rate: dropout of the output in training. The seed declares it and never applies it.
+        embed_features: size of the filter's embedding of a position, odd.
+        mlp_features: width of the filter's network.
+        num_filter_layers: linear layers of the filter's network, at least 2.
+        omega: frequency of the sines in the filter's network.
+        implicit: True: a network computes the filters, as in the paper. False: the filters are
+            parameters, as in the seed's code.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. Filters, transforms
+        dtype: the computation's dtype. None: that of x and the parameters. Filters, transforms
             and state are in at least float32.
-        param_dtype: of the parameters.
-        rngs: draws the parameters (`params`), matrices as torch's Linear and biases 0, and the
-            dropout masks (`dropout`).
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
+            filters have draws of their own.
+        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
+            convolution as torch does.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not as the filter needs it, or (at the call) x is longer than
@@ -288,6 +316,8 @@ class AuthenticHyenaBlock(HyenaOperator):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         make_filter = partial(
@@ -308,6 +338,8 @@ class AuthenticHyenaBlock(HyenaOperator):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
 

@@ -26,6 +26,10 @@ FAST_DECAY, SLOW_DECAY, TARGET = 0.3, 1.5, 1e-2
 class HyenaFilter(CheckedOptions, nnx.Module):
     """The explicit filters of the simple block, one for each order.
 
+        >>> taps = HyenaFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
+        >>> taps.shape
+        (2, 64, 100)
+
         h_t = g_t ⊙ (exp(α t/(L−1)) + b) / ‖·‖₁
 
     with g (order, features, max_length) the parameter `h`, α and b (features,); the norm is over
@@ -35,8 +39,8 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         features: D.
         max_length: L, the longest sequence.
         order: N, the number of filters.
-        param_dtype: of the parameters.
-        rngs: draws g, normal; α starts from fast to slow decays, b at 0.
+        param_dtype: the parameters' dtype.
+        rngs: draws g from a normal distribution. α starts at decays from slow to fast, b at 0.
 
     Raises:
         ValueError: a size is not positive.
@@ -83,6 +87,10 @@ class HyenaFilter(CheckedOptions, nnx.Module):
 class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
     """The paper's filters, one for each order: a small network of the position, times a window.
 
+        >>> taps = AuthenticHyenaFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
+        >>> taps.shape
+        (2, 64, 100)
+
         h_t = (sin(f ⊙ (… sin(f ⊙ (p_t W_1 + b_1)) …)) W_last) ⊙ exp(α t/(L−1))
 
     with p (max_length, embed_features) a trained embedding of the position. The seed describes it
@@ -98,9 +106,9 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         mlp_features: width of the network.
         num_filter_layers: linear layers of the network, at least 2; all but the last have a bias
             and a sine.
-        omega: the frequencies f of the sines.
-        implicit: the network's filters; False for the explicit ones.
-        param_dtype: of the parameters.
+        omega: f, the frequency of all sines.
+        implicit: True: the network computes the filters. False: g does.
+        param_dtype: the parameters' dtype.
         rngs: draws the parameters, as torch does.
 
     Raises:

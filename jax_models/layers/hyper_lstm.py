@@ -3,17 +3,22 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jax_models import ops
-from jax_models.layers.layer_norm_lstm import CellNorms, LayerNormLSTM, cell_norms, linear_param
+from jax_models.layers.layer_norm_lstm import CellNorms, LayerNormLSTM, cell_norms
+from jax_models.layers.linear import torch_uniform
 from jax_models.ops import HyperLSTMState, carry_dtype
-from jax_models.options import FloatingDtype
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Table, gates, nested
+from jax_models.weights import Layouts, gates, nested
 
 
 class HyperLSTM(SequenceLayer):
     """LSTMs whose products a smaller LSTM, the hyper network, scales anew at each step.
+
+        >>> layer = HyperLSTM(64, 256, 32, 8, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         ĥ_t, ĉ_t = LayerNormLSTM([h_{t−1}, x_t], (ĥ_{t−1}, ĉ_{t−1}))
         z_h, z_x, z_b = ĥ_t W_zh + b_zh, ĥ_t W_zx + b_zx, ĥ_t W_zb      for each gate
@@ -31,14 +36,17 @@ class HyperLSTM(SequenceLayer):
         hidden_features: size of h_t and c_t.
         hyper_features: size of ĥ_t and ĉ_t.
         embedding_features: size of each gate's z.
-        num_layers: layers; each reads the outputs of the one below.
+        num_layers: number of layers. Each reads the outputs of the one below.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The state is carried,
+        dtype: the computation's dtype. None: that of x and the parameters. The state is carried,
             and LN computed, in at least float32.
-        param_dtype: of the parameters.
-        rngs: draws the parameters. Each gate's W_h starts orthogonal and W_x as LeCun's, not at
-            zero as in the seed, where the products that the hyper network scales start empty; all
-            else starts as torch's Linear and LayerNorm.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W_x, the W_z, the D and the hyper network's W_ih. None: `lecun_normal`
+            for W_x (the seed starts it at zero), as torch's Linear for the others.
+        recurrent_kernel_init: draws W_h of all gates and the hyper network's W_hh. None: orthogonal
+            for each gate's W_h (the seed starts it at zero), as torch's Linear for W_hh.
+        bias_init: draws the biases. None: as torch's Linear.
+        rngs: draws the parameters; layer norms start with scale 1 and bias 0.
 
     Raises:
         ValueError: a size is not positive.
@@ -59,6 +67,9 @@ class HyperLSTM(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
@@ -72,6 +83,9 @@ class HyperLSTM(SequenceLayer):
                 hyper_features,
                 embedding_features,
                 param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                recurrent_kernel_init=recurrent_kernel_init,
+                bias_init=bias_init,
                 rngs=rngs,
             )
             for layer in range(num_layers)
@@ -112,7 +126,7 @@ class HyperLSTM(SequenceLayer):
             "labml": [
                 row
                 for layer, cell in enumerate(self.cells)
-                for row in nested(cell.table(), f"cells.{layer}", f"cells.{layer}")
+                for row in nested(cell.torch_layouts()["labml"], f"cells.{layer}", f"cells.{layer}")
             ]
         }
 
@@ -132,19 +146,33 @@ class HyperLSTMCell(nnx.Module):
         embedding_features: int,
         *,
         param_dtype,
+        kernel_init: Initializer | None,
+        recurrent_kernel_init: Initializer | None,
+        bias_init: Initializer | None,
         rngs: nnx.Rngs,
     ):
         hidden, hyper, embedding = hidden_features, hyper_features, embedding_features
+        of_z, of_d = torch_uniform(hyper), torch_uniform(embedding)
         lecun = nnx.initializers.lecun_normal()
-        self.hyper = LayerNormLSTM(hidden + in_features, hyper, param_dtype=param_dtype, rngs=rngs)
-        self.z_kernel = linear_param(rngs, hyper, (hyper, 12 * embedding), param_dtype)
-        self.z_bias = linear_param(rngs, hyper, (8 * embedding,), param_dtype)
-        self.d_kernel = linear_param(rngs, embedding, (embedding, 12 * hidden), param_dtype)
-        self.d_bias = linear_param(rngs, embedding, (4 * hidden,), param_dtype)
-        self.kernel_ih = nnx.Param(lecun(rngs.params(), (in_features, 4 * hidden), param_dtype))
-        wide = carry_dtype(param_dtype)  # QR knows no narrower dtype
-        rotations = jax.random.orthogonal(rngs.params(), hidden, (4,), wide)
-        self.kernel_hh = nnx.Param(jnp.concatenate(rotations, axis=1).astype(param_dtype))
+
+        def param(init: Initializer, *shape: int) -> nnx.Param:
+            return nnx.Param(init(rngs.params(), shape, param_dtype))
+
+        self.hyper = LayerNormLSTM(
+            hidden + in_features,
+            hyper,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recurrent_kernel_init=recurrent_kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
+        self.z_kernel = param(kernel_init or of_z, hyper, 12 * embedding)
+        self.z_bias = param(bias_init or of_z, 8 * embedding)
+        self.d_kernel = param(kernel_init or of_d, embedding, 12 * hidden)
+        self.d_bias = param(bias_init or of_d, 4 * hidden)
+        self.kernel_ih = param(kernel_init or lecun, in_features, 4 * hidden)
+        self.kernel_hh = param(recurrent_kernel_init or rotations, hidden, 4 * hidden)
         self.norms = CellNorms(hidden, param_dtype=param_dtype)
 
     def arrays(self) -> dict:
@@ -156,9 +184,9 @@ class HyperLSTMCell(nnx.Module):
             **{f"hyper_{name}": array for name, array in self.hyper.arrays().items()},
         }
 
-    def table(self) -> Table:
-        """The seed's keys: those of its HyperLSTMCell."""
-        return [
+    def torch_layouts(self) -> Layouts:
+        """`labml`: the keys of the seed's HyperLSTMCell."""
+        table = [
             *nested(self.hyper.torch_layouts()["labml"], "hyper", "hyper"),
             gates("z_kernel", [f"z_{name}.weight" for name in "hxb"]),
             gates("z_bias", [f"z_{name}.bias" for name in "hx"]),
@@ -168,3 +196,12 @@ class HyperLSTMCell(nnx.Module):
             gates("kernel_hh", [f"w_h.{k}" for k in range(4)]),
             *cell_norms("norms"),
         ]
+        return {"labml": table}
+
+
+def rotations(key, shape: tuple[int, int], dtype) -> Float[Array, "hidden gates"]:
+    """An orthogonal matrix for each gate, side by side."""
+    hidden, gates = shape
+    wide = carry_dtype(dtype)  # QR knows no narrower dtype
+    matrices = jax.random.orthogonal(key, hidden, (gates // hidden,), wide)
+    return jnp.concatenate(matrices, axis=1).astype(dtype)

@@ -7,13 +7,16 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.linear import torch_uniform
 from jax_models.ops import LSTMNorms, LSTMState
-from jax_models.options import FloatingDtype
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed
 
 
 class LayerNormLSTM(SequenceLayer):
     """The long short-term memory network with its gates and its cell normalised.
+
+        >>> layer = LayerNormLSTM(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         i, f, g, o = LN(x_t W_ih + h_{t−1} W_hh + b)     each gate with its own layer norm
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
@@ -26,10 +29,13 @@ class LayerNormLSTM(SequenceLayer):
         in_features: size of x_t.
         hidden_features: size of h_t and c_t.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The state is carried,
+        dtype: the computation's dtype. None: that of x and the parameters. The state is carried,
             and LN computed, in at least float32.
-        param_dtype: of the parameters.
-        rngs: draws the parameters, as torch's Linear does; layer norms start as (x − mean) / std.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W_ih. None: uniform in ±1/√in_features, as torch's Linear.
+        recurrent_kernel_init: draws W_hh. None: uniform in ±1/√hidden_features.
+        bias_init: draws b. None: uniform in ±1/√hidden_features.
+        rngs: draws the parameters; layer norms start with scale 1 and bias 0.
 
     Raises:
         ValueError: a size is not positive.
@@ -46,14 +52,22 @@ class LayerNormLSTM(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.hidden_features = hidden_features
         width = 4 * hidden_features
-        self.kernel_ih = linear_param(rngs, in_features, (in_features, width), param_dtype)
-        self.kernel_hh = linear_param(rngs, hidden_features, (hidden_features, width), param_dtype)
-        self.bias = linear_param(rngs, hidden_features, (width,), param_dtype)
+        from_input, from_hidden = torch_uniform(in_features), torch_uniform(hidden_features)
+
+        def param(init: Initializer, *shape: int) -> nnx.Param:
+            return nnx.Param(init(rngs.params(), shape, param_dtype))
+
+        self.kernel_ih = param(kernel_init or from_input, in_features, width)
+        self.kernel_hh = param(recurrent_kernel_init or from_hidden, hidden_features, width)
+        self.bias = param(bias_init or from_hidden, width)
         self.norms = CellNorms(hidden_features, param_dtype=param_dtype)
 
     def arrays(self) -> dict:
@@ -116,10 +130,3 @@ def cell_norms(param: str) -> Table:
         same(f"{param}.cell_scale", "layer_norm_c.weight"),
         same(f"{param}.cell_bias", "layer_norm_c.bias"),
     ]
-
-
-def linear_param(
-    rngs: nnx.Rngs, in_features: int, shape: tuple[int, ...], param_dtype
-) -> nnx.Param:
-    """A kernel or bias as torch's Linear over `in_features` starts."""
-    return nnx.Param(torch_uniform(in_features)(rngs.params(), shape, param_dtype))

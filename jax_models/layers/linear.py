@@ -1,13 +1,13 @@
 """The linear layer, in the shape in which it trains fastest."""
 
-from collections.abc import Callable
-
 import jax
 from flax import nnx
 from jaxtyping import Array
 
+from jax_models.options import Initializer
 
-def torch_uniform(fan_in: int) -> Callable[..., Array]:
+
+def torch_uniform(fan_in: int) -> Initializer:
     """How `torch.nn.Linear` draws its matrix and its bias: uniform in ±1/√fan_in."""
     bound = fan_in**-0.5
 

@@ -6,10 +6,14 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import LSTMImplementation, LSTMState
+from jax_models.options import Initializer
 
 
 class LSTM(RecurrentStack):
     """The long short-term memory network.
+
+        >>> layer = LSTM(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         i, f, g, o = x_t W_ih + b_ih + h_{t−1} W_hh + b_hh
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
@@ -22,16 +26,19 @@ class LSTM(RecurrentStack):
     Args:
         in_features: size of x_t.
         hidden_features: size of c_t.
-        num_layers: layers; each reads the outputs of the one below.
+        num_layers: number of layers. Each reads the outputs of the one below.
         bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
         proj_features: size of h_t, less than hidden_features; None for no projection.
-        proj_bias: with b_hr (the seed's LSTMProj has it, torch.nn.LSTM never).
-        use_bias: with b_ih and b_hh.
-        dropout_rate: of the inputs of every layer but the first, when training.
+        proj_bias: add b_hr, as the seed's LSTMProj does. torch.nn.LSTM has no b_hr.
+        use_bias: add b_ih and b_hh.
+        dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The state is carried in
+        dtype: the computation's dtype. None: that of x and the parameters. The state is carried in
             at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
+        recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
+        bias_init: draws the biases. None: as `kernel_init`'s None.
         implementation: "xla", anywhere and with every option; "cudnn", NVIDIA's own LSTM: on its
             GPUs, in float32, without projections and `reset`; "auto", cuDNN for sequences where it
             serves, XLA elsewhere (see below).
@@ -71,6 +78,9 @@ class LSTM(RecurrentStack):
         dtype=None,
         param_dtype=jnp.float32,
         implementation: LSTMImplementation = "auto",
+        kernel_init: Initializer | None = None,
+        recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         self.implementation: LSTMImplementation = implementation
@@ -93,6 +103,9 @@ class LSTM(RecurrentStack):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recurrent_kernel_init=recurrent_kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
 

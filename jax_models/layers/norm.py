@@ -10,6 +10,9 @@ from jax_models.options import FloatingDtype, checked_options
 class LayerNorm(nnx.LayerNorm):
     """`(x − mean) / √(var + 1e-5) · scale + bias` over the features, in at least float32.
 
+        >>> norm = LayerNorm(64, rngs=nnx.Rngs(0))
+        >>> y = norm(jnp.ones((8, 100, 64)))
+
     The variance is that of the centred values, not a difference of squares. It works under
     `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
     """
@@ -40,6 +43,9 @@ class LayerNorm(nnx.LayerNorm):
 
 class RMSNorm(nnx.RMSNorm):
     """`x / √(mean(x²) + 1e-6) · scale` over the features, in at least float32.
+
+        >>> norm = RMSNorm(64, rngs=nnx.Rngs(0))
+        >>> y = norm(jnp.ones((8, 100, 64)))
 
     It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """

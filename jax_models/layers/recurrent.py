@@ -13,6 +13,7 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import torch_uniform
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_size
+from jax_models.options import Initializer
 from jax_models.sequence import SequenceLayer, State
 from jax_models.weights import Layouts, Table, gates, same, transposed
 
@@ -20,8 +21,9 @@ from jax_models.weights import Layouts, Table, gates, same, transposed
 class Cell(nnx.Module):
     """The weights of one recurrence: one direction of one layer of a stack.
 
-    All start uniform in ±1/√hidden, as torch's do. The matrices are (in, out), and the gates stand
-    side by side along the last axis. A weight that the options leave out is None.
+    By default all start uniform in ±1/√hidden_features, as torch's do. The matrices are (in, out),
+    and the gates stand side by side along the last axis. A weight that the options leave out is
+    None.
     """
 
     def __init__(
@@ -35,21 +37,26 @@ class Cell(nnx.Module):
         recurrent_bias: bool,
         proj_bias: bool,
         param_dtype,
+        kernel_init: Initializer | None,
+        recurrent_kernel_init: Initializer | None,
+        bias_init: Initializer | None,
         rngs: nnx.Rngs,
     ):
-        draw = torch_uniform(hidden_features)
+        uniform = torch_uniform(hidden_features)
 
-        def uniform(*shape: int) -> nnx.Param:
-            return nnx.Param(draw(rngs.params(), shape, param_dtype))
+        def param(init: Initializer | None, *shape: int) -> nnx.Param:
+            return nnx.Param((init or uniform)(rngs.params(), shape, param_dtype))
 
         gates = num_gates * hidden_features
         out_features = proj_features or hidden_features
-        self.kernel_ih = uniform(in_features, gates)
-        self.kernel_hh = uniform(out_features, gates)
-        self.bias_ih = uniform(gates) if use_bias else None
-        self.bias_hh = uniform(gates) if use_bias and recurrent_bias else None
-        self.kernel_hr = uniform(hidden_features, proj_features) if proj_features else None
-        self.bias_hr = uniform(proj_features) if proj_features and proj_bias else None
+        self.kernel_ih = param(kernel_init, in_features, gates)
+        self.kernel_hh = param(recurrent_kernel_init, out_features, gates)
+        self.bias_ih = param(bias_init, gates) if use_bias else None
+        self.bias_hh = param(bias_init, gates) if use_bias and recurrent_bias else None
+        self.kernel_hr = (
+            param(kernel_init, hidden_features, proj_features) if proj_features else None
+        )
+        self.bias_hr = param(bias_init, proj_features) if proj_features and proj_bias else None
 
     def arrays(self) -> dict[str, Array]:
         """The weights that there are, by name."""
@@ -81,6 +88,9 @@ class RecurrentStack(SequenceLayer):
         time_major: bool,
         dtype,
         param_dtype,
+        kernel_init: Initializer | None,
+        recurrent_kernel_init: Initializer | None,
+        bias_init: Initializer | None,
         rngs: nnx.Rngs,
         use_bias: bool,
         recurrent_bias: bool = True,
@@ -105,6 +115,9 @@ class RecurrentStack(SequenceLayer):
                 recurrent_bias=recurrent_bias,
                 proj_bias=proj_bias,
                 param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                recurrent_kernel_init=recurrent_kernel_init,
+                bias_init=bias_init,
                 rngs=rngs,
             )
             for layer in range(num_layers)

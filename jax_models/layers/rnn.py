@@ -6,11 +6,15 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import Nonlinearity, RNNState
+from jax_models.options import Initializer
 from jax_models.weights import Layouts, same, summed
 
 
 class RNN(RecurrentStack):
     """The simple (Elman) recurrent network.
+
+        >>> layer = RNN(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh),   φ = tanh or relu
 
@@ -20,25 +24,28 @@ class RNN(RecurrentStack):
     Args:
         in_features: size of x_t.
         hidden_features: size of h_t.
-        num_layers: layers; each reads the outputs of the one below.
+        num_layers: number of layers. Each reads the outputs of the one below.
         bidirectional: each layer runs both ways, and the next reads both (torch's meaning; for two
             whole stacks that meet at the end, see `Bidirectional`).
         nonlinearity: φ.
-        use_bias: with b_ih and b_hh.
-        recurrent_bias: with b_hh; False leaves the one bias of `h_t = φ(x U + h W + b)`.
-        dropout_rate: of the inputs of every layer but the first, when training.
+        use_bias: add b_ih and b_hh.
+        recurrent_bias: add b_hh. False leaves one bias: `h_t = φ(x U + h W + b)`.
+        dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The state is carried in
+        dtype: the computation's dtype. None: that of x and the parameters. The state is carried in
             at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W_ih. None: uniform in ±1/√hidden_features, as in torch.
+        recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
+        bias_init: draws the biases. None: as `kernel_init`'s None.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown.
 
     Layouts: `torch.nn` (torch.nn.RNN), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (the RNN
-    with U, W and b; to train on as it would, with `recurrent_bias=False`: of two biases each gets
-    the gradient that the one had). Source: Elman 1990; torch.nn.RNN.
+    with U, W and one b). To continue training such a cell, build with `recurrent_bias=False`: two
+    biases would each get the gradient of the one. Source: Elman 1990; torch.nn.RNN.
 
     """
 
@@ -59,6 +66,9 @@ class RNN(RecurrentStack):
         time_major: bool = False,
         dtype=None,
         param_dtype=jnp.float32,
+        kernel_init: Initializer | None = None,
+        recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -72,6 +82,9 @@ class RNN(RecurrentStack):
             time_major=time_major,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recurrent_kernel_init=recurrent_kernel_init,
+            bias_init=bias_init,
             rngs=rngs,
         )
         self.nonlinearity: Nonlinearity = nonlinearity
@@ -81,7 +94,7 @@ class RNN(RecurrentStack):
         return ops.rnn(x, state, nonlinearity=self.nonlinearity, **weights_and_masks)
 
     def torch_layouts(self) -> Layouts:
-        """Those of every stack; `deep`: RNNDeep; `cell`: the RNN with U, W and one b."""
+        """As for every stack, and `deep`: RNNDeep; `cell`: the RNN with U, W and one b."""
         layouts = super().torch_layouts()
         has_bias, has_recurrent_bias = (
             bias is not None for bias in (self.cells[0].bias_ih, self.cells[0].bias_hh)

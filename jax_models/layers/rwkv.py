@@ -14,7 +14,7 @@ from jax_models import ops
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
-from jax_models.options import FloatingDtype, Index
+from jax_models.options import FloatingDtype, Index, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same
 
@@ -49,6 +49,9 @@ class RWKVTimeMixState(NamedTuple):
 class RWKVTimeMix(SequenceLayer):
     """RWKV-4's attention.
 
+        >>> layer = RWKVTimeMix(64, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         r, k, v = (μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}) W, each with its own μ and W
         wkv_t = (Σ_{i<t} e^{−(t−1−i)w + k_i} v_i + e^{u + k_t} v_t)
               / (Σ_{i<t} e^{−(t−1−i)w + k_i} + e^{u + k_t})
@@ -61,13 +64,14 @@ class RWKVTimeMix(SequenceLayer):
     Args:
         features: size of x_t and y_t.
         layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has; decays, bonuses and μ start as RWKV-4's do at
-            this depth, each channel with its own.
+        num_layers: how many layers the model has. The decays w, the bonuses u and the μ start as
+            RWKV-4's do in this layer; each channel has its own.
         method: how `ops.wkv` runs.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters. The sums are kept in at
+        dtype: the computation's dtype. None: that of x and the parameters. The sums are kept in at
             least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the four W. None: as RWKV-4, orthogonal for v, zero for the others.
         rngs: draws the parameters.
 
     Raises:
@@ -87,6 +91,7 @@ class RWKVTimeMix(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
@@ -105,11 +110,12 @@ class RWKVTimeMix(SequenceLayer):
         self.time_mix_v = param(mix + 0.3 * depth)
         self.time_mix_r = param(mix**0.5)
         options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        zeros = nnx.initializers.zeros
-        self.key = Linear(features, features, kernel_init=zeros, **options)
-        self.value = Linear(features, features, kernel_init=orthogonal, **options)
-        self.receptance = Linear(features, features, kernel_init=zeros, **options)
-        self.output = Linear(features, features, kernel_init=zeros, **options)
+        small = kernel_init or nnx.initializers.zeros
+        large = kernel_init or orthogonal
+        self.key = Linear(features, features, kernel_init=small, **options)
+        self.value = Linear(features, features, kernel_init=large, **options)
+        self.receptance = Linear(features, features, kernel_init=small, **options)
+        self.output = Linear(features, features, kernel_init=small, **options)
 
     foreign_format = staticmethod(other_version)
 
@@ -162,6 +168,9 @@ class RWKVChannelMixState(NamedTuple):
 class RWKVChannelMix(SequenceLayer):
     """RWKV-4's feed-forward part.
 
+        >>> layer = RWKVChannelMix(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         r, k = (μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}) W, each with its own μ and W
         y_t = σ(r) ⊙ (max(k, 0)² W_v)
 
@@ -169,12 +178,13 @@ class RWKVChannelMix(SequenceLayer):
 
     Args:
         features: size of x_t and y_t.
-        hidden_features: size of k; 4 features in RWKV-4.
+        hidden_features: size of k; four times `features` in RWKV-4.
         layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has; μ starts as RWKV-4's does at this depth.
+        num_layers: how many layers the model has; the μ start as RWKV-4's do in this layer.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters.
-        param_dtype: of the parameters.
+        dtype: the computation's dtype. None: that of x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the three W. None: as RWKV-4, orthogonal for k, zero for the others.
         rngs: draws the parameters.
 
     Raises:
@@ -194,6 +204,7 @@ class RWKVChannelMix(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
@@ -203,10 +214,11 @@ class RWKVChannelMix(SequenceLayer):
         self.time_mix_k = nnx.Param(start)
         self.time_mix_r = nnx.Param(start)
         options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        zeros = nnx.initializers.zeros
-        self.key = Linear(features, hidden_features, kernel_init=orthogonal, **options)
-        self.receptance = Linear(features, features, kernel_init=zeros, **options)
-        self.value = Linear(hidden_features, features, kernel_init=zeros, **options)
+        small = kernel_init or nnx.initializers.zeros
+        large = kernel_init or orthogonal
+        self.key = Linear(features, hidden_features, kernel_init=large, **options)
+        self.receptance = Linear(features, features, kernel_init=small, **options)
+        self.value = Linear(hidden_features, features, kernel_init=small, **options)
 
     def init_state(self, batch_size: int) -> RWKVChannelMixState:
         """No last input: zeros, (batch, features), in at least float32."""
@@ -244,6 +256,9 @@ class RWKVBlockState(NamedTuple):
 class RWKVBlock(SequenceLayer):
     """A residual block of RWKV-4.
 
+        >>> layer = RWKVBlock(64, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
         x ← ln0(x)              in the lowest layer only
         x ← x + att(ln1(x))
         x ← x + ffn(ln2(x))
@@ -252,12 +267,13 @@ class RWKVBlock(SequenceLayer):
 
     Args:
         features: size of x_t.
-        hidden_features: size of the channel mix's k; 4 features when None.
+        hidden_features: size of the channel mix's k. None: four times `features`.
         layer_index: which layer of a model this is, 0 for the lowest.
         num_layers: how many layers the model has.
         time_major: x and y are (time, batch, features).
-        dtype: of the computation; by default that of x and the parameters.
-        param_dtype: of the parameters.
+        dtype: the computation's dtype. None: that of x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices. None: as RWKV-4 does.
         rngs: draws the parameters.
 
     Raises:
@@ -277,18 +293,24 @@ class RWKVBlock(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         if hidden_features is None:
             hidden_features = 4 * features
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        place = {"layer_index": layer_index, "num_layers": num_layers}
+        mix_options = {
+            "layer_index": layer_index,
+            "num_layers": num_layers,
+            "kernel_init": kernel_init,
+            **options,
+        }
         self.ln0 = LayerNorm(features, **options) if layer_index == 0 else None
         self.ln1 = LayerNorm(features, **options)
-        self.att = RWKVTimeMix(features, **place, **options)
+        self.att = RWKVTimeMix(features, **mix_options)
         self.ln2 = LayerNorm(features, **options)
-        self.ffn = RWKVChannelMix(features, hidden_features, **place, **options)
+        self.ffn = RWKVChannelMix(features, hidden_features, **mix_options)
 
     foreign_format = staticmethod(other_version)
 

@@ -55,23 +55,28 @@ class PureLayer(NamedTuple):
 class Stack(SequenceLayer):
     """Layers, each over the outputs of the one below.
 
-    The state is the tuple of the layers' states, the lowest first. JAX traces one layer for all
-    that follow each other and have one structure. `time_major` is that of all layers, `dtype` and
-    `param_dtype` are the lowest layer's.
+        >>> rngs = nnx.Rngs(0)
+        >>> layer = Stack([LSTM(64, 256, rngs=rngs), Hawk(256, rngs=rngs)])
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+    The state is the tuple of the layers' states, the lowest first. Of neighbouring
+    layers with equal structure JAX traces one. All layers have the same `time_major`; the stack's
+    `dtype` and `param_dtype` are the lowest layer's.
 
     Args:
         layers: at least one; each returns as many features as the next one reads.
-        remat: what the backward pass computes again rather than keeping it. With it the layers are
-            scanned, too: XLA's CPU backend would merge an unrolled layer with its recomputation.
-        scan_layers: compile one layer, too, as the body of a `lax.scan` over the stacked arrays of
-            all. A single step goes through the layers in turn, and stacks nothing.
+        remat: what the backward pass computes again instead of keeping it. Unless it is "none", the
+            layers are scanned, too: XLA's CPU backend would merge an unrolled layer with its
+            recomputation.
+        scan_layers: compile one layer, as the body of a `lax.scan` over the stacked arrays of all
+            layers. A single step runs the layers in turn and stacks nothing.
 
     Raises:
-        TypeError: one of the layers is none.
-        ValueError: there is no layer, or no such `remat`, the layers have not one layout, or (at
-            the call) one reads another size than the one below returns.
+        TypeError: `layers` is not iterable, or holds something else than a `SequenceLayer`.
+        ValueError: `layers` is empty, there is no such `remat`, or the layers differ in
+            `time_major`. At the call: a layer reads another size than the one below returns.
 
-    Layouts: those that all layers have, under `{i}`.
+    Layouts: those that all layers have; the keys of layer i begin with `{i}.`.
 
     """
 

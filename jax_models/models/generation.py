@@ -101,6 +101,10 @@ def stream(
 ) -> Iterator[Int[np.ndarray, " batch"]]:
     """Continue a prompt, yielding the int32 tokens (batch,) of one step after the other.
 
+        >>> model = RNNLanguageModelConfig(vocab_size=9, hidden_features=8).build(rngs=nnx.Rngs(0))
+        >>> for token in stream(model, jnp.zeros((2, 4), int), 3, key=jax.random.key(0)):
+        ...     assert token.shape == (2,)
+
     The prompt runs once; then each token costs one `step` from the carried state, however long the
     text. Where the model has a `context_length` and the text has filled it, each token is drawn
     from the last `context_length` tokens alone, by a run over all of them.
@@ -142,6 +146,10 @@ def generate(
     top_k: int | None = None,
 ) -> Int[Array, "batch num_tokens"]:
     """The tokens that `stream` yields, side by side, by the same programs.
+
+        >>> model = RNNLanguageModelConfig(vocab_size=9, hidden_features=8).build(rngs=nnx.Rngs(0))
+        >>> generate(model, jnp.zeros((2, 4), int), 3, key=jax.random.key(0)).shape
+        (2, 3)
 
     Under `jit`, where nothing can be raised, tokens drawn from NaN or infinite logits are −1.
     """

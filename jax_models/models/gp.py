@@ -90,6 +90,9 @@ class GPModelConfig(StackConfig):
 class GPModel(LanguageModel):
     """Token and position embeddings → dropout → blocks → LayerNorm → the token embedding again.
 
+        >>> model = GPModelConfig(features=64, num_layers=2).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
         logits = norm(layers(dropout(E[tokens] + pos_embedding))) Eᵀ
 
     `generate` and `stream` draw from the carried state until context_length is full, and from the

@@ -37,6 +37,9 @@ class HawkLanguageModelConfig(StackConfig):
 class HawkLanguageModel(LanguageModel):
     """Token embedding → Hawk blocks → RMSNorm → Linear.
 
+        >>> model = HawkLanguageModelConfig(features=64, mlp_features=192).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
     Args:
         config: the sizes.
         dtype: of the computation; by default the parameters'.

@@ -78,6 +78,10 @@ class LanguageModelState(NamedTuple):
 class LanguageModel(CheckedOptions, nnx.Module):
     """Tokens (batch, time) → logits (batch, time, vocab_size) of each next token.
 
+        >>> model = RWKVLanguageModelConfig(features=64, num_layers=2).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+        >>> logits, state = model.step(jnp.zeros(8, int), state)
+
         logits = head(norm(layers(embedding(tokens) + pos_embedding(position))))
 
     The contract is a sequence layer's: state in and out, `step`, `lengths`, `reset`. A model with a

@@ -54,6 +54,9 @@ class RNNLanguageModel(LanguageModel):
 
     The recurrence is an RNN, LSTM, GRU, minGRU or minLSTM.
 
+        >>> model = RNNLanguageModelConfig(context_length=128).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
     Args:
         config: the sizes.
         dtype: of the computation; by default the parameters'.

@@ -69,6 +69,9 @@ class RWKVLanguageModelConfig(StackConfig):
 class RWKVLanguageModel(LanguageModel):
     """Token embedding → RWKV-4 blocks → LayerNorm → Linear.
 
+        >>> model = RWKVLanguageModelConfig(features=64, num_layers=2).build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
     Args:
         config: the sizes; `RWKVLanguageModelConfig.from_state_dict` reads them from a checkpoint.
         dtype: of the computation; by default the parameters'.

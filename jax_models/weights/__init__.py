@@ -1,4 +1,4 @@
-"""How a layer's parameters and a torch `state_dict` become each other."""
+"""Convert a layer's parameters to a torch `state_dict`, and back."""
 
 from jax_models.weights.tables import (
     Layouts,

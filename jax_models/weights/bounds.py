@@ -1,4 +1,4 @@
-"""Parameters that must stay inside an interval: how they say so, and how training keeps them in."""
+"""Parameters with bounds: an interval that training must not leave."""
 
 from typing import TypeVar
 
@@ -15,16 +15,20 @@ def bounds(param: nnx.Variable) -> tuple[float, float] | None:
 
 
 def project(params: Params) -> Params:
-    """Parameters with every one that has bounds moved to the nearest values inside them.
+    """Clip every parameter that has bounds to the values inside them.
 
-    It changes nothing in place. Call it after each step of an optimiser, as projected gradient
-    descent does:
+        >>> module = nnx.Dict(a=nnx.Param(jnp.array([0.5, 1.2]), bounds=(0.0, 1.0)))
+        >>> project(nnx.state(module))["a"].get_value().tolist()
+        [0.5, 1.0]
+
+    It returns a new tree. Call it after each step of an optimiser, as projected gradient descent
+    does:
 
         params = project(optax.apply_updates(params, updates))
 
     Args:
-        params: a tree of `nnx.Param`s as `nnx.split` or `nnx.state` give it. Bare arrays have no
-            bounds, and come back as they are.
+        params: a tree of `nnx.Param`s, as `nnx.split` and `nnx.state` return it. Arrays outside an
+            `nnx.Param` have no bounds and are returned unchanged.
 
     """
 

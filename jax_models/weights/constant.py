@@ -1,10 +1,14 @@
-"""Values that belong to a layer's weights and that training leaves alone."""
+"""Weights that training does not change."""
 
 from flax import nnx
 
 
 class Constant(nnx.Variable):
-    """A value that a `state_dict` has and no optimiser changes: a torch `requires_grad=False`.
+    """A weight that is saved and loaded but not trained, as torch's `requires_grad=False`.
 
-    `nnx.Param` does not select it, so gradients and optimisers over `nnx.Param` pass it by.
+        >>> module = nnx.Dict(trained=nnx.Param(jnp.ones(3)), fixed=Constant(jnp.ones(3)))
+        >>> list(nnx.state(module, nnx.Param))
+        ['trained']
+
+    Gradients and optimisers over `nnx.Param` do not select it.
     """

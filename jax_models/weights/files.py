@@ -1,4 +1,4 @@
-"""Weights from a file of PyTorch's, without running what is in it."""
+"""Read a file of `torch.save` without running code from it."""
 
 import os
 import re
@@ -23,20 +23,23 @@ OTHER_FILES = {
     rb"\Z": "empty: download it again",
     rb"[\t\n\r -~\x80-\xff]+\Z": "a text: download the file itself",
 }
-"""What a file is that `torch.save` did not write, by how it begins."""
+"""How files of other formats begin, and what the error message says of them."""
 
 
 def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The `state_dict` in a file that `torch.save` wrote, as tensors on the CPU.
 
-    The file is read with `weights_only=True`: it may hold tensors and plain containers. This is the
-    one function of the package that needs PyTorch, which it imports when it is called.
+        >>> import torch
+        >>> torch.save(torch.nn.LSTM(5, 6).state_dict(), "lstm.pth")
+        >>> layer = from_torch(LSTM(5, 6, rngs=nnx.Rngs(0)), read_pth("lstm.pth"))
 
-    A changed byte is found by the file's checksums. A file from before PyTorch 1.6 has none.
+    The file is read with `weights_only=True`: it may hold tensors and plain containers. No other
+    function of the package needs PyTorch. The file's checksums reveal a changed byte, unless the
+    file is from before PyTorch 1.6, which wrote none.
 
     Raises:
         ImportError: PyTorch is not installed.
-        TypeError: the path is none.
+        TypeError: `path` is not a path.
         OSError: the file cannot be opened.
         ValueError: the file would run code, is damaged, is of another format (the message names
             what reads it), or holds no `state_dict`.

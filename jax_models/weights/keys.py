@@ -1,4 +1,4 @@
-"""The keys of a `state_dict` in error messages: many in few words, and where else they may be."""
+"""The keys of a `state_dict` in error messages: shortened, and searched for under a prefix."""
 
 import re
 from collections import Counter
@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import Any
 
 Fault = tuple[str, str, str]
-"""What is wrong with a key: the text before the key, the key, the text behind it."""
+"""A line of an error message: the text before the key, the key, the text after it."""
 
 
 def joined(keys: Iterable[Any]) -> list[str]:
-    """The keys; those that differ in one number are one, `blocks.{0-3,5}.weight`."""
+    """The keys, those that differ in one number shortened to one: `blocks.{0-3,5}.weight`."""
     groups: dict[tuple[str, str], list[int]] = {}
     for key in map(str, keys):
         number = re.search(r"(?<![^.])\d+(?![^.])", key)
@@ -31,7 +31,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def lines(faults: Iterable[Fault]) -> list[str]:
-    """A line for all keys with one fault that differ in one number."""
+    """One line for all keys that have the same fault and differ in one number."""
     groups: dict[tuple[str, str], list[str]] = {}
     for before, key, behind in faults:
         groups.setdefault((before, behind), []).append(key)

@@ -1,9 +1,10 @@
-"""Weight tables: how a layer's parameters and a torch `state_dict` become each other.
+"""Weight tables: which parameter of a layer is which key of a torch `state_dict`.
 
-A table is a list of `Weight` rows, each naming parameters of the layer, keys of the `state_dict`,
-and the transform between them with its inverse. A layer's `torch_layouts` gives its tables by
-layout name; `from_torch` and `to_torch` read the same table in the two directions. Neither needs
-torch to be installed.
+A table is a list of `Weight` rows. Each row names parameters of the layer, keys of the
+`state_dict`, the transform from keys to parameters, and its inverse. A layout is the name of a
+table: a layer that can read several kinds of `state_dict` has a table for each, and its
+`torch_layouts` returns them by name. `from_torch` and `to_torch` read the same table in the two
+directions. None of this needs torch.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,11 @@ Arrays = tuple[np.ndarray, ...]
 
 
 class Weight(NamedTuple):
-    """One row: `to_jax` takes the keys' arrays to the parameters', `to_torch` takes them back."""
+    """A row of a table.
+
+    `to_jax` gets the arrays of the keys and returns the tuple of the parameters' arrays; `to_torch`
+    gets the parameters' and returns the keys'.
+    """
 
     params: tuple[str, ...]
     keys: tuple[str, ...]
@@ -25,13 +30,14 @@ class Weight(NamedTuple):
 
 Table = list[Weight]
 Layouts = dict[str, Table]
+"""Tables by the names of their layouts."""
 
 
 class HasLayouts(Protocol):
     """A layer that knows its torch layouts.
 
-    One that is easily given another model's weights may also have `foreign_format(keys)`, which
-    says whose they are.
+    It may also have `foreign_format(keys)`, which returns a message if the keys are those of
+    another model whose weights are easily confused with its own, or else None.
     """
 
     def torch_layouts(self) -> Layouts:
@@ -62,8 +68,8 @@ def gates(param: str, keys: list[str]) -> Weight:
 def summed(params: tuple[str, str], key: str) -> Weight:
     """The key's array is the sum of two parameters. Import puts all of it into the first.
 
-    The second becomes −0.0, which leaves every bit of the sum alone, even a −0.0. This is the one
-    transform that does not return every layer's parameters: what it keeps of two is their sum.
+    The second becomes −0.0, because adding −0.0 changes no number, not even −0.0. This is the one
+    transform that is not invertible: of the two parameters only the sum survives a round trip.
     """
     return Weight(
         params, (key,), lambda a: (a, np.full_like(a, -0.0)), lambda a, b: (np.add(a, b),)

@@ -1,4 +1,4 @@
-"""A layer's weights from a torch `state_dict`, and back, by the layer's tables."""
+"""Load a torch `state_dict` into a layer, and export one, by the layer's weight tables."""
 
 import sys
 import warnings
@@ -26,20 +26,24 @@ def from_torch(
 ) -> Layer:
     """Load a torch `state_dict` into a layer, in place, and return the layer.
 
+        >>> import torch
+        >>> layer = LSTM(5, 6, rngs=nnx.Rngs(0))
+        >>> layer = from_torch(layer, torch.nn.LSTM(5, 6).state_dict())
+
     Args:
         layer: a layer of this package, or any `nnx.Module` with a table of its own as `layout`,
             built with the sizes and options of the torch module. Its parameters may be abstract
             (`nnx.eval_shape`), if it has no dropout.
         state_dict: torch tensors (or arrays) by key, as `module.state_dict()` gives them.
-        layout: the layout's name, or a table; by default the one whose keys these are.
+        layout: the layout's name, or a table. None: the layout that has the state_dict's keys.
 
     Every key is used once and every parameter is set once. Values are never changed: a dtype that
     the parameter cannot hold exactly is refused, and so are integers and bools. A parameter keeps
-    its dtype and its sharding.
+    its dtype, its sharding and its metadata.
 
     Raises:
-        TypeError: the layer is no module, the state_dict no mapping, the layout neither a name nor
-            a table, or a foreign module has no table.
+        TypeError: `layer` is not an `nnx.Module`, `state_dict` not a mapping, or `layout` neither a
+            name nor a table; or the layer has no layouts of its own and `layout` is None.
         ValueError: the layout is unknown, a table's row does not fit, or keys are missing,
             unexpected, of another shape or of a wider dtype, or hold values outside a parameter's
             bounds: all of them are listed, and the layer is left as it was. If the weights are
@@ -105,16 +109,20 @@ def from_torch(
 def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndarray]:
     """The layer's weights as a `state_dict` of numpy arrays, bit for bit.
 
+        >>> state_dict = to_torch(LSTM(5, 6, rngs=nnx.Rngs(0)))
+        >>> state_dict["weight_ih_l0"].shape
+        (24, 5)
+
     Args:
         layer: a layer of this package, or any `nnx.Module` with a table as `layout`.
-        layout: the layout's name, or a table; by default the layer's first.
+        layout: the layout's name, or a table. None: the layer's first layout.
 
     Each array is a contiguous copy, ready for `torch.from_numpy`. numpy has no bfloat16 of its
     own: such arrays have the dtype of `ml_dtypes`, and `torch.from_numpy(a.view(np.uint16))
     .view(torch.bfloat16)` reads them.
 
     Raises:
-        TypeError: the layer is no module, or the layout neither a name nor a table.
+        TypeError: `layer` is not an `nnx.Module`, or `layout` neither a name nor a table.
         ValueError: this layer has no such layout, or its parameters have no values.
 
     """
@@ -137,7 +145,7 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
 def weight_table(
     layer: Any, layout: str | Table | None, state_dict: Mapping[str, Any] | None = None
 ) -> tuple[str, Table]:
-    """A layout's name and table; by default that of the state_dict, or the layer's first.
+    """The layout's name and its table. None: the state_dict's layout, or else the layer's first.
 
     Raises:
         TypeError: the layout is neither a name nor a table.
@@ -180,7 +188,7 @@ def _check_rows(name: str, table: Table, layer: Any) -> None:
 
 
 def _transformed(row: Weight, transform: str, arrays: list[np.ndarray]) -> Arrays:
-    """What a row's transform makes of arrays, checked to be as many as the row names."""
+    """Apply a row's transform, and refuse a result that has not one array for each name."""
     names = row.params if transform == "to_jax" else row.keys
     try:
         values = getattr(row, transform)(*arrays)
@@ -197,7 +205,7 @@ def _transformed(row: Weight, transform: str, arrays: list[np.ndarray]) -> Array
 
 
 def _read(value: Any, like: np.ndarray) -> np.ndarray:
-    """A state_dict's value as an array that can take the place of another."""
+    """A value of the state_dict as an array, if it has the shape and the dtype of `like`."""
     try:
         if not hasattr(value, "shape"):
             raise ValueError(f"expected a tensor or an array, got {type(value).__name__}")
@@ -263,7 +271,7 @@ def _layouts(layer: HasLayouts) -> Layouts:
 
 
 def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer) -> str:
-    """The layout that shares the most keys with a state_dict, least missing first among equals."""
+    """The layout that shares the most keys with a state_dict; of equals, the one missing fewest."""
     keys = set(state_dict)
     known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
     best = max(known, key=lambda name: (len(known[name] & keys), -len(known[name] - keys)))

@@ -1,0 +1,46 @@
+"""The examples of the public classes and functions run."""
+
+import doctest
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jax_models
+
+COMPUTED = {"Constant", "from_torch", "generate", "project", "read_pth", "stream", "to_torch"}
+"""Examples that need values. All others are traced: their shapes are real, nothing is compiled."""
+NO_EXAMPLE = {"tune_allocator"}
+"""It would change the process that runs the tests."""
+
+
+def needs_example(name):
+    """States are shown by their layers, configs by their models."""
+    shown = getattr(jax_models, name)
+    is_state = hasattr(shown, "_fields")
+    return name not in NO_EXAMPLE and not is_state and not name.endswith("Config")
+
+
+@pytest.mark.parametrize("name", [*filter(needs_example, jax_models.__all__)])
+def test_example(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    public = {each: getattr(jax_models, each) for each in jax_models.__all__}
+    docstring = inspect.cleandoc(getattr(jax_models, name).__doc__)
+    lines = docstring.splitlines()
+    assert lines[0].endswith(".")
+    assert lines[2].lstrip().startswith(">>> ")
+    example = doctest.DocTestParser().get_doctest(
+        docstring, {"jax": jax, "jnp": jnp, "nnx": nnx, **public}, name, None, None
+    )
+    report = []
+
+    def run():
+        doctest.DocTestRunner().run(example, out=report.append)
+
+    if name in COMPUTED:
+        run()
+    else:
+        jax.eval_shape(run)
+    assert not report, "".join(report)
