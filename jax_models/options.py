@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 

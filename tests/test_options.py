@@ -17,8 +17,8 @@ from jax_models import LanguageModelConfig
 from jax_models.options import FloatingDtype, Index
 
 SIZES = {
-    "RNN": (5, 6), "LSTM": (5, 6), "GRU": (5, 6), "LayerNormLSTM": (5, 6),
-    "HyperLSTM": (5, 6, 3, 2),
+    "RNN": (5, 6), "LSTM": (5, 6), "GRU": (5, 6), "MinGRU": (5, 6), "MinLSTM": (5, 6),
+    "LayerNormLSTM": (5, 6), "HyperLSTM": (5, 6, 3, 2),
     "RGLRU": (5,), "CausalConv1D": (5, 2), "Hawk": (5,), "HawkBlock": (5, 6), "GatedMLP": (5, 6),
     "RWKVTimeMix": (5,), "RWKVChannelMix": (5, 6), "RWKVBlock": (5,), "SelfAttentionBlock": (6, 2),
     "HyenaBlock": (5, 8), "AuthenticHyenaBlock": (5, 8), "HyenaFilter": (5, 8),

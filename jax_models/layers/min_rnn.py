@@ -10,7 +10,7 @@ from jax_models import ops
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.ops import LinearRecurrenceMethod, MinRNNState
-from jax_models.options import FloatingDtype
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, gates
 
@@ -32,6 +32,8 @@ class MinRNN(SequenceLayer):
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
@@ -44,8 +46,8 @@ class MinRNN(SequenceLayer):
                 size,
                 len(self.gate_names) * hidden_features,
                 use_bias=use_bias,
-                kernel_init=torch_uniform(size),
-                bias_init=torch_uniform(size),
+                kernel_init=kernel_init or torch_uniform(size),
+                bias_init=bias_init or torch_uniform(size),
                 dtype=dtype,
                 param_dtype=param_dtype,
                 rngs=rngs,
@@ -81,7 +83,10 @@ class MinRNN(SequenceLayer):
         """`minimal`: a Linear a gate and layer, as in the paper's listings."""
         return {
             "minimal": [
-                gates(f"gates.{i}.{ours}", [f"linear_{g}.{i}.{theirs}" for g in self.gate_names])
+                gates(
+                    f"gates.{i}.{ours}",
+                    [f"layers.{i}.linear_{g}.{theirs}" for g in self.gate_names],
+                )
                 for i, linear in enumerate(self.gates)
                 for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
                 if getattr(linear, ours) is not None
@@ -110,11 +115,12 @@ class MinGRU(MinRNN):
         dropout_rate: of the inputs of every layer but the first, when training.
         method: of `ops.linear_recurrence`.
         time_major: x and y are (time, batch, features).
+        kernel_init: draws the matrices. None: uniform in ±1/√in_features, as in torch.nn.Linear.
+        bias_init: draws the biases. None: as the matrices.
         dtype: of the computation; by default that of x and the parameters. The state is carried in
             at least float32.
         param_dtype: of the parameters.
-        rngs: draws the parameters (`params`), as torch.nn.Linear does, and the dropout masks
-            (`dropout`).
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), or there is no such method.

@@ -52,10 +52,10 @@ class RNNLanguageModelConfig(LanguageModelConfig):
 class RNNLanguageModel(LanguageModel):
     """Token and position embeddings → a recurrence → LayerNorm → Linear (seed 001).
 
-    The recurrence is an RNN, LSTM, GRU, minGRU or minLSTM.
-
         >>> model = RNNLanguageModelConfig(context_length=128).build(rngs=nnx.Rngs(0))
         >>> logits, state = model(jnp.zeros((8, 100), int))
+
+    The recurrence is an RNN, LSTM, GRU, minGRU or minLSTM.
 
     Args:
         config: the sizes.

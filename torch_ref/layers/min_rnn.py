@@ -6,13 +6,40 @@ from torch import Tensor, nn
 State = tuple[Tensor, ...]
 
 
+class MinGRUCell(nn.Module):
+    """`h_t = (1 − z_t) ⊙ h_{t−1} + z_t ⊙ (x_t W_h + b_h)`, z_t = σ(x_t W_z + b_z)."""
+
+    def __init__(self, in_features: int, hidden_features: int, *, use_bias=True):
+        super().__init__()
+        self.linear_z = nn.Linear(in_features, hidden_features, bias=use_bias)
+        self.linear_h = nn.Linear(in_features, hidden_features, bias=use_bias)
+
+    def forward(self, x_t: Tensor, h: Tensor) -> Tensor:
+        z = torch.sigmoid(self.linear_z(x_t))
+        return (1 - z) * h + z * self.linear_h(x_t)
+
+
+class MinLSTMCell(nn.Module):
+    """`h_t = f'_t ⊙ h_{t−1} + i'_t ⊙ (x_t W_h + b_h)`, f' = f / (f + i), i' = i / (f + i)."""
+
+    def __init__(self, in_features: int, hidden_features: int, *, use_bias=True):
+        super().__init__()
+        self.linear_f = nn.Linear(in_features, hidden_features, bias=use_bias)
+        self.linear_i = nn.Linear(in_features, hidden_features, bias=use_bias)
+        self.linear_h = nn.Linear(in_features, hidden_features, bias=use_bias)
+
+    def forward(self, x_t: Tensor, h: Tensor) -> Tensor:
+        f, i = torch.sigmoid(self.linear_f(x_t)), torch.sigmoid(self.linear_i(x_t))
+        return f / (f + i) * h + i / (f + i) * self.linear_h(x_t)
+
+
 class MinRNN(nn.Module):
-    """Layers of a recurrence with a Linear a gate, `linear_z`, …; subclasses say what a step does.
+    """Layers of a cell, each reading the outputs of the one below.
 
     x is (batch, time, in_features), the state (h,) with h (num_layers, batch, hidden_features).
     """
 
-    gate_names: str
+    cell: type[MinGRUCell] | type[MinLSTMCell]
 
     def __init__(
         self,
@@ -24,23 +51,20 @@ class MinRNN(nn.Module):
         dropout_rate=0.0,
     ):
         super().__init__()
-        self.num_layers, self.hidden_features = num_layers, hidden_features
+        self.hidden_features = hidden_features
         self.dropout = nn.Dropout(dropout_rate)
-        sizes = [in_features] + [hidden_features] * (num_layers - 1)
-        for gate in self.gate_names:
-            linears = (nn.Linear(size, hidden_features, bias=use_bias) for size in sizes)
-            self.add_module(f"linear_{gate}", nn.ModuleList(linears))
-
-    def step(self, x_t: Tensor, h: Tensor, layer: int) -> Tensor:
-        raise NotImplementedError
+        self.layers = nn.ModuleList(
+            self.cell(hidden_features if i else in_features, hidden_features, use_bias=use_bias)
+            for i in range(num_layers)
+        )
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         [hs] = self.init_state(x.shape[0]) if state is None else state
         last = []
-        for layer, h in enumerate(hs):
+        for i, (cell, h) in enumerate(zip(self.layers, hs, strict=True)):
             outputs = []
-            for x_t in (self.dropout(x) if layer else x).unbind(1):
-                h = self.step(x_t, h, layer)
+            for x_t in (self.dropout(x) if i else x).unbind(1):
+                h = cell(x_t, h)
                 outputs.append(h)
             x = torch.stack(outputs, dim=1)
             last.append(h)
@@ -48,25 +72,16 @@ class MinRNN(nn.Module):
 
     def init_state(self, batch_size: int) -> State:
         weight = next(self.parameters())
-        return (weight.new_zeros(self.num_layers, batch_size, self.hidden_features),)
+        return (weight.new_zeros(len(self.layers), batch_size, self.hidden_features),)
 
 
 class MinGRU(MinRNN):
-    """`h_t = (1 − z_t) ⊙ h_{t−1} + z_t ⊙ (x_t W_h + b_h)`, z_t = σ(x_t W_z + b_z)."""
+    """Layers of `MinGRUCell`."""
 
-    gate_names = "zh"
-
-    def step(self, x_t: Tensor, h: Tensor, layer: int) -> Tensor:
-        z = torch.sigmoid(self.linear_z[layer](x_t))
-        return (1 - z) * h + z * self.linear_h[layer](x_t)
+    cell = MinGRUCell
 
 
 class MinLSTM(MinRNN):
-    """`h_t = f'_t ⊙ h_{t−1} + i'_t ⊙ (x_t W_h + b_h)`, f' = f / (f + i), i' = i / (f + i)."""
+    """Layers of `MinLSTMCell`."""
 
-    gate_names = "fih"
-
-    def step(self, x_t: Tensor, h: Tensor, layer: int) -> Tensor:
-        f = torch.sigmoid(self.linear_f[layer](x_t))
-        i = torch.sigmoid(self.linear_i[layer](x_t))
-        return f / (f + i) * h + i / (f + i) * self.linear_h[layer](x_t)
+    cell = MinLSTMCell
