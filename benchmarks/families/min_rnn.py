@@ -23,11 +23,12 @@ class Layer(Sequences):
         import torch
 
         leaves = {name: torch.tensor(a).double() for name, a in self.arrays().items()}
-        for leaf in leaves.values():
-            leaf.requires_grad_()
+        leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
         y = by_steps(**leaves)
-        y.backward(torch.tensor(self.cotangent()).double())
-        return {"y": y.detach().numpy()} | {name: a.grad.numpy() for name, a in leaves.items()}
+        cotangent = torch.tensor(self.cotangent()).double()
+        gradients = torch.autograd.grad(y, [*leaves.values()], cotangent)
+        named = dict(zip(leaves, gradients, strict=True))
+        return {"y": y.detach().numpy()} | {name: g.numpy() for name, g in named.items()}
 
     def targets(self, part, platform):
         """What the time over torch's should be."""

@@ -81,17 +81,13 @@ class MinRNN(SequenceLayer):
 
     def torch_layouts(self) -> Layouts:
         """`minimal`: a Linear a gate and layer, as in the paper's listings."""
-        return {
-            "minimal": [
-                gates(
-                    f"gates.{i}.{ours}",
-                    [f"layers.{i}.linear_{g}.{theirs}" for g in self.gate_names],
-                )
-                for i, linear in enumerate(self.gates)
-                for ours, theirs in (("kernel", "weight"), ("bias", "bias"))
-                if getattr(linear, ours) is not None
-            ]
-        }
+        table = []
+        for i, linear in enumerate(self.gates):
+            keys = [f"layers.{i}.linear_{gate}" for gate in self.gate_names]
+            table.append(gates(f"gates.{i}.kernel", [f"{key}.weight" for key in keys]))
+            if linear.bias is not None:
+                table.append(gates(f"gates.{i}.bias", [f"{key}.bias" for key in keys]))
+        return {"minimal": table}
 
 
 class MinGRU(MinRNN):
