@@ -74,12 +74,12 @@ def in_float64(monkeypatch, x64):
     monkeypatch.setattr(module, "cudnn_refusal", lambda *_: None)
 
 
-def build(implementation: str, dtype=jnp.float32, **options) -> LSTM:
+def build(method: str, dtype=jnp.float32, **options) -> LSTM:
     return LSTM(
         FEATURES,
         HIDDEN,
         **options,
-        implementation=implementation,
+        method=method,
         param_dtype=dtype,
         rngs=nnx.Rngs(0),
     )
@@ -144,8 +144,8 @@ def primitives_of(layer: LSTM, x=None, **kwargs) -> set[str]:
 )
 def test_cudnn_equals_xla(options, lengths, in_float64):
     results = []
-    for implementation in ("cudnn", "xla"):
-        layer = build(implementation, jnp.float64, **options)
+    for method in ("cudnn", "xla"):
+        layer = build(method, jnp.float64, **options)
         function, weights = pulled_back(layer, lengths)
         results.append(jax.jit(function)(weights, *arguments(layer)))
     assert_same_trees(*results)
@@ -154,8 +154,8 @@ def test_cudnn_equals_xla(options, lengths, in_float64):
 @pytest.mark.slow
 def test_vmap_and_second_derivatives_equal_those_of_xla(in_float64):
     results = []
-    for implementation in ("cudnn", "xla"):
-        layer = build(implementation, jnp.float64)
+    for method in ("cudnn", "xla"):
+        layer = build(method, jnp.float64)
         function, weights = pulled_back(layer, LENGTHS)
         ensemble = jax.tree.map(lambda w: jnp.stack([w, 1.5 * w]), weights)
 
@@ -169,8 +169,8 @@ def test_vmap_and_second_derivatives_equal_those_of_xla(in_float64):
 
 def test_auto_is_xla_where_there_is_no_gpu():
     programs = []
-    for implementation in ("auto", "xla"):
-        layer = build(implementation, num_layers=2, bidirectional=True)
+    for method in ("auto", "xla"):
+        layer = build(method, num_layers=2, bidirectional=True)
         function, weights = pulled_back(layer, LENGTHS)
         programs.append(str(jax.make_jaxpr(function)(weights, *arguments(layer))))
     assert programs[0] == programs[1]
@@ -178,14 +178,14 @@ def test_auto_is_xla_where_there_is_no_gpu():
 
 @pytest.mark.slow
 def test_auto_is_cudnn_where_the_program_runs_on_a_gpu(one_gpu):
-    def program(implementation: str, platform: str) -> str:
-        layer = build(implementation, num_layers=2)
+    def program(method: str, platform: str) -> str:
+        layer = build(method, num_layers=2)
         function, weights = pulled_back(layer, LENGTHS)
         traced = jax.jit(function).trace(weights, *arguments(layer))
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
-    for platform, implementation in {"cpu": "xla", "tpu": "xla", "cuda": "cudnn"}.items():
-        chosen, expected = (program(name, platform) for name in ("auto", implementation))
+    for platform, method in {"cpu": "xla", "tpu": "xla", "cuda": "cudnn"}.items():
+        chosen, expected = (program(name, platform) for name in ("auto", method))
         for part in ("stand_in_forward", "stand_in_backward"):
             assert (part in chosen) == (part in expected) == (platform == "cuda")
         assert chosen.count("stablehlo.while") == expected.count("stablehlo.while")
@@ -251,12 +251,12 @@ def test_products_are_as_precise_as_was_asked_for(setting, one_gpu):
 def test_refuses_with_the_reason_and_the_way_out(reason, options, kwargs):
     layer = build("cudnn", **options)
     x = kwargs.pop("x", np.ones((BATCH, TIME, FEATURES), np.float32))
-    with pytest.raises(NotImplementedError, match=f"{reason}.*implementation='xla'"):
+    with pytest.raises(NotImplementedError, match=f"{reason}.*method='xla'"):
         layer(jnp.asarray(x, options.get("dtype")), **kwargs)
     with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(lambda x: layer(x, **kwargs), jnp.asarray(x, options.get("dtype")))
 
 
-def test_refuses_an_unknown_implementation():
-    with pytest.raises(ValueError, match=r"implementation: expected one of .*, got 'cuda'"):
+def test_refuses_an_unknown_method():
+    with pytest.raises(ValueError, match=r"method: expected one of .*, got 'cuda'"):
         build("cuda")

@@ -241,7 +241,7 @@ def test_a_state_is_taken_in_the_dtype_of_the_loop():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"implementation": "cuda"}, "implementation: expected one of .*, got 'cuda'"),
+        ({"method": "cuda"}, "method: expected one of .*, got 'cuda'"),
         ({"num_directions": 3}, "cells: expected one for each of .*, got 2"),
         ({"state": ops.LSTMState(array(3, BATCH, 4), array(3, BATCH, 4))}, r"cells: .*\[3, 3\]"),
     ],

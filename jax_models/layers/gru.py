@@ -5,7 +5,7 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
-from jax_models.ops import GRUState
+from jax_models.ops import GRUState, RecurrenceMethod
 from jax_models.options import Initializer
 
 
@@ -37,6 +37,8 @@ class GRU(RecurrentStack):
         kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws the W_h. None: as `kernel_init`'s None.
         bias_init: draws the biases. None: as `kernel_init`'s None.
+        method: the form of the loop, "hoisted" or "joined"; "auto" takes the one measured faster
+            (`ops.recurrence`).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
@@ -65,6 +67,7 @@ class GRU(RecurrentStack):
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
+        method: RecurrenceMethod = "auto",
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -80,6 +83,7 @@ class GRU(RecurrentStack):
             kernel_init=kernel_init,
             recurrent_kernel_init=recurrent_kernel_init,
             bias_init=bias_init,
+            method=method,
             rngs=rngs,
         )
 

@@ -5,7 +5,7 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
-from jax_models.ops import LSTMImplementation, LSTMState
+from jax_models.ops import LSTMMethod, LSTMState
 from jax_models.options import Initializer
 
 
@@ -39,14 +39,15 @@ class LSTM(RecurrentStack):
         kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
         bias_init: draws the biases. None: as `kernel_init`'s None.
-        implementation: "xla", anywhere and with every option; "cudnn", NVIDIA's own LSTM: on its
-            GPUs, in float32, without projections and `reset`; "auto", cuDNN for sequences where it
-            serves, XLA elsewhere (see below).
+        method: "cudnn", NVIDIA's own LSTM, which runs on its GPUs in float32, without projections
+            and `reset`; "xla", which runs anywhere with every option, or one form of its loop,
+            "hoisted" or "joined" (`ops.recurrence`). "auto" takes cuDNN for sequences that it can
+            serve, and XLA otherwise (see below).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, the projection is no reduction, a rate is not in [0, 1),
-            there is no such implementation.
+            there is no such method.
         NotImplementedError: at a call that cuDNN, asked for by name, cannot serve.
 
     "auto" takes cuDNN where the program runs on an NVIDIA GPU, the machine's only one or one of a
@@ -77,13 +78,12 @@ class LSTM(RecurrentStack):
         time_major: bool = False,
         dtype=None,
         param_dtype=jnp.float32,
-        implementation: LSTMImplementation = "auto",
+        method: LSTMMethod = "auto",
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        self.implementation: LSTMImplementation = implementation
         if proj_features is not None and not 0 < proj_features < hidden_features:
             raise ValueError(
                 f"proj_features: expected between 1 and hidden_features − 1 = "
@@ -106,6 +106,7 @@ class LSTM(RecurrentStack):
             kernel_init=kernel_init,
             recurrent_kernel_init=recurrent_kernel_init,
             bias_init=bias_init,
+            method=method,
             rngs=rngs,
         )
 
@@ -118,6 +119,5 @@ class LSTM(RecurrentStack):
             lengths,
             reset,
             num_directions=self.num_directions,
-            implementation=self.implementation,
             method=self.method,
         )

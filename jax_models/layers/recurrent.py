@@ -1,7 +1,7 @@
 """Stacks of gated recurrences, in layers and directions: what RNN, LSTM and GRU share."""
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,6 @@ class RecurrentStack(SequenceLayer):
 
     state_type: ClassVar[type]
     gate_names: ClassVar[str]
-    method: ClassVar[ops.RecurrenceMethod] = "auto"
 
     def __init__(
         self,
@@ -91,6 +90,7 @@ class RecurrentStack(SequenceLayer):
         kernel_init: Initializer | None,
         recurrent_kernel_init: Initializer | None,
         bias_init: Initializer | None,
+        method: ops.RecurrenceMethod | ops.LSTMMethod,
         rngs: nnx.Rngs,
         use_bias: bool,
         recurrent_bias: bool = True,
@@ -104,6 +104,7 @@ class RecurrentStack(SequenceLayer):
         self.num_layers = checked_size("num_layers", num_layers)
         self.num_directions = 2 if bidirectional else 1
         self.causal = not bidirectional
+        self.method: Any = method  # a subclass says which there are
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.cells = nnx.List(
             Cell(

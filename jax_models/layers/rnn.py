@@ -5,7 +5,7 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
-from jax_models.ops import Nonlinearity, RNNState
+from jax_models.ops import Nonlinearity, RecurrenceMethod, RNNState
 from jax_models.options import Initializer
 from jax_models.weights import Layouts, same, summed
 
@@ -38,6 +38,8 @@ class RNN(RecurrentStack):
         kernel_init: draws W_ih. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
         bias_init: draws the biases. None: as `kernel_init`'s None.
+        method: the form of the loop, "hoisted" or "joined"; "auto" takes the one measured faster
+            (`ops.recurrence`).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
@@ -69,6 +71,7 @@ class RNN(RecurrentStack):
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
+        method: RecurrenceMethod = "auto",
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -85,6 +88,7 @@ class RNN(RecurrentStack):
             kernel_init=kernel_init,
             recurrent_kernel_init=recurrent_kernel_init,
             bias_init=bias_init,
+            method=method,
             rngs=rngs,
         )
         self.nonlinearity: Nonlinearity = nonlinearity

@@ -20,7 +20,7 @@ from jax_models.ops.online_conv import (
     online_conv,
 )
 from jax_models.ops.recurrence import Pair, Product, RecurrenceMethod, Step, recurrence
-from jax_models.ops.recurrent_stack import LSTMImplementation, lstm_stack, recurrent_stack
+from jax_models.ops.recurrent_stack import LSTMMethod, lstm_stack, recurrent_stack
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
 from jax_models.ops.wkv import WKVMethod, WKVState, empty_wkv_state, wkv
@@ -29,7 +29,7 @@ __all__ = [
     "CausalConv1DState",
     "GRUState",
     "HyperLSTMState",
-    "LSTMImplementation",
+    "LSTMMethod",
     "LSTMNorms",
     "LSTMState",
     "LinearRecurrenceMethod",

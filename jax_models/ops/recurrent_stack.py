@@ -13,7 +13,7 @@ from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refu
 from jax_models.ops.lstm import LSTMState, lstm
 from jax_models.ops.recurrence import RecurrenceMethod, State
 
-LSTMImplementation = Literal["auto", "xla", "cudnn"]
+LSTMMethod = Literal["auto", "xla", "hoisted", "joined", "cudnn"]
 
 
 @checked(batch_axes=(0, 1))
@@ -80,42 +80,37 @@ def lstm_stack(
     reset: Bool[Array, "batch time"] | None = None,
     *,
     num_directions: int,
-    implementation: LSTMImplementation = "auto",
-    method: RecurrenceMethod = "auto",
+    method: LSTMMethod = "auto",
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """`recurrent_stack` of `lstm`, by XLA or by cuDNN.
 
-    "auto" takes cuDNN where it can serve and is likely to pay: where the program runs on an NVIDIA
-    GPU, whichever machine it is traced on. `method` is the form of XLA's loop, as in `recurrence`.
+    `method` is "xla", "cudnn", or one of the forms of XLA's loop in `recurrence`. "auto" takes
+    cuDNN if it can serve, is likely to pay, and the program runs on an NVIDIA GPU. The machine that
+    traces the program does not matter.
 
     Raises:
         NotImplementedError: cuDNN, asked for by name, cannot serve; the message says why.
 
     """
-    by_xla = partial(recurrent_stack, partial(lstm, method=method), num_directions=num_directions)
-    by_cudnn = partial(cudnn_lstm, bidirectional=num_directions == 2)
-    if implementation == "xla":
-        return by_xla(x, state, cells, lengths, reset)
     refusal = cudnn_refusal(x, cells, reset)
-    if implementation == "cudnn":
+    if method == "cudnn":
         if refusal:
-            raise NotImplementedError(
-                f"LSTM: implementation='cudnn': {refusal}; implementation='xla' serves"
-            )
-        return by_cudnn(x, state, cells, lengths)
-    if refusal or not cudnn_pays(x):
-        return by_xla(x, state, cells, lengths, reset)
-    return _by_cudnn_on_gpus(num_directions, method, x, state, cells, lengths)
+            raise NotImplementedError(f"LSTM: method='cudnn': {refusal}; method='xla' serves")
+        return cudnn_lstm(x, state, cells, lengths, bidirectional=num_directions == 2)
+    if method == "auto" and not refusal and cudnn_pays(x):
+        return _by_cudnn_on_gpus(num_directions, x, state, cells, lengths)
+    form: RecurrenceMethod = "auto" if method == "xla" else method
+    by_xla = partial(lstm, method=form)
+    return recurrent_stack(by_xla, x, state, cells, lengths, reset, num_directions=num_directions)
 
 
-@partial(jax.jit, static_argnums=(0, 1))  # uncompiled, the default device would decide
-def _by_cudnn_on_gpus(num_directions: int, method: RecurrenceMethod, x, state, cells, lengths):
-    one = partial(lstm, method=method)
+@partial(jax.jit, static_argnums=0)  # uncompiled, the default device would decide
+def _by_cudnn_on_gpus(num_directions: int, x, state, cells, lengths):
     return jax.lax.platform_dependent(
         x,
         state,
         cells,
         lengths,
         cuda=partial(cudnn_lstm, bidirectional=num_directions == 2),
-        default=partial(recurrent_stack, one, num_directions=num_directions),
+        default=partial(recurrent_stack, lstm, num_directions=num_directions),
     )

@@ -27,7 +27,7 @@ from parity_tests.registry.mutation import (
 from parity_tests.registry.torch_nn import STACKS, joined, torch_nn_cases
 
 lstm = partial(Case, architecture="lstm", layout="scratch")
-plain = torch_nn_cases("LSTM", nn.LSTM, LSTM, implementation="xla")
+plain = torch_nn_cases("LSTM", nn.LSTM, LSTM, method="xla")
 projected = torch_nn_cases("LSTM proj", partial(nn.LSTM, proj_size=4), LSTM, proj_features=4)
 
 CASES = [
@@ -55,7 +55,7 @@ CASES = [
         lstm(
             f"torch.nn.LSTM, {name} by cuDNN",
             partial(nn.LSTM, 5, 6, batch_first=True, **stack),
-            partial(LSTM, 5, 6, **stack, implementation="cudnn"),
+            partial(LSTM, 5, 6, **stack, method="cudnn"),
             layout="torch.nn",
             dtypes=("float32",),
             platforms=("gpu",),

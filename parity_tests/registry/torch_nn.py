@@ -52,9 +52,6 @@ def torch_nn_cases(
 
 def joined(case: Case) -> Case:
     """A case with x and h multiplied together, whatever `ops.recurrence` would choose."""
-    build: Any = case.layer
-    form = type(build.func.__name__, (build.func,), {"method": "joined"})
     name, stack = case.name.split(", ")
-    return dataclasses.replace(
-        case, name=f"{name} joined, {stack}", layer=partial(form, *build.args, **build.keywords)
-    )
+    layer = partial(case.layer, method="joined")
+    return dataclasses.replace(case, name=f"{name} joined, {stack}", layer=layer)
