@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import (
@@ -20,6 +20,7 @@ from jax_models.ops.checks import (
     nan_rows,
     wrong_shape,
 )
+from jax_models.ops.segments import mask_padding
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts
 
@@ -282,37 +283,3 @@ def _check_structure(name: str, state: State, expected: State) -> None:
             _check_structure(f"{name}.{field}", theirs, ours)
     array = described(expected).replace("a ShapeDtypeStruct", "an array")
     raise TypeError(f"{name}: expected {array}, got {described(state)}")
-
-
-def mask_padding(
-    x: Shaped[Array, "batch time ..."], lengths: Int[Array, " batch"] | None
-) -> Shaped[Array, "batch time ..."]:
-    """The sequences, zero from each row's length on."""
-    if lengths is None:
-        return x
-    active = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :] < lengths[:, None]
-    active = active.reshape(active.shape + (1,) * (x.ndim - 2))
-    return jnp.where(active, x, jnp.zeros_like(x))
-
-
-def positions_after(
-    start: Int[Array, " batch"], time: int, reset: Bool[Array, "batch time"] | None
-) -> Int[Array, "batch time"]:
-    """Each step's position, counted on from `start`, and from 0 at each `reset`."""
-    steps = jnp.arange(time, dtype=start.dtype)[None, :]
-    positions = start[:, None] + steps
-    if reset is None:
-        return positions
-    last_reset = jax.lax.cummax(jnp.where(reset, steps, -1), axis=1)
-    return jnp.where(last_reset >= 0, steps - last_reset, positions)
-
-
-def at_end(
-    start: Int[Array, " batch"],
-    values: Int[Array, "batch time"],
-    lengths: Int[Array, " batch"] | None,
-) -> Int[Array, " batch"]:
-    """Each row's value at its last step; `start` where it has no step."""
-    ends = jnp.full(start.shape, values.shape[1], jnp.int32) if lengths is None else lengths
-    values = jnp.concatenate([start[:, None], values], axis=1)
-    return jnp.take_along_axis(values, ends[:, None], axis=1)[:, 0]

@@ -10,8 +10,9 @@ from jax_models import ops
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
+from jax_models.ops.segments import active_steps, at_end, positions_after
 from jax_models.options import FloatingDtype, Initializer
-from jax_models.sequence import SequenceLayer, at_end, check_time, positions_after
+from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, layer_norm, linear, same, transposed
 
 
@@ -182,9 +183,8 @@ def _written(
     """The state with the keys and values of each row's last document in their slots."""
     batch_size, time = positions.shape
     cache = {"keys": state.keys, "values": state.values}
-    kept = jnp.ones((batch_size, time), bool)
-    if lengths is not None:
-        kept = jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]
+    active = active_steps(time, lengths)
+    kept = jnp.ones((batch_size, time), bool) if active is None else active
     if document is not None:
         last = at_end(jnp.zeros(batch_size, jnp.int32), document, lengths)
         kept = kept & (document == last[:, None])

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from jax_models.ops import document_ends
-from jax_models.sequence import SequenceLayer, State, mask_padding
+from jax_models.ops.segments import mask_padding
+from jax_models.sequence import SequenceLayer, State
 from jax_models.weights import Layouts, nested
 
 

@@ -14,16 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.layers.stack import Remat, Stack
 from jax_models.ops.checks import as_array, nan_rows
+from jax_models.ops.segments import at_end, mask_padding, positions_after
 from jax_models.options import CheckedFields, CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     SequenceLayer,
     State,
-    at_end,
     checked_lengths,
     checked_reset,
     checked_state,
-    mask_padding,
-    positions_after,
 )
 from jax_models.weights import Layouts
 

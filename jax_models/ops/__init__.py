@@ -11,7 +11,6 @@ from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.long_conv import LongConvMethod, long_conv
 from jax_models.ops.lstm import LSTMState, lstm
-from jax_models.ops.masks import document_ends
 from jax_models.ops.min_rnn import MinRNNState, min_gru, min_lstm
 from jax_models.ops.online_conv import (
     LongConvState,
@@ -23,6 +22,7 @@ from jax_models.ops.recurrence import Pair, Product, RecurrenceMethod, Step, rec
 from jax_models.ops.recurrent_stack import LSTMMethod, lstm_stack, recurrent_stack
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
+from jax_models.ops.segments import document_ends
 from jax_models.ops.wkv import WKVMethod, WKVState, empty_wkv_state, wkv
 
 __all__ = [

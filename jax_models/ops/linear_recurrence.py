@@ -15,7 +15,7 @@ from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import checked
 from jax_models.ops.kernels.row_scan import KERNELS, row_scan
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.masks import step_masks
+from jax_models.ops.segments import segments
 from jax_models.ops.varying import alike
 
 LinearRecurrenceMethod = Literal[
@@ -76,9 +76,9 @@ def linear_recurrence(
         a, b = a.astype(dtype), b.astype(dtype)
     if 0 in a.shape:
         return b.astype(dtype), h0
-    active, reset = step_masks(a.shape[1], lengths, reset, reverse=reverse)
-    if reset is not None:
-        a = jnp.where(reset[..., None], 0, a)
+    active, restart = segments(a.shape[1], lengths, reset, reverse=reverse)
+    if restart is not None:
+        a = jnp.where(restart[..., None], 0, a)
     if active is not None:
         a, b = jnp.where(active[..., None], a, 1), jnp.where(active[..., None], b, 0)
     h = _compiled(method, reverse, *alike((a, b, h0)))

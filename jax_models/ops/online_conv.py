@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.checks import FloatingDtype, checked, checked_count, wrong_shape
 from jax_models.ops.long_conv import fft_conv, with_skip
+from jax_models.ops.segments import mask_padding
 from jax_models.ops.varying import alike
 
 BLOCK = 16
@@ -151,11 +152,7 @@ def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]
         raise ValueError(
             f"v: expected shape (batch, features, time ≤ max_length={max_length}), got {v.shape}"
         )
-    inputs = jnp.swapaxes(v, 1, 2).astype(dtype)
-    if lengths is None:
-        return inputs
-    steps = jnp.arange(v.shape[2], dtype=jnp.int32)[None]
-    return jnp.where((steps < lengths[:, None])[..., None], inputs, 0)
+    return mask_padding(jnp.swapaxes(v, 1, 2).astype(dtype), lengths)
 
 
 def _end(start, v, lengths) -> Int[Array, " batch"]:

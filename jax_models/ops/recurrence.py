@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import affine, carry_dtype, common_carry_dtype
 from jax_models.ops.checks import as_array, checked, checked_array, described, wrong_shape
-from jax_models.ops.masks import step_masks
+from jax_models.ops.segments import segments
 from jax_models.ops.varying import alike
 
 State = TypeVar("State", bound=tuple)
@@ -192,7 +192,7 @@ class _Static(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)  # outside a jit, each call would compile anew
 def _batch_first(static: _Static, products, x, inputs, params, state, lengths, reset):
-    masks = step_masks(x.shape[1], lengths, reset, reverse=static.reverse)
+    masks = segments(x.shape[1], lengths, reset, reverse=static.reverse)
     products, x, inputs, params, state, masks = alike((products, x, inputs, params, state, masks))
     steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
     ys, state = _recurrence(

@@ -16,7 +16,7 @@ from jax_models.ops.checks import FloatingDtype, checked, checked_count
 from jax_models.ops.kernels.row_scan import KERNELS, row_scan
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.linear_recurrence import linear_recurrence
-from jax_models.ops.masks import step_masks
+from jax_models.ops.segments import segments
 from jax_models.ops.varying import alike
 
 WKVMethod = Literal["auto", "associative", "sequential", "pallas", "pallas_interpreted"]
@@ -100,9 +100,9 @@ def wkv(
     state = WKVState(num, den, max)
     if 0 in k.shape:
         return v.astype(dtype), state
-    active, reset = step_masks(k.shape[1], lengths, reset)
+    active, restart = segments(k.shape[1], lengths, reset)
     state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
-    y, last = _compiled(method, *alike((w, u, k, v, state, active, reset)))
+    y, last = _compiled(method, *alike((w, u, k, v, state, active, restart)))
     return y, last._replace(max=jnp.where(last.den == 0, NEVER, last.max))
 
 

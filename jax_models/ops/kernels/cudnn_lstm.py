@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.checks import checked
 from jax_models.ops.lstm import LSTMState
+from jax_models.ops.segments import mask_padding
 
 MAX_STEPS = 65_535
 """cuDNN's longest sequence (github.com/pytorch/pytorch/issues/133751)."""
@@ -74,12 +75,11 @@ def cudnn_lstm(
     y, *last, _ = results
     if lengths is None:
         return y, LSTMState(*last)
-    active = jnp.arange(time, dtype=lengths.dtype)[None, :] < lengths[:, None]
     last = [
         jnp.where((lengths > 0)[None, :, None], new, old)
         for new, old in zip(last, state, strict=True)
     ]
-    return jnp.where(active[..., None], y, 0), LSTMState(*last)
+    return mask_padding(y, lengths), LSTMState(*last)
 
 
 def cudnn_refusal(

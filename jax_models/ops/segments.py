@@ -1,0 +1,86 @@
+"""Padded and packed rows: which steps are active, and where documents begin and end.
+
+`lengths` and `reset` become masks here and nowhere else.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from jax_models.ops.checks import checked
+
+
+class Segments(NamedTuple):
+    """Masks of a batch of rows; None where all steps are active, or none restarts."""
+
+    active: Bool[Array, "batch time"] | None
+    """The steps that are no padding."""
+    restart: Bool[Array, "batch time"] | None
+    """The steps before which the state is zeroed, in the direction of the scan."""
+
+
+def segments(
+    time: int,
+    lengths: Int[Array, " batch"] | None,
+    reset: Bool[Array, "batch time"] | None,
+    *,
+    reverse: bool = False,
+) -> Segments:
+    """The masks of rows of `time` steps."""
+    active, restart = active_steps(time, lengths), reset
+    if active is not None and restart is not None:
+        restart = restart & active
+    if restart is not None and reverse:
+        restart = document_ends(restart)
+    return Segments(active, restart)
+
+
+def active_steps(
+    time: int, lengths: Int[Array, " batch"] | None
+) -> Bool[Array, "batch time"] | None:
+    """The steps t < lengths[b] of each row b."""
+    if lengths is None:
+        return None
+    return jnp.arange(time, dtype=lengths.dtype)[None, :] < lengths[:, None]
+
+
+def mask_padding(
+    x: Shaped[Array, "batch time ..."], lengths: Int[Array, " batch"] | None
+) -> Shaped[Array, "batch time ..."]:
+    """The sequences, zero from each row's length on."""
+    active = active_steps(x.shape[1], lengths)
+    if active is None:
+        return x
+    active = active.reshape(active.shape + (1,) * (x.ndim - 2))
+    return jnp.where(active, x, jnp.zeros_like(x))
+
+
+@checked()
+def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
+    """The last step of each packed document except the row's last, from their first steps."""
+    return jnp.pad(reset, ((0, 0), (0, 1)))[:, 1:]
+
+
+def positions_after(
+    start: Int[Array, " batch"], time: int, reset: Bool[Array, "batch time"] | None
+) -> Int[Array, "batch time"]:
+    """Each step's position, counted on from `start`, and from 0 at each `reset`."""
+    steps = jnp.arange(time, dtype=start.dtype)[None, :]
+    positions = start[:, None] + steps
+    if reset is None:
+        return positions
+    last_reset = jax.lax.cummax(jnp.where(reset, steps, -1), axis=1)
+    return jnp.where(last_reset >= 0, steps - last_reset, positions)
+
+
+def at_end(
+    start: Int[Array, " batch"],
+    values: Int[Array, "batch time"],
+    lengths: Int[Array, " batch"] | None,
+) -> Int[Array, " batch"]:
+    """Each row's value at its last step; `start` for a row without a step."""
+    ends = jnp.full(start.shape, values.shape[1], jnp.int32) if lengths is None else lengths
+    values = jnp.concatenate([start[:, None], values], axis=1)
+    return jnp.take_along_axis(values, ends[:, None], axis=1)[:, 0]
