@@ -10,10 +10,10 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
+from jax_models.ops import WKVState, wkv
 from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
 from jax_models.ops.kernels.row_scan import row_scan
 from jax_models.ops.linear_recurrence import linear_recurrence
-from jax_models.ops.wkv import WKVState, wkv
 from parity_tests.engine.problem import in_every_dtype
 from parity_tests.engine.tolerance import K, assert_same, rms, ulp
 

@@ -22,8 +22,9 @@ from jax_models.ops.recurrence import Pair, Product, RecurrenceMethod, Step, rec
 from jax_models.ops.recurrent_stack import LSTMMethod, lstm_stack, recurrent_stack
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
+from jax_models.ops.scaled_sums import WKVState
 from jax_models.ops.segments import document_ends
-from jax_models.ops.wkv import WKVMethod, WKVState, empty_wkv_state, wkv
+from jax_models.ops.wkv import WKVMethod, empty_wkv_state, wkv
 
 __all__ = [
     "CausalConv1DState",

@@ -1,0 +1,67 @@
+"""Sums of exponentials of any size, each `exp(max)` times what is stored."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+NEVER = -1e38
+"""The exponent of a sum that nothing was added to, in a `WKVState`."""
+
+
+class WKVState(NamedTuple):
+    """The sums so far, each `exp(max)` times what is stored; an empty one is (0, 0, NEVER)."""
+
+    num: Float[Array, "batch features"]
+    den: Float[Array, "batch features"]
+    max: Float[Array, "batch features"]
+
+
+def like(x: Float[Array, "..."], like: Float[Array, "*steps features"]):
+    return jnp.broadcast_to(x, like.shape)
+
+
+def add(x: WKVState, y: WKVState) -> WKVState:
+    """The sum of two scaled pairs, around the larger of their exponents."""
+    difference = x.max - y.max
+    smaller = jnp.exp(-jnp.abs(difference))
+    of_x = jnp.where(difference > 0, 1, smaller)
+    of_y = jnp.where(difference > 0, smaller, 1)
+    return WKVState(
+        of_x * x.num + of_y * y.num, of_x * x.den + of_y * y.den, jnp.maximum(x.max, y.max)
+    )
+
+
+def empty_where(condition: Bool[Array, "..."], sums: WKVState) -> WKVState:
+    """Sums to which nothing was added, where the condition holds."""
+    empty = (0.0, 0.0, -jnp.inf)  # however it ages, it stays below all others
+    return WKVState(*(jnp.where(condition, e, s) for e, s in zip(empty, sums, strict=True)))
+
+
+def advance(decay, before: WKVState, now: WKVState) -> WKVState:
+    """`exp(−decay) S + step`."""
+    return add(aged(before, decay), now)
+
+
+def aged(sums: WKVState, decay) -> WKVState:
+    return sums._replace(max=jnp.minimum(sums.max - decay, largest(sums.max.dtype)))
+
+
+def largest(dtype) -> float:
+    return float(jnp.finfo(dtype).max)
+
+
+def finite(x):
+    """A sum of exponents: where it overflows, the dtype's largest number or its negative."""
+    return jnp.clip(x, -largest(x.dtype), largest(x.dtype))
+
+
+def step_sums(k, v) -> WKVState:
+    """What a step adds to the sums."""
+    return WKVState(v, jnp.ones_like(v), k)
+
+
+def step_or_nothing(k, v) -> WKVState:
+    """What a step adds to the sums: nothing where k is −∞, as at the end of a row."""
+    nothing = k == -jnp.inf
+    return WKVState(jnp.where(nothing, 0, v), jnp.where(nothing, 0.0, jnp.ones_like(v)), finite(k))

@@ -1,0 +1,170 @@
+"""The derivative of RWKV-4's weighted average: linear recurrences, forwards and backwards."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
+from jax_models.ops.scaled_sums import WKVState, add, aged, finite, like
+
+
+class Residuals(NamedTuple):
+    """What the derivative needs of the forward pass."""
+
+    w: Float[Array, " features"]
+    u: Float[Array, " features"]
+    k: Float[Array, "batch time features"]
+    v: Float[Array, "batch time features"]
+    y: Float[Array, "batch time features"]
+    before: WKVState
+    """The sums before each step, (batch, time, features)."""
+    last: WKVState
+    """The sums after the last step, (batch, features)."""
+    active: Bool[Array, "batch time"] | None
+
+    def wide(self) -> "Residuals":
+        """The keys and values in the dtype of the sums."""
+        return self._replace(k=self.k.astype(self.w.dtype), v=self.v.astype(self.w.dtype))
+
+    def where_active(self, x, otherwise=0):
+        """x, and something else at steps that are not real."""
+        return x if self.active is None else jnp.where(self.active[..., None], x, otherwise)
+
+    def carried(self, x):
+        """x, and 0 where nothing was: a NaN stays out of the document before."""
+        return jnp.where(self.before.den == 0, 0, x)
+
+    def factors(self) -> "Factors":
+        """The factors of each step.
+
+        Every exponential is of a number ≤ 0, or above it by rounding alone. Where a step is not the
+        largest, the maximum has only aged: by 1, not by what the rounding of max − w makes of it.
+        """
+        w, u, k, v, _, before, last, _ = self
+        max_after = finite(jnp.concatenate([before.max[:, 1:], last.max[:, None]], axis=1))
+        new_is_larger = self.where_active((k >= max_after) | (before.den == 0), False)
+        max_aged = aged(before, like(w, k)).max
+        bonus = finite(k + like(u, k))
+        weighed = add(before, WKVState(v, jnp.ones_like(v), bonus))
+        share = self.where_active(jnp.exp(bonus - weighed.max) / weighed.den)
+        past_share = self.carried(jnp.exp(before.max - weighed.max) / weighed.den)
+        past_share = self.where_active(past_share)
+        return Factors(
+            new_is_larger,
+            jnp.where(new_is_larger, self.carried(_exp(max_aged - max_after)), 1),
+            self.where_active(_exp(k - max_after)),
+            share,
+            past_share,
+            past_share * share * (before.den * v - before.num),
+        )
+
+
+class Factors(NamedTuple):
+    """Of each step, (batch, time, features)."""
+
+    new_is_larger: Array
+    """Is the step's exponent the largest so far?"""
+    decay: Array
+    """Of the sums before the step, in the sums after it."""
+    weight: Array
+    """Of the step, in the sums after it."""
+    share: Array
+    """The derivative of y by v."""
+    past_share: Array
+    """The derivative of y by the numerator before the step."""
+    slope: Array
+    """The derivative of y by the step's exponent with its bonus, and minus that by the past's."""
+
+
+class Tangent(NamedTuple):
+    """The derivative: linear recurrences, in units of the maxima."""
+
+    method: LinearRecurrenceMethod
+
+    def __call__(self, residuals: Residuals, tangents):
+        _, _, k, v, y, before, _, _ = residuals = residuals.wide()
+        d_w, d_u, d_k, d_v, d_state = tangents
+        d_w, d_u = like(d_w, k), like(d_u, k)
+        d_k, d_v = d_k.astype(k.dtype), d_v.astype(k.dtype)
+        factors = residuals.factors()
+        through = partial(linear_recurrence, method=self.method)
+
+        def before_each(first, after):
+            return jnp.concatenate([first[:, None], after[:, :-1]], axis=1)
+
+        d_max, d_last_max = through(
+            jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
+            jnp.where(factors.new_is_larger, d_k, residuals.where_active(-d_w)),
+            d_state.max,
+        )
+        d_max_before = before_each(d_state.max, d_max)
+        d_old = factors.decay * jnp.where(factors.new_is_larger, d_max_before - d_w - d_k, 0)
+        d_new = factors.weight * jnp.where(factors.new_is_larger, 0, d_k - d_max)
+        d_num = d_old * before.num + d_new * v + factors.weight * d_v
+        d_den = d_old * before.den + d_new
+        sums, last = jax.vmap(through, in_axes=(None, 0, 0))(
+            factors.decay, jnp.stack([d_num, d_den]), jnp.stack([d_state.num, d_state.den])
+        )
+        d_num, d_den = map(before_each, d_state[:2], sums)
+        d_y = factors.past_share * (d_num - y * d_den) + factors.share * d_v
+        d_y = d_y + factors.slope * (d_k + d_u - d_max_before)
+        return d_y, WKVState(last[0], last[1], d_last_max)
+
+
+class Gradient(NamedTuple):
+    """The transpose of `Tangent`."""
+
+    method: LinearRecurrenceMethod
+
+    def __call__(self, residuals: Residuals, gradients):
+        inputs_dtype = residuals.k.dtype
+        _, _, k, v, y, before, _, _ = residuals = residuals.wide()
+        y_gradient, last_gradient = residuals.where_active(gradients[0]), gradients[1]
+        factors = (
+            residuals.factors()
+        )  # each (batch, time, features), as k, v, y and their gradients
+        through = partial(linear_recurrence, reverse=True, method=self.method)
+
+        # the gradients of num and den, (2, batch, time, features), from the last step to the first
+        then = residuals.carried(factors.past_share * y_gradient)
+        end = jnp.stack(last_gradient[:2])  # (2, batch, features)
+        sums, first = jax.vmap(through, in_axes=(None, 0, 0))(
+            factors.decay, jnp.stack([then, residuals.carried(-then * y)]), end
+        )
+        num, den = jnp.concatenate([sums[:, :, 1:], end[:, :, None]], axis=2)  # after each step
+
+        # The gradient of a step's exponent, and that of all before it, add up to that of the sums'
+        # exponent after it. The larger part has few digits where it is nearly all: it is what the
+        # smaller one leaves.
+        u_gradient = factors.slope * y_gradient
+        of_new = factors.weight * (num * v + den)
+        of_old = factors.decay * (num * before.num + den * before.den)
+        smaller = jnp.where(factors.new_is_larger, of_old, -of_new)
+        exponent, first_exponent = through(
+            jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
+            residuals.carried(smaller - u_gradient),
+            last_gradient.max,
+        )
+        exponent = jnp.concatenate([exponent[:, 1:], last_gradient.max[:, None]], axis=1)
+        k_gradient = u_gradient + jnp.where(factors.new_is_larger, exponent - of_old, of_new)
+        v_gradient = factors.share * y_gradient + factors.weight * num
+        kept = jnp.where(factors.new_is_larger, of_old, exponent - of_new)
+        return (
+            -_sum_steps(residuals.where_active(kept)),  # (features,)
+            _sum_steps(u_gradient),
+            k_gradient.astype(inputs_dtype),
+            v_gradient.astype(inputs_dtype),
+            WKVState(first[0], first[1], first_exponent),
+        )
+
+
+def _exp(x):
+    """The exponential of a number that only rounding lifts above 0."""
+    return jnp.exp(jnp.minimum(x, 0))
+
+
+def _sum_steps(x):
+    return jnp.sum(x, axis=(0, 1))
