@@ -85,7 +85,7 @@ class SequenceLayer(CheckedOptions, nnx.Module):
 
     @property
     def state_dtype(self) -> jnp.dtype:
-        """Of a layer's initial state: `dtype`, or else `param_dtype`, in at least float32."""
+        """The dtype of the initial state: `dtype`, else `param_dtype`, and at least float32."""
         return carry_dtype(self.dtype or self.param_dtype)
 
     def init_state(self, batch_size: int) -> State:
@@ -93,7 +93,10 @@ class SequenceLayer(CheckedOptions, nnx.Module):
         raise NotImplementedError
 
     def start(self, batch_size: int) -> State | None:
-        """What `sequence` gets where no state is given; None where a layer then has less to do."""
+        """The state passed to `sequence` when the caller gives none.
+
+        Return None if the layer has a cheaper path from zero.
+        """
         return self.init_state(batch_size)
 
     def sequence(

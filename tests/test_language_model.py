@@ -89,16 +89,13 @@ def test_tokens_outside_the_vocabulary_are_nan_under_jit():
 @pytest.mark.parametrize(
     ("context_length", "num_tokens"), [(None, 9), (None, 1), (8, 3), (8, 9), (8, 4), (5, 3)]
 )
-@pytest.mark.parametrize("call_seconds", [0, 1000])
-def test_a_text_in_one_call_is_the_streamed_one(
-    context_length, num_tokens, call_seconds, monkeypatch
-):
+@pytest.mark.parametrize("steps_per_call", ["auto", 1, 3])
+def test_a_text_in_one_call_is_the_streamed_one(context_length, num_tokens, steps_per_call):
     lm = model(context_length=context_length)
     prompt = tokens(2, 5)
     text = generate(lm, prompt, num_tokens, key=KEY)
     assert text.shape == (2, num_tokens)
-    monkeypatch.setattr(generation, "CALL_SECONDS", call_seconds)
-    streamed = list(stream(lm, prompt, num_tokens, key=KEY))
+    streamed = list(stream(lm, prompt, num_tokens, key=KEY, steps_per_call=steps_per_call))
     np.testing.assert_array_equal(text, np.stack(streamed, axis=1))
 
 
@@ -120,6 +117,14 @@ def test_a_call_takes_the_steps_that_make_ten_milliseconds(step_seconds, counts,
     text = stream(model(context_length=None), tokens(1, 3), 1 + sum(counts), key=KEY)
     assert len(list(text)) == 1 + sum(counts)
     assert made[1:] == counts
+
+
+def test_a_call_takes_the_steps_that_it_is_told(monkeypatch):
+    made, steps = [], Decoder.steps
+    monkeypatch.setattr(Decoder, "steps", lambda *args: made.append(args[-1]) or steps(*args))
+    text = stream(model(context_length=None), tokens(1, 3), 10, key=KEY, steps_per_call=4)
+    assert len(list(text)) == 10
+    assert made == [4, 4, 1]
 
 
 def test_a_longer_text_begins_with_the_shorter():
@@ -247,6 +252,14 @@ def test_positions_restart_with_documents_and_end_with_the_context():
 
 
 REFUSED = {
+    **{
+        f"{steps} steps a call": (
+            lambda lm, steps=steps: stream(lm, tokens(1, 3), 3, key=KEY, steps_per_call=steps),
+            ValueError,
+            f"steps_per_call: expected (a positive integer|at most 64), got {steps!r}",
+        )
+        for steps in (0, 65, "all")
+    },
     "a token that int32 cannot hold": (
         lambda lm: lm.step(np.array([2**32 + 3]), lm.init_state(1)),
         ValueError,

@@ -59,9 +59,9 @@ class TrainConfig(CheckedFields):
     eval_batches: int = 200
     """Random batches of each part in an evaluation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation; the parameters are float32."""
+    """The computation's dtype; the parameters are float32."""
     seed: Seed = 2001
-    """Of the weights, of the batches, and of dropout."""
+    """Draws the weights, the batches and the dropout masks."""
 
     def __post_init__(self):
         """Refuse what the annotations do not allow, and a window that the model does not know."""

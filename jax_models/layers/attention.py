@@ -45,7 +45,7 @@ class SelfAttentionBlock(SequenceLayer):
         max_length: the longest sequence, and the slots of the state.
         dropout_rate: dropout, in training, of the attention weights and of the MLP's output.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. The softmax and the
+        dtype: the computation's dtype. None: from x and the parameters. The softmax and the
             state are in at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws the matrices. None: as torch does.
@@ -106,7 +106,7 @@ class SelfAttentionBlock(SequenceLayer):
         return None
 
     def sequence(self, x, state, lengths, reset):
-        """The equation."""
+        """Attention, then the MLP, each added to what it reads."""
         x = x.astype(self.computation_dtype(x))
         heads = (self.num_heads, self.in_features // self.num_heads)
         q, k, v = (

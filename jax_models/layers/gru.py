@@ -31,7 +31,7 @@ class GRU(RecurrentStack):
         use_bias: add the b_i and the b_h.
         dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. The state is carried in
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
             at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.

@@ -41,7 +41,7 @@ class RGLRU(SequenceLayer):
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
         method: how `ops.linear_recurrence` runs.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. The gates and the state
+        dtype: the computation's dtype. None: from x and the parameters. The gates and the state
             are computed in at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W_i and W_r. None: `lecun_normal`.
@@ -122,7 +122,7 @@ class CausalConv1D(SequenceLayer):
         features: size of x_t and y_t.
         kernel_size: K, the number of taps.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters.
+        dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
         kernel_init: draws the (kernel_size, features) kernel. None: uniform in ±1/√K, as in torch.
         bias_init: draws the bias. None: uniform in ±1/√K, as in torch.
@@ -207,7 +207,7 @@ class Hawk(SequenceLayer):
         c: the RG-LRU's c: a_t lies between a^c and 1.
         method: how `ops.linear_recurrence` runs, as in `RGLRU`.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters.
+        dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
         kernel_init: draws the matrices and the convolution's kernel. None: the matrices as
             `lecun_normal`, the kernel as `CausalConv1D` does.
@@ -251,7 +251,7 @@ class Hawk(SequenceLayer):
         return HawkState(self.conv.init_state(batch_size), self.rglru.init_state(batch_size))
 
     def sequence(self, x, state, lengths, reset):
-        """The equation."""
+        """The gate times the recurrence of the convolution, projected."""
         x = x.astype(self.computation_dtype(x))
         gate = ops.gelu(self.gate_proj(x))
         u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
@@ -283,7 +283,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
     Args:
         features: size of x and y.
         mlp_features: width of the MLP.
-        dtype: the computation's dtype. None: that of x and the parameters.
+        dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
         kernel_init: draws the matrices. None: `lecun_normal`.
         rngs: draws the parameters.
@@ -328,14 +328,14 @@ class HawkBlock(SequenceLayer):
         x ← x + hawk(norm(x))
         x ← x + mlp(norm(x))
 
-    x is (batch, time, features), the state that of `Hawk`.
+    x is (batch, time, features); the state is a `HawkState`, as `Hawk` has it.
 
     Args:
         features: size of x_t.
         mlp_features: width of the gated MLP; three times `features` in the paper.
         kernel_size: taps of the causal convolution.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters.
+        dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
         kernel_init: draws the matrices and the convolution's kernel. None: as `Hawk` does.
         bias_init: draws the convolution's bias. None: as `CausalConv1D` does.
@@ -379,7 +379,7 @@ class HawkBlock(SequenceLayer):
         return self.hawk.init_state(batch_size)
 
     def sequence(self, x, state, lengths, reset):
-        """The equation."""
+        """Hawk, then the gated MLP, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
         y, state = self.hawk.sequence(self.temporal_pre_norm(x), state, lengths, reset)
         x = x + y

@@ -199,7 +199,7 @@ class HyenaBlock(HyenaOperator):
         dropout_rate: dropout of W_out's output in training. The seed declares it and never
             applies it.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. Filters, transforms
+        dtype: the computation's dtype. None: from x and the parameters. Filters, transforms
             and state are in at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
@@ -247,7 +247,7 @@ class HyenaBlock(HyenaOperator):
         )
 
     def operator(self, u, gates, v, convolve):
-        """The equation."""
+        """`v ← v + norm(x) ⊙ (h ∗ v)` for each gate x, from v + u; then the residual MLP."""
         v = v + jnp.swapaxes(u, 1, 2)
         for x in gates:
             v = v + normalized(x) * convolve(v)
@@ -282,7 +282,7 @@ class AuthenticHyenaBlock(HyenaOperator):
         implicit: True: a network computes the filters, as in the paper. False: the filters are
             parameters, as in the seed's code.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. Filters, transforms
+        dtype: the computation's dtype. None: from x and the parameters. Filters, transforms
             and state are in at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
@@ -344,7 +344,7 @@ class AuthenticHyenaBlock(HyenaOperator):
         )
 
     def operator(self, u, gates, v, convolve):
-        """The equation."""
+        """`v ← x ⊙ (h ∗ v)` for each gate x, then the output projection."""
         for x in gates:
             v = x * convolve(v)
         return self.output(v)

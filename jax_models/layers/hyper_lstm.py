@@ -38,7 +38,7 @@ class HyperLSTM(SequenceLayer):
         embedding_features: size of each gate's z.
         num_layers: number of layers. Each reads the outputs of the one below.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. The state is carried,
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried,
             and LN computed, in at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W_x, the W_z, the D and the hyper network's W_ih. None: `lecun_normal`

@@ -29,7 +29,7 @@ class LayerNormLSTM(SequenceLayer):
         in_features: size of x_t.
         hidden_features: size of h_t and c_t.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. The state is carried,
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried,
             and LN computed, in at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W_ih. None: uniform in ±1/√in_features, as torch's Linear.
@@ -109,7 +109,7 @@ class LayerNormLSTM(SequenceLayer):
 
 
 class CellNorms(nnx.Module):
-    """The layer norms of one LSTM: those of the gates, side by side, and that of the cell."""
+    """The layer norms of one LSTM: the gates' norms, side by side, and the cell's norm."""
 
     def __init__(self, hidden_features: int, *, param_dtype):
         self.gate_scale = nnx.Param(jnp.ones(4 * hidden_features, param_dtype))

@@ -33,7 +33,7 @@ class LSTM(RecurrentStack):
         use_bias: add b_ih and b_hh.
         dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. The state is carried in
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
             at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.

@@ -113,9 +113,9 @@ class MinGRU(MinRNN):
         time_major: x and y are (time, batch, features).
         kernel_init: draws the matrices. None: uniform in ±1/√in_features, as in torch.nn.Linear.
         bias_init: draws the biases. None: as the matrices.
-        dtype: of the computation; by default that of x and the parameters. The state is carried in
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
             at least float32.
-        param_dtype: of the parameters.
+        param_dtype: the parameters' dtype.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:

@@ -13,7 +13,7 @@ class LayerNorm(nnx.LayerNorm):
         >>> norm = LayerNorm(64, rngs=nnx.Rngs(0))
         >>> y = norm(jnp.ones((8, 100, 64)))
 
-    The variance is that of the centred values, not a difference of squares. It works under
+    The variance is computed from the centred values, not as a difference of squares. It works under
     `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
     """
 

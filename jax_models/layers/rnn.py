@@ -32,7 +32,7 @@ class RNN(RecurrentStack):
         recurrent_bias: add b_hh. False leaves one bias: `h_t = φ(x U + h W + b)`.
         dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. The state is carried in
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
             at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W_ih. None: uniform in ±1/√hidden_features, as in torch.

@@ -36,7 +36,7 @@ def other_version(keys: Iterable[object]) -> str | None:
 
 
 LARGEST_DECAY = 80.0
-"""Of time_decay: beyond it nothing remains of the past already, and w would overflow."""
+"""The largest time_decay. Beyond it nothing of the past remains, and w would overflow."""
 
 
 class RWKVTimeMixState(NamedTuple):
@@ -68,7 +68,7 @@ class RWKVTimeMix(SequenceLayer):
             RWKV-4's do in this layer; each channel has its own.
         method: how `ops.wkv` runs.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters. The sums are kept in at
+        dtype: the computation's dtype. None: from x and the parameters. The sums are kept in at
             least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws the four W. None: as RWKV-4, orthogonal for v, zero for the others.
@@ -126,7 +126,7 @@ class RWKVTimeMix(SequenceLayer):
         return RWKVTimeMixState(jnp.zeros_like(wkv.num), wkv)
 
     def sequence(self, x, state, lengths, reset):
-        """The equation."""
+        """The receptance times the weighted average of the past, `ops.wkv`, projected."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
         previous, last = token_shift(x, state.last, lengths, reset)
@@ -182,7 +182,7 @@ class RWKVChannelMix(SequenceLayer):
         layer_index: which layer of a model this is, 0 for the lowest.
         num_layers: how many layers the model has; the μ start as RWKV-4's do in this layer.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters.
+        dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
         kernel_init: draws the three W. None: as RWKV-4, orthogonal for k, zero for the others.
         rngs: draws the parameters.
@@ -226,7 +226,7 @@ class RWKVChannelMix(SequenceLayer):
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), dtype))
 
     def sequence(self, x, state, lengths, reset):
-        """The equation."""
+        """The receptance times the squared relu of the key, projected."""
         x = x.astype(self.computation_dtype(x))
         previous, last = token_shift(x, state.last, lengths, reset)
         k = self.key(mixed(self.time_mix_k, x, previous))
@@ -271,7 +271,7 @@ class RWKVBlock(SequenceLayer):
         layer_index: which layer of a model this is, 0 for the lowest.
         num_layers: how many layers the model has.
         time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: that of x and the parameters.
+        dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
         kernel_init: draws the matrices. None: as RWKV-4 does.
         rngs: draws the parameters.
@@ -319,7 +319,7 @@ class RWKVBlock(SequenceLayer):
         return RWKVBlockState(self.att.init_state(batch_size), self.ffn.init_state(batch_size))
 
     def sequence(self, x, state, lengths, reset):
-        """The equation."""
+        """The time mix, then the channel mix, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
         if self.ln0 is not None:
             x = self.ln0(x)

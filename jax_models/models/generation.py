@@ -1,11 +1,10 @@
 """Text from a language model, token by token from its carried state."""
 
-import math
 import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +27,10 @@ Window = Int[Array, "batch context_length"]
 Index = Int[ArrayLike, ""]
 SHORTEST_PROMPT = 64
 """A prompt is padded to a power of two, at least this."""
-CALL_SECONDS, MOST_STEPS = 0.01, 64
-"""Of a call of `stream`, unless one step takes longer."""
+MOST_STEPS = 64
+"""The most steps in one call of the compiled program."""
+CALL_SECONDS = 0.01
+"""How long a call of `stream` should take with `steps_per_call="auto"`."""
 
 
 class Options(NamedTuple):
@@ -98,24 +99,24 @@ def stream(
     key: AnyKey,
     temperature: float = 1.0,
     top_k: int | None = None,
+    steps_per_call: int | Literal["auto"] = "auto",
 ) -> Iterator[Int[np.ndarray, " batch"]]:
-    """Continue a prompt, yielding the int32 tokens (batch,) of one step after the other.
+    """Continue a prompt: yield the int32 tokens (batch,) of one step after the other.
 
         >>> model = RNNLanguageModelConfig(vocab_size=9, hidden_features=8).build(rngs=nnx.Rngs(0))
         >>> for token in stream(model, jnp.zeros((2, 4), int), 3, key=jax.random.key(0)):
         ...     assert token.shape == (2,)
 
-    The prompt runs once; then each token costs one `step` from the carried state, however long the
-    text. Where the model has a `context_length` and the text has filled it, each token is drawn
-    from the last `context_length` tokens alone, by a run over all of them.
+    The prompt runs once. Then each token costs one `step` from the carried state, however long the
+    text is. A model with a `context_length` is different once the text fills it: each token then
+    costs a run over the last `context_length` tokens.
 
-    One compiled program draws the tokens of all prompts and options of a batch size, another one
-    where a context is full. The prompt runs padded to a power of two, by a program for each.
+    One compiled program serves all prompts and options of a batch size; a second one serves full
+    contexts. The prompt is padded to a power of two, and each such length has a program.
 
-    A call costs as much as several steps of a small model. So it takes as many as make some 10 ms,
-    with the reading of their tokens, though no more than twice as many as the call before, and 64;
-    of a large model it is one. Its tokens are handed out once the next call is under way: the
-    device works on while the caller reads, and one who stops early leaves two calls unread.
+    For small models, dispatch costs more than the computation, so `stream` runs several steps in
+    one call. It dispatches the next call before it yields the tokens of this one: the device works
+    while the caller reads. A caller who stops early leaves up to two calls unread.
 
     Args:
         model: dropout, if it has any, is off.
@@ -124,16 +125,20 @@ def stream(
         key: the randomness, from `jax.random.key`; the same key gives the same text.
         temperature: flattens (> 1) or sharpens (< 1) the distribution; 0 is greedy.
         top_k: draw from the k likeliest tokens only.
+        steps_per_call: steps in one call, 1 to 64. "auto" times the calls and takes as many steps
+            as run in about 10 ms, at most twice as many as the call before. The tokens do not
+            depend on it.
 
     Raises:
         TypeError: the prompt is not of integers, the temperature is no number, the key no key, or
             (at the first token) it runs under `jit`.
         ValueError: the prompt is empty or of the wrong rank, a token is not in the vocabulary,
-            num_tokens or top_k is no positive integer, the temperature is negative, the model is
+            num_tokens or top_k is no positive integer, steps_per_call is neither "auto" nor 1 to
+            64, the temperature is negative, the model is
             abstract, or (at that token) its logits are NaN or infinite.
 
     """
-    return _host(_calls(model, prompt, num_tokens, key, temperature, top_k, CALL_SECONDS))
+    return _host(_calls(model, prompt, num_tokens, key, temperature, top_k, steps_per_call))
 
 
 def generate(
@@ -153,14 +158,14 @@ def generate(
 
     Under `jit`, where nothing can be raised, tokens drawn from NaN or infinite logits are −1.
     """
-    calls = list(_calls(model, prompt, num_tokens, key, temperature, top_k, math.inf))
+    calls = list(_calls(model, prompt, num_tokens, key, temperature, top_k, MOST_STEPS))
     if isinstance(calls[0][0], Tracer):
         return jnp.concatenate([tokens[:count] for tokens, count in calls]).T
     return jax.device_put(np.stack([*_host(iter(calls))], axis=1))
 
 
 def _calls(
-    model, prompt, num_tokens, key, temperature, top_k, call_seconds: float
+    model, prompt, num_tokens, key, temperature, top_k, steps_per_call
 ) -> Iterator[tuple[Tokens, int]]:
     """The decoder's calls for checked arguments; the faults of the arguments at once."""
     if not isinstance(model, LanguageModel):
@@ -177,8 +182,12 @@ def _calls(
     arrays, structure = jax.tree.flatten(variables)
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
         raise ValueError("model: its parameters have no values, as under nnx.eval_shape: load them")
+    if steps_per_call != "auto":
+        steps_per_call = checked_size("steps_per_call", steps_per_call)
+        if steps_per_call > MOST_STEPS:
+            raise ValueError(f"steps_per_call: expected at most {MOST_STEPS}, got {steps_per_call}")
     decoder = _decoder(graphdef, structure, limit)
-    return decoder.calls(arrays, prompt, num_tokens, key, options, call_seconds)
+    return decoder.calls(arrays, prompt, num_tokens, key, options, steps_per_call)
 
 
 def _checked_prompt(prompt, vocab_size: int) -> Prompt:
@@ -320,7 +329,7 @@ class Decoder:
         num_tokens: int,
         key: Key[Array, ""],
         options: Options,
-        call_seconds: float,
+        steps_per_call: int | Literal["auto"],
     ) -> Iterator[tuple[Tokens, int]]:
         """The tokens after a prompt, call by call, and how many of a call count."""
         length = prompt.shape[1]
@@ -329,15 +338,17 @@ class Decoder:
         yield tokens, 1
 
         def advance(program, carry, start: int, end: int) -> Iterator[tuple[Tokens, int]]:
-            count = before = 1
+            before, count = 1, 1 if steps_per_call == "auto" else steps_per_call
             while start < end:
                 began = time.perf_counter()
                 count = min(count, end - start)
                 tokens, carry = program(arrays, carry, key, options, start, count)
                 yield tokens, count  # by then the call before has been waited for
-                a_step = (time.perf_counter() - began) / before
-                start, before = start + count, count
-                count = max(1, int(min(2 * count, MOST_STEPS, call_seconds / a_step)))
+                start += count
+                if steps_per_call == "auto":
+                    a_step = (time.perf_counter() - began) / before
+                    in_time = int(CALL_SECONDS / a_step)
+                    before, count = count, max(1, min(2 * count, MOST_STEPS, in_time))
 
         drawn = [(tokens, 1)]
         for call in advance(self.steps, carry, 1, room):

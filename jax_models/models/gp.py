@@ -35,21 +35,22 @@ class GPModelConfig(StackConfig):
     block: Block = "hyena"
     """What they are."""
     order: int = 2
-    """Of a Hyena: its long convolutions."""
+    """Long convolutions in a Hyena."""
     kernel_size: int = 3
-    """Of a Hyena: inputs that its short convolution sees."""
+    """Taps of a Hyena's short convolution."""
     embed_features: int = 33
-    """Of an authentic Hyena's filter: size of the embedding of a position."""
+    """Authentic Hyena: size of a position's embedding in the filter network."""
     mlp_features: int = 64
-    """Of an authentic Hyena's filter: width of its network."""
+    """Authentic Hyena: width of the filter network."""
     num_filter_layers: int = 4
-    """Of an authentic Hyena's filter: layers of its network."""
+    """Authentic Hyena: layers of the filter network."""
     omega: float = 12.0
-    """Of an authentic Hyena's filter: frequency of its sines."""
+    """Authentic Hyena: frequency of the filter network's sines."""
     implicit: bool = True
-    """Of an authentic Hyena's filter: is it its network, as described, or explicit, as printed?"""
+    """Authentic Hyena: True computes the filter by the network, as the text describes; False learns
+    it directly, as the printed code does."""
     num_heads: int = 6
-    """Of attention."""
+    """Heads of attention."""
     block_dropout_rate: float = 0.0
     """Dropout in the blocks."""
     embedding_dropout_rate: float = 0.0

@@ -13,7 +13,7 @@ from jax_models.ops.recurrence import Product, Step, recurrence
 
 
 class LSTMNorms(NamedTuple):
-    """The layer norms of an LSTM: those of the gates, side by side, and that of the cell."""
+    """The layer norms of one LSTM: the gates' norms, side by side, and the cell's norm."""
 
     gate_scale: Float[Array, " 4*hidden"]
     gate_bias: Float[Array, " 4*hidden"]

@@ -132,7 +132,7 @@ class _Gradient(NamedTuple):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _ahead(method: LinearRecurrenceMethod, reverse: bool, a, b):
-    """The recurrence from zero in which the factor into a step is that of the step before it."""
+    """The recurrence from zero whose step t is multiplied by a_{t−1} instead of a_t."""
     return _solve(method, a, b, jnp.zeros_like(b[:, 0]), reverse=reverse, ahead=True)
 
 
@@ -153,10 +153,10 @@ def _before(h, h0, reverse: bool):
 
 
 def _solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bool = False):
-    """All h. With `ahead`, the factor into step t is that of the step before it in the scan.
+    """All h. With `ahead`, step t is multiplied by the factor of the step before it in the scan.
 
-    The first step's factor then does not exist: any will do, because h0 is zero. Of an unknown
-    number of steps no tree can be made.
+    The first step then has no factor. It needs none, because h0 is zero. A symbolic number of steps
+    runs sequentially: a tree needs to know it.
     """
     if method == "auto" and is_symbolic_dim(a.shape[1]):
         method = "sequential"

@@ -20,10 +20,11 @@ from jax_models.ops.varying import alike
 LongConvMethod = Literal["auto", "rfft", "twisted"]
 
 PARTS = 4
-"""Of the features in "twisted", if there is no loop: XLA's CPU backend makes a transform on one
-core, but several beside each other."""
+"""Without a loop, "twisted" transforms the features in so many parts. XLA's CPU backend runs each
+transform on one core, and several transforms side by side."""
 LOOP_BELOW, CHUNK_BYTES = 512, 2**17
-"""Shorter transforms wait for memory. Those of a chunk of the inputs stay in a core's cache."""
+"""Transforms of fewer steps than this wait for memory. A loop over chunks of so many bytes keeps
+them in a core's cache."""
 
 
 @checked()

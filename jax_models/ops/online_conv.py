@@ -37,7 +37,7 @@ class LongConvState(NamedTuple):
     position: Int[Array, " batch"]
     """How many inputs there have been."""
     block: Float[Array, "batch block features"]
-    """Those of the block that is under way."""
+    """The inputs of the block that is not yet full."""
     ahead: Float[Array, "batch block features"]
     """What the inputs before the block contribute to its outputs."""
     inputs: Float[Array, "batch length features"]
@@ -108,9 +108,9 @@ def online_conv(
 
     Args:
         v: the inputs; time is the last axis.
-        state: that of the inputs before.
-        taps: the filter, by its parameters and the number of taps; only those are computed that a
-            step needs.
+        state: the state after the inputs before v.
+        taps: `taps(params, n)` gives the filter's first n taps. A step computes only as many as
+            it needs.
         params: the filter's parameters.
         max_length: the most inputs that there can be.
         skip: as in `long_conv`.
@@ -118,7 +118,7 @@ def online_conv(
 
     Raises:
         TypeError: an array is of another kind of dtype.
-        ValueError: a shape is wrong, that of the taps too, a length lies outside 0 … time, v has
+        ValueError: a shape is wrong (the taps' shape, too), a length lies outside 0 … time, v has
             more than max_length steps, or the state is of other sizes.
 
     """

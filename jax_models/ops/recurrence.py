@@ -170,7 +170,7 @@ class _Static(NamedTuple):
 
     @property
     def axis(self) -> int:
-        """That of the features."""
+        """The axis of the features."""
         return 0 if self.joined else 1
 
     def turned(self, x: Array) -> Array:
@@ -178,7 +178,7 @@ class _Static(NamedTuple):
         return jnp.swapaxes(x, -1, -2) if self.joined else x
 
     def where(self, mask, x, y):
-        """Of two states: x in the rows of the mask, if there is one."""
+        """The state x in the rows of the mask, y in the others; y without a mask."""
         if mask is None:
             return y
         mask = jnp.expand_dims(mask, self.axis)
@@ -356,7 +356,7 @@ def _transposable(kernel):
 
 @jax.custom_jvp
 def _known(h, kernel, value):
-    """`value`, which is h W and what else was added to it; its own tangent is that of the rest."""
+    """`value`, which is h W plus a rest. Its tangent is given for the rest alone."""
     return value
 
 

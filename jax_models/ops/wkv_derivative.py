@@ -63,14 +63,14 @@ class Residuals(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Of each step, (batch, time, features)."""
+    """Six numbers of each step and feature, each (batch, time, features)."""
 
     new_is_larger: Array
     """Is the step's exponent the largest so far?"""
     decay: Array
-    """Of the sums before the step, in the sums after it."""
+    """The weight of the sums before the step in the sums after it."""
     weight: Array
-    """Of the step, in the sums after it."""
+    """The weight of the step in the sums after it."""
     share: Array
     """The derivative of y by v."""
     past_share: Array

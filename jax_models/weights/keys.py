@@ -47,7 +47,8 @@ def elsewhere(
 ) -> str | None:
     """Where at least half of a layout's keys are: in an entry, or under a prefix.
 
-    The answer ends with the Python code that gives them; `code` is that of the `state_dict`.
+    The answer ends with the Python code that gives them, made from `code`, the code that gives the
+    `state_dict`.
     """
     for name, entry in state_dict.items():
         if not isinstance(entry, Mapping):

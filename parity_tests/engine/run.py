@@ -52,7 +52,7 @@ def run_torch(problem: Problem, dtype: str) -> Results:
 def run_torch_rounded(
     problem: Problem, dtype: str, seed: int, decisions: Sequence[torch.Tensor]
 ) -> Results:
-    """The same in float64, every operation's result rounded to the dtype at random."""
+    """As `run_torch`, in float64 with each operation's result rounded to the dtype at random."""
     twin = copy.deepcopy(problem.twin).to(getattr(torch, dtype)).double()
     with RandomRounding(dtype, seed, decisions):
         return _run_twin(problem, twin, in_double(tensors(problem.inputs, dtype)))

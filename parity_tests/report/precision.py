@@ -26,7 +26,7 @@ from parity_tests.engine.tolerance import relative_errors
 from parity_tests.report.record import PrecisionError
 
 BITS = {"bfloat16": (8, 7), "tensorfloat32": (8, 10)}
-"""Of exponent and mantissa."""
+"""Bits of the exponent and of the mantissa."""
 DEFAULT = {"tpu": "bfloat16", "gpu": "tensorfloat32"}
 """What a platform's own products round to, by default."""
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -60,7 +60,7 @@ def precision_errors(name: str, problem: Problem, platform: str) -> Iterator[Pre
 
 
 def largest_error(group: str, ours: Arrays, oracle: Arrays) -> float:
-    """Of the group's tensors."""
+    """The largest relative error among the group's tensors."""
     return max(relative_errors(ours, oracle, negligible="gradient" in group).values())
 
 

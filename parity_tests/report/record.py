@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from parity_tests.engine.tolerance import Error
 
 SCHEMA = 2
-"""Of the JSON; `docs/parity-report.md` describes it."""
+"""The version of the JSON; `docs/parity-report.md` describes it."""
 
 FACTOR = 2.0
 """An error has moved that is this many times another, and not far below its bound."""
@@ -128,7 +128,7 @@ class Record:
     cases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Each case's architecture."""
     over_time: tuple[ErrorOverTime, ...] = ()
-    """Of the cases without a fault."""
+    """Each case's errors over time; cases with a fault have none."""
     mutations: tuple[MutationResult, ...] = ()
     not_run: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """The cases that run on none of these platforms, and those that they run on."""

@@ -28,7 +28,7 @@ PROG = "python -m parity_tests.tpu_compile"
 CHIPS = ("v5e", "v6e")
 SHAPES = ("1x1", "2x4", "16x16")
 SCHEMA = 1
-"""Of the JSON; `docs/tpu-compile.md` describes it."""
+"""The version of the JSON; `docs/tpu-compile.md` describes it."""
 ON_TPU = mock.patch("jax_models.ops.recurrence.default_backend", return_value="tpu")
 """Loops in the form that a machine with a TPU would give them."""
 
@@ -46,9 +46,9 @@ class Arguments:
     chip: Annotated[tuple[Literal["v5e", "v6e"], ...], tyro.conf.UseAppendAction] = ()
     """Only this kind of chip; may be given several times."""
     preset: Literal[tuple(PRESETS)] = "lstm"  # pyright: ignore[reportInvalidTypeForm]
-    """Of `python -m train`: whose training step."""
+    """The preset of `python -m train` whose training step is compiled."""
     rows: int | None = None
-    """Of a batch, on each chip; by default as many as the preset's batch has."""
+    """Rows of a batch on each chip; by default as many as the preset's batch has."""
     json: Path | None = None
     """Write the figures to this file, too (docs/tpu-compile.md)."""
 

@@ -11,7 +11,7 @@ from parity_tests.tpu_compile.hlo import collectives, entry, memory_needed, prec
 from parity_tests.tpu_compile.programs import Program
 
 PRECISION = "highest"
-"""Of the products, as parity is measured."""
+"""The products' precision, the one that parity is measured with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Outcome:
     program: Program
     faults: tuple[str, ...]
     seconds: float | None = None
-    """To compile it."""
+    """How long compiling took."""
     code_bytes: int | None = None
-    """Of the instructions."""
+    """Size of the instructions."""
     peak_bytes: int | None = None
-    """Of the chip's memory, the arguments in it."""
+    """The most memory of the chip that is in use at once, arguments included."""
     flops: float | None = None
     """Operations, a loop's once."""
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)

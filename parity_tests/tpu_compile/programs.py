@@ -18,7 +18,7 @@ from train.run import build_trainer
 from train.step import Trainer
 
 KERNEL_SHAPES = ((8, 2048, 1024), (3, 1000, 130), (1, 127, 5))
-"""Of batch, time and features."""
+"""Batch, time and features of each."""
 
 Lower = Callable[[], jax.stages.Lowered]
 

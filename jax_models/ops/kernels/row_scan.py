@@ -45,7 +45,7 @@ def row_scan(
     Args:
         step: elementwise in jnp, the same function at each call: programs are kept by it.
         start: the state before the first step, of the accumulation's dtype.
-        xs: the inputs, of any floating dtype; `step` gets them in that of the state.
+        xs: the inputs, in any floating dtype; `step` gets them in the state's dtype.
         outputs: how many arrays a step puts out.
         reverse: run from the last step to the first.
         interpret: run the TPU's kernel in Pallas's interpreter, wherever it is.

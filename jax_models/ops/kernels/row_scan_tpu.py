@@ -11,7 +11,7 @@ LANES, SUBLANES = 128, 32
 WIDTH = 1024
 """Features of a block times its rows of the batch: a register's worth of elements."""
 BLOCK_BYTES = 2**23
-"""Of all blocks together, at 16 MiB in the compiler's hands."""
+"""The bytes of all blocks together; the compiler has 16 MiB."""
 UNROLL = 8
 """A power of two."""
 
