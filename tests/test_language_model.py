@@ -256,7 +256,7 @@ REFUSED = {
         f"{steps} steps a call": (
             lambda lm, steps=steps: stream(lm, tokens(1, 3), 3, key=KEY, steps_per_call=steps),
             ValueError,
-            f"steps_per_call: expected (a positive integer|at most 64), got {steps!r}",
+            f'steps_per_call: expected "auto" or 1 … 64, got {steps!r}',
         )
         for steps in (0, 65, "all")
     },

@@ -1,6 +1,9 @@
 """Every block of Python in the README and on the pages of docs/ runs by itself."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -26,6 +29,19 @@ def test_a_block_runs(name, tmp_path, monkeypatch):
     torch.save(torch_ref.RWKVLanguageModel(30, 8, 2, 32).state_dict(), "RWKV-4-Pile-169M.pth")
     with jax.numpy_dtype_promotion("standard"):  # flax's norm needs it
         exec(BLOCKS[name], {"__name__": "block"})
+
+
+def test_the_blocks_on_sharding_run_on_eight_devices():
+    """In a process of its own: the number of devices is set before JAX starts."""
+    blocks = [block for name, block in BLOCKS.items() if name.startswith("sharding.md")]
+    code = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n' + "\n".join(blocks)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    comments = re.findall(r"^print\(.*\)  # (.*)$", "\n".join(blocks), flags=re.MULTILINE)
+    assert done.stdout.splitlines() == comments
 
 
 def test_the_readme_is_short():

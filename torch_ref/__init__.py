@@ -1,6 +1,7 @@
 """The same models in plain PyTorch, written to be read beside the equations."""
 
 from torch_ref.layers.attention import CausalSelfAttention, SelfAttentionBlock
+from torch_ref.layers.bidirectional import RNNBidirectional
 from torch_ref.layers.gru import GRUScratch
 from torch_ref.layers.hawk import RGLRU, CausalConv1d, GatedMLP, Hawk, HawkBlock
 from torch_ref.layers.hyena import AuthenticHyenaBlock, HyenaBlock, Projection
@@ -16,7 +17,7 @@ from torch_ref.layers.hyper_lstm import HyperLSTM, HyperLSTMCell
 from torch_ref.layers.layer_norm_lstm import LayerNormLSTM
 from torch_ref.layers.lstm import LSTMProj, LSTMScratch
 from torch_ref.layers.min_rnn import MinGRU, MinLSTM
-from torch_ref.layers.rnn import RNN, RNNBidirectional, RNNDeep, RNNScratch
+from torch_ref.layers.rnn import RNN, RNNDeep, RNNScratch
 from torch_ref.layers.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
 from torch_ref.models.generation import generate
 from torch_ref.models.gp import GPModel

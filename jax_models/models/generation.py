@@ -107,9 +107,9 @@ def stream(
         >>> for token in stream(model, jnp.zeros((2, 4), int), 3, key=jax.random.key(0)):
         ...     assert token.shape == (2,)
 
-    The prompt runs once. Then each token costs one `step` from the carried state, however long the
-    text is. A model with a `context_length` is different once the text fills it: each token then
-    costs a run over the last `context_length` tokens.
+    The prompt runs once. Then each token costs one `step` from the carried state, whatever the
+    length of the text. Only a model with a `context_length` differs, once the text fills it: each
+    token then costs a run over the last `context_length` tokens.
 
     One compiled program serves all prompts and options of a batch size; a second one serves full
     contexts. The prompt is padded to a power of two, and each such length has a program.
@@ -125,9 +125,9 @@ def stream(
         key: the randomness, from `jax.random.key`; the same key gives the same text.
         temperature: flattens (> 1) or sharpens (< 1) the distribution; 0 is greedy.
         top_k: draw from the k likeliest tokens only.
-        steps_per_call: steps in one call, 1 to 64. "auto" times the calls and takes as many steps
-            as run in about 10 ms, at most twice as many as the call before. The tokens do not
-            depend on it.
+        steps_per_call: steps in one call, 1 to 64. "auto" takes as many steps as are computed and
+            read in about 10 ms, at most twice as many as the call before. The tokens do not depend
+            on it.
 
     Raises:
         TypeError: the prompt is not of integers, the temperature is no number, the key no key, or
@@ -182,10 +182,10 @@ def _calls(
     arrays, structure = jax.tree.flatten(variables)
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
         raise ValueError("model: its parameters have no values, as under nnx.eval_shape: load them")
-    if steps_per_call != "auto":
-        steps_per_call = checked_size("steps_per_call", steps_per_call)
-        if steps_per_call > MOST_STEPS:
-            raise ValueError(f"steps_per_call: expected at most {MOST_STEPS}, got {steps_per_call}")
+    if steps_per_call != "auto" and steps_per_call not in range(1, MOST_STEPS + 1):
+        raise ValueError(
+            f'steps_per_call: expected "auto" or 1 … {MOST_STEPS}, got {steps_per_call!r}'
+        )
     decoder = _decoder(graphdef, structure, limit)
     return decoder.calls(arrays, prompt, num_tokens, key, options, steps_per_call)
 

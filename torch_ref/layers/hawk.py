@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-State = tuple[Tensor, ...]
+from torch_ref.layers.state import State
 
 
 class Decay(torch.autograd.Function):

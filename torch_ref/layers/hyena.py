@@ -3,15 +3,12 @@
 x_i and v are channels first, (batch, features, time).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_ref.layers.hyena_filter import AuthenticHyenaFilter, HyenaFilter
-
-State = tuple[Tensor, ...]
+from torch_ref.layers.state import State
 
 
 def fft_conv(h: Tensor, v: Tensor, skip: Tensor) -> Tensor:
@@ -148,7 +145,7 @@ class AuthenticHyenaBlock(nn.Module):
         return self.dropout(self.proj_output(v.mT)), (window, *past)
 
 
-def init_state(block: Any, batch_size: int) -> State:
+def init_state(block: HyenaBlock | AuthenticHyenaBlock, batch_size: int) -> State:
     """The state of a Hyena block before the first step."""
     order, _, features, _ = block.B.shape
     past = block.B.new_zeros(batch_size, features, 0)

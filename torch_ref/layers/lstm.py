@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-State = tuple[Tensor, ...]
+from torch_ref.layers.state import State
 
 
 class LSTMScratch(nn.Module):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-State = tuple[Tensor, ...]
+from torch_ref.layers.state import State
 
 
 class RNNScratch(nn.Module):
@@ -66,25 +66,6 @@ class RNNDeep(nn.Module):
             x, [h] = rnn(x, None if state is None else (state[0][layer : layer + 1],))
             last.append(h)
         return x, (torch.cat(last),)
-
-
-class RNNBidirectional(nn.Module):
-    """Two whole stacks, one on reversed time, joined at the end.
-
-    The state is (h forward, h backward), each (num_layers, batch, hidden_features). For one layer
-    this is torch's `bidirectional=True`; for more, torch's layers each read both directions.
-    """
-
-    def __init__(self, in_features: int, hidden_features: int, **options):
-        super().__init__()
-        self.rnn_f = RNNDeep(in_features, hidden_features, **options)
-        self.rnn_b = RNNDeep(in_features, hidden_features, **options)
-
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        forward, backward = (None, None) if state is None else (state[:1], state[1:])
-        y_f, forward = self.rnn_f(x, forward)
-        y_b, backward = self.rnn_b(x.flip(1), backward)
-        return torch.cat([y_f, y_b.flip(1)], dim=-1), forward + backward
 
 
 class RNN(nn.Module):

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torch_ref.layers.state import State
+
 NEVER = -1e38
-State = tuple[Tensor, ...]
 
 
 def token_shift(x: Tensor, last: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-State = tuple[Tensor, ...]
+from torch_ref.layers.state import State
 
 
 def run_recurrence(rnn: nn.Module, x, state: State | None = None) -> tuple[Tensor, State]:
