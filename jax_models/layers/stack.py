@@ -118,25 +118,28 @@ class Stack(SequenceLayer):
         return tuple(layer.start(batch_size) for layer in self.layers)
 
     def sequence(self, x, state, lengths, reset):
-        """All layers, the lowest first."""
-        pairs = [*zip(self.layers, state, strict=True)]
+        """All layers, the lowest first.
+
+        An eager call runs them one by one. A traced one takes neighbours of one structure together:
+        unrolled from one trace or, with `scan_layers` or `remat`, as the body of a scan.
+        """
+        if not _is_traced((x, state, nnx.state(self))):
+            return _one_by_one(self.layers, x, state, lengths, reset)
+        pairs = zip(self.layers, state, strict=True)
         last_states = []
-        if not _is_traced((x, state, nnx.state(self))):  # nothing is compiled or differentiated
-            for layer, layer_state in pairs:
-                check_fits(x, layer)
-                x, last_state = layer.sequence(x, layer_state, lengths, reset)
-                last_states.append(last_state)
-            return x, tuple(last_states)
         for _, alike in itertools.groupby(pairs, lambda pair: _structure(*pair)):
             layers, states = map(list, zip(*alike, strict=True))
             x = x.astype(layers[0].computation_dtype(x))
-            scanned = self.scan_layers or self.remat != "none"
-            several = len(layers) > 1 and x.shape[1] != 1 and not _share_variables(layers)
-            run = _scan if scanned and several else _run_in_turn
+            run = _scanned if self._scans(layers, x.shape[1]) else _unrolled
             pure = PureLayer(nnx.graphdef(layers[0]), self.remat)
             x, results = run(pure, x, layers, states, lengths, reset)
             last_states += results
         return x, tuple(last_states)
+
+    def _scans(self, layers: Sequence[SequenceLayer], time: int) -> bool:
+        """Is a scan asked for, of several layers with variables of their own, over several steps?"""
+        asked_for = self.scan_layers or self.remat != "none"
+        return asked_for and len(layers) > 1 and time != 1 and not _share_variables(layers)
 
     def torch_layouts(self) -> Layouts:
         """The layouts that all layers have, numbered."""
@@ -161,6 +164,18 @@ def check_fits(x: Float[Array, "batch time features"], layer: SequenceLayer) -> 
         )
 
 
+def _one_by_one(
+    layers: Iterable[SequenceLayer], x: Array, states: State, lengths, reset
+) -> tuple[Array, State]:
+    """Layers as they are: nothing is compiled or differentiated."""
+    last_states = []
+    for layer, state in zip(layers, states, strict=True):
+        check_fits(x, layer)
+        x, last_state = layer.sequence(x, state, lengths, reset)
+        last_states.append(last_state)
+    return x, tuple(last_states)
+
+
 _compiled = jax.jit(PureLayer.__call__, static_argnums=0)
 
 
@@ -175,7 +190,7 @@ def _compiled_scan(pure: PureLayer, x, arrays_and_states, lengths, reset):
     return jax.lax.scan(step, x, arrays_and_states)
 
 
-def _run_in_turn(
+def _unrolled(
     pure: PureLayer,
     x: Array,
     layers: Sequence[SequenceLayer],
@@ -192,7 +207,7 @@ def _run_in_turn(
     return x, last_states
 
 
-def _scan(
+def _scanned(
     pure: PureLayer,
     x: Array,
     layers: Sequence[SequenceLayer],
