@@ -116,46 +116,31 @@ class HyenaOperator(SequenceLayer):
         *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.order + 1, axis=1)
         graphdef, params = nnx.split(self.filter)
 
-        def options(n: int) -> dict[str, Any]:
+        past = None if state is None else state.long
+        h = self.filter(time) if past is None else ()
+        last_states: dict[int, LongConvState] = {}
+
+        def convolve(n: int, v: Float[Array, "batch features time"]) -> Array:
+            """`h_n ∗ v + B_n ⊙ v`; the n-th state after it is in `last_states`."""
             taps = FilterTaps(graphdef, n)
-            return {
-                "taps": taps,
-                "params": params,
-                "max_length": self.max_length,
-                "lengths": lengths,
-            }
-
-        if state is None:
-            h = self.filter(time)
-
-            def convolve_nth(n: int, v: Array) -> tuple[Array, LongConvState]:
-                y = ops.long_conv(v, h[n], self.B[n])
-                return y, ops.long_conv_state(v, **options(n))
-
-        else:
-            long = state.long
-
-            def convolve_nth(n: int, v: Array) -> tuple[Array, LongConvState]:
-                return ops.online_conv(v, long[n], skip=self.B[n], **options(n))
-
-        last_states = []
-
-        def convolve(v: Float[Array, "batch features time"]) -> Float[Array, "batch features time"]:
-            y, last_state = convolve_nth(len(last_states), v)
-            last_states.append(last_state)
+            options = {"params": params, "max_length": self.max_length, "lengths": lengths}
+            if past is None:
+                last_states[n] = ops.long_conv_state(v, taps=taps, **options)
+                return ops.long_conv(v, h[n], self.B[n])
+            y, last_states[n] = ops.online_conv(v, past[n], skip=self.B[n], taps=taps, **options)
             return y
 
         y = self.operator(u, gates, v, convolve)
-        return y, HyenaState(conv, tuple(last_states))
+        return y, HyenaState(conv, tuple(last_states[n] for n in range(self.order)))
 
     def operator(
         self,
         u: Float[Array, "batch time features"],
         gates: list[Float[Array, "batch features time"]],
         v: Float[Array, "batch features time"],
-        convolve: Callable[[Array], Array],
+        convolve: Callable[[int, Array], Array],
     ) -> Float[Array, "batch time features"]:
-        """A subclass's equation: the n-th call of `convolve` is `h_n ∗ v + B_n ⊙ v`."""
+        """A subclass's equation; `convolve(n, v)` is `h_n ∗ v + B_n ⊙ v`."""
         raise NotImplementedError
 
     def output(self, v: Float[Array, "batch features time"]) -> Float[Array, "batch time features"]:
@@ -249,8 +234,8 @@ class HyenaBlock(HyenaOperator):
     def operator(self, u, gates, v, convolve):
         """`v ← v + norm(x) ⊙ (h ∗ v)` for each gate x, from v + u; then the residual MLP."""
         v = v + jnp.swapaxes(u, 1, 2)
-        for x in gates:
-            v = v + normalized(x) * convolve(v)
+        for n, x in enumerate(gates):
+            v = v + normalized(x) * convolve(n, v)
         return jnp.swapaxes(v, 1, 2) + self.output(v)
 
 
@@ -345,8 +330,8 @@ class AuthenticHyenaBlock(HyenaOperator):
 
     def operator(self, u, gates, v, convolve):
         """`v ← x ⊙ (h ∗ v)` for each gate x, then the output projection."""
-        for x in gates:
-            v = x * convolve(v)
+        for n, x in enumerate(gates):
+            v = x * convolve(n, v)
         return self.output(v)
 
 

@@ -137,7 +137,7 @@ class Stack(SequenceLayer):
         return x, tuple(last_states)
 
     def _scans(self, layers: Sequence[SequenceLayer], time: int) -> bool:
-        """Is a scan asked for, of several layers with variables of their own, over several steps?"""
+        """Is a scan asked for, over several steps of several layers that share no variables?"""
         asked_for = self.scan_layers or self.remat != "none"
         return asked_for and len(layers) > 1 and time != 1 and not _share_variables(layers)
 
