@@ -7,18 +7,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.problem import FORWARD, Function, Problem, Step
+from benchmarks.problem import FORWARD, Call, Function, Problem
 from benchmarks.workers import Prepared
 
 
 def prepare(
-    made: Function | Step, problem: Problem, part: str
+    made: Function | Call, problem: Problem, part: str
 ) -> tuple[Callable[[], Any], int, Prepared]:
     """A call, how many times it does what is timed, and what it gives."""
-    return step(made) if isinstance(made, Step) else function(made, problem, part)
+    return step(made) if isinstance(made, Call) else function(made, problem, part)
 
 
-def step(made: Step) -> tuple[Callable[[], Any], int, Prepared]:
+def step(made: Call) -> tuple[Callable[[], Any], int, Prepared]:
     """What is compiled in the first call is the time by which it exceeds the second."""
     start = time.perf_counter()
     result = made.result()

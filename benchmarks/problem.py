@@ -92,7 +92,7 @@ class Function(NamedTuple):
     """From gradients that are shaped like `params` to those of the problem's arrays."""
 
 
-class Step(NamedTuple):
+class Call(NamedTuple):
     """A contender that is a call with effects of its own: a training step, some tokens."""
 
     call: Callable[[], Any]
@@ -111,14 +111,14 @@ class Contender(NamedTuple):
     """Who takes part, and how: `make(problem)`, in a worker of its framework."""
 
     framework: Framework
-    make: Callable[[Any], Function | Step]
+    make: Callable[[Any], Function | Call]
 
 
 class Contenders(dict[str, Contender]):
     """Those of a family by name, ours first. A peer is one decorated function."""
 
     def jax(self, name: str) -> Callable:
-        """`@contenders.jax("peer") def peer(problem) -> Function | Step`."""
+        """`@contenders.jax("peer") def peer(problem) -> Function | Call`."""
         return self._add(name, "jax")
 
     def torch(self, name: str) -> Callable:

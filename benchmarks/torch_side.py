@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.problem import FORWARD, Function, Problem, Step
+from benchmarks.problem import FORWARD, Call, Function, Problem
 from benchmarks.workers import Prepared
 
 
 def prepare(
-    made: Function | Step, problem: Problem, part: str
+    made: Function | Call, problem: Problem, part: str
 ) -> tuple[Callable[[], Any], int, Prepared]:
     """A call, how many times it does what is timed, and what it gives."""
-    if isinstance(made, Step):
+    if isinstance(made, Call):
         return made.call, made.parts, Prepared(None, None, made.result())
     leaves = {
         name: x if isinstance(x, torch.Tensor) else torch.tensor(x, requires_grad=True)

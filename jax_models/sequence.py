@@ -1,6 +1,6 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ from jax_models.ops.segments import mask_padding
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts
 
-State = Any
+State = TypeVar("State")
 """A pytree of arrays: a NamedTuple with named fields, which the layer's `init_state` defines."""
 
 
-class SequenceLayer(CheckedOptions, nnx.Module):
+class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
     """A layer from sequences to sequences that carries a state.
 
         >>> layer = LSTM(64, 256, rngs=nnx.Rngs(0))
@@ -155,18 +155,18 @@ class SequenceLayer(CheckedOptions, nnx.Module):
             x = jnp.swapaxes(x, 0, 1)
         batch_size, time = x.shape[:2]
         batch_shape = (batch_size,) if batched else ()
-        state = self._batched_state(state, batch_size, batched)
+        start = self._batched_state(state, batch_size, batched)
         lengths, outside = checked_lengths(lengths, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time))
 
-        y, state = self.sequence(mask_padding(x, lengths), state, lengths, reset)
+        y, last_state = self.sequence(mask_padding(x, lengths), start, lengths, reset)
         y = mask_padding(y, lengths)
         if outside is not None:
-            y, state = nan_rows(outside, (y, state), (0, state_batch_axes(self)))
+            y, last_state = nan_rows(outside, (y, last_state), (0, state_batch_axes(self)))
         if not batched:
             axes = state_batch_axes(self)
-            return y[0], jax.tree.map(jnp.squeeze, state, axes)
-        return (jnp.swapaxes(y, 0, 1) if self.time_major else y), state
+            return y[0], jax.tree.map(jnp.squeeze, last_state, axes)
+        return (jnp.swapaxes(y, 0, 1) if self.time_major else y), last_state
 
     def step(
         self, x_t: Float[ArrayLike, "batch in"], state: State
@@ -185,7 +185,7 @@ class SequenceLayer(CheckedOptions, nnx.Module):
         y, state = self(jnp.expand_dims(x_t, time_axis), state)
         return jnp.squeeze(y, time_axis), state
 
-    def _batched_state(self, state: State | None, batch_size: int, batched: bool) -> State:
+    def _batched_state(self, state: State | None, batch_size: int, batched: bool) -> Any:
         if state is None:
             return self.start(batch_size)
         expected = jax.eval_shape(lambda: self.init_state(batch_size))
@@ -197,7 +197,7 @@ class SequenceLayer(CheckedOptions, nnx.Module):
 class HasState(Protocol):
     """A layer or a model that carries a state."""
 
-    def init_state(self, batch_size: int) -> State:
+    def init_state(self, batch_size: int) -> Any:
         """The state before the first step."""
         ...
 
@@ -277,7 +277,7 @@ def checked_state(state: State, expected: State) -> State:
     return state
 
 
-def _check_structure(name: str, state: State, expected: State) -> None:
+def _check_structure(name: str, state: Any, expected: Any) -> None:
     """Refuse another structure, naming the innermost field that has it."""
     if jax.tree.structure(state) == jax.tree.structure(expected):
         return

@@ -66,7 +66,7 @@ class TrainConfig(CheckedFields):
     def __post_init__(self):
         """Refuse what the annotations do not allow, and a window that the model does not know."""
         super().__post_init__()
-        limit = self.model.context_length
+        limit = getattr(self.model, "context_length", None)
         if limit is not None and self.window > limit:
             raise ValueError(
                 f"window: expected at most the model's context_length {limit}, got {self.window}"

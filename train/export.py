@@ -53,7 +53,7 @@ def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
     twin = getattr(torch_ref, type(config).__name__.removesuffix("Config")).from_config(config)
     twin.load_state_dict(load_file(path))
     tokens = np.random.default_rng(0).integers(
-        0, config.vocab_size, (8, min(config.context_length or 128, 128))
+        0, config.vocab_size, (8, min(model.context_length or 128, 128))
     )
     with torch.no_grad():
         twin_logits = twin.eval()(torch.tensor(tokens))[0].numpy()

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.problem import OURS, Contenders, Problem, Step, Work
+from benchmarks.problem import OURS, Call, Contenders, Problem, Work
 from jax_models import RNNLanguageModelConfig, from_torch, to_torch
 from train.optimizer import OptimizerConfig, build_optimizer
 from train.step import Trainer
@@ -103,7 +103,7 @@ contenders = Contenders()
 
 
 @contenders.jax(OURS)
-def ours(problem: CharLM) -> Step:
+def ours(problem: CharLM) -> Call:
     """`train.step.Trainer`."""
     model = from_torch(problem.config.build(rngs=nnx.Rngs(0)), problem.arrays())
     trainer = Trainer(
@@ -124,11 +124,11 @@ def ours(problem: CharLM) -> Step:
     def result():
         return {"y": np.asarray(call()), **to_torch(trainer.model(state.params), "torch.nn")}
 
-    return Step(call, result)
+    return Call(call, result)
 
 
 @contenders.torch("torch")
-def torch_steps(problem: CharLM, dtype: str = "float32") -> Step:
+def torch_steps(problem: CharLM, dtype: str = "float32") -> Call:
     """The twin around torch.nn.LSTM, and torch.optim.AdamW."""
     import torch
 
@@ -153,7 +153,7 @@ def torch_steps(problem: CharLM, dtype: str = "float32") -> Step:
         weights = {name: w.detach().cpu().numpy() for name, w in model.named_parameters()}
         return {"y": loss, **{name: w.copy() for name, w in weights.items()}}
 
-    return Step(call, result)
+    return Call(call, result)
 
 
 class NNXModel(nnx.Module):
@@ -178,7 +178,7 @@ class NNXModel(nnx.Module):
 
 
 @contenders.jax("nnx + optax")
-def nnx_and_optax(problem: CharLM) -> Step:
+def nnx_and_optax(problem: CharLM) -> Call:
     """`nnx.RNN`, `nnx.Optimizer` and `nnx.jit`, as in Flax's guides.
 
     Of the two biases it has the sum, which therefore moves half as far in a step.
@@ -225,4 +225,4 @@ def nnx_and_optax(problem: CharLM) -> Step:
         weights = {name: np.asarray(param[...]) for name, param in table.items()}
         return {"y": loss, **{n: w.T if n in transposed else w for n, w in weights.items()}}
 
-    return Step(call, result)
+    return Call(call, result)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from benchmarks.compare import Session, compare
 from benchmarks.outcome import Check, Outcome
-from benchmarks.problem import OURS, Contenders, Problem, Step
+from benchmarks.problem import OURS, Call, Contenders, Problem
 from jax_models import LanguageModel, stream
 from jax_models.models.generation import sample
 from train.config import PRESETS
@@ -61,7 +61,7 @@ def problems(quick: bool) -> list[Generation]:
 contenders = Contenders()
 
 
-def _tokens(problem: Generation, skip: int) -> Step:
+def _tokens(problem: Generation, skip: int) -> Call:
     def tokens() -> Iterator[Any]:
         model, prompt = problem.model(), np.zeros((1, 1), np.int32)
         while True:
@@ -73,23 +73,23 @@ def _tokens(problem: Generation, skip: int) -> Step:
         for _ in islice(endless, problem.num_tokens):
             pass
 
-    return Step(call, lambda: call() or {}, parts=problem.num_tokens)
+    return Call(call, lambda: call() or {}, parts=problem.num_tokens)
 
 
 @contenders.jax(OURS)
-def ours(problem: Generation) -> Step:
+def ours(problem: Generation) -> Call:
     """`stream`, token by token."""
     return _tokens(problem, 0)
 
 
 @contenders.jax(f"{OURS}, later")
-def ours_late(problem: Generation) -> Step:
+def ours_late(problem: Generation) -> Call:
     """The same from token 10,000 on, or 1,000 in a quick run."""
     return _tokens(problem, problem.late)
 
 
 @contenders.jax(LOOP)
-def loop(problem: Generation) -> Step:
+def loop(problem: Generation) -> Call:
     """The steps and the sampling in a `lax.scan`."""
     graphdef, params = nnx.split(problem.model())
 
@@ -108,11 +108,11 @@ def loop(problem: Generation) -> Step:
     def call():
         jax.block_until_ready(run(params, jnp.zeros(1, jnp.int32), jax.random.key(0)))
 
-    return Step(call, lambda: call() or {}, parts=problem.num_tokens)
+    return Call(call, lambda: call() or {}, parts=problem.num_tokens)
 
 
 @contenders.torch("torch loop")
-def torch_loop(problem: Generation) -> Step:
+def torch_loop(problem: Generation) -> Call:
     """The twin from a carried state."""
     import torch
 
@@ -130,7 +130,7 @@ def torch_loop(problem: Generation) -> Step:
             token = torch.multinomial(torch.softmax(logits[:, -1], dim=-1), num_samples=1)
         token.item()
 
-    return Step(call, lambda: call() or {}, parts=problem.num_tokens)
+    return Call(call, lambda: call() or {}, parts=problem.num_tokens)
 
 
 def measure(session: Session) -> Outcome:

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.compare import Session, compare
 from benchmarks.outcome import Outcome
-from benchmarks.problem import FORWARD, OURS, Contenders, Function, Limits, Problem, Step, operator
+from benchmarks.problem import FORWARD, OURS, Call, Contenders, Function, Limits, Problem, operator
 
 MATMUL, TRIAD, DISPATCH = 2048, 2**24, 8
 
@@ -55,7 +55,7 @@ contenders = Contenders()
 
 
 @contenders.jax(OURS)
-def ours(problem: Limit) -> Function | Step:
+def ours(problem: Limit) -> Function | Call:
     """XLA's, the result of the triad in the place of the one before."""
     if problem.kind != "triad":
         return _operator(problem)
@@ -67,11 +67,11 @@ def ours(problem: Limit) -> Function | Step:
         nonlocal y
         y = jax.block_until_ready(triad(y, a, b))
 
-    return Step(call, lambda: call() or {"y": np.array(y)})
+    return Call(call, lambda: call() or {"y": np.array(y)})
 
 
 @contenders.torch("torch")
-def torch_limit(problem: Limit) -> Function | Step:
+def torch_limit(problem: Limit) -> Function | Call:
     """Torch's."""
     import torch
 
@@ -85,7 +85,7 @@ def torch_limit(problem: Limit) -> Function | Step:
         if y.is_cuda:
             torch.cuda.synchronize()
 
-    return Step(call, lambda: call() or {"y": y.cpu().numpy()})
+    return Call(call, lambda: call() or {"y": y.cpu().numpy()})
 
 
 def _operator(problem: Limit) -> Function:

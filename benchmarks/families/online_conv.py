@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.compare import Session, compare
 from benchmarks.outcome import Check, Outcome
-from benchmarks.problem import OURS, Contenders, Problem, Step
+from benchmarks.problem import OURS, Call, Contenders, Problem
 from jax_models.ops import empty_long_conv_state, long_conv, online_conv
 
 PART = "an output"
@@ -76,7 +76,7 @@ def _step(problem: OnlineConv, h, state, v):
     return state, y[..., 0]
 
 
-def _by_steps(step: Callable, parameter, empty: Callable, v, count: int) -> Step:
+def _by_steps(step: Callable, parameter, empty: Callable, v, count: int) -> Call:
     step = jax.jit(step, donate_argnums=1)
     inputs = list(v[:count])
 
@@ -87,14 +87,14 @@ def _by_steps(step: Callable, parameter, empty: Callable, v, count: int) -> Step
             ys.append(jax.block_until_ready(y))
         return ys
 
-    return Step(run, lambda: {"y": np.stack(run())}, parts=count)
+    return Call(run, lambda: {"y": np.stack(run())}, parts=count)
 
 
 contenders = Contenders()
 
 
 @contenders.jax(OURS)
-def ours(problem: OnlineConv) -> Step:
+def ours(problem: OnlineConv) -> Call:
     """In a `lax.scan`."""
     v, h = map(jnp.asarray, problem.arrays().values())
 
@@ -104,11 +104,11 @@ def ours(problem: OnlineConv) -> Step:
         return jax.lax.scan(partial(_step, problem, h), empty, v)[1]
 
     call = lambda: jax.block_until_ready(scan(h, v))  # noqa: E731
-    return Step(call, lambda: {"y": np.asarray(call())[: problem.some]}, parts=problem.length)
+    return Call(call, lambda: {"y": np.asarray(call())[: problem.some]}, parts=problem.length)
 
 
 @contenders.jax(f"{OURS}, steps")
-def ours_steps(problem: OnlineConv) -> Step:
+def ours_steps(problem: OnlineConv) -> Call:
     """From Python, each output waited for."""
     v, h = map(jnp.asarray, problem.arrays().values())
     empty = partial(empty_long_conv_state, 1, problem.features, problem.length)
@@ -117,7 +117,7 @@ def ours_steps(problem: OnlineConv) -> Step:
 
 
 @contenders.jax("FFT again")
-def again(problem: OnlineConv) -> Step:
+def again(problem: OnlineConv) -> Call:
     """All of the convolution for each output."""
     v, h = map(jnp.asarray, problem.arrays().values())
     row = jnp.moveaxis(v, 0, 2)
@@ -128,11 +128,11 @@ def again(problem: OnlineConv) -> Step:
         return ys[-1]
 
     result = lambda: {"y": np.moveaxis(np.asarray(call()), 2, 0)[: problem.some]}  # noqa: E731
-    return Step(call, result, parts=problem.some)
+    return Call(call, result, parts=problem.some)
 
 
 @contenders.jax("direct sum")
-def direct(problem: OnlineConv) -> Step:
+def direct(problem: OnlineConv) -> Call:
     """Over all inputs for each output."""
     v, h = map(jnp.asarray, problem.arrays().values())
     length = problem.length

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from benchmarks.problem import OURS, Contenders, Problem, Step
+from benchmarks.problem import OURS, Call, Contenders, Problem
 from train.config import PRESETS
 from train.run import build_trainer
 
@@ -39,7 +39,7 @@ contenders = Contenders()
 
 
 @contenders.jax(OURS)
-def ours(problem: TrainingStep) -> Step:
+def ours(problem: TrainingStep) -> Call:
     """As `python -m train` makes it."""
     config = PRESETS[problem.preset]
     model = dataclasses.replace(config.model, vocab_size=VOCAB)
@@ -54,4 +54,4 @@ def ours(problem: TrainingStep) -> Step:
         state, loss = trainer.step(state, tokens)
         return jax.block_until_ready(loss)
 
-    return Step(call, lambda: {"y": np.asarray(call())})
+    return Call(call, lambda: {"y": np.asarray(call())})

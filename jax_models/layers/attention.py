@@ -25,7 +25,7 @@ class SelfAttentionState(NamedTuple):
     values: Float[Array, "batch max_length heads head_features"]
 
 
-class SelfAttentionBlock(SequenceLayer):
+class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
     """A transformer block.
 
         >>> layer = SelfAttentionBlock(64, num_heads=4, rngs=nnx.Rngs(0))

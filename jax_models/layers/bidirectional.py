@@ -1,24 +1,24 @@
 """Two whole stacks, one run on reversed time (seed 001's RNNBidirectional)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from jax_models.ops import document_ends
 from jax_models.ops.segments import mask_padding
-from jax_models.sequence import SequenceLayer, State
+from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested
 
 
 class BidirectionalState(NamedTuple):
     """The states of the two stacks."""
 
-    forward: State
-    backward: State
+    forward: Any
+    backward: Any
 
 
-class Bidirectional(SequenceLayer):
+class Bidirectional(SequenceLayer[BidirectionalState]):
     """`y = [forward(x), reverse(backward(reverse(x)))]`, joined along the features.
 
         >>> rngs = nnx.Rngs(0)

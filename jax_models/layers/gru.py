@@ -9,7 +9,7 @@ from jax_models.ops import GRUState, RecurrenceMethod
 from jax_models.options import Initializer
 
 
-class GRU(RecurrentStack):
+class GRU(RecurrentStack[GRUState]):
     """The gated recurrent unit network.
 
         >>> layer = GRU(64, 256, rngs=nnx.Rngs(0))

@@ -19,7 +19,7 @@ lecun_normal = nnx.initializers.lecun_normal()
 """How Flax's Linear draws its kernel."""
 
 
-class RGLRU(SequenceLayer):
+class RGLRU(SequenceLayer[RGLRUState]):
     """The real-gated linear recurrent unit.
 
         >>> layer = RGLRU(64, rngs=nnx.Rngs(0))
@@ -107,7 +107,7 @@ class RGLRU(SequenceLayer):
         return {"hawk": [same("a", "a"), *(row for g in gates for row in linear(g, g, bias=False))]}
 
 
-class CausalConv1D(SequenceLayer):
+class CausalConv1D(SequenceLayer[CausalConv1DState]):
     """A depthwise convolution that sees the current and the last kernel_size − 1 inputs.
 
         >>> layer = CausalConv1D(64, kernel_size=4, rngs=nnx.Rngs(0))
@@ -190,7 +190,7 @@ class HawkState(NamedTuple):
     rglru: RGLRUState
 
 
-class Hawk(SequenceLayer):
+class Hawk(SequenceLayer[HawkState]):
     """The recurrent block of Griffin.
 
         >>> layer = Hawk(64, rngs=nnx.Rngs(0))
@@ -319,7 +319,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
         return {"hawk": [row for p in projections for row in linear(p, p, bias=False)]}
 
 
-class HawkBlock(SequenceLayer):
+class HawkBlock(SequenceLayer[HawkState]):
     """The residual block of Griffin.
 
         >>> layer = HawkBlock(64, 192, rngs=nnx.Rngs(0))

@@ -39,7 +39,7 @@ class FilterTaps:
         return nnx.merge(self.graphdef, params)(length)[self.index]
 
 
-class HyenaOperator(SequenceLayer):
+class HyenaOperator(SequenceLayer[HyenaState]):
     """What the two blocks share: the projections, the long convolutions, and their state."""
 
     resettable = False

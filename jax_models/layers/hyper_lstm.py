@@ -14,7 +14,7 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, gates, nested
 
 
-class HyperLSTM(SequenceLayer):
+class HyperLSTM(SequenceLayer[HyperLSTMState]):
     """LSTMs whose products a smaller LSTM, the hyper network, scales anew at each step.
 
         >>> layer = HyperLSTM(64, 256, 32, 8, rngs=nnx.Rngs(0))

@@ -12,7 +12,7 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed
 
 
-class LayerNormLSTM(SequenceLayer):
+class LayerNormLSTM(SequenceLayer[LSTMState]):
     """The long short-term memory network with its gates and its cell normalised.
 
         >>> layer = LayerNormLSTM(64, 256, rngs=nnx.Rngs(0))

@@ -9,7 +9,7 @@ from jax_models.ops import LSTMMethod, LSTMState
 from jax_models.options import Initializer
 
 
-class LSTM(RecurrentStack):
+class LSTM(RecurrentStack[LSTMState]):
     """The long short-term memory network.
 
         >>> layer = LSTM(64, 256, rngs=nnx.Rngs(0))

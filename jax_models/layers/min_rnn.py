@@ -15,7 +15,7 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, gates
 
 
-class MinRNN(SequenceLayer):
+class MinRNN(SequenceLayer[MinRNNState]):
     """Layers of a minimal gated recurrence. Subclasses set `gate_names` and define `recurrence`."""
 
     gate_names: ClassVar[str]

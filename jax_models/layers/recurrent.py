@@ -13,8 +13,9 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import torch_uniform
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_size
+from jax_models.ops.recurrence import State
 from jax_models.options import Initializer
-from jax_models.sequence import SequenceLayer, State
+from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed
 
 
@@ -65,7 +66,7 @@ class Cell(nnx.Module):
         return {name: w.get_value() for name, w in weights.items() if w is not None}
 
 
-class RecurrentStack(SequenceLayer):
+class RecurrentStack(SequenceLayer[State]):
     """Layers of one gated recurrence, each running forward, or both ways with their outputs joined.
 
     The state's arrays are (num_layers · directions, batch, features), ordered as torch's: layer 0

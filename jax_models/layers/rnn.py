@@ -10,7 +10,7 @@ from jax_models.options import Initializer
 from jax_models.weights import Layouts, same, summed
 
 
-class RNN(RecurrentStack):
+class RNN(RecurrentStack[RNNState]):
     """The simple (Elman) recurrent network.
 
         >>> layer = RNN(64, 256, rngs=nnx.Rngs(0))

@@ -46,7 +46,7 @@ class RWKVTimeMixState(NamedTuple):
     wkv: WKVState
 
 
-class RWKVTimeMix(SequenceLayer):
+class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
     """RWKV-4's attention.
 
         >>> layer = RWKVTimeMix(64, rngs=nnx.Rngs(0))
@@ -165,7 +165,7 @@ class RWKVChannelMixState(NamedTuple):
     last: Float[Array, "batch features"]
 
 
-class RWKVChannelMix(SequenceLayer):
+class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
     """RWKV-4's feed-forward part.
 
         >>> layer = RWKVChannelMix(64, 256, rngs=nnx.Rngs(0))
@@ -253,7 +253,7 @@ class RWKVBlockState(NamedTuple):
     ffn: RWKVChannelMixState
 
 
-class RWKVBlock(SequenceLayer):
+class RWKVBlock(SequenceLayer[RWKVBlockState]):
     """A residual block of RWKV-4.
 
         >>> layer = RWKVBlock(64, rngs=nnx.Rngs(0))

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.checks import described
-from jax_models.sequence import SequenceLayer, State
+from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested
 
 Remat = Literal["none", "dots", "full"]
@@ -35,10 +35,10 @@ class PureLayer(NamedTuple):
         self,
         x: Float[Array, "batch time in"],
         arrays: nnx.State,
-        state: State,
+        state: Any,
         lengths: Int[Array, " batch"] | None,
         reset: Bool[Array, "batch time"] | None,
-    ) -> tuple[Float[Array, "batch time out"], State, nnx.State]:
+    ) -> tuple[Float[Array, "batch time out"], Any, nnx.State]:
         """y, the last state, and the variables that the layer assigned to."""
 
         def run(x, arrays, state):
@@ -52,7 +52,7 @@ class PureLayer(NamedTuple):
         return run(x, arrays, state)
 
 
-class Stack(SequenceLayer):
+class Stack(SequenceLayer[tuple[Any, ...]]):
     """Layers, each over the outputs of the one below.
 
         >>> rngs = nnx.Rngs(0)
@@ -109,11 +109,11 @@ class Stack(SequenceLayer):
         self.causal = all(layer.causal for layer in self.layers)
         self.resettable = all(layer.resettable for layer in self.layers)
 
-    def init_state(self, batch_size: int) -> State:
+    def init_state(self, batch_size: int) -> tuple[Any, ...]:
         """The layers' initial states."""
         return tuple(layer.init_state(batch_size) for layer in self.layers)
 
-    def start(self, batch_size: int) -> State:
+    def start(self, batch_size: int) -> tuple[Any, ...]:
         """What the layers start from."""
         return tuple(layer.start(batch_size) for layer in self.layers)
 
@@ -165,8 +165,8 @@ def check_fits(x: Float[Array, "batch time features"], layer: SequenceLayer) -> 
 
 
 def _one_by_one(
-    layers: Iterable[SequenceLayer], x: Array, states: State, lengths, reset
-) -> tuple[Array, State]:
+    layers: Iterable[SequenceLayer], x: Array, states: tuple[Any, ...], lengths, reset
+) -> tuple[Array, tuple[Any, ...]]:
     """Layers as they are: nothing is compiled or differentiated."""
     last_states = []
     for layer, state in zip(layers, states, strict=True):
@@ -194,10 +194,10 @@ def _unrolled(
     pure: PureLayer,
     x: Array,
     layers: Sequence[SequenceLayer],
-    states: Sequence[State],
+    states: Sequence[Any],
     lengths: Array | None,
     reset: Array | None,
-) -> tuple[Array, list[State]]:
+) -> tuple[Array, list[Any]]:
     """Layers of one structure, traced once."""
     last_states = []
     for layer, state in zip(layers, states, strict=True):
@@ -211,10 +211,10 @@ def _scanned(
     pure: PureLayer,
     x: Array,
     layers: Sequence[SequenceLayer],
-    states: Sequence[State],
+    states: Sequence[Any],
     lengths: Array | None,
     reset: Array | None,
-) -> tuple[Array, list[State]]:
+) -> tuple[Array, list[Any]]:
     """Layers of one structure, compiled once."""
     inputs = [(nnx.state(layer), state) for layer, state in zip(layers, states, strict=True)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
@@ -231,7 +231,7 @@ def _is_traced(tree: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def _structure(layer: SequenceLayer, state: State) -> Any:
+def _structure(layer: SequenceLayer, state: Any) -> Any:
     """What layers have in common where one program serves them all."""
     graphdef, arrays = nnx.split(layer)
     leaves, treedef = jax.tree.flatten((arrays, state))

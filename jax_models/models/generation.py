@@ -18,7 +18,7 @@ from jax_models.models.language_model import LanguageModel, LanguageModelState, 
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_size, described
 
-Arrays = list[Array]
+Leaves = list[Array]
 AnyKey = Key[Array, ""] | UInt32[Array, "words"]
 Prompt = Int[Array, "batch time"] | Int[np.ndarray, "batch time"]
 Token = Int[Array, " batch"]
@@ -171,7 +171,7 @@ def _calls(
     if not isinstance(model, LanguageModel):
         raise TypeError(f"model: expected a LanguageModel, got {described(model)}")
     vocab_size = model.config.vocab_size
-    limit = model.config.context_length or sys.maxsize
+    limit = model.context_length or sys.maxsize
     prompt = _checked_prompt(prompt, vocab_size)[:, -limit:]
     num_tokens = checked_size("num_tokens", num_tokens)
     top_k = vocab_size if top_k is None else checked_size("top_k", top_k)
@@ -268,7 +268,7 @@ class Decoder:
     @partial(jax.jit, static_argnums=0)
     def first(
         self,
-        arrays: Arrays,
+        arrays: Leaves,
         prompt: Prompt,
         length: Index,
         key: Key[Array, ""],
@@ -284,7 +284,7 @@ class Decoder:
     @partial(jax.jit, static_argnums=0, donate_argnums=2)
     def steps(
         self,
-        arrays: Arrays,
+        arrays: Leaves,
         carry: tuple[Token, LanguageModelState],
         key: Key[Array, ""],
         options: Options,
@@ -306,7 +306,7 @@ class Decoder:
     @partial(jax.jit, static_argnums=0, donate_argnums=2)
     def slides(
         self,
-        arrays: Arrays,
+        arrays: Leaves,
         window: Window,
         key: Key[Array, ""],
         options: Options,
@@ -324,7 +324,7 @@ class Decoder:
 
     def calls(
         self,
-        arrays: Arrays,
+        arrays: Leaves,
         prompt: Prompt,
         num_tokens: int,
         key: Key[Array, ""],
@@ -369,7 +369,7 @@ class Decoder:
         numpy = jnp if isinstance(prompt, Tracer) else np
         return numpy.pad(prompt, ((0, 0), (0, size - length)))
 
-    def _model(self, arrays: Arrays) -> LanguageModel:
+    def _model(self, arrays: Leaves) -> LanguageModel:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.structure, arrays))
 
 

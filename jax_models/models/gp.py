@@ -26,7 +26,7 @@ class GPModelConfig(StackConfig):
 
     vocab_size: int = 65
     """Number of distinct tokens."""
-    context_length: int = 128  # pyright: ignore[reportIncompatibleMethodOverride]
+    context_length: int = 128
     """Positions that the model knows."""
     features: int = 386
     """Width of the model."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Required, TypedDict, Unpack
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax_models.ops.segments import at_end, mask_padding, positions_after
 from jax_models.options import CheckedFields, CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     SequenceLayer,
-    State,
     checked_lengths,
     checked_reset,
     checked_state,
@@ -40,11 +39,6 @@ class LanguageModelConfig(CheckedFields):
 
     vocab_size: int
     """Number of distinct tokens."""
-
-    @property
-    def context_length(self) -> int | None:
-        """Positions that the model knows. None: it has no positions, and no limit."""
-        return None
 
     def build(self, **options: Unpack[BuildOptions]) -> "LanguageModel":
         """The model of this config."""
@@ -69,7 +63,7 @@ class StackConfig(LanguageModelConfig):
 class LanguageModelState(NamedTuple):
     """What a language model carries: its layers' state, and each row's position."""
 
-    layers: State
+    layers: Any
     position: Int[Array, " batch"]
 
 
@@ -94,6 +88,11 @@ class LanguageModel(CheckedOptions, nnx.Module):
     layers: SequenceLayer
     norm: Callable[[Array], Array]
     head: Callable[[Array], Array]
+
+    @property
+    def context_length(self) -> int | None:
+        """How many positions the model knows. None: it has no positions, and no limit."""
+        return None if self.pos_embedding is None else self.pos_embedding.num_embeddings
 
     def torch_layouts(self) -> Layouts:
         """A subclass's weight tables, by layout name."""
@@ -133,7 +132,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
         batch_size, time = tokens.shape
-        limit = self.config.context_length
+        limit = self.context_length
         if limit is not None and time > limit and reset is None:
             raise ValueError(f"tokens: expected at most context_length={limit} steps, got {time}")
         ends, outside = checked_lengths(lengths, (batch_size,), time)

@@ -26,7 +26,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
 
     vocab_size: int = 20
     """Number of distinct tokens."""
-    context_length: int | None = 8  # pyright: ignore[reportIncompatibleMethodOverride]
+    context_length: int | None = 8
     """Positions that the model knows. None: it has no positions, and no limit."""
     embedding_features: int = 10
     """Size of the token and position embeddings."""

@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-Arrays = tuple[np.ndarray, ...]
-
 
 class Weight(NamedTuple):
     """A row of a table.
@@ -24,8 +22,8 @@ class Weight(NamedTuple):
 
     params: tuple[str, ...]
     keys: tuple[str, ...]
-    to_jax: Callable[..., Arrays]
-    to_torch: Callable[..., Arrays]
+    to_jax: Callable[..., tuple[np.ndarray, ...]]
+    to_torch: Callable[..., tuple[np.ndarray, ...]]
 
 
 Table = list[Weight]
@@ -86,7 +84,7 @@ def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
 def tied(param: str, keys: tuple[str, str]) -> Weight:
     """Both keys' arrays are the parameter; import refuses two that differ."""
 
-    def one(a: np.ndarray, b: np.ndarray) -> Arrays:
+    def one(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, ...]:
         if a.tobytes() != b.tobytes():
             raise ValueError("two different arrays, where the model has one for both")
         return (a,)

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax_models.weights.bounds import bounds
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import Fault, elsewhere, joined, lines
-from jax_models.weights.tables import Arrays, HasLayouts, Layouts, Table, Weight
+from jax_models.weights.tables import HasLayouts, Layouts, Table, Weight
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 
@@ -187,7 +187,7 @@ def _check_rows(name: str, table: Table, layer: Any) -> None:
         raise ValueError(f"layout {name!r}: {'; '.join(lines(faults))}")
 
 
-def _transformed(row: Weight, transform: str, arrays: list[np.ndarray]) -> Arrays:
+def _transformed(row: Weight, transform: str, arrays: list[np.ndarray]) -> tuple[np.ndarray, ...]:
     """Apply a row's transform, and refuse a result that has not one array for each name."""
     names = row.params if transform == "to_jax" else row.keys
     try:

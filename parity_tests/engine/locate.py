@@ -87,7 +87,7 @@ class Location:
         return "\n".join([*lines, f"first to depart: {culprit or 'the module itself'}"])
 
 
-Arrays = dict[str, list[list[np.ndarray]]]
+Calls = dict[str, list[list[np.ndarray]]]
 """By submodule: the arrays of each of its calls."""
 
 
@@ -95,8 +95,8 @@ Arrays = dict[str, list[list[np.ndarray]]]
 class Trace:
     """What went into the submodules and came out of them, in the order in which they finished."""
 
-    inputs: Arrays = dataclasses.field(default_factory=dict)
-    outputs: Arrays = dataclasses.field(default_factory=dict)
+    inputs: Calls = dataclasses.field(default_factory=dict)
+    outputs: Calls = dataclasses.field(default_factory=dict)
 
 
 def floating(values: Any) -> list[np.ndarray]:

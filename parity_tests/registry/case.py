@@ -147,7 +147,7 @@ class Case:
         """Steps that the JAX layer can take; None: any number."""
         layer = self.abstract()
         if isinstance(layer, LanguageModel):
-            return layer.config.context_length
+            return layer.context_length
         return getattr(layer, "max_length", None)
 
     @property

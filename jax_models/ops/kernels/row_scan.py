@@ -18,14 +18,14 @@ Rows = Sequence[Float[Array, "batch features"]]
 Sequences = Sequence[Float[Array, "batch time features"]]
 
 
-class Step(Protocol):
+class RowStep(Protocol):
     """One step of every row: the state after it, and the outputs."""
 
     def __call__(self, state: Rows, *xs: Array) -> tuple[Rows, Rows]: ...
 
 
 def row_scan(
-    step: Step,
+    step: RowStep,
     start: Rows,
     xs: Sequences,
     *,
