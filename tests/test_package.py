@@ -164,7 +164,10 @@ try:
 except SystemExit as stop:
     print(stop)
 """
-    needed = f"twinscan: error: tyro is not installed: pip install 'twinscan[{extra}]'\n"
+    needed = (
+        f"twinscan: error: tyro is not installed: run pip install '.[{extra}]' in a clone of "
+        "twinscan\n"
+    )
     assert run(BLOCKED + code) == needed
 
 

@@ -48,7 +48,10 @@ def main() -> None:
         run_command(dispatch, args, "twinscan")
     except ModuleNotFoundError as error:
         extra = "torch" if args[0] == "parity" else "train"
-        sys.exit(f"twinscan: error: {error.name} is not installed: pip install 'twinscan[{extra}]'")
+        sys.exit(
+            f"twinscan: error: {error.name} is not installed: "
+            f"run pip install '.[{extra}]' in a clone of twinscan"
+        )
 
 
 if __name__ == "__main__":
