@@ -3,6 +3,7 @@
 from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
+from jax_models.ops.delta_rule import DeltaRuleMethod, delta_rule
 from jax_models.ops.gelu import gelu
 from jax_models.ops.gru import GRUState, gru
 from jax_models.ops.hyper_lstm import HyperLSTMState, hyper_lstm
@@ -28,6 +29,7 @@ from jax_models.ops.wkv import WKVMethod, empty_wkv_state, wkv
 
 __all__ = [
     "CausalConv1DState",
+    "DeltaRuleMethod",
     "GRUState",
     "HyperLSTMState",
     "LSTMMethod",
@@ -55,6 +57,7 @@ __all__ = [
     "cudnn_refusal",
     "decay",
     "delayed",
+    "delta_rule",
     "document_ends",
     "empty_long_conv_state",
     "empty_wkv_state",
