@@ -20,7 +20,7 @@ DeltaRuleMethod = Literal["auto", "chunked", "sequential"]
 
 CHUNK = 16
 """Steps that are computed as products of matrices. Of 64 float32 loses more than torch's loop."""
-SEGMENT = 256
+SEGMENT = 128
 """Steps of which the backward pass keeps the first state, and computes the rest again."""
 GONE = -1e5
 """A log decay whose exponential is zero in every dtype. A smaller one counts as this."""
@@ -81,7 +81,7 @@ def delta_rule(
         method: "sequential", a `lax.scan` over the steps; "chunked", 16 steps as products of
             matrices (Yang et al. 2024, arXiv 2406.06484); "auto", sequential where there is little
             to do at once. All compute in at least float32, and with the highest precision on a TPU.
-            The backward pass keeps a state every 256 steps.
+            The backward pass keeps a state every 128 steps.
 
     Returns:
         All y (those beyond `lengths` carry no meaning) and the last S, in at least float32.
@@ -270,60 +270,57 @@ def _chunks(u, split: Split, state: Array, given: tuple[Steps, Array | None]):
     where, unless there is a bonus, r reads after its step: r ⊙ w stands for it.
     """
     (r, log_w, k, v, a, b), restart = given
-    readers = [r * jnp.exp(log_w) if u is None else r]
-    readers = jnp.stack(readers if a is None else [a, *readers], axis=-3)
-    writers = jnp.stack([k] if b is None else [b, k], axis=-3)
-    own = jnp.sum((r if u is None else r * u[:, None])[..., None, :, :] * writers, axis=-1)
+    then = r * jnp.exp(log_w) if u is None else r
+    readers, writers = (then, k) if a is None else (_rows(a, then), _rows(b, k))
+    parts = 1 if a is None else 2
+    own = jnp.sum(_rows(*[r if u is None else r * u[:, None]] * parts) * writers, axis=-1)
 
     before, behind = _sums(BEFORE, log_w), _sums(BEHIND, log_w)
     fade = jnp.exp((before + log_w)[..., -1, :])
-    readers_of_start = readers * jnp.exp(before)[..., None, :, :]
-    writers_to_end = writers * jnp.exp(behind)[..., None, :, :]
-    scores = _scores(split, log_w, readers, writers)
+    readers_of_start = readers * jnp.exp(_rows(*[before] * parts))
+    writers_to_end = writers * jnp.exp(_rows(*[behind] * parts))
+    scores = jnp.zeros((), v.dtype)
+    for rows, columns, pairs in zip(*split, strict=True):
+        rows, columns = (_rows(*[_sums(which, log_w)] * parts) for which in (rows, columns))
+        product = _product(readers * jnp.exp(rows), (writers * jnp.exp(columns)).mT)
+        scores += jnp.where(np.tile(pairs, (parts, parts)), product, 0)
     if restart is not None:
-        document = jnp.cumsum(restart, axis=-1)[:, :, None, None]
-        same = document[..., :, None, None] == document[..., None, None, :]
-        scores = jnp.where(same, scores, 0)
+        document = jnp.tile(jnp.cumsum(restart, axis=-1), parts)[:, :, None]
         of_start, to_end = document == 0, document == document[..., -1:]
+        scores = jnp.where(document[..., :, None] == document[..., None, :], scores, 0)
         readers_of_start = jnp.where(of_start[..., None], readers_of_start, 0)
         writers_to_end = jnp.where(to_end[..., None], writers_to_end, 0)
-        fade = jnp.where(of_start[..., -1], fade, 0)
-    of_r = jnp.where(SELF[:, None], own[..., None, :, :], scores[..., -1, :, :, :])
+        fade = jnp.where(of_start[..., -1:], fade, 0)
+    of_r = jnp.where(np.tile(SELF, parts), own[..., None, :], scores[..., -CHUNK:, :])
 
     corrections = None
     if a is not None:
-        of_b, of_k = jnp.moveaxis(scores[..., 0, :, :, :], -2, 0)
-        known = jnp.concatenate([readers_of_start[..., 0, :, :], _product(of_k, v)], axis=-1)
-        solved = lax.linalg.triangular_solve(
-            -of_b, known, left_side=True, lower=True, unit_diagonal=True
-        )
-        corrections = jnp.split(solved, [k.shape[-1]], axis=-1)
+        of_b, of_k = jnp.split(scores[..., :CHUNK, :], 2, axis=-1)
+        known = jnp.concatenate([readers_of_start[..., :CHUNK, :], _product(of_k, v)], axis=-1)
+        corrections = jnp.split(_product(_inverse(of_b), known), [k.shape[-1]], axis=-1)
 
     def chunk(state, x):
         fade, writers, v, corrections = x
         if corrections is not None:
             of_start, of_values = corrections
-            v = jnp.concatenate([_product(of_start, state.mT) + of_values, v], axis=-2)
-        return state * fade[..., None, :] + _product(v.mT, _merged(writers)), (state, v)
+            v = _rows(_product(of_start, state.mT) + of_values, v)
+        return state * fade[..., None, :] + _product(v.mT, writers), (state, v)
 
     last, (start, values) = lax.scan(chunk, state, (fade, writers_to_end, v, corrections))
-    y = _product(readers_of_start[..., -1, :, :], start.mT) + _product(
-        of_r.reshape(*of_r.shape[:-2], -1), values
-    )
+    y = _product(readers_of_start[..., -CHUNK:, :], start.mT) + _product(of_r, values)
     return last, y
 
 
-def _scores(split: Split, log_w: Array, readers: Array, writers: Array) -> Array:
-    """Σ readers_t e^(log decay from i to t) writers_i, (…, reader, t, writer, i), 0 for i ≥ t."""
-    rows, columns = (jnp.exp(_sums(m[:, None, None, None], log_w)) for m in split[:2])
-    scores = jnp.einsum(
-        "l...rtd,l...wid->l...rtwi",
-        readers * rows[..., None, :, :],
-        writers * columns[..., None, :, :],
-        precision=lax.Precision.HIGHEST,
-    )
-    pairs = split.pairs.reshape(-1, *[1] * (readers.ndim - 2), CHUNK, 1, CHUNK)
-    return jnp.where(pairs, scores, 0).sum(axis=0)
+def _inverse(scores: Array) -> Array:
+    """(I − scores)⁻¹ of scores that are 0 for i ≥ t: of pairs of blocks, from those of the blocks.
+
+    The powers of the scores, whose sum it is, may be much larger than it.
+    """
+    inverse = jnp.broadcast_to(jnp.asarray(SELF, scores.dtype), scores.shape)
+    for pairs in _by_blocks().pairs:
+        between = jnp.where(pairs, scores, 0)
+        inverse += _product(_product(inverse, between), inverse)
+    return inverse
 
 
 def _sums(which: np.ndarray, x: Array) -> Array:
@@ -331,9 +328,9 @@ def _sums(which: np.ndarray, x: Array) -> Array:
     return _product(jnp.asarray(which, x.dtype), x)
 
 
+def _rows(*parts: Array) -> Array:
+    return jnp.concatenate(parts, axis=-2)
+
+
 _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-
-
-def _merged(x: Array) -> Array:
-    """All parts' steps along one axis."""
-    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+"""Of matrices; XLA's CPU backend fails on products of arrays of more than eight axes."""
