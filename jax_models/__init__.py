@@ -26,7 +26,7 @@ from jax_models.layers.hyper_lstm import HyperLSTM, HyperLSTMState
 from jax_models.layers.layer_norm_lstm import LayerNormLSTM
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.layers.min_rnn import MinGRU, MinLSTM, MinRNNState
-from jax_models.layers.norm import LayerNorm, RMSNorm
+from jax_models.layers.norm import GroupNorm, LayerNorm, RMSNorm
 from jax_models.layers.rnn import RNN, RNNState
 from jax_models.layers.rwkv import (
     RWKVBlock,
@@ -37,13 +37,28 @@ from jax_models.layers.rwkv import (
     RWKVTimeMixState,
     WKVState,
 )
+from jax_models.layers.rwkv6 import (
+    RWKV6Block,
+    RWKV6ChannelMix,
+    RWKV6TimeMix,
+    RWKV6TimeMixState,
+)
+from jax_models.layers.rwkv7 import (
+    RWKV7Block,
+    RWKV7ChannelMix,
+    RWKV7TimeMix,
+    RWKV7TimeMixState,
+)
 from jax_models.layers.stack import Stack
 from jax_models.models.generation import generate, stream
 from jax_models.models.gp import GPModel, GPModelConfig
 from jax_models.models.hawk import HawkLanguageModel, HawkLanguageModelConfig
 from jax_models.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
+from jax_models.models.pretrained import rwkv_from_torch
 from jax_models.models.rnn import RNNLanguageModel, RNNLanguageModelConfig
 from jax_models.models.rwkv import RWKVLanguageModel, RWKVLanguageModelConfig
+from jax_models.models.rwkv6 import RWKV6LanguageModel, RWKV6LanguageModelConfig
+from jax_models.models.rwkv7 import RWKV7LanguageModel, RWKV7LanguageModelConfig
 from jax_models.sequence import SequenceLayer, state_batch_axes
 from jax_models.weights.bounds import project
 from jax_models.weights.constant import Constant
@@ -68,6 +83,7 @@ __all__ = [
     "GPModelConfig",
     "GRUState",
     "GatedMLP",
+    "GroupNorm",
     "Hawk",
     "HawkBlock",
     "HawkLanguageModel",
@@ -93,6 +109,18 @@ __all__ = [
     "RNNLanguageModel",
     "RNNLanguageModelConfig",
     "RNNState",
+    "RWKV6Block",
+    "RWKV6ChannelMix",
+    "RWKV6LanguageModel",
+    "RWKV6LanguageModelConfig",
+    "RWKV6TimeMix",
+    "RWKV6TimeMixState",
+    "RWKV7Block",
+    "RWKV7ChannelMix",
+    "RWKV7LanguageModel",
+    "RWKV7LanguageModelConfig",
+    "RWKV7TimeMix",
+    "RWKV7TimeMixState",
     "RWKVBlock",
     "RWKVBlockState",
     "RWKVChannelMix",
@@ -110,6 +138,7 @@ __all__ = [
     "generate",
     "project",
     "read_pth",
+    "rwkv_from_torch",
     "state_batch_axes",
     "stream",
     "to_torch",

@@ -19,11 +19,15 @@ from torch_ref.layers.lstm import LSTMProj, LSTMScratch
 from torch_ref.layers.min_rnn import MinGRU, MinLSTM
 from torch_ref.layers.rnn import RNN, RNNDeep, RNNScratch
 from torch_ref.layers.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
+from torch_ref.layers.rwkv6 import RWKV6Block, RWKV6ChannelMix, RWKV6TimeMix
+from torch_ref.layers.rwkv7 import RWKV7Block, RWKV7ChannelMix, RWKV7TimeMix
 from torch_ref.models.generation import generate
 from torch_ref.models.gp import GPModel
 from torch_ref.models.hawk import HawkLanguageModel
 from torch_ref.models.rnn import RNNLanguageModel
 from torch_ref.models.rwkv import RWKVLanguageModel
+from torch_ref.models.rwkv6 import RWKV6LanguageModel
+from torch_ref.models.rwkv7 import RWKV7LanguageModel
 
 __all__ = [
     "RGLRU",
@@ -54,6 +58,14 @@ __all__ = [
     "RNNDeep",
     "RNNLanguageModel",
     "RNNScratch",
+    "RWKV6Block",
+    "RWKV6ChannelMix",
+    "RWKV6LanguageModel",
+    "RWKV6TimeMix",
+    "RWKV7Block",
+    "RWKV7ChannelMix",
+    "RWKV7LanguageModel",
+    "RWKV7TimeMix",
     "RWKVBlock",
     "RWKVChannelMix",
     "RWKVLanguageModel",

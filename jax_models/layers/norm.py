@@ -41,6 +41,43 @@ class LayerNorm(nnx.LayerNorm):
             return super().__call__(x, **kwargs)
 
 
+class GroupNorm(nnx.GroupNorm):
+    """`(x − mean) / √(var + ε) · scale + bias` over each group of the features of a row.
+
+        >>> norm = GroupNorm(64, num_groups=4, rngs=nnx.Rngs(0))
+        >>> y = norm(jnp.ones((8, 64)))
+
+    x is (rows, features). It computes in at least float32, and works under
+    `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
+    """
+
+    @checked_options
+    def __init__(
+        self,
+        features: int,
+        *,
+        num_groups: int,
+        epsilon: float = 1e-5,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            features,
+            num_groups=num_groups,
+            epsilon=epsilon,
+            use_fast_variance=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(self, x, *, mask=None):
+        """Normalise each row of x."""
+        with jax.numpy_dtype_promotion("standard"):
+            return super().__call__(x, mask=mask)
+
+
 class RMSNorm(nnx.RMSNorm):
     """`x / √(mean(x²) + 1e-6) · scale` over the features, in at least float32.
 

@@ -1,8 +1,8 @@
-"""RWKV-4 (seed 001; arXiv 2305.13048), under BlinkDL's names."""
+"""RWKV-4 (seed 001; arXiv 2305.13048), under BlinkDL's names, and what all RWKVs share."""
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models import ops
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
+from jax_models.layers.rwkv_version import foreign_to
 from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
 from jax_models.options import FloatingDtype, Index, Initializer
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same
-
-MARKS = {
-    "RWKV-7": ("r_k", "k_k", "x_r"),
-    "RWKV-6": ("time_maa_x", "time_maa_w1", "time_decay_w1"),
-    "RWKV-5": ("ln_x.weight", "time_faaaa", "gate.weight"),
-}
-"""Ends of keys that an RWKV has from this version on, the newest first."""
-
-
-def other_version(keys: Iterable[object]) -> str | None:
-    """What to say of the keys of an RWKV that is not RWKV-4; None of all others."""
-    for version, marks in MARKS.items():
-        for key in map(str, keys):
-            if any(f".{key}".endswith(f".{mark}") for mark in marks):
-                return f"a checkpoint of {version} (it has {key}), this model is RWKV-4"
-    return None
-
+from jax_models.weights import Layouts, layer_norm, linear, nested, same, squeezed
 
 LARGEST_DECAY = 80.0
 """The largest time_decay. Beyond it nothing of the past remains, and w would overflow."""
@@ -96,7 +80,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.method: ops.WKVMethod = method
-        depth, height = _depth_and_height(layer_index, num_layers)
+        depth, height = depth_and_height(layer_index, num_layers)
         channel = np.arange(features)
         width = channel / max(features - 1, 1)
         mix = (channel / features) ** height
@@ -117,7 +101,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         self.receptance = Linear(features, features, kernel_init=small, **options)
         self.output = Linear(features, features, kernel_init=small, **options)
 
-    foreign_format = staticmethod(other_version)
+    foreign_format = staticmethod(foreign_to("RWKV-4"))
 
     def init_state(self, batch_size: int) -> RWKVTimeMixState:
         """No last input and empty sums, in at least float32."""
@@ -153,7 +137,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         return {
             "blinkdl": [
                 *(same(name, name) for name in vectors),
-                *(mix(name) for name in mixes),
+                *(squeezed(name, name, (0, 1)) for name in mixes),
                 *(row for name in matrices for row in linear(name, name, bias=False)),
             ]
         }
@@ -209,7 +193,7 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.hidden_features = hidden_features
-        _, height = _depth_and_height(layer_index, num_layers)
+        _, height = depth_and_height(layer_index, num_layers)
         start = jnp.asarray((np.arange(features) / features) ** height, param_dtype)
         self.time_mix_k = nnx.Param(start)
         self.time_mix_r = nnx.Param(start)
@@ -239,21 +223,92 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
         matrices = ("key", "receptance", "value")
         return {
             "blinkdl": [
-                mix("time_mix_k"),
-                mix("time_mix_r"),
+                *(squeezed(name, name, (0, 1)) for name in ("time_mix_k", "time_mix_r")),
                 *(row for name in matrices for row in linear(name, name, bias=False)),
             ]
         }
 
 
-class RWKVBlockState(NamedTuple):
+Att = TypeVar("Att")
+
+
+class RWKVBlockState(NamedTuple, Generic[Att]):
     """What a block carries."""
 
-    att: RWKVTimeMixState
+    att: Att
     ffn: RWKVChannelMixState
 
 
-class RWKVBlock(SequenceLayer[RWKVBlockState]):
+PARTS = {
+    "blinkdl": ("ln0", "ln1", "ln2", "att", "ffn"),
+    "fla": ("pre_norm", "attn_norm", "ffn_norm", "attn", "ffn"),
+    "hf": ("pre_ln", "ln1", "ln2", "attention", "feed_forward"),
+}
+"""What the layouts call `ln0`, `ln1`, `ln2`, `att` and `ffn`."""
+
+
+class ResidualMixes(SequenceLayer[RWKVBlockState[Att]]):
+    """What the blocks of all RWKVs are: a time mix and a channel mix, each added to its input.
+
+        x ← ln0(x)              in the lowest layer only
+        x ← x + att(ln1(x))
+        x ← x + ffn(ln2(x))
+
+    A subclass makes `att` and `ffn`.
+    """
+
+    att: SequenceLayer[Att]
+    ffn: SequenceLayer[RWKVChannelMixState]
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        layer_index: Index,
+        in_features: int | None = None,
+        time_major: bool,
+        dtype: FloatingDtype | None,
+        param_dtype: FloatingDtype,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_features or features, time_major=time_major, dtype=dtype, param_dtype=param_dtype
+        )
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.ln0 = LayerNorm(features, **options) if layer_index == 0 else None
+        self.ln1 = LayerNorm(features, **options)
+        self.ln2 = LayerNorm(features, **options)
+
+    def init_state(self, batch_size: int) -> RWKVBlockState[Att]:
+        """The initial states of the two parts."""
+        return RWKVBlockState(self.att.init_state(batch_size), self.ffn.init_state(batch_size))
+
+    def sequence(self, x, state, lengths, reset):
+        """The time mix, then the channel mix, each after a norm and added to its input."""
+        x = x.astype(self.computation_dtype(x))
+        if self.ln0 is not None:
+            x = self.ln0(x)
+        y, att = self.att.sequence(self.ln1(x), state.att, lengths, reset)
+        x = x + y
+        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, lengths, reset)
+        return x + y, RWKVBlockState(att, ffn)
+
+    def torch_layouts(self) -> Layouts:
+        """The layouts that both parts have: the keys of a block."""
+        att, ffn = self.att.torch_layouts(), self.ffn.torch_layouts()
+        norms = ("ln1", "ln2") if self.ln0 is None else ("ln0", "ln1", "ln2")
+        layouts = {}
+        for layout in (layout for layout in PARTS if layout in att and layout in ffn):
+            names = dict(zip(PARTS["blinkdl"], PARTS[layout], strict=True))
+            layouts[layout] = [
+                *(row for norm in norms for row in layer_norm(norm, names[norm])),
+                *nested(att[layout], "att", names["att"]),
+                *nested(ffn[layout], "ffn", names["ffn"]),
+            ]
+        return layouts
+
+
+class RWKVBlock(ResidualMixes[RWKVTimeMixState]):
     """A residual block of RWKV-4.
 
         >>> layer = RWKVBlock(64, rngs=nnx.Rngs(0))
@@ -296,48 +351,18 @@ class RWKVBlock(SequenceLayer[RWKVBlockState]):
         kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        if hidden_features is None:
-            hidden_features = 4 * features
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        mix_options = {
+        shared: dict[str, Any] = {
             "layer_index": layer_index,
-            "num_layers": num_layers,
-            "kernel_init": kernel_init,
-            **options,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
         }
-        self.ln0 = LayerNorm(features, **options) if layer_index == 0 else None
-        self.ln1 = LayerNorm(features, **options)
-        self.att = RWKVTimeMix(features, **mix_options)
-        self.ln2 = LayerNorm(features, **options)
-        self.ffn = RWKVChannelMix(features, hidden_features, **mix_options)
+        super().__init__(features, time_major=time_major, **shared)
+        shared |= {"num_layers": num_layers, "kernel_init": kernel_init}
+        self.att = RWKVTimeMix(features, **shared)
+        self.ffn = RWKVChannelMix(features, hidden_features or 4 * features, **shared)
 
-    foreign_format = staticmethod(other_version)
-
-    def init_state(self, batch_size: int) -> RWKVBlockState:
-        """The initial states of the two parts."""
-        return RWKVBlockState(self.att.init_state(batch_size), self.ffn.init_state(batch_size))
-
-    def sequence(self, x, state, lengths, reset):
-        """The time mix, then the channel mix, each after a norm and added to its input."""
-        x = x.astype(self.computation_dtype(x))
-        if self.ln0 is not None:
-            x = self.ln0(x)
-        y, att = self.att.sequence(self.ln1(x), state.att, lengths, reset)
-        x = x + y
-        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, lengths, reset)
-        return x + y, RWKVBlockState(att, ffn)
-
-    def torch_layouts(self) -> Layouts:
-        """`blinkdl`: the keys of a block."""
-        norms = ("ln1", "ln2") if self.ln0 is None else ("ln0", "ln1", "ln2")
-        return {
-            "blinkdl": [
-                *(row for norm in norms for row in layer_norm(norm, norm)),
-                *nested(self.att.torch_layouts()["blinkdl"], "att", "att"),
-                *nested(self.ffn.torch_layouts()["blinkdl"], "ffn", "ffn"),
-            ]
-        }
+    foreign_format = staticmethod(foreign_to("RWKV-4"))
 
 
 def token_shift(
@@ -353,15 +378,46 @@ def token_shift(
     return previous, state.inputs[..., 0]
 
 
+def toward(
+    x: Float[Array, "batch time features"],
+    previous: Float[Array, "batch time features"],
+    mu: nnx.Param,
+    by_data: Float[Array, "batch time features"] | None = None,
+) -> Float[Array, "batch time features"]:
+    """`x_t + μ ⊙ (x_{t−1} − x_t)`, as from RWKV-6 on; `by_data` is added to μ."""
+    weight = jnp.broadcast_to(mu[...].astype(x.dtype), x.shape)
+    return x + (previous - x) * (weight if by_data is None else weight + by_data.astype(x.dtype))
+
+
+def low_rank(
+    x: Float[Array, "batch time features"],
+    down: nnx.Variable,
+    up: nnx.Variable,
+    nonlinearity: Callable[[Array], Array] = lambda y: y,
+) -> Float[Array, "batch time features"]:
+    """`nonlinearity(x W₁) W₂`, in at least float32."""
+    hidden = nonlinearity(ops.affine(x, down[...].astype(x.dtype)))
+    return ops.affine(hidden, up[...].astype(x.dtype))
+
+
+def heads_of(
+    x: Float[Array, "batch time features"], head_size: int
+) -> Float[Array, "batch time heads head"]:
+    """The features by head."""
+    return x.reshape(*x.shape[:-1], -1, head_size)
+
+
+def checked_heads(features: int, head_size: int) -> int:
+    """How many heads of this size the features have."""
+    if features % head_size:
+        raise ValueError(f"head_size: expected a divisor of features={features}, got {head_size}")
+    return features // head_size
+
+
 def mixed(mu: nnx.Param, x, previous) -> Float[Array, "batch time features"]:
     """`μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}`."""
     weight = jnp.broadcast_to(mu[...].astype(x.dtype), x.shape)
     return x * weight + previous * (1 - weight)
-
-
-def mix(name: str) -> Weight:
-    """BlinkDL's μ are (1, 1, features)."""
-    return Weight((name,), (name,), lambda a: (a[0, 0],), lambda a: (a[None, None],))
 
 
 def orthogonal(
@@ -372,7 +428,7 @@ def orthogonal(
     return nnx.initializers.orthogonal(gain)(key, shape, carry_dtype(dtype)).astype(dtype)
 
 
-def _depth_and_height(layer_index: int, num_layers: int) -> tuple[float, float]:
+def depth_and_height(layer_index: int, num_layers: int) -> tuple[float, float]:
     """How far up a layer is, 0 (lowest) to 1 (highest), and what remains, 1 to almost 0."""
     if not 0 <= layer_index < num_layers:
         raise ValueError(

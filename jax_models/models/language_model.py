@@ -105,6 +105,10 @@ class LanguageModel(CheckedOptions, nnx.Module):
         x = self.embedding(tokens)
         return x if self.pos_embedding is None else x + self.pos_embedding(positions)
 
+    def read_out(self, x: Float[Array, "batch time out"]) -> Float[Array, "batch time features"]:
+        """What of the layers' output the norm and the head read: all of it."""
+        return x
+
     def init_state(self, batch_size: int) -> LanguageModelState:
         """The state before the first token."""
         return LanguageModelState(
@@ -145,7 +149,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
 
         positions = positions_after(before, time, reset)
         x, layers = self.layers(self.embed(tokens, positions), start, lengths=lengths, reset=reset)
-        logits = mask_padding(self.head(self.norm(x)), ends)
+        logits = mask_padding(self.head(self.norm(self.read_out(x))), ends)
         if outside is not None:
             logits = nan_rows(outside, logits, 0)
         return logits, LanguageModelState(layers, at_end(before, positions + 1, ends))

@@ -1,25 +1,156 @@
-"""The RWKV-4 language model."""
+"""The RWKV-4 language model, and what all of RWKV's have in common."""
 
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
-from jax_models.layers.rwkv import RWKVBlock, orthogonal, other_version
+from jax_models.layers.rwkv import RWKVBlock, orthogonal
+from jax_models.layers.rwkv_version import foreign_to
 from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
-from jax_models.options import FloatingDtype
+from jax_models.options import FloatingDtype, Initializer
+from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, embedding, layer_norm, linear, nested
-from jax_models.weights.keys import elsewhere
+from jax_models.weights.keys import elsewhere, joined
+
+PARTS = {
+    "blinkdl": ("emb", "blocks", "ln_out", "head"),
+    "fla": ("model.embeddings", "model.layers", "model.norm", "lm_head"),
+    "hf": ("rwkv.embeddings", "rwkv.blocks", "rwkv.ln_out", "head"),
+}
+"""What the layouts call the embedding, the blocks, the last norm and the head."""
+
+Sizes = dict[str, dict[str, tuple[str, int]]]
+"""By layout and field: the key of a matrix, and the axis whose size the field is."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RWKVLanguageModelConfig(StackConfig):
+class RWKVConfig(StackConfig):
+    """What the configs of all RWKV language models share."""
+
+    version: ClassVar[str]
+    sizes: ClassVar[Sizes]
+
+    features: int = 192
+    """Width of the model."""
+    num_layers: int = 3
+    """Residual blocks."""
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> Self:
+        """The config of a checkpoint, read from its shapes, in any of the model's layouts.
+
+        Raises:
+            TypeError: the state_dict is no mapping.
+            ValueError: it is a checkpoint of another RWKV version, or of no RWKV.
+
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
+        if message := foreign_to(cls.version)(state_dict):
+            raise ValueError(f"state_dict: {message}")
+        keys = {name: [key for key, _ in sizes.values()] for name, sizes in cls.sizes.items()}
+        layout = max(keys, key=lambda name: len({*keys[name]} & state_dict.keys()))
+        blocks = f"{PARTS[layout][1]}."
+        layers = {key.split(".")[blocks.count(".")] for key in state_dict if key.startswith(blocks)}
+        optional = cls.optional(len(layers))
+        sizes = {
+            field: place
+            for field, place in cls.sizes[layout].items()
+            if field not in optional or place[0] in state_dict
+        }
+        if missing := [key for key, _ in sizes.values() if key not in state_dict]:
+            if found := elsewhere(state_dict, [{*each} for each in keys.values()]):
+                raise ValueError(f"state_dict: {found}")
+            absent = " and no ".join(joined(dict.fromkeys(missing)))
+            raise ValueError(f"state_dict: not of an {cls.version}, it has no {absent}")
+        shapes = {key: tuple(getattr(state_dict[key], "shape", ())) for key, _ in sizes.values()}
+        if wrong := [f"{key} of {shape}" for key, shape in shapes.items() if len(shape) != 2]:
+            raise ValueError(f"state_dict: expected matrices, got {', '.join(wrong)}")
+        fields = {field: int(shapes[key][axis]) for field, (key, axis) in sizes.items()}
+        return cls(num_layers=len(layers), **fields, **cls.options(state_dict))
+
+    @classmethod
+    def optional(cls, num_layers: int) -> tuple[str, ...]:
+        """The fields that a checkpoint of so many layers may not tell."""
+        return ()
+
+    @classmethod
+    def options(cls, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that are no sizes."""
+        return {}
+
+
+class RWKVSkeleton(LanguageModel):
+    """Token embedding → blocks → LayerNorm → Linear."""
+
+    config: RWKVConfig
+
+    def __init__(
+        self,
+        config: RWKVConfig,
+        blocks: list[SequenceLayer],
+        *,
+        embedding_init: Initializer,
+        dtype: FloatingDtype | None,
+        param_dtype: FloatingDtype,
+        rngs: nnx.Rngs,
+    ):
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.config = config
+        self.embedding = nnx.Embed(
+            config.vocab_size, config.features, embedding_init=embedding_init, **options
+        )
+        self.pos_embedding = None
+        self.layers = config.stack(blocks)
+        self.norm = LayerNorm(config.features, **options)
+        self.head = Linear(
+            config.features, config.vocab_size, use_bias=False, kernel_init=half, **options
+        )
+
+    def torch_layouts(self) -> Layouts:
+        """The layouts that the blocks have: the keys of a checkpoint."""
+        layouts = {}
+        for layout, blocks in self.layers.torch_layouts().items():
+            emb, layers, ln_out, head = PARTS[layout]
+            layouts[layout] = [
+                *embedding("embedding", emb),
+                *nested(blocks, "layers", layers),
+                *layer_norm("norm", ln_out),
+                *linear("head", head, bias=False),
+            ]
+        return layouts
+
+
+def half(*args, **kwargs) -> Array:
+    """Half of `orthogonal`."""
+    return 0.5 * orthogonal(*args, **kwargs)
+
+
+def small_uniform(key, shape: tuple[int, int], dtype, **_) -> Array:
+    """How RWKV-6 and RWKV-7 draw embeddings: uniform in ±1e-4."""
+    return jax.random.uniform(key, shape, dtype, -1e-4, 1e-4)
+
+
+@dataclasses.dataclass(frozen=True)
+class RWKVLanguageModelConfig(RWKVConfig):
     """The RWKV-4 language model."""
+
+    version: ClassVar[str] = "RWKV-4"
+    sizes: ClassVar[Sizes] = {
+        "blinkdl": {
+            "vocab_size": ("emb.weight", 0),
+            "features": ("emb.weight", 1),
+            "hidden_features": ("blocks.0.ffn.key.weight", 0),
+        }
+    }
 
     vocab_size: int = 256
     """Number of distinct tokens."""
@@ -30,43 +161,12 @@ class RWKVLanguageModelConfig(StackConfig):
     hidden_features: int = 768
     """Width of the channel mixes; four times `features` in RWKV-4."""
 
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> "RWKVLanguageModelConfig":
-        """The config of a BlinkDL RWKV-4 checkpoint, read from its shapes.
-
-        Raises:
-            TypeError: the state_dict is no mapping.
-            ValueError: it is a checkpoint of another RWKV version, or of no RWKV.
-
-        """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
-        if version := other_version(state_dict):
-            raise ValueError(f"state_dict: {version}")
-        needed = ("emb.weight", "blocks.0.ffn.key.weight")
-        if found := elsewhere(state_dict, [{*needed}]):
-            raise ValueError(f"state_dict: {found}")
-        if missing := [key for key in needed if key not in state_dict]:
-            raise ValueError(f"state_dict: not of an RWKV-4, it has no {' and no '.join(missing)}")
-        shapes: list[tuple[int, ...]]
-        shapes = [tuple(getattr(state_dict[key], "shape", ())) for key in needed]
-        if any(len(shape) != 2 for shape in shapes):
-            raise ValueError(f"state_dict: expected matrices {' and '.join(needed)}, got {shapes}")
-        (vocab_size, features), (hidden_features, _) = shapes
-        layers = {str(key).split(".")[1] for key in state_dict if str(key).startswith("blocks.")}
-        return cls(
-            vocab_size=int(vocab_size),
-            features=int(features),
-            num_layers=len(layers),
-            hidden_features=int(hidden_features),
-        )
-
     def build(self, **options: Unpack[BuildOptions]) -> "RWKVLanguageModel":
         """The model of this config."""
         return RWKVLanguageModel(self, **options)
 
 
-class RWKVLanguageModel(LanguageModel):
+class RWKVLanguageModel(RWKVSkeleton):
     """Token embedding → RWKV-4 blocks → LayerNorm → Linear.
 
         >>> model = RWKVLanguageModelConfig(features=64, num_layers=2).build(rngs=nnx.Rngs(0))
@@ -82,7 +182,7 @@ class RWKVLanguageModel(LanguageModel):
 
     """
 
-    foreign_format = staticmethod(other_version)
+    foreign_format = staticmethod(foreign_to("RWKV-4"))
 
     def __init__(
         self,
@@ -92,18 +192,8 @@ class RWKVLanguageModel(LanguageModel):
         param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.config = config
-        self.embedding = nnx.Embed(
-            config.vocab_size,
-            config.features,
-            embedding_init=partial(
-                orthogonal, gain=1e-4 * max(config.vocab_size, config.features) ** 0.5
-            ),
-            **options,
-        )
-        self.pos_embedding = None
-        blocks = (
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        blocks: list[SequenceLayer] = [
             RWKVBlock(
                 config.features,
                 config.hidden_features,
@@ -112,24 +202,6 @@ class RWKVLanguageModel(LanguageModel):
                 **options,
             )
             for index in range(config.num_layers)
-        )
-        self.layers = config.stack(blocks)
-        self.norm = LayerNorm(config.features, **options)
-        self.head = Linear(
-            config.features,
-            config.vocab_size,
-            use_bias=False,
-            kernel_init=lambda *args, **kwargs: 0.5 * orthogonal(*args, **kwargs),
-            **options,
-        )
-
-    def torch_layouts(self) -> Layouts:
-        """`blinkdl`: the keys of an RWKV-4 checkpoint."""
-        return {
-            "blinkdl": [
-                *embedding("embedding", "emb"),
-                *nested(self.layers.torch_layouts()["blinkdl"], "layers", "blocks"),
-                *layer_norm("norm", "ln_out"),
-                *linear("head", "head", bias=False),
-            ]
-        }
+        ]
+        gain = 1e-4 * max(config.vocab_size, config.features) ** 0.5
+        super().__init__(config, blocks, embedding_init=partial(orthogonal, gain=gain), **options)

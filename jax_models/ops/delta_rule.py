@@ -108,6 +108,7 @@ def delta_rule(
     low = GONE if min_log_w is None else min_log_w
     xs = Steps(r, jnp.maximum(log_w.astype(dtype), low), k, v, a, b)
     xs = jax.tree.map(lambda x: mask_padding(x.astype(dtype), lengths), xs)
+    faults = None
     if restart is not None:
         xs, state, faults = _apart(xs, state, restart)
     xs, state, u, restart = alike((xs, state, u, restart))
@@ -117,7 +118,7 @@ def delta_rule(
         y, last = _sequential(u, xs, restart, state)
     else:
         y, last = _chunked(u, _split(min_log_w), xs, restart, state)
-    if restart is None:
+    if faults is None:
         return y, last
     at, at_end = faults
     return jnp.where(at[..., None], jnp.nan, y), jnp.where(at_end[..., None, None], jnp.nan, last)
@@ -271,8 +272,9 @@ def _chunks(u, split: Split, state: Array, given: tuple[Steps, Array | None]):
     """
     (r, log_w, k, v, a, b), restart = given
     then = r * jnp.exp(log_w) if u is None else r
-    readers, writers = (then, k) if a is None else (_rows(a, then), _rows(b, k))
-    parts = 1 if a is None else 2
+    corrects = a is not None and b is not None
+    readers, writers = (_rows(a, then), _rows(b, k)) if corrects else (then, k)
+    parts = 2 if corrects else 1
     own = jnp.sum(_rows(*[r if u is None else r * u[:, None]] * parts) * writers, axis=-1)
 
     before, behind = _sums(BEFORE, log_w), _sums(BEHIND, log_w)
@@ -294,7 +296,7 @@ def _chunks(u, split: Split, state: Array, given: tuple[Steps, Array | None]):
     of_r = jnp.where(np.tile(SELF, parts), own[..., None, :], scores[..., -CHUNK:, :])
 
     corrections = None
-    if a is not None:
+    if corrects:
         of_b, of_k = jnp.split(scores[..., :CHUNK, :], 2, axis=-1)
         known = jnp.concatenate([readers_of_start[..., :CHUNK, :], _product(of_k, v)], axis=-1)
         corrections = jnp.split(_product(_inverse(of_b), known), [k.shape[-1]], axis=-1)

@@ -1,5 +1,6 @@
-"""The RWKV-4 language model in plain PyTorch, under BlinkDL's keys."""
+"""The RWKV language models in plain PyTorch, under BlinkDL's keys."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch_ref.layers.rwkv import RWKVBlock
 State = tuple[Any, ...]
 
 
-class RWKVLanguageModel(nn.Module):
+class RWKVSkeleton(nn.Module):
     """Token embedding → RWKV blocks → LayerNorm → Linear.
 
     tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of each
@@ -18,23 +19,33 @@ class RWKVLanguageModel(nn.Module):
 
     context_length = None
 
-    def __init__(self, vocab_size: int, features: int, num_layers: int, hidden_features: int):
+    def __init__(self, vocab_size: int, features: int, blocks: Iterable[nn.Module]):
         super().__init__()
         self.emb = nn.Embedding(vocab_size, features)
-        self.blocks = nn.ModuleList(
-            RWKVBlock(features, hidden_features, layer_index=i) for i in range(num_layers)
-        )
+        self.blocks = nn.ModuleList(blocks)
         self.ln_out = nn.LayerNorm(features)
         self.head = nn.Linear(features, vocab_size, bias=False)
-
-    @classmethod
-    def from_config(cls, config: Any) -> "RWKVLanguageModel":
-        """The twin of the model that a config of the same fields describes."""
-        return cls(config.vocab_size, config.features, config.num_layers, config.hidden_features)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         x, states = self.emb(tokens), []
         for i, block in enumerate(self.blocks):
             x, last = block(x, None if state is None else state[i])
             states.append(last)
-        return self.head(self.ln_out(x)), tuple(states)
+        return self.head(self.ln_out(self.read_out(x))), tuple(states)
+
+    def read_out(self, x: Tensor) -> Tensor:
+        """What of the highest block's output the head reads."""
+        return x
+
+
+class RWKVLanguageModel(RWKVSkeleton):
+    """RWKV-4."""
+
+    def __init__(self, vocab_size: int, features: int, num_layers: int, hidden_features: int):
+        blocks = (RWKVBlock(features, hidden_features, layer_index=i) for i in range(num_layers))
+        super().__init__(vocab_size, features, blocks)
+
+    @classmethod
+    def from_config(cls, config: Any) -> "RWKVLanguageModel":
+        """The twin of the model that a config of the same fields describes."""
+        return cls(config.vocab_size, config.features, config.num_layers, config.hidden_features)

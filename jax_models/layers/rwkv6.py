@@ -1,0 +1,437 @@
+"""RWKV-6, Finch (arXiv 2404.05892), under BlinkDL's names of x060."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_models import ops
+from jax_models.layers.linear import Linear
+from jax_models.layers.norm import GroupNorm
+from jax_models.layers.rwkv import (
+    ResidualMixes,
+    RWKVChannelMixState,
+    checked_heads,
+    depth_and_height,
+    heads_of,
+    low_rank,
+    orthogonal,
+    token_shift,
+    toward,
+)
+from jax_models.layers.rwkv_version import foreign_to
+from jax_models.ops import carry_dtype
+from jax_models.options import FloatingDtype, Index, Initializer
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import (
+    Layouts,
+    Table,
+    Weight,
+    layer_norm,
+    linear,
+    same,
+    squeezed,
+    transposed,
+)
+
+GROUP_NORM_EPSILON = 64e-5
+"""In every RWKV with heads, whatever their size."""
+
+MIXES = ("w", "k", "v", "r", "g")
+"""The data-dependent mixes, in the order of BlinkDL's files."""
+FLA_MIXES = ("r", "w", "k", "v", "g")
+"""The same in fla's."""
+
+
+class RWKV6TimeMixState(NamedTuple):
+    """What a time mix carries: its last input, and a matrix a head."""
+
+    last: Float[Array, "batch features"]
+    wkv: Float[Array, "batch heads key value"]
+
+
+class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
+    """RWKV-6's attention.
+
+        >>> layer = RWKV6TimeMix(128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 128)))
+
+        d_t = x_{t−1} − x_t
+        m_s = tanh((x_t + d_t ⊙ μ_x) A)_s B_s,   x_s = x_t + d_t ⊙ (μ_s + m_s),   s in w, k, v, r, g
+        r, k, v = x_r W_r, x_k W_k, x_v W_v,   g = silu(x_g W_g)
+        w = exp(−exp(time_decay + tanh(x_w D_1) D_2))
+        o_t = r_tᵀ (S_{t−1} + diag(u) k_t v_tᵀ),   S_t = diag(w_t) S_{t−1} + k_t v_tᵀ     by head
+        y_t = (GroupNorm(o_t) ⊙ g) W_o
+
+    A is time_maa_w1, B time_maa_w2, D time_decay_w1 and _w2, u time_faaaa; the norm's ε is 64e-5.
+    `ops.delta_rule` computes o. x and y are (batch, time, features), the state
+    `RWKV6TimeMixState(last, wkv)`: the last x, and S (batch, heads, key, value).
+
+    Args:
+        features: size of x_t and y_t.
+        head_size: of each head; it divides `features`.
+        mix_rank: the width of A, for each mix. None: 32, from 4096 features on 64.
+        decay_rank: the width of D_1. None: 64, from 4096 features on 128.
+        layer_index: which layer of a model this is, 0 for the lowest.
+        num_layers: how many layers the model has. Decays, bonuses and the μ start as RWKV-6's do in
+            this layer; each channel has its own.
+        method: how `ops.delta_rule` runs.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters. Decays and the state are
+            kept in at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the five W. None: as RWKV-6, orthogonal, smaller for k and g, zero for
+            the output.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
+            such layer.
+
+    Layouts: `blinkdl` (RWKV_Tmix_x060), `fla` (flash-linear-attention), `hf` (RWKV's own
+    repositories at Hugging Face).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        head_size: int = 64,
+        mix_rank: int | None = None,
+        decay_rank: int | None = None,
+        layer_index: Index = 0,
+        num_layers: int = 1,
+        method: ops.DeltaRuleMethod = "auto",
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.heads, self.head_size = checked_heads(features, head_size), head_size
+        self.method: ops.DeltaRuleMethod = method
+        mix_rank, decay_rank = default_ranks(features, mix_rank, decay_rank)
+        depth, height = depth_and_height(layer_index, num_layers)
+        channel = np.arange(features)
+        mix, width = (channel / features) ** height, channel / max(features - 1, 1)
+
+        def param(value) -> nnx.Param:
+            return nnx.Param(jnp.asarray(value, param_dtype))
+
+        def small(*shape: int) -> nnx.Param:
+            draw = jax.random.uniform(rngs.params(), shape, carry_dtype(param_dtype), -0.01, 0.01)
+            return param(draw)
+
+        self.time_maa_x, self.time_maa_w, self.time_maa_k = (param(1 - mix) for _ in range(3))
+        self.time_maa_v = param(1 - mix - 0.3 * depth)
+        self.time_maa_r, self.time_maa_g = (param(1 - mix**0.5) for _ in range(2))
+        self.time_maa_w1 = param(np.zeros((features, 5 * mix_rank)))
+        self.time_maa_w2 = small(5, mix_rank, features)
+        self.time_decay = param(5 * width ** (0.7 + 1.3 * depth) - 6)
+        self.time_decay_w1 = param(np.zeros((features, decay_rank)))
+        self.time_decay_w2 = small(decay_rank, features)
+        bonus = depth * (1 - width) + 0.1 * ((channel + 1) % 3 - 1)
+        self.time_faaaa = param(bonus.reshape(self.heads, head_size))
+        options: dict[str, Any] = {
+            "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs,
+        }  # fmt: skip
+        large, tenth = kernel_init or orthogonal, kernel_init or a_tenth
+        self.receptance = Linear(features, features, kernel_init=large, **options)
+        self.key = Linear(features, features, kernel_init=tenth, **options)
+        self.value = Linear(features, features, kernel_init=large, **options)
+        self.gate = Linear(features, features, kernel_init=tenth, **options)
+        zero = kernel_init or nnx.initializers.zeros
+        self.output = Linear(features, features, kernel_init=zero, **options)
+        self.ln_x = head_norm(self.heads, features, layer_index, num_layers, **options)
+
+    foreign_format = staticmethod(foreign_to("RWKV-6"))
+
+    def init_state(self, batch_size: int) -> RWKV6TimeMixState:
+        """No last input and matrices of zeros, in at least float32."""
+        dtype = self.state_dtype
+        return RWKV6TimeMixState(
+            jnp.zeros((batch_size, self.in_features), dtype),
+            jnp.zeros((batch_size, self.heads, self.head_size, self.head_size), dtype),
+        )
+
+    def sequence(self, x, state, lengths, reset):
+        """The receptance reads the matrix; the group-normed result is gated and projected."""
+        dtype = self.computation_dtype(x)
+        x = x.astype(dtype)
+        previous, last = token_shift(x, state.last, lengths, reset)
+        x_w, x_k, x_v, x_r, x_g = self._mixed(x, previous)
+        o, wkv = ops.delta_rule(
+            self._by_head(self.receptance(x_r)),
+            self._by_head(self.log_decay(x_w)),
+            self._by_head(self.key(x_k)),
+            self._by_head(self.value(x_v)),
+            state=state.wkv.mT,
+            u=self.time_faaaa[...],
+            lengths=lengths,
+            reset=reset,
+            method=self.method,
+        )
+        normed = self.ln_x(o.reshape(-1, self.in_features)).reshape(x.shape).astype(dtype)
+        y = self.output(normed * jax.nn.silu(self.gate(x_g)))
+        return y, RWKV6TimeMixState(last, wkv.mT)
+
+    def log_decay(self, x: Float[Array, "batch time features"]) -> Float[Array, "..."]:
+        """`−exp(time_decay + tanh(x D_1) D_2)`, in at least float32."""
+        by_data = low_rank(x, self.time_decay_w1, self.time_decay_w2, jnp.tanh)
+        decay = self.time_decay[...].astype(by_data.dtype)
+        return -jnp.exp(jnp.broadcast_to(decay, by_data.shape) + by_data)
+
+    def _by_head(self, x: Array) -> Array:
+        return heads_of(x, self.head_size)
+
+    def _mixed(self, x: Array, previous: Array) -> list[Array]:
+        """X with some of its predecessor, for each of the `MIXES`."""
+        hidden = toward(x, previous, self.time_maa_x)
+        hidden = jnp.tanh(ops.affine(hidden, self.time_maa_w1[...].astype(x.dtype)))
+        ups = self.time_maa_w2[...].astype(x.dtype)
+        return [
+            toward(x, previous, getattr(self, f"time_maa_{name}"), ops.affine(part, up))
+            for name, part, up in zip(MIXES, jnp.split(hidden, 5, axis=-1), ups, strict=True)
+        ]
+
+    def torch_layouts(self) -> Layouts:
+        """`blinkdl` and `hf`: the keys of a block's `att`; `fla`: those of its `attn`."""
+        vectors = ("time_decay", *(f"time_maa_{name}" for name in ("x", *MIXES)))
+        whole = ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2", "time_faaaa")
+        matrices = ("receptance", "key", "value", "gate", "output")
+        blinkdl = [
+            *(squeezed(name, name, (0, 1)) for name in vectors),
+            *(same(name, name) for name in whole),
+            *(row for name in matrices for row in linear(name, name, bias=False)),
+            *layer_norm("ln_x", "ln_x"),
+        ]
+        return {"blinkdl": blinkdl, "fla": _fla_time_mix(), "hf": blinkdl}
+
+
+def _fla_time_mix() -> Table:
+    """The mixes in another order and the low-rank matrices as those of `torch.nn.Linear`."""
+    to_fla = [MIXES.index(name) for name in FLA_MIXES]
+    from_fla = [FLA_MIXES.index(name) for name in MIXES]
+
+    def down(a: np.ndarray, order: list[int]) -> np.ndarray:
+        return np.concatenate([np.split(a, 5, axis=-1)[i] for i in order], axis=-1)
+
+    rows = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "gate": "g_proj"}
+    return [
+        same("time_maa_x", "x_proj.0.mu"),
+        Weight(
+            ("time_maa_w1",),
+            ("x_proj.0.linear.weight",),
+            lambda a: (down(a.T, from_fla),),
+            lambda a: (down(a, to_fla).T,),
+        ),
+        Weight(
+            ("time_maa_w2",),
+            ("x_proj.2.weight",),
+            lambda a: (a.T.reshape(5, -1, a.shape[0])[from_fla],),
+            lambda a: (a[to_fla].reshape(-1, a.shape[-1]).T,),
+        ),
+        Weight(
+            tuple(f"time_maa_{name}" for name in FLA_MIXES),
+            ("x_bias",),
+            lambda a: tuple(a),
+            lambda *mixes: (np.stack(mixes),),
+        ),
+        transposed("time_decay_w1", "w_proj.linear.lora.0.weight"),
+        transposed("time_decay_w2", "w_proj.linear.lora.2.weight"),
+        same("time_decay", "w_proj.linear.lora.2.bias"),
+        same("time_faaaa", "bonus"),
+        *(row for n, k in rows.items() for row in linear(n, f"{k}.linear", bias=False)),
+        *linear("output", "o_proj", bias=False),
+        *layer_norm("ln_x", "g_norm"),
+    ]
+
+
+class RWKV6ChannelMix(SequenceLayer[RWKVChannelMixState]):
+    """RWKV-6's feed-forward part.
+
+        >>> layer = RWKV6ChannelMix(64, 224, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        k, r = (x_t + μ ⊙ (x_{t−1} − x_t)) W, each with its own μ and W
+        y_t = σ(r) ⊙ (max(k, 0)² W_v)
+
+    x and y are (batch, time, features), the state `RWKVChannelMixState(last)`, (batch, features).
+
+    Args:
+        features: size of x_t and y_t.
+        hidden_features: size of k; in RWKV-6 3.5 times `features`, rounded down to 32.
+        layer_index: which layer of a model this is, 0 for the lowest.
+        num_layers: how many layers the model has; the μ start as RWKV-6's do in this layer.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the three W. None: as RWKV-6, orthogonal for k, zero for the others.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, or there is no such layer.
+
+    Layouts: `blinkdl` (RWKV_CMix_x060), `fla`, `hf`.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        layer_index: Index = 0,
+        num_layers: int = 1,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.hidden_features = hidden_features
+        _, height = depth_and_height(layer_index, num_layers)
+        start = jnp.asarray(1 - (np.arange(features) / features) ** height, param_dtype)
+        self.time_maa_k = nnx.Param(start)
+        self.time_maa_r = nnx.Param(start)
+        options: dict[str, Any] = {
+            "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs,
+        }  # fmt: skip
+        large, zero = kernel_init or orthogonal, kernel_init or nnx.initializers.zeros
+        self.key = Linear(features, hidden_features, kernel_init=large, **options)
+        self.receptance = Linear(features, features, kernel_init=zero, **options)
+        self.value = Linear(hidden_features, features, kernel_init=zero, **options)
+
+    def init_state(self, batch_size: int) -> RWKVChannelMixState:
+        """No last input: zeros, (batch, features), in at least float32."""
+        return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
+
+    def sequence(self, x, state, lengths, reset):
+        """The receptance times the squared relu of the key, projected."""
+        x = x.astype(self.computation_dtype(x))
+        previous, last = token_shift(x, state.last, lengths, reset)
+        k = self.key(toward(x, previous, self.time_maa_k))
+        r = self.receptance(toward(x, previous, self.time_maa_r))
+        return jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
+
+    def torch_layouts(self) -> Layouts:
+        """The keys of a block's `ffn`, or `feed_forward`."""
+        blinkdl = [
+            *(squeezed(name, name, (0, 1)) for name in ("time_maa_k", "time_maa_r")),
+            *(row for n in ("key", "receptance", "value") for row in linear(n, n, bias=False)),
+        ]
+        fla = [
+            same("time_maa_k", "key.mu"),
+            same("time_maa_r", "receptance.mu"),
+            *linear("key", "key.linear", bias=False),
+            *linear("receptance", "receptance.linear", bias=False),
+            *linear("value", "value", bias=False),
+        ]
+        return {"blinkdl": blinkdl, "fla": fla, "hf": blinkdl}
+
+
+class RWKV6Block(ResidualMixes[RWKV6TimeMixState]):
+    """A residual block of RWKV-6.
+
+        >>> layer = RWKV6Block(128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 128)))
+
+        x ← ln0(x)              in the lowest layer only
+        x ← x + att(ln1(x))
+        x ← x + ffn(ln2(x))
+
+    x is (batch, time, features), the state `RWKVBlockState(att, ffn)`.
+
+    Args:
+        features: size of x_t.
+        hidden_features: size of the channel mix's k. None: 3.5 times `features`, rounded down to a
+            multiple of 32.
+        head_size: of each head; it divides `features`.
+        mix_rank: as in `RWKV6TimeMix`.
+        decay_rank: as in `RWKV6TimeMix`.
+        layer_index: which layer of a model this is, 0 for the lowest.
+        num_layers: how many layers the model has.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices. None: as RWKV-6 does.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
+            such layer.
+
+    Layouts: `blinkdl`, `fla`, `hf`, as in `RWKV6TimeMix`.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int | None = None,
+        *,
+        head_size: int = 64,
+        mix_rank: int | None = None,
+        decay_rank: int | None = None,
+        layer_index: Index = 0,
+        num_layers: int = 1,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        shared: dict[str, Any] = {
+            "layer_index": layer_index,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
+        super().__init__(features, time_major=time_major, **shared)
+        shared |= {"num_layers": num_layers, "kernel_init": kernel_init}
+        self.att = RWKV6TimeMix(
+            features, head_size=head_size, mix_rank=mix_rank, decay_rank=decay_rank, **shared
+        )
+        hidden_features = hidden_features or default_hidden_features(features)
+        self.ffn = RWKV6ChannelMix(features, hidden_features, **shared)
+
+    foreign_format = staticmethod(foreign_to("RWKV-6"))
+
+
+def default_ranks(features: int, mix_rank: int | None, decay_rank: int | None) -> tuple[int, int]:
+    """The ranks of the released models of a width, where none are given."""
+    scale = 2 if features >= 4096 else 1
+    return mix_rank or 32 * scale, decay_rank or 64 * scale
+
+
+def default_hidden_features(features: int) -> int:
+    """3.5 times the features, rounded down to a multiple of 32, and at least 32."""
+    return max(int(3.5 * features) // 32 * 32, 32)
+
+
+def a_tenth(*args, **kwargs) -> Float[Array, "in out"]:
+    """A tenth of `orthogonal`."""
+    return 0.1 * orthogonal(*args, **kwargs)
+
+
+def head_norm(
+    heads: int, features: int, layer_index: int, num_layers: int, *, dtype, param_dtype, rngs, **_
+) -> GroupNorm:
+    """The norm of each head, whose scale grows with the layer: ((1 + layer) / layers)^0.7."""
+    norm = GroupNorm(
+        features,
+        num_groups=heads,
+        epsilon=GROUP_NORM_EPSILON,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        rngs=rngs,
+    )
+    start = jnp.full(features, ((1 + layer_index) / num_layers) ** 0.7, param_dtype)
+    norm.scale = nnx.Param(start)
+    return norm

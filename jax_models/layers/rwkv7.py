@@ -1,0 +1,462 @@
+"""RWKV-7, Goose (arXiv 2503.14456), under BlinkDL's names of x070."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_models import ops
+from jax_models.layers.linear import Linear
+from jax_models.layers.rwkv import (
+    ResidualMixes,
+    RWKVBlockState,
+    RWKVChannelMixState,
+    checked_heads,
+    depth_and_height,
+    heads_of,
+    low_rank,
+    orthogonal,
+    token_shift,
+    toward,
+)
+from jax_models.layers.rwkv6 import a_tenth, head_norm
+from jax_models.layers.rwkv_version import foreign_to
+from jax_models.ops import carry_dtype
+from jax_models.options import FloatingDtype, Index, Initializer
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import (
+    Layouts,
+    Table,
+    layer_norm,
+    linear,
+    same,
+    squeezed,
+    transposed,
+)
+from jax_models.weights.constant import Constant
+
+SLOWEST = -math.exp(-0.5)
+"""The least log decay."""
+SMALLEST_NORM = 1e-12
+"""Of a removal key, which is divided by its norm."""
+MIXES = ("r", "w", "k", "v", "a", "g")
+
+
+class RWKV7TimeMixState(NamedTuple):
+    """What a time mix carries: its last input, and a matrix a head."""
+
+    last: Float[Array, "batch features"]
+    wkv: Float[Array, "batch heads value key"]
+
+
+class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
+    """RWKV-7's attention.
+
+        >>> layer = RWKV7TimeMix(128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 128)))
+        >>> y.shape
+        (8, 100, 256)
+
+        x_s = x_t + μ_s ⊙ (x_{t−1} − x_t),   s in r, w, k, v, a, g
+        r, k, v = x_r W_r, x_k W_k, x_v W_v
+        log w = −e^{−1/2} σ(w_0 + tanh(x_w w_1) w_2)
+        v_first = v in the lowest layer; above it  v ← v + (v_first − v) ⊙ σ(v_0 + x_v v_1 v_2)
+        a = σ(a_0 + x_a a_1 a_2),   g = σ(x_g g_1) g_2
+        κ̂ = k ⊙ k_k / max(‖k ⊙ k_k‖, 1e-12) by head,   then  k ← k ⊙ (1 + (a − 1) ⊙ k_a)
+        S_t = S_{t−1} (diag(w_t) − κ̂_t (κ̂_t ⊙ a_t)ᵀ) + v_t k_tᵀ,   o_t = S_t r_t     by head
+        y_t = ((GroupNorm(o_t) + (Σ r ⊙ k ⊙ r_k) v) ⊙ g) W_o
+
+    The norm's ε is 64e-5; `ops.delta_rule` computes o. The values of the lowest layer, v_first, go
+    through the layers beside x: the output is (batch, time, 2 · features), y and v_first, and so is
+    the input of every layer but the lowest, whose input is x alone. The state is
+    `RWKV7TimeMixState(last, wkv)`: the last x, and S (batch, heads, value, key).
+
+    Args:
+        features: size of x_t and y_t.
+        head_size: of each head; it divides `features`.
+        decay_rank: the width of w_1. This and the next three, when None: as in the released models.
+        rate_rank: the width of a_1, the in-context learning rate's.
+        value_rank: the width of v_1.
+        gate_rank: the width of g_1.
+        keep_unused: the lowest layer keeps v_0, v_1 and v_2, which it does not use, as `Constant`s.
+            Some checkpoints have them.
+        layer_index: which layer of a model this is, 0 for the lowest.
+        num_layers: how many layers the model has. All vectors start as RWKV-7's do in this layer;
+            each channel has its own.
+        method: how `ops.delta_rule` runs.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters. Decays and the state are
+            kept in at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the four W. None: as RWKV-7, orthogonal, smaller for k, zero for the
+            output.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
+            such layer.
+
+    Layouts: `blinkdl` (RWKV_Tmix_x070), `fla` (flash-linear-attention).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        head_size: int = 64,
+        decay_rank: int | None = None,
+        rate_rank: int | None = None,
+        value_rank: int | None = None,
+        gate_rank: int | None = None,
+        keep_unused: bool = False,
+        layer_index: Index = 0,
+        num_layers: int = 1,
+        method: ops.DeltaRuleMethod = "auto",
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.is_lowest = layer_index == 0
+        super().__init__(
+            features if self.is_lowest else 2 * features,
+            time_major=time_major,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
+        self.features, self.head_size = features, head_size
+        self.heads = checked_heads(features, head_size)
+        self.method: ops.DeltaRuleMethod = method
+        depth, height = depth_and_height(layer_index, num_layers)
+        channel = np.arange(features)
+        width = channel / max(features - 1, 1)
+        in_head = 2 * (channel % head_size) / max(head_size - 1, 1) - 1
+        tilt, zigzag = width - 0.5, in_head * np.abs(in_head)
+
+        def param(value) -> nnx.Param:
+            return nnx.Param(jnp.asarray(value, param_dtype))
+
+        def zeros_and_draw(rank: int, kind: type[nnx.Variable] = nnx.Param):
+            up = a_tenth(rngs.params(), (features, rank), carry_dtype(param_dtype)).T
+            down = jnp.zeros((features, rank), param_dtype)
+            return kind(down), kind(jnp.asarray(up, param_dtype))
+
+        for name, power in (("r", 0.2), ("w", 0.9), ("k", 0.7), ("v", 0.7), ("a", 0.9), ("g", 0.2)):
+            setattr(self, f"x_{name}", param(1 - (channel / features) ** (power * height)))
+        start = 6 * width ** (1 + depth**0.3) - 6
+        self.w0 = param(start + 0.5 + 2.5 * zigzag)
+        self.a0 = param(0.3 * zigzag + 0.4 * tilt - 0.19)
+        ranks = default_ranks(features, decay_rank, rate_rank, value_rank, gate_rank)
+        decay_rank, rate_rank, value_rank, gate_rank = ranks
+        self.w1, self.w2 = zeros_and_draw(decay_rank)
+        self.a1, self.a2 = zeros_and_draw(rate_rank)
+        self.g1, self.g2 = zeros_and_draw(gate_rank)
+        self.has_values = keep_unused or not self.is_lowest
+        if self.has_values:
+            kind = Constant if self.is_lowest else nnx.Param
+            self.v0 = kind(jnp.asarray(0.73 - 0.4 * tilt, param_dtype))
+            self.v1, self.v2 = zeros_and_draw(value_rank, kind)
+        self.k_k = param(0.71 - 0.1 * tilt)
+        self.k_a = param(np.full(features, 1.02))
+        self.r_k = param(np.full((self.heads, head_size), -0.04))
+        options: dict[str, Any] = {
+            "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs,
+        }  # fmt: skip
+        large, small = kernel_init or orthogonal, kernel_init or a_tenth
+        self.receptance = Linear(features, features, kernel_init=large, **options)
+        self.key = Linear(features, features, kernel_init=small, **options)
+        self.value = Linear(features, features, kernel_init=large, **options)
+        zero = kernel_init or nnx.initializers.zeros
+        self.output = Linear(features, features, kernel_init=zero, **options)
+        self.ln_x = head_norm(self.heads, features, layer_index, num_layers, **options)
+
+    foreign_format = staticmethod(foreign_to("RWKV-7"))
+
+    def init_state(self, batch_size: int) -> RWKV7TimeMixState:
+        """No last input and matrices of zeros, in at least float32."""
+        dtype = self.state_dtype
+        return RWKV7TimeMixState(
+            jnp.zeros((batch_size, self.features), dtype),
+            jnp.zeros((batch_size, self.heads, self.head_size, self.head_size), dtype),
+        )
+
+    def sequence(self, x, state, lengths, reset):
+        """The receptance reads the matrix; the group-normed result and a bonus are gated."""
+        dtype = self.computation_dtype(x)
+        x, *v_first = jnp.split(x.astype(dtype), self.in_features // self.features, axis=-1)
+        previous, last = token_shift(x, state.last, lengths, reset)
+        x_r, x_w, x_k, x_v, x_a, x_g = (
+            toward(x, previous, getattr(self, f"x_{name}")) for name in MIXES
+        )
+        v = self.value(x_v)
+        for first in v_first:
+            share = jax.nn.sigmoid(self._raised(self.v0, low_rank(x_v, self.v1, self.v2)))
+            v += (first - v) * share.astype(dtype)
+        rate = jax.nn.sigmoid(self._raised(self.a0, low_rank(x_a, self.a1, self.a2)))
+        log_w = SLOWEST * jax.nn.sigmoid(
+            self._raised(self.w0, low_rank(x_w, self.w1, self.w2, jnp.tanh))
+        )
+        gate = low_rank(x_g, self.g1, self.g2, jax.nn.sigmoid)
+        removal, k = self._removal_and_key(self.key(x_k), rate)
+        by_head = [heads_of(y, self.head_size) for y in (self.receptance(x_r), k, v, rate, log_w)]
+        r, k, v_heads, rate, log_w = by_head
+        o, wkv = ops.delta_rule(
+            r,
+            log_w,
+            k,
+            v_heads,
+            -removal,
+            removal * rate.astype(removal.dtype),
+            state.wkv,
+            min_log_w=SLOWEST,
+            lengths=lengths,
+            reset=reset,
+            method=self.method,
+        )
+        normed = self.ln_x(o.reshape(-1, self.features)).reshape(x.shape)
+        strength = jnp.sum(r.astype(o.dtype) * k * self.r_k[...].astype(o.dtype), -1, keepdims=True)
+        bonus = (strength * v_heads.astype(o.dtype)).reshape(x.shape)
+        y = self.output(((normed.astype(o.dtype) + bonus) * gate.astype(o.dtype)).astype(dtype))
+        y = jnp.concatenate([y, *(v_first or [v])], axis=-1)
+        return y, RWKV7TimeMixState(last, wkv)
+
+    def _raised(self, base: nnx.Variable, x: Array) -> Array:
+        """A vector and what the data add to it."""
+        return jnp.broadcast_to(base[...].astype(x.dtype), x.shape) + x
+
+    def _removal_and_key(self, k: Array, rate: Array) -> tuple[Array, Array]:
+        """κ̂ by head, of the key as it is, and the key as the state learns it."""
+        k, k_k, k_a = (y.astype(rate.dtype) for y in (k, self.k_k[...], self.k_a[...]))
+        removal = heads_of(k * jnp.broadcast_to(k_k, k.shape), self.head_size)
+        square = jnp.sum(removal**2, axis=-1, keepdims=True)
+        removal = removal / jnp.sqrt(jnp.maximum(square, SMALLEST_NORM**2))
+        return removal, k * (1 + (rate - 1) * jnp.broadcast_to(k_a, k.shape))
+
+    def torch_layouts(self) -> Layouts:
+        """`blinkdl`: the keys of a block's `att`; `fla`: those of its `attn`."""
+        low_ranks = ("w", "a", "v") if self.has_values else ("w", "a")
+        mixes = tuple(f"x_{name}" for name in MIXES)
+        names = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+        blinkdl = [
+            *(squeezed(n, n, (0, 1)) for n in (*mixes, *(f"{n}0" for n in low_ranks))),
+            *(same(f"{n}{i}", f"{n}{i}") for n in (*low_ranks, "g") for i in (1, 2)),
+            *(squeezed(name, name, (0, 1)) for name in ("k_k", "k_a")),
+            same("r_k", "r_k"),
+            *(row for name in names for row in linear(name, name, bias=False)),
+            *layer_norm("ln_x", "ln_x"),
+        ]
+        fla = [
+            *(squeezed(name, name, (0, 1)) for name in mixes),
+            *(row for name in low_ranks for row in _fla_low_rank(name)),
+            *_fla_low_rank("g")[:2],
+            *(same(name, name) for name in ("k_k", "k_a", "r_k")),
+            *(row for name, key in names.items() for row in linear(name, key, bias=False)),
+            *layer_norm("ln_x", "g_norm"),
+        ]
+        return {"blinkdl": blinkdl, "fla": fla}
+
+
+def _fla_low_rank(name: str) -> Table:
+    """Two matrices as those of `torch.nn.Linear`, and a bias."""
+    return [
+        transposed(f"{name}1", f"{name}_lora.lora.0.weight"),
+        transposed(f"{name}2", f"{name}_lora.lora.2.weight"),
+        same(f"{name}0", f"{name}_lora.lora.2.bias"),
+    ]
+
+
+class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
+    """RWKV-7's feed-forward part.
+
+        >>> layer = RWKV7ChannelMix(64, 256, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        y_t = max((x_t + μ ⊙ (x_{t−1} − x_t)) W_k, 0)² W_v
+
+    x and y are (batch, time, features), the state `RWKVChannelMixState(last)`, (batch, features).
+
+    Args:
+        features: size of x_t and y_t.
+        hidden_features: size of the hidden layer; four times `features` in RWKV-7.
+        layer_index: which layer of a model this is, 0 for the lowest.
+        num_layers: how many layers the model has; μ starts as RWKV-7's does in this layer.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws both W. None: as RWKV-7, W_k orthogonal, W_v zero.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, or there is no such layer.
+
+    Layouts: `blinkdl` (RWKV_CMix_x070), `fla`.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        layer_index: Index = 0,
+        num_layers: int = 1,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.hidden_features = hidden_features
+        _, height = depth_and_height(layer_index, num_layers)
+        start = 1 - (np.arange(features) / features) ** height**4
+        self.x_k = nnx.Param(jnp.asarray(start, param_dtype))
+        options: dict[str, Any] = {
+            "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs,
+        }  # fmt: skip
+        large, zero = kernel_init or unit_orthogonal, kernel_init or nnx.initializers.zeros
+        self.key = Linear(features, hidden_features, kernel_init=large, **options)
+        self.value = Linear(hidden_features, features, kernel_init=zero, **options)
+
+    def init_state(self, batch_size: int) -> RWKVChannelMixState:
+        """No last input: zeros, (batch, features), in at least float32."""
+        return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
+
+    def sequence(self, x, state, lengths, reset):
+        """The squared relu of the key, projected."""
+        x = x.astype(self.computation_dtype(x))
+        previous, last = token_shift(x, state.last, lengths, reset)
+        k = self.key(toward(x, previous, self.x_k))
+        return self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
+
+    def torch_layouts(self) -> Layouts:
+        """The keys of a block's `ffn`."""
+        matrices = [row for name in ("key", "value") for row in linear(name, name, bias=False)]
+        return {
+            "blinkdl": [squeezed("x_k", "x_k", (0, 1)), *matrices],
+            "fla": [same("x_k", "x_k"), *matrices],
+        }
+
+
+class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
+    """A residual block of RWKV-7.
+
+        >>> layer = RWKV7Block(128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 128)))
+        >>> y.shape
+        (8, 100, 256)
+
+        x ← ln0(x)              in the lowest layer only
+        x ← x + att(ln1(x))
+        x ← x + ffn(ln2(x))
+
+    The values of the lowest layer go through the blocks beside x, as in `RWKV7TimeMix`: the output
+    is (batch, time, 2 · features), and so is the input of every block but the lowest. The state is
+    `RWKVBlockState(att, ffn)`.
+
+    Args:
+        features: size of x_t.
+        hidden_features: size of the channel mix's hidden layer. None: four times `features`.
+        head_size: of each head; it divides `features`.
+        decay_rank: this and the next four as in `RWKV7TimeMix`.
+        rate_rank: see there.
+        value_rank: see there.
+        gate_rank: see there.
+        keep_unused: see there.
+        layer_index: which layer of a model this is, 0 for the lowest.
+        num_layers: how many layers the model has.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices. None: as RWKV-7 does.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
+            such layer.
+
+    Layouts: `blinkdl`, `fla`, as in `RWKV7TimeMix`.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int | None = None,
+        *,
+        head_size: int = 64,
+        decay_rank: int | None = None,
+        rate_rank: int | None = None,
+        value_rank: int | None = None,
+        gate_rank: int | None = None,
+        keep_unused: bool = False,
+        layer_index: Index = 0,
+        num_layers: int = 1,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        shared: dict[str, Any] = {
+            "layer_index": layer_index,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
+        in_features = features if layer_index == 0 else 2 * features
+        super().__init__(features, in_features=in_features, time_major=time_major, **shared)
+        shared |= {"num_layers": num_layers, "kernel_init": kernel_init}
+        self.features = features
+        self.att = RWKV7TimeMix(
+            features,
+            head_size=head_size,
+            decay_rank=decay_rank,
+            rate_rank=rate_rank,
+            value_rank=value_rank,
+            gate_rank=gate_rank,
+            keep_unused=keep_unused,
+            **shared,
+        )
+        self.ffn = RWKV7ChannelMix(features, hidden_features or 4 * features, **shared)
+
+    foreign_format = staticmethod(foreign_to("RWKV-7"))
+
+    def sequence(self, x, state, lengths, reset):
+        """The time mix, then the channel mix; the lowest layer's values go on beside."""
+        x = x.astype(self.computation_dtype(x))
+        x, *v_first = jnp.split(x, self.in_features // self.features, axis=-1)
+        if self.ln0 is not None:
+            x = self.ln0(x)
+        normed = jnp.concatenate([self.ln1(x), *v_first], axis=-1)
+        y, att = self.att.sequence(normed, state.att, lengths, reset)
+        y, v_first = jnp.split(y, 2, axis=-1)
+        x = x + y
+        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, lengths, reset)
+        return jnp.concatenate([x + y, v_first], axis=-1), RWKVBlockState(att, ffn)
+
+
+def default_ranks(
+    features: int,
+    decay_rank: int | None,
+    rate_rank: int | None,
+    value_rank: int | None,
+    gate_rank: int | None,
+) -> tuple[int, int, int, int]:
+    """The ranks of the training code where none are given: a multiple of 32 that grows as √."""
+    factors = ((decay_rank, 2.5), (rate_rank, 2.5), (value_rank, 1.7), (gate_rank, 5.0))
+    decay, rate, value, gate = (
+        rank or max(32, 32 * round(factor * features**0.5 / 32)) for rank, factor in factors
+    )
+    return decay, rate, value, gate
+
+
+def unit_orthogonal(*args, **kwargs) -> Float[Array, "in out"]:
+    """`orthogonal` that does not grow with the width of the result."""
+    return orthogonal(*args, **{**kwargs, "gain": 1.0})

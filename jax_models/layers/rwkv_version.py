@@ -1,0 +1,44 @@
+"""Which RWKV a checkpoint holds, told by its keys."""
+
+from collections.abc import Callable, Iterable
+
+MARKS = {
+    "a file converted by the rwkv package": ("_strategy", "_rescale_layer"),
+    "RWKV-8": ("enn.weight",),
+    "RWKV-7b": ("qkv.qq.weight", "qkv.k_emb.weight", "qkv.v_emb.weight", "k_emb_x", "v_emb_x"),
+    "RWKV-7a": ("s_emb.weight", "s_emb_x.weight", "s0", "s1", "s2"),
+    "RWKV-7": ("r_k",),
+    "an early RWKV-7": ("time_aaaaa", "time_misc_kkk", "xx_r", "ww_b", "kk_s", "rk_s", "x_r"),
+    "RWKV-6a": ("gate_w1",),
+    "RWKV-6": ("time_maa_x", "x_proj.0.mu"),
+    "RWKV-5": ("ln_x.weight",),
+    "RWKV-4": ("time_mix_k", "time_mix_key"),
+}
+"""Ends of keys that an RWKV has, before those of versions that may have them, too."""
+
+
+def rwkv_version(keys: Iterable[object]) -> tuple[str, str] | None:
+    """The version of the RWKV that has these keys, and the key that says so; None of no RWKV."""
+    names = [str(key) for key in keys]
+    for version, marks in MARKS.items():
+        if key := _first(names, marks):
+            gate = _first(names, ("mlp.gate_proj.weight",))
+            return ("a hybrid of an RWKV and a transformer", gate) if gate else (version, key)
+    return None
+
+
+def _first(keys: Iterable[str], marks: Iterable[str]) -> str | None:
+    return next((k for k in keys if any(f".{k}".endswith(f".{mark}") for mark in marks)), None)
+
+
+def foreign_to(version: str) -> Callable[[Iterable[object]], str | None]:
+    """What to say of the keys of another version's checkpoint; None of all others."""
+
+    def foreign_format(keys: Iterable[object]) -> str | None:
+        found = rwkv_version(keys)
+        if found is None or found[0] == version:
+            return None
+        other, key = found
+        return f"a checkpoint of {other} (it has {key}), this model is {version}"
+
+    return foreign_format

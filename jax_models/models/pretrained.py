@@ -1,0 +1,61 @@
+"""The model of a checkpoint, told by its keys."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models.layers.rwkv_version import rwkv_version
+from jax_models.models.language_model import LanguageModel
+from jax_models.models.rwkv import RWKVLanguageModelConfig
+from jax_models.models.rwkv6 import RWKV6LanguageModelConfig
+from jax_models.models.rwkv7 import RWKV7LanguageModelConfig
+from jax_models.options import FloatingDtype, checked_options
+from jax_models.weights import from_torch
+
+CONFIGS = {
+    config.version: config
+    for config in (RWKVLanguageModelConfig, RWKV6LanguageModelConfig, RWKV7LanguageModelConfig)
+}
+
+
+@checked_options
+def rwkv_from_torch(
+    state_dict: Mapping[str, Any],
+    *,
+    dtype: FloatingDtype | None = None,
+    param_dtype: FloatingDtype = jnp.float32,
+) -> LanguageModel:
+    """The RWKV language model, of version 4, 6 or 7, whose checkpoint this is.
+
+        >>> model = rwkv_from_torch(read_pth("RWKV-x070-World-0.1B.pth"))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
+    The version, the layout and the sizes are read from the keys and the shapes. No weights are
+    drawn.
+
+    Args:
+        state_dict: torch tensors or arrays by key, as `read_pth` gives them.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+
+    Raises:
+        TypeError: the state_dict is no mapping.
+        ValueError: it is of no RWKV, or of one that this package does not have, or its keys and
+            shapes contradict each other.
+
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
+    version, key = rwkv_version(state_dict) or ("no RWKV", None)
+    if version not in CONFIGS:
+        because = "" if key is None else f" (it has {key})"
+        raise ValueError(
+            f"state_dict: of {version}{because}; there are models of {', '.join(CONFIGS)}"
+        )
+    config = CONFIGS[version].from_state_dict(state_dict)
+    model = nnx.eval_shape(
+        lambda: config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    )
+    return from_torch(model, state_dict)

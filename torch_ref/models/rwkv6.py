@@ -1,0 +1,40 @@
+"""The RWKV-6 language model in plain PyTorch, under BlinkDL's keys."""
+
+from typing import Any
+
+from torch_ref.layers.rwkv6 import RWKV6Block
+from torch_ref.models.rwkv import RWKVSkeleton
+
+
+class RWKV6LanguageModel(RWKVSkeleton):
+    """RWKV-6."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        features: int,
+        num_layers: int,
+        hidden_features: int,
+        *,
+        head_size: int,
+        mix_rank: int,
+        decay_rank: int,
+    ):
+        sizes = {"head_size": head_size, "mix_rank": mix_rank, "decay_rank": decay_rank}
+        blocks = (
+            RWKV6Block(features, hidden_features, layer_index=i, **sizes) for i in range(num_layers)
+        )
+        super().__init__(vocab_size, features, blocks)
+
+    @classmethod
+    def from_config(cls, config: Any) -> "RWKV6LanguageModel":
+        """The twin of the model that a config of the same fields describes."""
+        return cls(
+            config.vocab_size,
+            config.features,
+            config.num_layers,
+            config.hidden_features,
+            head_size=config.head_size,
+            mix_rank=config.mix_rank,
+            decay_rank=config.decay_rank,
+        )
