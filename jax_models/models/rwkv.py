@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,17 @@ PARTS = {
 }
 """What the layouts call the embedding, the blocks, the last norm and the head."""
 
-Sizes = dict[str, dict[str, tuple[str, int]]]
-"""By layout and field: the key of a matrix, and the axis whose size the field is."""
+
+class Size(NamedTuple):
+    """Where a checkpoint tells a field: in a matrix, along an axis, as one of some parts."""
+
+    key: str
+    axis: int
+    parts: int = 1
+
+
+Sizes = dict[str, dict[str, Size]]
+"""By layout and field."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,25 +65,29 @@ class RWKVConfig(StackConfig):
             raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
         if message := foreign_to(cls.version)(state_dict):
             raise ValueError(f"state_dict: {message}")
-        keys = {name: [key for key, _ in sizes.values()] for name, sizes in cls.sizes.items()}
+        keys = {name: [size.key for size in sizes.values()] for name, sizes in cls.sizes.items()}
         layout = max(keys, key=lambda name: len({*keys[name]} & state_dict.keys()))
         blocks = f"{PARTS[layout][1]}."
         layers = {key.split(".")[blocks.count(".")] for key in state_dict if key.startswith(blocks)}
         optional = cls.optional(len(layers))
         sizes = {
-            field: place
-            for field, place in cls.sizes[layout].items()
-            if field not in optional or place[0] in state_dict
+            field: size
+            for field, size in cls.sizes[layout].items()
+            if field not in optional or size.key in state_dict
         }
-        if missing := [key for key, _ in sizes.values() if key not in state_dict]:
+        if missing := [size.key for size in sizes.values() if size.key not in state_dict]:
             if found := elsewhere(state_dict, [{*each} for each in keys.values()]):
                 raise ValueError(f"state_dict: {found}")
             absent = " and no ".join(joined(dict.fromkeys(missing)))
             raise ValueError(f"state_dict: not of an {cls.version}, it has no {absent}")
-        shapes = {key: tuple(getattr(state_dict[key], "shape", ())) for key, _ in sizes.values()}
+        shapes = {
+            size.key: tuple(getattr(state_dict[size.key], "shape", ())) for size in sizes.values()
+        }
         if wrong := [f"{key} of {shape}" for key, shape in shapes.items() if len(shape) != 2]:
             raise ValueError(f"state_dict: expected matrices, got {', '.join(wrong)}")
-        fields = {field: int(shapes[key][axis]) for field, (key, axis) in sizes.items()}
+        fields = {
+            field: int(shapes[key][axis]) // parts for field, (key, axis, parts) in sizes.items()
+        }
         return cls(num_layers=len(layers), **fields, **cls.options(state_dict))
 
     @classmethod
@@ -146,9 +159,9 @@ class RWKVLanguageModelConfig(RWKVConfig):
     version: ClassVar[str] = "RWKV-4"
     sizes: ClassVar[Sizes] = {
         "blinkdl": {
-            "vocab_size": ("emb.weight", 0),
-            "features": ("emb.weight", 1),
-            "hidden_features": ("blocks.0.ffn.key.weight", 0),
+            "vocab_size": Size("emb.weight", 0),
+            "features": Size("emb.weight", 1),
+            "hidden_features": Size("blocks.0.ffn.key.weight", 0),
         }
     }
 

@@ -9,19 +9,19 @@ from flax import nnx
 from jax_models.layers.rwkv6 import RWKV6Block, default_hidden_features, default_ranks
 from jax_models.layers.rwkv_version import foreign_to
 from jax_models.models.language_model import BuildOptions
-from jax_models.models.rwkv import RWKVConfig, RWKVSkeleton, Sizes, small_uniform
+from jax_models.models.rwkv import RWKVConfig, RWKVSkeleton, Size, Sizes, small_uniform
 from jax_models.options import FloatingDtype
 from jax_models.sequence import SequenceLayer
 
 
-def _as_in_blinkdl(emb: str, attention: str, feed_forward: str) -> dict[str, tuple[str, int]]:
+def _as_in_blinkdl(emb: str, attention: str, feed_forward: str) -> dict[str, Size]:
     return {
-        "vocab_size": (emb, 0),
-        "features": (emb, 1),
-        "hidden_features": (f"{feed_forward}.key.weight", 0),
-        "head_size": (f"{attention}.time_faaaa", 1),
-        "mix_rank": (f"{attention}.time_maa_w1", 1),
-        "decay_rank": (f"{attention}.time_decay_w1", 1),
+        "vocab_size": Size(emb, 0),
+        "features": Size(emb, 1),
+        "hidden_features": Size(f"{feed_forward}.key.weight", 0),
+        "head_size": Size(f"{attention}.time_faaaa", 1),
+        "mix_rank": Size(f"{attention}.time_maa_w1", 1, parts=5),
+        "decay_rank": Size(f"{attention}.time_decay_w1", 1),
     }
 
 
@@ -36,12 +36,12 @@ class RWKV6LanguageModelConfig(RWKVConfig):
             "rwkv.embeddings.weight", "rwkv.blocks.0.attention", "rwkv.blocks.0.feed_forward"
         ),
         "fla": {
-            "vocab_size": ("model.embeddings.weight", 0),
-            "features": ("model.embeddings.weight", 1),
-            "hidden_features": ("model.layers.0.ffn.key.linear.weight", 0),
-            "head_size": ("model.layers.0.attn.bonus", 1),
-            "mix_rank": ("model.layers.0.attn.x_proj.2.weight", 1),
-            "decay_rank": ("model.layers.0.attn.w_proj.linear.lora.0.weight", 0),
+            "vocab_size": Size("model.embeddings.weight", 0),
+            "features": Size("model.embeddings.weight", 1),
+            "hidden_features": Size("model.layers.0.ffn.key.linear.weight", 0),
+            "head_size": Size("model.layers.0.attn.bonus", 1),
+            "mix_rank": Size("model.layers.0.attn.x_proj.2.weight", 1, parts=5),
+            "decay_rank": Size("model.layers.0.attn.w_proj.linear.lora.0.weight", 0),
         },
     }
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax_models.layers.rwkv7 import RWKV7Block, default_ranks
 from jax_models.layers.rwkv_version import foreign_to
 from jax_models.models.language_model import BuildOptions
-from jax_models.models.rwkv import RWKVConfig, RWKVSkeleton, Sizes, small_uniform
+from jax_models.models.rwkv import RWKVConfig, RWKVSkeleton, Size, Sizes, small_uniform
 from jax_models.options import FloatingDtype
 from jax_models.sequence import SequenceLayer
 
@@ -24,24 +24,24 @@ class RWKV7LanguageModelConfig(RWKVConfig):
     version: ClassVar[str] = "RWKV-7"
     sizes: ClassVar[Sizes] = {
         "blinkdl": {
-            "vocab_size": ("emb.weight", 0),
-            "features": ("emb.weight", 1),
-            "hidden_features": ("blocks.0.ffn.key.weight", 0),
-            "head_size": ("blocks.0.att.r_k", 1),
-            "decay_rank": ("blocks.0.att.w1", 1),
-            "rate_rank": ("blocks.0.att.a1", 1),
-            "value_rank": ("blocks.1.att.v1", 1),
-            "gate_rank": ("blocks.0.att.g1", 1),
+            "vocab_size": Size("emb.weight", 0),
+            "features": Size("emb.weight", 1),
+            "hidden_features": Size("blocks.0.ffn.key.weight", 0),
+            "head_size": Size("blocks.0.att.r_k", 1),
+            "decay_rank": Size("blocks.0.att.w1", 1),
+            "rate_rank": Size("blocks.0.att.a1", 1),
+            "value_rank": Size("blocks.1.att.v1", 1),
+            "gate_rank": Size("blocks.0.att.g1", 1),
         },
         "fla": {
-            "vocab_size": ("model.embeddings.weight", 0),
-            "features": ("model.embeddings.weight", 1),
-            "hidden_features": ("model.layers.0.ffn.key.weight", 0),
-            "head_size": ("model.layers.0.attn.r_k", 1),
-            "decay_rank": ("model.layers.0.attn.w_lora.lora.0.weight", 0),
-            "rate_rank": ("model.layers.0.attn.a_lora.lora.0.weight", 0),
-            "value_rank": ("model.layers.1.attn.v_lora.lora.0.weight", 0),
-            "gate_rank": ("model.layers.0.attn.g_lora.lora.0.weight", 0),
+            "vocab_size": Size("model.embeddings.weight", 0),
+            "features": Size("model.embeddings.weight", 1),
+            "hidden_features": Size("model.layers.0.ffn.key.weight", 0),
+            "head_size": Size("model.layers.0.attn.r_k", 1),
+            "decay_rank": Size("model.layers.0.attn.w_lora.lora.0.weight", 0),
+            "rate_rank": Size("model.layers.0.attn.a_lora.lora.0.weight", 0),
+            "value_rank": Size("model.layers.1.attn.v_lora.lora.0.weight", 0),
+            "gate_rank": Size("model.layers.0.attn.g_lora.lora.0.weight", 0),
         },
     }
 

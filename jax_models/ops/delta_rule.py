@@ -272,9 +272,9 @@ def _chunks(u, split: Split, state: Array, given: tuple[Steps, Array | None]):
     """
     (r, log_w, k, v, a, b), restart = given
     then = r * jnp.exp(log_w) if u is None else r
-    corrects = a is not None and b is not None
-    readers, writers = (_rows(a, then), _rows(b, k)) if corrects else (then, k)
-    parts = 2 if corrects else 1
+    readers, writers, parts = then, k, 1
+    if a is not None and b is not None:
+        readers, writers, parts = _rows(a, then), _rows(b, k), 2
     own = jnp.sum(_rows(*[r if u is None else r * u[:, None]] * parts) * writers, axis=-1)
 
     before, behind = _sums(BEFORE, log_w), _sums(BEHIND, log_w)
@@ -296,7 +296,7 @@ def _chunks(u, split: Split, state: Array, given: tuple[Steps, Array | None]):
     of_r = jnp.where(np.tile(SELF, parts), own[..., None, :], scores[..., -CHUNK:, :])
 
     corrections = None
-    if corrects:
+    if a is not None:
         of_b, of_k = jnp.split(scores[..., :CHUNK, :], 2, axis=-1)
         known = jnp.concatenate([readers_of_start[..., :CHUNK, :], _product(of_k, v)], axis=-1)
         corrections = jnp.split(_product(_inverse(of_b), known), [k.shape[-1]], axis=-1)
