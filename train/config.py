@@ -13,6 +13,8 @@ from jax_models import (
     HawkLanguageModelConfig,
     LanguageModelConfig,
     RNNLanguageModelConfig,
+    RWKV6LanguageModelConfig,
+    RWKV7LanguageModelConfig,
     RWKVLanguageModelConfig,
 )
 from jax_models.options import CheckedFields
@@ -25,6 +27,8 @@ MODEL_CONFIGS = {
         RNNLanguageModelConfig,
         HawkLanguageModelConfig,
         RWKVLanguageModelConfig,
+        RWKV6LanguageModelConfig,
+        RWKV7LanguageModelConfig,
         GPModelConfig,
     )
 }
@@ -167,6 +171,8 @@ PRESETS = {
     ),
     "hawk": dataclasses.replace(_SHAKESPEARE_WARM, model=HawkLanguageModelConfig()),
     "rwkv": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKVLanguageModelConfig()),
+    "rwkv6": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKV6LanguageModelConfig()),
+    "rwkv7": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKV7LanguageModelConfig()),
     **_ANNOTATED,
     "annotated-hyena-small": _small(_ANNOTATED["annotated-hyena"], num_layers=3),
     "annotated-attention-small": _small(_ANNOTATED["annotated-attention"], num_layers=3),

@@ -404,7 +404,7 @@ def heads_of(
     x: Float[Array, "batch time features"], head_size: int
 ) -> Float[Array, "batch time heads head"]:
     """The features by head."""
-    return x.reshape(*x.shape[:-1], -1, head_size)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // head_size, head_size)
 
 
 def checked_heads(features: int, head_size: int) -> int:

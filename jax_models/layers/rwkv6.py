@@ -176,7 +176,8 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             reset=reset,
             method=self.method,
         )
-        normed = self.ln_x(o.reshape(-1, self.in_features)).reshape(x.shape).astype(dtype)
+        rows = o.reshape(x.shape[0] * x.shape[1], self.in_features)
+        normed = self.ln_x(rows).reshape(x.shape).astype(dtype)
         y = self.output(normed * jax.nn.silu(self.gate(x_g)))
         return y, RWKV6TimeMixState(last, wkv.mT)
 

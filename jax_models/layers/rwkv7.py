@@ -203,9 +203,10 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             self._raised(self.w0, low_rank(x_w, self.w1, self.w2, jnp.tanh))
         )
         gate = low_rank(x_g, self.g1, self.g2, jax.nn.sigmoid)
-        removal, k = self._removal_and_key(self.key(x_k), rate)
-        by_head = [heads_of(y, self.head_size) for y in (self.receptance(x_r), k, v, rate, log_w)]
-        r, k, v_heads, rate, log_w = by_head
+        removal, k = self.removal_and_key(self.key(x_k), rate)
+        r, k, v_heads, rate, log_w = (
+            heads_of(y, self.head_size) for y in (self.receptance(x_r), k, v, rate, log_w)
+        )
         o, wkv = ops.delta_rule(
             r,
             log_w,
@@ -219,18 +220,26 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             reset=reset,
             method=self.method,
         )
-        normed = self.ln_x(o.reshape(-1, self.features)).reshape(x.shape)
-        strength = jnp.sum(r.astype(o.dtype) * k * self.r_k[...].astype(o.dtype), -1, keepdims=True)
-        bonus = (strength * v_heads.astype(o.dtype)).reshape(x.shape)
-        y = self.output(((normed.astype(o.dtype) + bonus) * gate.astype(o.dtype)).astype(dtype))
+        r_k = self.r_k[...].astype(o.dtype)[None, None]
+        strength = jnp.sum(r.astype(o.dtype) * k * r_k, axis=-1, keepdims=True)
+        read = self.normed(o, strength * v_heads.astype(o.dtype)) * gate.astype(o.dtype)
+        y = self.output(read.astype(dtype))
         y = jnp.concatenate([y, *(v_first or [v])], axis=-1)
         return y, RWKV7TimeMixState(last, wkv)
+
+    def normed(
+        self, o: Float[Array, "batch time heads value"], bonus: Float[Array, "..."]
+    ) -> Float[Array, "batch time features"]:
+        """`GroupNorm(o) + bonus`, the heads side by side."""
+        batch, time = o.shape[:2]
+        normed = self.ln_x(o.reshape(batch * time, self.features)).astype(o.dtype)
+        return (normed.reshape(o.shape) + bonus).reshape(batch, time, self.features)
 
     def _raised(self, base: nnx.Variable, x: Array) -> Array:
         """A vector and what the data add to it."""
         return jnp.broadcast_to(base[...].astype(x.dtype), x.shape) + x
 
-    def _removal_and_key(self, k: Array, rate: Array) -> tuple[Array, Array]:
+    def removal_and_key(self, k: Array, rate: Array) -> tuple[Array, Array]:
         """κ̂ by head, of the key as it is, and the key as the state learns it."""
         k, k_k, k_a = (y.astype(rate.dtype) for y in (k, self.k_k[...], self.k_a[...]))
         removal = heads_of(k * jnp.broadcast_to(k_k, k.shape), self.head_size)

@@ -104,8 +104,6 @@ class RWKVConfig(StackConfig):
 class RWKVSkeleton(LanguageModel):
     """Token embedding → blocks → LayerNorm → Linear."""
 
-    config: RWKVConfig
-
     def __init__(
         self,
         config: RWKVConfig,

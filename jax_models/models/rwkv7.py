@@ -136,4 +136,4 @@ class RWKV7LanguageModel(RWKVSkeleton):
 
     def read_out(self, x):
         """The features, without the lowest layer's values beside them."""
-        return x[..., : self.config.features]
+        return x[..., : self.embedding.features]

@@ -80,8 +80,8 @@ def delta_rule(
         reset: the first steps of packed documents, where the state restarts from zero.
         method: "sequential", a `lax.scan` over the steps; "chunked", 16 steps as products of
             matrices (Yang et al. 2024, arXiv 2406.06484); "auto", sequential where there is little
-            to do at once. All compute in at least float32, and with the highest precision on a TPU.
-            The backward pass keeps a state every 128 steps.
+            to do at once, and for a symbolic number of steps. All compute in at least float32, with
+            the highest precision on a TPU. The backward pass keeps a state every 128 steps.
 
     Returns:
         All y (those beyond `lengths` carry no meaning) and the last S, in at least float32.
@@ -100,28 +100,14 @@ def delta_rule(
     batch, time, heads, _ = k.shape
     dtype = common_carry_dtype(*(x for x in (r, log_w, k, v, a, b, state, u) if x is not None))
     if state is None:
-        state = jnp.zeros((batch, heads, v.shape[-1], k.shape[-1]))
-    state, u = state.astype(dtype), None if u is None else u.astype(dtype)
+        state = jnp.zeros((batch, heads, v.shape[-1], k.shape[-1]), dtype)
     if 0 in v.shape:
-        return v.astype(dtype), state
-    _, restart = segments(time, lengths, reset)
-    low = GONE if min_log_w is None else min_log_w
-    xs = Steps(r, jnp.maximum(log_w.astype(dtype), low), k, v, a, b)
-    xs = jax.tree.map(lambda x: mask_padding(x.astype(dtype), lengths), xs)
-    faults = None
-    if restart is not None:
-        xs, state, faults = _apart(xs, state, restart)
-    xs, state, u, restart = alike((xs, state, u, restart))
-    if method == "auto":
-        method = "sequential" if is_symbolic_dim(time) or time < 2 * CHUNK else "chunked"
-    if method == "sequential":
-        y, last = _sequential(u, xs, restart, state)
-    else:
-        y, last = _chunked(u, _split(min_log_w), xs, restart, state)
-    if faults is None:
-        return y, last
-    at, at_end = faults
-    return jnp.where(at[..., None], jnp.nan, y), jnp.where(at_end[..., None, None], jnp.nan, last)
+        return v.astype(dtype), state.astype(dtype)
+    if is_symbolic_dim(time) or (method == "auto" and time < 2 * CHUNK):
+        method = "sequential"
+    arguments = (Steps(r, log_w, k, v, a, b), state, u)
+    arguments = jax.tree.map(lambda x: x.astype(dtype), arguments)
+    return _compiled(method, min_log_w, *alike((*arguments, lengths, reset)))
 
 
 class Steps(NamedTuple):
@@ -135,6 +121,24 @@ class Steps(NamedTuple):
     b: Array | None
 
 
+def _delta_rule(
+    method: DeltaRuleMethod, min_log_w: float | None, xs: Steps, state, u, lengths, reset
+) -> tuple[Array, Array]:
+    _, restart = segments(xs.k.shape[1], lengths, reset)
+    xs = xs._replace(log_w=jnp.maximum(xs.log_w, GONE if min_log_w is None else min_log_w))
+    xs = jax.tree.map(lambda x: mask_padding(x, lengths), xs)
+    form = _sequential if method == "sequential" else partial(_chunked, _split(min_log_w))
+    if restart is None:
+        return form(u, xs, restart, state)
+    xs, state, (faults, fault_at_end) = _apart(xs, state, restart)
+    y, last = form(u, xs, restart, state)
+    return _nan_where(faults, y), _nan_where(fault_at_end, last)
+
+
+_compiled = jax.jit(_delta_rule, static_argnums=(0, 1))
+"""Compiled once for all calls that nobody else compiles."""
+
+
 def _apart(
     xs: Steps, state: Array, restart: Bool[Array, "batch time"]
 ) -> tuple[Steps, Array, tuple[Array, Array]]:
@@ -146,11 +150,15 @@ def _apart(
     xs = jax.tree.map(lambda x: jnp.where(finite[..., None], x, 0), xs)
     start = jnp.isfinite(state).all(axis=(-2, -1))
     state = jnp.where(start[..., None, None], state, 0)
-    step = jnp.arange(restart.shape[1])
-    latest = lax.cummax(jnp.where(finite, -1, step[:, None]), axis=1)  # fault, or −1
+    step = jnp.arange(restart.shape[1])[None]
+    latest = lax.cummax(jnp.where(finite, -1, step[..., None]), axis=1)  # fault, or −1
     begun = lax.cummax(jnp.where(restart, step, -1), axis=1)[..., None]  # document, or −1
     faults = jnp.where(begun < 0, (latest >= 0) | ~start[:, None], latest >= begun)
     return xs, state, (faults, faults[:, -1])
+
+
+def _nan_where(faults: Array, x: Array) -> Array:
+    return jnp.where(faults.reshape(*faults.shape, *[1] * (x.ndim - faults.ndim)), jnp.nan, x)
 
 
 def _in_segments(
@@ -173,7 +181,7 @@ def _sequential(u, xs: Steps, restart, state) -> tuple[Array, Array]:
             after += _outer(_applied(state, x.a), x.b)
         if u is None:
             return after, _applied(after, x.r)
-        return after, _applied(state, x.r) + x.v * jnp.sum(x.r * u * x.k, -1, keepdims=True)
+        return after, _applied(state, x.r) + x.v * jnp.sum(x.r * u[None] * x.k, -1, keepdims=True)
 
     time = xs.k.shape[1]
     by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (xs, restart))
@@ -232,19 +240,16 @@ def _by_blocks() -> Split:
 
 
 def _at_once() -> Split:
-    """Both sums from the middle of the chunk, of either sign."""
-    first = STEP < CHUNK // 2
-    rows = BEFORE.astype(int) - first
-    columns = first - (BEFORE | SELF).astype(int)
-    return Split(rows[None], columns[None], BEFORE[None])
+    """Both sums from the chunk's start, those of the columns with the other sign."""
+    return Split(BEFORE[None], -(BEFORE | SELF).astype(int)[None], BEFORE[None])
 
 
 def _split(min_log_w: float | None) -> Split:
-    bounded = min_log_w is not None and -min_log_w * CHUNK / 2 <= LARGEST_EXPONENT
+    bounded = min_log_w is not None and -min_log_w * CHUNK <= LARGEST_EXPONENT
     return _at_once() if bounded else _by_blocks()
 
 
-def _chunked(u, split: Split, xs: Steps, restart, state) -> tuple[Array, Array]:
+def _chunked(split: Split, u, xs: Steps, restart, state) -> tuple[Array, Array]:
     """Products of matrices within chunks, of which some are computed together."""
     time = xs.k.shape[1]
     count = min(SEGMENT, time + -time % CHUNK) // CHUNK
@@ -275,7 +280,9 @@ def _chunks(u, split: Split, state: Array, given: tuple[Steps, Array | None]):
     readers, writers, parts = then, k, 1
     if a is not None and b is not None:
         readers, writers, parts = _rows(a, then), _rows(b, k), 2
-    own = jnp.sum(_rows(*[r if u is None else r * u[:, None]] * parts) * writers, axis=-1)
+    own = jnp.sum(
+        _rows(*[r if u is None else r * u[None, None, :, None]] * parts) * writers, axis=-1
+    )
 
     before, behind = _sums(BEFORE, log_w), _sums(BEHIND, log_w)
     fade = jnp.exp((before + log_w)[..., -1, :])
@@ -285,7 +292,7 @@ def _chunks(u, split: Split, state: Array, given: tuple[Steps, Array | None]):
     for rows, columns, pairs in zip(*split, strict=True):
         rows, columns = (_rows(*[_sums(which, log_w)] * parts) for which in (rows, columns))
         product = _product(readers * jnp.exp(rows), (writers * jnp.exp(columns)).mT)
-        scores += jnp.where(np.tile(pairs, (parts, parts)), product, 0)
+        scores += _only(np.tile(pairs, (parts, parts)), product)
     if restart is not None:
         document = jnp.tile(jnp.cumsum(restart, axis=-1), parts)[:, :, None]
         of_start, to_end = document == 0, document == document[..., -1:]
@@ -293,7 +300,7 @@ def _chunks(u, split: Split, state: Array, given: tuple[Steps, Array | None]):
         readers_of_start = jnp.where(of_start[..., None], readers_of_start, 0)
         writers_to_end = jnp.where(to_end[..., None], writers_to_end, 0)
         fade = jnp.where(of_start[..., -1:], fade, 0)
-    of_r = jnp.where(np.tile(SELF, parts), own[..., None, :], scores[..., -CHUNK:, :])
+    of_r = scores[..., -CHUNK:, :] + _only(np.tile(SELF, parts), own[..., None, :])
 
     corrections = None
     if a is not None:
@@ -320,9 +327,15 @@ def _inverse(scores: Array) -> Array:
     """
     inverse = jnp.broadcast_to(jnp.asarray(SELF, scores.dtype), scores.shape)
     for pairs in _by_blocks().pairs:
-        between = jnp.where(pairs, scores, 0)
+        between = _only(pairs, scores)
         inverse += _product(_product(inverse, between), inverse)
     return inverse
+
+
+def _only(pairs: np.ndarray, scores: Array) -> Array:
+    """The scores of some pairs of steps, 0 of the others."""
+    pairs = pairs[(None,) * (scores.ndim - 2)]
+    return jnp.where(pairs, scores, 0)
 
 
 def _sums(which: np.ndarray, x: Array) -> Array:
