@@ -10,7 +10,10 @@ from flax import nnx
 
 import jax_models
 
-COMPUTED = {"Constant", "from_torch", "generate", "project", "read_pth", "stream", "to_torch"}
+COMPUTED = {
+    "Constant", "from_torch", "generate", "project", "read_pth", "rwkv_from_torch", "stream",
+    "to_torch",
+}  # fmt: skip
 """Examples that need values. All others are traced: their shapes are real, nothing is compiled."""
 NO_EXAMPLE = {"tune_allocator"}
 """It would change the process that runs the tests."""

@@ -11,7 +11,7 @@ MARKS = {
     "an early RWKV-7": ("time_aaaaa", "time_misc_kkk", "xx_r", "ww_b", "kk_s", "rk_s", "x_r"),
     "RWKV-6a": ("gate_w1",),
     "RWKV-6": ("time_maa_x", "x_proj.0.mu"),
-    "RWKV-5": ("ln_x.weight",),
+    "RWKV-5": ("ln_x.weight", "time_faaaa", "gate.weight"),
     "RWKV-4": ("time_mix_k", "time_mix_key"),
 }
 """Ends of keys that an RWKV has, before those of versions that may have them, too."""

@@ -29,8 +29,8 @@ def rwkv_from_torch(
 ) -> LanguageModel:
     """The RWKV language model, of version 4, 6 or 7, whose checkpoint this is.
 
-        >>> model = rwkv_from_torch(read_pth("RWKV-x070-World-0.1B.pth"))
-        >>> logits, state = model(jnp.zeros((8, 100), int))
+        >>> weights = to_torch(RWKV7LanguageModelConfig(features=64).build(rngs=nnx.Rngs(0)))
+        >>> model = rwkv_from_torch(weights)
 
     The version, the layout and the sizes are read from the keys and the shapes. No weights are
     drawn.
