@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_ref
+from jax_models import RWKV7LanguageModelConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,6 +28,9 @@ BLOCKS = {
 def test_a_block_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(torch_ref.RWKVLanguageModel(30, 8, 2, 32).state_dict(), "RWKV-4-Pile-169M.pth")
+    small = RWKV7LanguageModelConfig(vocab_size=30, features=8, num_layers=2, head_size=4)
+    rwkv7 = torch_ref.RWKV7LanguageModel.from_config(small)
+    torch.save(rwkv7.state_dict(), "RWKV-x070-World-0.1B.pth")
     with jax.numpy_dtype_promotion("standard"):  # flax's norm needs it
         exec(BLOCKS[name], {"__name__": "block"})
 

@@ -167,6 +167,8 @@ BY_THE_SEED = "--model.features 12 --val-rows 30 --eval-batches 3 --dtype float3
 SIZES = {
     "hawk": "--model.features 12 --model.mlp-features 16 --model.kernel-size 2",
     "rwkv": "--model.features 12 --model.hidden-features 16",
+    "rwkv6": "--model.features 12 --model.head-size 6 --model.hidden-features 16",
+    "rwkv7": "--model.features 12 --model.head-size 6 --model.hidden-features 16",
     "annotated-hyena": BY_THE_SEED,
     "annotated-attention-small": f"{BY_THE_SEED} --model.num-heads 2",
     "authentic-hyena": f"{BY_THE_SEED} --model.mlp-features 8",

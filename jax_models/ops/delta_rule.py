@@ -79,8 +79,8 @@ def delta_rule(
         lengths: row b takes only the steps t < lengths[b].
         reset: the first steps of packed documents, where the state restarts from zero.
         method: "sequential", a `lax.scan` over the steps; "chunked", 16 steps as products of
-            matrices (Yang et al. 2024, arXiv 2406.06484); "auto", sequential where there is little
-            to do at once, and for a symbolic number of steps. All compute in at least float32, with
+            matrices (Yang et al. 2024, arXiv 2406.06484); "auto", sequential below 16 steps
+            and for a symbolic number of them. All compute in at least float32, with
             the highest precision on a TPU. The backward pass keeps a state every 128 steps.
 
     Returns:
@@ -103,7 +103,7 @@ def delta_rule(
         state = jnp.zeros((batch, heads, v.shape[-1], k.shape[-1]), dtype)
     if 0 in v.shape:
         return v.astype(dtype), state.astype(dtype)
-    if is_symbolic_dim(time) or (method == "auto" and time < 2 * CHUNK):
+    if is_symbolic_dim(time) or (method == "auto" and time < CHUNK):
         method = "sequential"
     arguments = (Steps(r, log_w, k, v, a, b), state, u)
     arguments = jax.tree.map(lambda x: x.astype(dtype), arguments)
