@@ -1,0 +1,167 @@
+"""Gated DeltaNet's recurrence, forward and with its gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.problem import BOTH, OURS, Contenders, Problem, operator
+from jax_models.ops import delta_rule
+
+SLOWEST = -0.6
+"""The least log decay, that of RWKV-7."""
+KEPT = 128
+"""Steps between the states that the oracle's backward pass keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence(Problem):
+    """Queries, keys, values, log decays and rates of these sizes."""
+
+    batch: int
+    time: int
+    heads: int
+    head_size: int
+    rounds = 5
+
+    @property
+    def name(self) -> str:
+        """The sizes."""
+        return f"{self.batch} × {self.time}, {self.heads} heads of {self.head_size}"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of y."""
+        return self.batch, self.time, self.heads, self.head_size
+
+    def arrays(self):
+        """The keys of length 1."""
+        rng = np.random.default_rng(0)
+        q, k, v = rng.standard_normal((3, *self.shape), np.float32)
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        log_w, rate = rng.uniform(size=(2, *self.shape[:3])).astype(np.float32)
+        return {
+            "q": q * self.head_size**-0.5,
+            "k": k,
+            "v": v,
+            "log_w": SLOWEST * log_w,
+            "rate": rate,
+        }
+
+    def cotangent(self):
+        """Random."""
+        return np.random.default_rng(1).standard_normal(self.shape, np.float32)
+
+    def oracle(self):
+        """By its equation, in float64."""
+        import torch
+
+        leaves = {name: torch.tensor(a).double() for name, a in self.arrays().items()}
+        leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+        y = by_steps(**leaves, kept=KEPT)
+        cotangent = torch.tensor(self.cotangent()).double()
+        gradients = torch.autograd.grad(y, [*leaves.values()], cotangent)
+        named = dict(zip(leaves, gradients, strict=True))
+        return {"y": y.detach().numpy()} | {name: g.numpy() for name, g in named.items()}
+
+    def targets(self, part, platform):
+        """What the time over theirs should be."""
+        if part != BOTH or platform != "cpu" or self.time < 2048:
+            return {}
+        return {"transformers, chunked": 0.8, "torch loop": 0.5, "lax.scan": 0.5}
+
+
+def by_steps(q, k, v, log_w, rate, kept=None):
+    """The equation, a step at a time; the backward pass may keep a state in so many steps."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    def steps(s, *xs):
+        outputs = []
+        for q_t, k_t, v_t, w_t, rate_t in zip(*(x.unbind(1) for x in xs), strict=True):
+            s = s * w_t.exp()[..., None, None]
+            error = v_t - (s @ k_t[..., None])[..., 0]
+            s = s + (rate_t[..., None] * error)[..., :, None] * k_t[..., None, :]
+            outputs.append((s @ q_t[..., None])[..., 0])
+        return s, torch.stack(outputs, dim=1)
+
+    xs = (q, k, v, log_w, rate)
+    s = q.new_zeros(*v[:, 0].shape, k.shape[-1])
+    if kept is None:
+        return steps(s, *xs)[1]
+    outputs = []
+    for part in zip(*(x.split(kept, dim=1) for x in xs), strict=True):
+        s, y = checkpoint(steps, s, *part, use_reentrant=False)
+        outputs.append(y)
+    return torch.cat(outputs, dim=1)
+
+
+def problems(quick: bool) -> list[Recurrence]:
+    """A long batch; a short one."""
+    return [Recurrence(2, 128, 2, 32)] if quick else [Recurrence(4, 2048, 4, 64)]
+
+
+contenders = Contenders()
+
+
+def _by_method(problem: Recurrence, method):
+    def run(q, k, v, log_w, rate):
+        log_w = jnp.broadcast_to(log_w[..., None], k.shape)
+        learned = rate[..., None] * k
+        corrected = -jnp.exp(log_w) * learned
+        y, _ = delta_rule(q, log_w, learned, v, k, corrected, min_log_w=SLOWEST, method=method)
+        return y
+
+    return operator(problem, run)
+
+
+@contenders.jax(OURS)
+def ours(problem: Recurrence):
+    """Our operator."""
+    return _by_method(problem, "auto")
+
+
+@contenders.jax(f"{OURS}, sequential")
+def ours_sequential(problem: Recurrence):
+    """As it runs where there are few steps."""
+    return _by_method(problem, "sequential")
+
+
+@contenders.jax("lax.scan")
+def plain_scan(problem: Recurrence):
+    """What one writes first in JAX."""
+
+    def step(s, inputs):
+        q, k, v, log_w, rate = inputs
+        s = s * jnp.exp(log_w)[..., None, None]
+        error = v - jnp.einsum("bhvk,bhk->bhv", s, k)
+        s = s + jnp.einsum("bhv,bhk->bhvk", rate[..., None] * error, k)
+        return s, jnp.einsum("bhvk,bhk->bhv", s, q)
+
+    def scan(*xs):
+        zeros = jnp.zeros((problem.batch, problem.heads, *[problem.head_size] * 2))
+        _, ys = jax.lax.scan(step, zeros, [jnp.moveaxis(x, 1, 0) for x in xs])
+        return jnp.moveaxis(ys, 0, 1)
+
+    return operator(problem, lambda q, k, v, log_w, rate: scan(q, k, v, log_w, rate))
+
+
+@contenders.torch("transformers, chunked")
+def transformers(problem: Recurrence):
+    """Hugging Face's products of matrices over 64 steps."""
+    from transformers.models.qwen3_next import (  # pyright: ignore[reportMissingImports]
+        modeling_qwen3_next,
+    )
+
+    chunked = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    scale = problem.head_size**0.5  # which it takes from the queries
+    return operator(
+        problem, lambda q, k, v, log_w, rate: chunked(q * scale, k, v, g=log_w, beta=rate)[0]
+    )
+
+
+@contenders.torch("torch loop")
+def torch_loop(problem: Recurrence):
+    """What one writes first in torch."""
+    return operator(problem, by_steps)
