@@ -11,6 +11,7 @@ import torch_ref
 from jax_models import (
     RWKV6Block,
     RWKV6LanguageModelConfig,
+    RWKV6TimeMix,
     RWKV7Block,
     RWKV7LanguageModelConfig,
     RWKV7TimeMix,
@@ -230,6 +231,15 @@ def test_bfloat16_keeps_its_state_in_float32(version):
     assert {leaf.dtype for leaf in jax.tree.leaves(state.layers)} == {jnp.dtype("float32")}
     expected = logits_of(version, weights, tokens)
     assert np.corrcoef(np.ravel(logits), np.ravel(expected))[0, 1] > 0.99
+
+
+def test_a_decay_beyond_float32_forgets_at_once():
+    layer = RWKV6TimeMix(8, head_size=4, rngs=nnx.Rngs(0))
+    layer.time_decay[...] = jnp.full(8, 1e4)
+    x = np.random.default_rng(0).standard_normal((1, 40, 8)).astype(np.float32)
+    graphdef, params = nnx.split(layer)
+    gradients = jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(x)[0] ** 2))(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,5 +1,6 @@
 """RWKV-6, Finch (arXiv 2404.05892), under BlinkDL's names of x060."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax_models import ops
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import GroupNorm
 from jax_models.layers.rwkv import (
+    LARGEST_DECAY,
     ResidualMixes,
     RWKVChannelMixState,
     checked_heads,
@@ -137,17 +139,14 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         self.time_decay_w2 = small(decay_rank, features)
         bonus = depth * (1 - width) + 0.1 * ((channel + 1) % 3 - 1)
         self.time_faaaa = param(bonus.reshape(self.heads, head_size))
-        options: dict[str, Any] = {
-            "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs,
-        }  # fmt: skip
-        large, tenth = kernel_init or orthogonal, kernel_init or a_tenth
-        self.receptance = Linear(features, features, kernel_init=large, **options)
-        self.key = Linear(features, features, kernel_init=tenth, **options)
-        self.value = Linear(features, features, kernel_init=large, **options)
-        self.gate = Linear(features, features, kernel_init=tenth, **options)
-        zero = kernel_init or nnx.initializers.zeros
-        self.output = Linear(features, features, kernel_init=zero, **options)
-        self.ln_x = head_norm(self.heads, features, layer_index, num_layers, **options)
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        matrix = partial(Linear, features, features, use_bias=False, **options)
+        self.receptance = matrix(kernel_init=kernel_init or orthogonal)
+        self.key = matrix(kernel_init=kernel_init or a_tenth)
+        self.value = matrix(kernel_init=kernel_init or orthogonal)
+        self.gate = matrix(kernel_init=kernel_init or a_tenth)
+        self.output = matrix(kernel_init=kernel_init or nnx.initializers.zeros)
+        self.ln_x = head_norm(features, self.heads, layer_index, num_layers, **options)
 
     foreign_format = staticmethod(foreign_to("RWKV-6"))
 
@@ -185,13 +184,14 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         """`−exp(time_decay + tanh(x D_1) D_2)`, in at least float32."""
         by_data = low_rank(x, self.time_decay_w1, self.time_decay_w2, jnp.tanh)
         decay = self.time_decay[...].astype(by_data.dtype)
-        return -jnp.exp(jnp.broadcast_to(decay, by_data.shape) + by_data)
+        exponent = jnp.broadcast_to(decay, by_data.shape) + by_data
+        return -jnp.exp(jnp.minimum(exponent, LARGEST_DECAY))
 
     def _by_head(self, x: Array) -> Array:
         return heads_of(x, self.head_size)
 
     def _mixed(self, x: Array, previous: Array) -> list[Array]:
-        """X with some of its predecessor, for each of the `MIXES`."""
+        """For each of the `MIXES`, x with some of its predecessor."""
         hidden = toward(x, previous, self.time_maa_x)
         hidden = jnp.tanh(ops.affine(hidden, self.time_maa_w1[...].astype(x.dtype)))
         ups = self.time_maa_w2[...].astype(x.dtype)
@@ -422,7 +422,7 @@ def a_tenth(*args, **kwargs) -> Float[Array, "in out"]:
 
 
 def head_norm(
-    heads: int, features: int, layer_index: int, num_layers: int, *, dtype, param_dtype, rngs, **_
+    features: int, heads: int, layer_index: int, num_layers: int, *, dtype, param_dtype, rngs
 ) -> GroupNorm:
     """The norm of each head, whose scale grows with the layer: ((1 + layer) / layers)^0.7."""
     norm = GroupNorm(

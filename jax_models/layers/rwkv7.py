@@ -1,6 +1,7 @@
 """RWKV-7, Goose (arXiv 2503.14456), under BlinkDL's names of x070."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -165,16 +166,13 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         self.k_k = param(0.71 - 0.1 * tilt)
         self.k_a = param(np.full(features, 1.02))
         self.r_k = param(np.full((self.heads, head_size), -0.04))
-        options: dict[str, Any] = {
-            "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs,
-        }  # fmt: skip
-        large, small = kernel_init or orthogonal, kernel_init or a_tenth
-        self.receptance = Linear(features, features, kernel_init=large, **options)
-        self.key = Linear(features, features, kernel_init=small, **options)
-        self.value = Linear(features, features, kernel_init=large, **options)
-        zero = kernel_init or nnx.initializers.zeros
-        self.output = Linear(features, features, kernel_init=zero, **options)
-        self.ln_x = head_norm(self.heads, features, layer_index, num_layers, **options)
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        matrix = partial(Linear, features, features, use_bias=False, **options)
+        self.receptance = matrix(kernel_init=kernel_init or orthogonal)
+        self.key = matrix(kernel_init=kernel_init or a_tenth)
+        self.value = matrix(kernel_init=kernel_init or orthogonal)
+        self.output = matrix(kernel_init=kernel_init or nnx.initializers.zeros)
+        self.ln_x = head_norm(features, self.heads, layer_index, num_layers, **options)
 
     foreign_format = staticmethod(foreign_to("RWKV-7"))
 
