@@ -31,6 +31,11 @@ def wkv(k, v, w, u, num, den, largest, **options):
     return jnp.where(REAL, y, 0), last
 
 
+def delta_rule(r, log_w, k, v, a, b, state, **options):
+    y, last = ops.delta_rule(r, log_w, k, v, a, b, state, lengths=LENGTHS, reset=RESET, **options)
+    return jnp.where(REAL[..., None], y, 0), last
+
+
 def online_conv(v, inputs, taps):
     """A step that ends a block, after all inputs but the last of that block."""
     options = {"taps": lambda h, length: h[:, :length], "max_length": MAX_LENGTH}
@@ -57,7 +62,18 @@ OF_WKV = [
     rows(3)[2],
 ]
 OF_CONVOLUTION = [draw(BATCH, FEATURES, TIME), draw(FEATURES, TIME)]
+OF_DELTA_RULE = [
+    draw(BATCH, TIME, 2, 3),
+    -np.exp(draw(BATCH, TIME, 2, 3, seed=1)),
+    *(draw(BATCH, TIME, 2, size, seed=2) for size in (3, 4)),
+    *(0.5 * draw(BATCH, TIME, 2, 3, seed=seed) for seed in (3, 4)),
+    draw(BATCH, 2, 4, 3),
+]
 OPERATORS = {
+    **{
+        f"delta rule, {method}": (partial(delta_rule, method=method), OF_DELTA_RULE)
+        for method in ("sequential", "chunked", "pallas_interpreted")
+    },
     **{
         f"linear recurrence, {method}{', reversed' * reverse}": (
             partial(linear_recurrence, method=method, reverse=reverse),

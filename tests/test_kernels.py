@@ -1,4 +1,4 @@
-"""The kernels of the linear recurrence and of WKV, on a machine that has neither TPU nor GPU."""
+"""The operators' own kernels, on a machine that has neither TPU nor GPU."""
 
 import sys
 from functools import partial
@@ -10,8 +10,8 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_models.ops import WKVState, wkv
-from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
+from jax_models.ops import WKVState, delta_rule, wkv
+from jax_models.ops.kernels import matrix_scan, matrix_scan_gpu, row_scan_gpu, row_scan_tpu
 from jax_models.ops.kernels.row_scan import row_scan
 from jax_models.ops.linear_recurrence import linear_recurrence
 from parity_tests.engine.problem import in_every_dtype
@@ -44,12 +44,51 @@ def sums(x, **options):
     return wkv(x["k"], x["v"], state, w=x["w"], u=x["u"], **options)
 
 
+def corrected(x, **options):
+    names = ("r", "log_w", "k", "v", "a", "b", "state")
+    return delta_rule(*(x[name] for name in names), **options)
+
+
+def bounded(x, **options):
+    return corrected(x, min_log_w=-1.0, **options)
+
+
+def with_bonus(x, **options):
+    others = {name: x[name] for name in ("state", "u")}
+    return delta_rule(x["r"], x["log_w"], x["k"], x["v"], **others, **options)
+
+
+DELTA_RULES = {
+    corrected: ("r", "log_w", "k", "v", "a", "b", "state"),
+    bounded: ("r", "log_w", "k", "v", "a", "b", "state"),
+    with_bonus: ("r", "log_w", "k", "v", "state", "u"),
+}
+DELTA_SIZES = [(1, 1, 1, 5, 5), (3, 37, 2, 5, 4), (1, 32, 1, 3, 20)]
+"""Of batch, time, heads, keys and values: in blocks of 4 rows, so that the second one is ragged."""
+
+
+def delta_numbers(batch: int, time: int, heads: int, key: int, value: int) -> dict[str, np.ndarray]:
+    """Inputs of the delta rule, exact in bfloat16; corrections of keys of length 1."""
+    rng = np.random.default_rng(0)
+    of_key = {name: rng.standard_normal((batch, time, heads, key)) for name in ("r", "k", "a")}
+    a = of_key["a"] / np.linalg.norm(of_key["a"], axis=-1, keepdims=True)
+    others = {
+        "log_w": -(rng.uniform(0, 1, a.shape) ** 2),
+        "a": a,
+        "b": -a * rng.uniform(0, 1, (*a.shape[:3], 1)),
+        "v": rng.standard_normal((batch, time, heads, value)),
+        "state": rng.standard_normal((batch, heads, value, key)),
+        "u": rng.standard_normal((heads, key)),
+    }
+    return {name: in_every_dtype(x) for name, x in (of_key | others).items()}
+
+
 OPERATORS = {recurrence: ("a", "b", "h0"), sums: ("k", "v", "w", "u", "num", "den", "max")}
 
 
 def results_and_gradients(operator, x, dtype, **options):
     """All results and, for random gradients of them, those of the inputs, in float64."""
-    x = {name: jnp.asarray(x[name], dtype) for name in OPERATORS[operator]}
+    x = {name: jnp.asarray(x[name], dtype) for name in (OPERATORS | DELTA_RULES)[operator]}
 
     @jax.jit
     def run(x):
@@ -273,3 +312,102 @@ def test_second_derivatives_of_auto(x64, operator):
     if operator is sums:
         with pytest.raises(NotImplementedError, match='"pallas" has first derivatives only'):
             jax.make_jaxpr(lambda x: jax.vjp(partial(gradient, method="pallas"), x)[0])(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", DELTA_SIZES)
+@pytest.mark.parametrize("operator", DELTA_RULES)
+def test_delta_rule_in_poisoned_memory(operator, size, capfd):
+    """The TPU's kernel in float32, forward and backward, is as exact as step by step."""
+    run = partial(results_and_gradients, operator, delta_numbers(*size))
+    plain = run(jnp.float32, method="sequential")
+    with pltpu.force_tpu_interpret_mode(POISONED):
+        ours = run(jnp.float32, method="pallas_interpreted")
+    with jax.enable_x64(True):
+        exact = run(jnp.float64, method="sequential")
+    for name, expected in exact.items():
+        bound = K * (rms(plain[name] - expected) + ulp(np.float32) * rms(expected))
+        assert rms(ours[name] - expected) <= bound, name
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("device", ["tpu", "gpu"])
+@pytest.mark.parametrize("operator", DELTA_RULES)
+def test_delta_rule_by_either_kernel_interpreted(x64, operator, device, masked, monkeypatch):
+    """Lengths, one of them 0, and resets; as float64 says step by step."""
+    if device == "gpu":
+        scan = matrix_scan_gpu.matrix_scan
+        monkeypatch.setattr(matrix_scan.by_kernel, "tpu", scan)
+    batch, time, *_ = size = (3, 37, 2, 5, 4)
+    options = masks(batch, time) if masked else {}
+    run = partial(results_and_gradients, operator, delta_numbers(*size), jnp.float64, **options)
+    ours, expected = run(method="pallas_interpreted"), run(method="sequential")
+    active = np.arange(time) < np.asarray(options.get("lengths", [time] * batch))[:, None]
+    for name in expected:
+        if expected[name].shape[:2] == (batch, time):
+            ours[name], expected[name] = ours[name][active], expected[name][active]
+        assert_same(ours[name], expected[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pallas", "pallas_interpreted"])
+def test_mapped_delta_rules_are_one_kernel(mode):
+    """Some arrays have the mapped axis, anywhere, others have none."""
+    x = {name: jnp.asarray(v, jnp.float32) for name, v in delta_numbers(2, 20, 3, 5, 4).items()}
+    several = x | {
+        "v": jnp.stack([x["v"], 2 * x["v"]], axis=2),
+        "log_w": jnp.stack(2 * [x["log_w"]]),
+    }
+    axes = dict.fromkeys(x) | {"v": 2, "log_w": 0}
+    mapped = jax.jit(jax.vmap(partial(corrected, method=mode), in_axes=(axes,)))
+    if mode == "pallas":
+        lowered = mapped.trace(several).lower(lowering_platforms=("tpu",)).as_text()
+        assert lowered.count("tpu_custom_call") == 1
+        return
+    y, last = mapped(several)
+    for i in range(2):
+        one = corrected(x | {"v": (1 + i) * x["v"]}, method="sequential")
+        for actual, expected in zip((y[i], last[i]), one, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="Triton is compiled as it is lowered, by jax's plugin"
+)
+@pytest.mark.parametrize("operator", DELTA_RULES)
+def test_delta_rule_is_lowered_for_a_gpu(operator):
+    x = delta_numbers(2, 40, 3, 64, 64)
+    x = {name: jnp.asarray(x[name], jnp.float32) for name in DELTA_RULES[operator]}
+    gradient = jax.grad(lambda x: jnp.sum(operator(x, method="pallas")[0]))
+    lowered = jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("xla.gpu.triton") == 2
+
+
+def test_what_has_no_delta_rule_kernel(x64):
+    x = {name: jnp.asarray(value) for name, value in delta_numbers(2, 3, 1, 5, 4).items()}
+    on_cpu = r'"pallas" cannot serve here, "chunked" can: it has kernels for TPUs and NVIDIA'
+    with pytest.raises(NotImplementedError, match=on_cpu):
+        corrected(x, method="pallas")
+    traced = jax.jit(partial(corrected, method="pallas")).trace(x)
+    for platform in ("tpu", "cuda"):
+        with pytest.raises(
+            NotImplementedError, match="the kernel computes in float32, got float64"
+        ):
+            traced.lower(lowering_platforms=(platform,))
+    for size, platform, reason in (
+        ((1, 16, 1, 512, 512), "tpu", "a step's matrices are too large"),
+        ((1, 16, 1, 16, 1), "cuda", "no product of vectors"),
+    ):
+        x = {n: jnp.asarray(value, jnp.float32) for n, value in delta_numbers(*size).items()}
+        traced = jax.jit(partial(corrected, method="pallas")).trace(x)
+        with pytest.raises(NotImplementedError, match=reason):
+            traced.lower(lowering_platforms=(platform,))
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(corrected(x, method="pallas")[0])))(x)
+
+    with pytest.raises(NotImplementedError, match='"pallas" has first derivatives only'):
+        jax.make_jaxpr(lambda x: jax.vjp(gradient, x)[0])(x)

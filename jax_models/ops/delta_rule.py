@@ -6,26 +6,23 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.checks import checked
+from jax_models.ops.delta_rule_chunk import CHUNK, Chunk, across, is_bounded
+from jax_models.ops.kernels.matrix_scan import KERNELS
 from jax_models.ops.segments import mask_padding, segments
 from jax_models.ops.varying import alike
 
-DeltaRuleMethod = Literal["auto", "chunked", "sequential"]
+DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
-CHUNK = 16
-"""Steps that are computed as products of matrices. Of 64 float32 loses more than torch's loop."""
 SEGMENT = 128
 """Steps of which the backward pass keeps the first state, and computes the rest again."""
 GONE = -1e5
 """A log decay whose exponential is zero in every dtype. A smaller one counts as this."""
-LARGEST_EXPONENT = 40.0
-"""Of factors: two of them, and a sum over the keys, stay finite in float32."""
 
 
 @checked()
@@ -75,18 +72,23 @@ def delta_rule(
         state: S before the first step; zero when None.
         u: the bonus of the current step. None: y reads the state after the step.
         min_log_w: no log_w is below it; one that is counts as it. Where it is near 0 (RWKV-7's is
-            −e^{−1/2}), the chunked form takes one product for what else takes log₂ of them.
+            −e^{−1/2}), and there is no `reset`, chunks take one product for what else takes four.
         lengths: row b takes only the steps t < lengths[b].
         reset: the first steps of packed documents, where the state restarts from zero.
         method: "sequential", a `lax.scan` over the steps; "chunked", 16 steps as products of
-            matrices (Yang et al. 2024, arXiv 2406.06484); "auto", sequential below 16 steps
-            and for a symbolic number of them. All compute in at least float32, with
-            the highest precision on a TPU. The backward pass keeps a state every 128 steps.
+            matrices (Yang et al. 2024, arXiv 2406.06484); "pallas", the chunks in one kernel
+            (`ops.kernels.matrix_scan`); "pallas_interpreted", the TPU's kernel in an interpreter,
+            anywhere and slowly; "auto", chunked on every device, since no kernel was measured yet,
+            and sequential below 16 steps. A symbolic number of steps is taken sequentially by any
+            method. All compute in at least float32, with the highest precision
+            on a TPU. The backward pass keeps a state every 128 steps, the kernels' every 16.
 
     Returns:
         All y (those beyond `lengths` carry no meaning) and the last S, in at least float32.
 
     Raises:
+        NotImplementedError: "pallas" has no kernel for this device, dtype, division over devices or
+            size of a head; when the program is lowered. Or its second derivative is taken.
         TypeError: an array is of another kind of dtype, or b is given without a, or u with them.
         ValueError: a shape is wrong, a length lies outside 0 … time, or there is no such method.
 
@@ -127,11 +129,11 @@ def _delta_rule(
     _, restart = segments(xs.k.shape[1], lengths, reset)
     xs = xs._replace(log_w=jnp.maximum(xs.log_w, GONE if min_log_w is None else min_log_w))
     xs = jax.tree.map(lambda x: mask_padding(x, lengths), xs)
-    form = _sequential if method == "sequential" else partial(_chunked, _split(min_log_w))
+    chunk = Chunk(reads_after=u is None, bounded=is_bounded(min_log_w) and restart is None)
     if restart is None:
-        return form(u, xs, restart, state)
+        return _with_bonus(method, chunk, xs, state, u)
     xs, state, (faults, fault_at_end) = _apart(xs, state, restart)
-    y, last = form(u, xs, restart, state)
+    y, last = _with_bonus(method, chunk, xs, state, u, restart[..., None, None])
     return _nan_where(faults, y), _nan_where(fault_at_end, last)
 
 
@@ -157,34 +159,49 @@ def _apart(
     return xs, state, (faults, faults[:, -1])
 
 
+def _with_bonus(
+    method: DeltaRuleMethod, chunk: Chunk, xs: Steps, state: Array, u, restart=None
+) -> tuple[Array, Array]:
+    """All y and the last S. A step at a restart keeps and reads nothing of the state before it."""
+    r = xs.r
+    if restart is not None:
+        xs = xs._replace(log_w=jnp.where(restart, GONE, xs.log_w))
+        if xs.a is not None:
+            xs = xs._replace(a=jnp.where(restart, 0, xs.a))
+        if not chunk.reads_after:
+            xs = xs._replace(r=jnp.where(restart, 0, xs.r))
+    if method == "sequential":
+        y, last = _sequential(xs, state, reads_after=chunk.reads_after)
+    elif method in KERNELS:
+        y, last = _in_kernel(KERNELS[method], chunk, xs, state)
+    else:
+        y, last = _chunked(chunk, xs, state)
+    if u is not None:
+        y += xs.v * jnp.sum(r * u[None, None] * xs.k, axis=-1, keepdims=True)
+    return y, last
+
+
 def _nan_where(faults: Array, x: Array) -> Array:
     return jnp.where(faults.reshape(*faults.shape, *[1] * (x.ndim - faults.ndim)), jnp.nan, x)
 
 
-def _in_segments(
-    run: Callable, xs: tuple[Steps, Array | None], state: Array
-) -> tuple[Array, Array]:
+def _in_segments(run: Callable, xs: Steps, state: Array) -> tuple[Array, Array]:
     """`run(state, xs) -> (state, y)` over the first axis; the backward pass runs it again."""
     last, y = lax.scan(jax.checkpoint(run, prevent_cse=False), state, xs)
     return y, last
 
 
-def _sequential(u, xs: Steps, restart, state) -> tuple[Array, Array]:
+def _sequential(xs: Steps, state: Array, *, reads_after: bool) -> tuple[Array, Array]:
     """One step after the other."""
 
-    def step(state, x_and_restart):
-        x, is_restart = x_and_restart
-        if is_restart is not None:
-            state = jnp.where(is_restart[:, None, None, None], 0, state)
+    def step(state, x):
         after = state * jnp.exp(x.log_w)[..., None, :] + _outer(x.v, x.k)
         if x.a is not None:
             after += _outer(_applied(state, x.a), x.b)
-        if u is None:
-            return after, _applied(after, x.r)
-        return after, _applied(state, x.r) + x.v * jnp.sum(x.r * u[None] * x.k, -1, keepdims=True)
+        return after, _applied(after if reads_after else state, x.r)
 
     time = xs.k.shape[1]
-    by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (xs, restart))
+    by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
     if is_symbolic_dim(time):
         last, y = lax.scan(step, state, by_time)
         return jnp.moveaxis(y, 0, 1), last
@@ -211,141 +228,31 @@ def _cut(x: Array, axis: int, size: int) -> Array:
     return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
-class Split(NamedTuple):
-    """How Σ_{i<j<t} log_w_j, the log decay from step i to step t of a chunk, comes of two factors.
-
-    In a pair of blocks (t in the second of them, i in the first) no sum is positive and no
-    exponential overflows: `rows` gives Σ over the steps of the second block before t, `columns` Σ
-    over those of the first one behind i. Blocks of 1, 2, 4, … steps make all pairs i < t.
-    """
-
-    rows: Float[np.ndarray, "levels chunk chunk"]
-    columns: Float[np.ndarray, "levels chunk chunk"]
-    pairs: Bool[np.ndarray, "levels chunk chunk"]
-
-
-STEP = np.arange(CHUNK)
-BEFORE = STEP[None, :] < STEP[:, None]
-BEHIND = BEFORE.T
-SELF = np.eye(CHUNK, dtype=bool)
-
-
-def _by_blocks() -> Split:
-    sizes = 2 ** np.arange(CHUNK.bit_length() - 1)
-    block = STEP // sizes[:, None]
-    same = block[:, :, None] == block[:, None, :]
-    second = (block % 2 == 1)[:, :, None]
-    pairs = second & (block[:, :, None] == block[:, None, :] + 1)
-    return Split(same & BEFORE, same & BEHIND, pairs)
-
-
-def _at_once() -> Split:
-    """Both sums from the chunk's start, those of the columns with the other sign."""
-    return Split(BEFORE[None], -(BEFORE | SELF).astype(int)[None], BEFORE[None])
-
-
-def _split(min_log_w: float | None) -> Split:
-    bounded = min_log_w is not None and -min_log_w * CHUNK <= LARGEST_EXPONENT
-    return _at_once() if bounded else _by_blocks()
-
-
-def _chunked(split: Split, u, xs: Steps, restart, state) -> tuple[Array, Array]:
+def _chunked(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
     """Products of matrices within chunks, of which some are computed together."""
     time = xs.k.shape[1]
     count = min(SEGMENT, time + -time % CHUNK) // CHUNK
 
-    def cut(x):  # (batch, time, …) to (segments, chunks, batch, …, step, features)
-        x = jnp.moveaxis(_cut(_cut(x, 1, CHUNK * count), 2, CHUNK), 0, 2)
-        return x if x.ndim == 4 else jnp.swapaxes(x, 3, 4)
+    def chunks(state, xs):
+        return lax.scan(lambda state, x: across(state, *x), state, chunk.within(*xs))
 
-    y, last = _in_segments(partial(_chunks, u, split), jax.tree.map(cut, (xs, restart)), state)
-    y = jnp.moveaxis(jnp.swapaxes(y, 3, 4), 2, 0)
-    return y.reshape(y.shape[0], -1, *y.shape[4:])[:, :time], last
-
-
-def _chunks(u, split: Split, state: Array, given: tuple[Steps, Array | None]):
-    """Chunks one after the other, (chunks, batch, heads, step, features): the last state, all y.
-
-    With S₀ at a chunk's start, the log decay before and behind each step and of all steps, and the
-    scores A that step t reads of the steps i < t (r of i ≤ t):
-
-        U = (I − A_ab)⁻¹ ((a ⊙ e^before) S₀ᵀ + A_ak V),   U_t = S_{t−1} a_t
-        Y = (r ⊙ e^before) S₀ᵀ + A_rb U + A_rk V
-        S = S₀ diag(e^all) + Uᵀ (b ⊙ e^behind) + Vᵀ (k ⊙ e^behind)
-
-    where, unless there is a bonus, r reads after its step: r ⊙ w stands for it.
-    """
-    (r, log_w, k, v, a, b), restart = given
-    then = r * jnp.exp(log_w) if u is None else r
-    readers, writers, parts = then, k, 1
-    if a is not None and b is not None:
-        readers, writers, parts = _rows(a, then), _rows(b, k), 2
-    own = jnp.sum(
-        _rows(*[r if u is None else r * u[None, None, :, None]] * parts) * writers, axis=-1
-    )
-
-    before, behind = _sums(BEFORE, log_w), _sums(BEHIND, log_w)
-    fade = jnp.exp((before + log_w)[..., -1, :])
-    readers_of_start = readers * jnp.exp(_rows(*[before] * parts))
-    writers_to_end = writers * jnp.exp(_rows(*[behind] * parts))
-    scores = jnp.zeros((), v.dtype)
-    for rows, columns, pairs in zip(*split, strict=True):
-        rows, columns = (_rows(*[_sums(which, log_w)] * parts) for which in (rows, columns))
-        product = _product(readers * jnp.exp(rows), (writers * jnp.exp(columns)).mT)
-        scores += _only(np.tile(pairs, (parts, parts)), product)
-    if restart is not None:
-        document = jnp.tile(jnp.cumsum(restart, axis=-1), parts)[:, :, None]
-        of_start, to_end = document == 0, document == document[..., -1:]
-        scores = jnp.where(document[..., :, None] == document[..., None, :], scores, 0)
-        readers_of_start = jnp.where(of_start[..., None], readers_of_start, 0)
-        writers_to_end = jnp.where(to_end[..., None], writers_to_end, 0)
-        fade = jnp.where(of_start[..., -1:], fade, 0)
-    of_r = scores[..., -CHUNK:, :] + _only(np.tile(SELF, parts), own[..., None, :])
-
-    corrections = None
-    if a is not None:
-        of_b, of_k = jnp.split(scores[..., :CHUNK, :], 2, axis=-1)
-        known = jnp.concatenate([readers_of_start[..., :CHUNK, :], _product(of_k, v)], axis=-1)
-        corrections = jnp.split(_product(_inverse(of_b), known), [k.shape[-1]], axis=-1)
-
-    def chunk(state, x):
-        fade, writers, v, corrections = x
-        if corrections is not None:
-            of_start, of_values = corrections
-            v = _rows(_product(of_start, state.mT) + of_values, v)
-        return state * fade[..., None, :] + _product(v.mT, writers), (state, v)
-
-    last, (start, values) = lax.scan(chunk, state, (fade, writers_to_end, v, corrections))
-    y = _product(readers_of_start[..., -CHUNK:, :], start.mT) + _product(of_r, values)
-    return last, y
+    by_segment = jax.tree.map(lambda x: _cut(x, 0, count), _by_chunk(xs))
+    y, last = _in_segments(chunks, by_segment, state)
+    return _by_time(y.reshape(-1, *y.shape[2:]), time), last
 
 
-def _inverse(scores: Array) -> Array:
-    """(I − scores)⁻¹ of scores that are 0 for i ≥ t: of pairs of blocks, from those of the blocks.
-
-    The powers of the scores, whose sum it is, may be much larger than it.
-    """
-    inverse = jnp.broadcast_to(jnp.asarray(SELF, scores.dtype), scores.shape)
-    for pairs in _by_blocks().pairs:
-        between = _only(pairs, scores)
-        inverse += _product(_product(inverse, between), inverse)
-    return inverse
+def _in_kernel(scan: Callable, chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
+    """One chunk after the other, each of them whole."""
+    (y,), last = scan(chunk, state, [x for x in _by_chunk(xs) if x is not None])
+    return _by_time(y, xs.k.shape[1]), last
 
 
-def _only(pairs: np.ndarray, scores: Array) -> Array:
-    """The scores of some pairs of steps, 0 of the others."""
-    pairs = pairs[(None,) * (scores.ndim - 2)]
-    return jnp.where(pairs, scores, 0)
+def _by_chunk(xs: Steps) -> Steps:
+    """(batch, time, heads, features) as (chunks, batch, heads, step, features)."""
+    return jax.tree.map(lambda x: jnp.moveaxis(_cut(x, 1, CHUNK), (1, 3), (0, 2)), xs)
 
 
-def _sums(which: np.ndarray, x: Array) -> Array:
-    """Sums over some of a chunk's steps: a product with ones and zeros."""
-    return _product(jnp.asarray(which, x.dtype), x)
-
-
-def _rows(*parts: Array) -> Array:
-    return jnp.concatenate(parts, axis=-2)
-
-
-_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-"""Of matrices; XLA's CPU backend fails on products of arrays of more than eight axes."""
+def _by_time(y: Array, time: int) -> Array:
+    """(chunks, batch, heads, step, features) as (batch, time, heads, features)."""
+    y = jnp.moveaxis(y, (0, 2), (1, 3))
+    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :time]

@@ -37,6 +37,11 @@ CASES = [
         partial(RWKV6TimeMix, 6, **sizes, method="chunked"),
     ),
     rwkv6(
+        "RWKV6TimeMix by kernel, interpreted",
+        partial(torch_ref.RWKV6TimeMix, 6, **sizes),
+        partial(RWKV6TimeMix, 6, **sizes, method="pallas_interpreted"),
+    ),
+    rwkv6(
         "RWKV6ChannelMix",
         partial(torch_ref.RWKV6ChannelMix, 5, 7),
         partial(RWKV6ChannelMix, 5, 7),

@@ -45,6 +45,11 @@ CASES = [
         partial(RWKV7TimeMix, 6, **sizes, method="chunked"),
     ),
     rwkv7(
+        "RWKV7TimeMix by kernel, interpreted",
+        partial(torch_ref.RWKV7TimeMix, 6, **sizes),
+        partial(RWKV7TimeMix, 6, **sizes, method="pallas_interpreted"),
+    ),
+    rwkv7(
         "RWKV7TimeMix above the lowest",
         partial(torch_ref.RWKV7TimeMix, 6, **above),
         partial(RWKV7TimeMix, 6, num_layers=2, **above),

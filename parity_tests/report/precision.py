@@ -32,6 +32,7 @@ DEFAULT = {"tpu": "bfloat16", "gpu": "tensorfloat32"}
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 KERNEL = "pallas_call"
 """Its body has a place in a grid, so it is left as it is."""
+FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 def precision_errors(name: str, problem: Problem, platform: str) -> Iterator[PrecisionError]:
@@ -118,8 +119,8 @@ def _evaluate(rounded: Callable, closed: ClosedJaxpr, *args: Any) -> list[Any]:
                 params,
                 is_leaf=lambda param: isinstance(param, Jaxpr | ClosedJaxpr),
             )
-        elif any(f"{product}[" in str(params["jaxpr"]) for product in PRODUCTS):
-            raise NotImplementedError("a product in a Pallas kernel")
+        elif any(product["precision"] != FULL for product in _products(params["jaxpr"])):
+            raise NotImplementedError("a product in a Pallas kernel that leaves its precision open")
         params = equation.primitive.get_bind_params(params)
         results = equation.primitive.bind(*operands, **params)
         values |= zip(
@@ -128,6 +129,20 @@ def _evaluate(rounded: Callable, closed: ClosedJaxpr, *args: Any) -> list[Any]:
             strict=True,
         )
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _products(jaxpr: Jaxpr) -> Iterator[dict[str, Any]]:
+    """What the products of a body say of themselves."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in PRODUCTS:
+            yield equation.params
+        for param in jax.tree.leaves(
+            equation.params, is_leaf=lambda param: isinstance(param, Jaxpr | ClosedJaxpr)
+        ):
+            if isinstance(param, ClosedJaxpr):
+                yield from _products(param.jaxpr)
+            elif isinstance(param, Jaxpr):
+                yield from _products(param)
 
 
 def _rewritten(rounded: Callable, param: Any) -> Any:

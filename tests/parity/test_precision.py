@@ -82,6 +82,11 @@ def test_a_kernel_is_left_as_it_is():
     rounded = with_rounded_products(*BITS["bfloat16"], partial(in_a_kernel, lambda x: x @ x))
     with pytest.raises(NotImplementedError, match="a product in a Pallas kernel"):
         rounded(x)
+    in_full = partial(jnp.matmul, x, precision="highest")
+    rounded = with_rounded_products(
+        *BITS["bfloat16"], partial(in_a_kernel, lambda x: jnp.matmul(x, x, precision="highest"))
+    )
+    np.testing.assert_array_equal(jax.jit(rounded)(x), in_full(x))
 
 
 def test_errors_are_those_of_the_operands():

@@ -1,0 +1,153 @@
+"""A scan by a kernel of the device, where the program is lowered for one that has a kernel."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.export import is_symbolic_dim
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+Kernel = Callable[..., tuple[Sequence[Array], Sequence[Array]]]
+"""`kernel(step, start, xs, outputs=, reverse=)`: the outputs of all steps, and the last state."""
+
+
+class DeviceScan:
+    """A primitive whose kernel, or fallback, is chosen where the program is lowered.
+
+    Under `vmap` the rows become more; the derivative is the fallback's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        tpu: Kernel,
+        gpu: Kernel,
+        shapes: Callable[..., list[Any]],
+        axis_of_rows: Callable[[Array], int],
+        instead: str,
+    ):
+        """A scan of these kernels.
+
+        Args:
+            name: the primitive's.
+            tpu: Mosaic's kernel, which has `interpret` too.
+            gpu: Triton's.
+            shapes: `shapes(step, start, xs, outputs)` of the results, outputs and last states.
+            axis_of_rows: of an array, along which rows of more than one scan are put together.
+            instead: the method that serves where no kernel does.
+
+        """
+        self.primitive = primitive = Primitive(name)
+        self.shapes = shapes
+        self.tpu = tpu
+        self.axis_of_rows = axis_of_rows
+        self.instead = instead
+        primitive.multiple_results = True
+        primitive.def_impl(jax.jit(primitive.bind, static_argnames=PARAMETERS))
+        primitive.def_abstract_eval(self._abstract)
+        batching.primitive_batchers[primitive] = self._batched
+        ad.primitive_jvps[primitive] = self._jvp
+        for platform, kernel in ((None, _no_kernel), ("tpu", self._tpu), ("cuda", gpu)):
+            mlir.register_lowering(primitive, self._lowered_by(kernel), platform=platform)
+
+    def __call__(self, step, start, xs, *, outputs: int, reverse: bool, interpret: bool, fallback):
+        """The outputs of all steps, and the last state."""
+        options = {"step": step, "states": len(start), "outputs": outputs, "reverse": reverse}
+        if interpret:
+            results = self._interpreted(**options)(*start, *xs)
+        else:
+            results = self.primitive.bind(*start, *xs, fallback=fallback, **options)
+        return results[:outputs], results[outputs:]
+
+    def _abstract(self, *args, step, states: int, outputs: int, **_):
+        return self.shapes(step, args[:states], args[states:], outputs)
+
+    def _lowered_by(self, kernel: Kernel):
+        """How to lower to a kernel, or to the fallback where the kernel says no."""
+
+        def rule(ctx, *args, step, states, outputs, reverse, fallback):
+            def lower(scan):
+                return mlir.lower_fun(_flat(scan, states), multiple_results=True)(ctx, *args)
+
+            try:
+                if any(is_symbolic_dim(size) for x in ctx.avals_in for size in x.shape):
+                    raise NotImplementedError("a program for any size can have no kernel")
+                return lower(partial(kernel, step, outputs=outputs, reverse=reverse))
+            except NotImplementedError as error:
+                if fallback is None:
+                    raise NotImplementedError(
+                        f'method: "pallas" cannot serve here, "{self.instead}" can: {error}'
+                    ) from error
+                return lower(fallback)
+
+        return rule
+
+    def _tpu(self, step, start, xs, **options):
+        """Mosaic takes no 64-bit integers, nor do the kernels take 64-bit floats."""
+        with jax.enable_x64(False):
+            return self.tpu(step, start, xs, **options)
+
+    def _interpreted(self, *, step, states: int, **options):
+        """The TPU's kernel in Pallas's interpreter, which is no part of a primitive's lowering."""
+        scan = custom_vmap(_flat(partial(self.tpu, step, interpret=True, **options), states))
+
+        @scan.def_vmap
+        def _(size, batched, *args):
+            results = self._rows_of_one(scan, size, args, [0 if each else None for each in batched])
+            return results, [True] * len(results)
+
+        return scan
+
+    def _rows_of_one(self, scan, size: int, args, axes):
+        """A batch of scans as one of more rows."""
+
+        def merged(x, axis):
+            first = jnp.moveaxis(x, axis, 0) if axis is not None else x[None]
+            every = jnp.broadcast_to(first, (size, *first.shape[1:]))
+            at = self.axis_of_rows(every[0])
+            every = jnp.moveaxis(every, 0, at)
+            return every.reshape(*every.shape[:at], -1, *every.shape[at + 2 :])
+
+        def divided(x):
+            at = self.axis_of_rows(x)
+            return jnp.moveaxis(x.reshape(*x.shape[:at], size, -1, *x.shape[at + 1 :]), at, 0)
+
+        return [*map(divided, scan(*map(merged, args, axes)))]
+
+    def _batched(self, args, axes, **params):
+        size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+        results = self._rows_of_one(partial(self.primitive.bind, **params), size, args, axes)
+        return results, [0] * len(results)
+
+    def _jvp(self, primals, tangents, *, states: int, fallback, **params):
+        if fallback is None:
+            raise NotImplementedError(
+                f'method: "pallas" has first derivatives only, "auto" and "{self.instead}" have all'
+            )
+
+        results = self.primitive.bind(*primals, states=states, fallback=fallback, **params)
+        tangents = tuple(map(ad.instantiate_zeros, tangents))
+        return results, jax.jvp(_flat(fallback, states), primals, tangents)[1]
+
+
+PARAMETERS = ("step", "states", "outputs", "reverse", "fallback")
+
+
+def _flat(scan: Kernel, states: int):
+    """The scan as the primitive has it: states and inputs, outputs and states in a row."""
+
+    def flat(*args):
+        ys, last = scan(args[:states], args[states:])
+        return [*ys, *last]
+
+    return flat
+
+
+def _no_kernel(*_, **__):
+    raise NotImplementedError("it has kernels for TPUs and NVIDIA GPUs only")

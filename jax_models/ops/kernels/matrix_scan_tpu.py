@@ -1,0 +1,65 @@
+"""`matrix_scan` as a kernel for a TPU, by Pallas and Mosaic."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES, SUBLANES = 128, 8
+"""A matrix takes multiples of these in VMEM."""
+ROWS = 4
+"""Rows of a block, at most: their products fill each other's waiting times."""
+BLOCK_BYTES = 2**20
+"""The bytes of a block of all arrays; the compiler has 16 MiB, and the step's own arrays in it."""
+
+
+def matrix_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
+    """The grid goes through time last and in order, while the state stays in VMEM.
+
+    A block is one step's matrices of some rows. Rows beyond the last are computed, not written.
+
+    Raises:
+        NotImplementedError: the state is not float32, or one row's matrices do not fit VMEM.
+
+    """
+    [state] = start
+    time, rows = xs[0].shape[:2]
+    if state.dtype != jnp.float32 and not interpret:
+        raise NotImplementedError(f"on a TPU the kernel computes in float32, got {state.dtype}")
+    _, ys = jax.eval_shape(step, state, *(x[0] for x in xs))
+    row_bytes = sum(_bytes(x) for x in (state, state, *xs, *ys))
+    if row_bytes > BLOCK_BYTES:
+        raise NotImplementedError(f"a step's matrices are too large: {row_bytes} bytes a row")
+    block = min(rows, ROWS, BLOCK_BYTES // row_bytes)
+
+    def kernel(start, inputs, results, last):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            last[...] = start[...]
+
+        last[...], ys = step(last[...], *(x[...] for x in inputs))
+        for ref, y in zip(results, ys, strict=True):
+            ref[...] = y
+
+    def steps(x):
+        return pl.BlockSpec(
+            (None, block, *x.shape[-2:]), lambda b, t: (time - 1 - t if reverse else t, b, 0, 0)
+        )
+
+    of_row = pl.BlockSpec((block, *state.shape[1:]), lambda b, t: (b, 0, 0))
+    ys, last = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(rows, block), time),
+        in_specs=(of_row, [steps(x) for x in xs]),
+        out_specs=([steps(y) for y in ys], of_row),
+        out_shape=([y.update(shape=(time, *y.shape)) for y in ys], state),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+    )(state, [*xs])
+    return ys, [last]
+
+
+def _bytes(x) -> int:
+    """What a matrix takes in VMEM."""
+    height, width = x.shape[-2:]
+    return 4 * pl.cdiv(height, SUBLANES) * SUBLANES * pl.cdiv(width, LANES) * LANES
