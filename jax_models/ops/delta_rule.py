@@ -80,8 +80,8 @@ def delta_rule(
             (`ops.kernels.matrix_scan`); "pallas_interpreted", the TPU's kernel in an interpreter,
             anywhere and slowly; "auto", chunked on every device, since no kernel was measured yet,
             and sequential below 16 steps. A symbolic number of steps is taken sequentially by any
-            method. All compute in at least float32, with the highest precision
-            on a TPU. The backward pass keeps a state every 128 steps, the kernels' every 16.
+            method. All compute in at least float32, with the highest precision on a TPU. The
+            backward pass keeps a state every 128 steps, that of the kernels one every 16.
 
     Returns:
         All y (those beyond `lengths` carry no meaning) and the last S, in at least float32.
