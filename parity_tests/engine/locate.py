@@ -172,7 +172,8 @@ def find_departure(problem: Problem, dtype: str, names: Mapping[str, str]) -> Lo
         expected_inputs, expected = (
             _stacked(each[name]) for each in (oracle.inputs, oracle.outputs)
         )
-        bound = max(floor(dtype), K * (_error(_stacked(theirs.outputs[name]), expected) or 0.0))
+        of_torch = _error(_stacked(theirs.outputs[name]), expected) or 0.0
+        bound = max(floor(jnp.dtype(dtype)), K * of_torch)
         visits.append(
             Visit(name, path, _error(inputs[:1], expected_inputs), _error(outputs, expected), bound)
         )
