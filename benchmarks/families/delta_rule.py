@@ -59,7 +59,7 @@ class Recurrence(Problem):
 
         leaves = {name: torch.tensor(a).double() for name, a in self.arrays().items()}
         leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
-        y = by_steps(**leaves, kept=KEPT)
+        y = by_steps(**leaves)
         cotangent = torch.tensor(self.cotangent()).double()
         gradients = torch.autograd.grad(y, [*leaves.values()], cotangent)
         named = dict(zip(leaves, gradients, strict=True))
@@ -69,11 +69,11 @@ class Recurrence(Problem):
         """What the time over theirs should be."""
         if part != BOTH or platform != "cpu" or self.time < 2048:
             return {}
-        return {"transformers, chunked": 0.8, "torch loop": 0.5, "lax.scan": 0.5}
+        return {"transformers, chunked": 0.8, "lax.scan": 0.5}
 
 
-def by_steps(q, k, v, log_w, rate, kept=None):
-    """The equation, a step at a time; the backward pass may keep a state in so many steps."""
+def by_steps(q, k, v, log_w, rate):
+    """The equation, a step at a time; the backward pass keeps a state in `KEPT` steps."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -88,10 +88,8 @@ def by_steps(q, k, v, log_w, rate, kept=None):
 
     xs = (q, k, v, log_w, rate)
     s = q.new_zeros(*v[:, 0].shape, k.shape[-1])
-    if kept is None:
-        return steps(s, *xs)[1]
     outputs = []
-    for part in zip(*(x.split(kept, dim=1) for x in xs), strict=True):
+    for part in zip(*(x.split(KEPT, dim=1) for x in xs), strict=True):
         s, y = checkpoint(steps, s, *part, use_reentrant=False)
         outputs.append(y)
     return torch.cat(outputs, dim=1)
@@ -159,9 +157,3 @@ def transformers(problem: Recurrence):
     return operator(
         problem, lambda q, k, v, log_w, rate: chunked(q * scale, k, v, g=log_w, beta=rate)[0]
     )
-
-
-@contenders.torch("torch loop")
-def torch_loop(problem: Recurrence):
-    """What one writes first in torch."""
-    return operator(problem, by_steps)
