@@ -164,11 +164,15 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         x = x.astype(dtype)
         previous, last = token_shift(x, state.last, lengths, reset)
         x_w, x_k, x_v, x_r, x_g = self._mixed(x, previous)
+        r, log_w, k, v = (
+            heads_of(y, self.head_size)
+            for y in (self.receptance(x_r), self.log_decay(x_w), self.key(x_k), self.value(x_v))
+        )
         o, wkv = ops.delta_rule(
-            self._by_head(self.receptance(x_r)),
-            self._by_head(self.log_decay(x_w)),
-            self._by_head(self.key(x_k)),
-            self._by_head(self.value(x_v)),
+            r,
+            log_w,
+            k,
+            v,
             state=state.wkv.mT,
             u=self.time_faaaa[...],
             lengths=lengths,
@@ -186,9 +190,6 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         decay = self.time_decay[...].astype(by_data.dtype)
         exponent = jnp.broadcast_to(decay, by_data.shape) + by_data
         return -jnp.exp(jnp.minimum(exponent, LARGEST_DECAY))
-
-    def _by_head(self, x: Array) -> Array:
-        return heads_of(x, self.head_size)
 
     def _mixed(self, x: Array, previous: Array) -> list[Array]:
         """For each of the `MIXES`, x with some of its predecessor."""

@@ -327,7 +327,8 @@ class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
         options: dict[str, Any] = {
             "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs,
         }  # fmt: skip
-        large, zero = kernel_init or unit_orthogonal, kernel_init or nnx.initializers.zeros
+        large = kernel_init or partial(orthogonal, gain=1.0)
+        zero = kernel_init or nnx.initializers.zeros
         self.key = Linear(features, hidden_features, kernel_init=large, **options)
         self.value = Linear(hidden_features, features, kernel_init=zero, **options)
 
@@ -462,8 +463,3 @@ def default_ranks(
         rank or max(32, 32 * round(factor * features**0.5 / 32)) for rank, factor in factors
     )
     return decay, rate, value, gate
-
-
-def unit_orthogonal(*args, **kwargs) -> Float[Array, "in out"]:
-    """`orthogonal` that does not grow with the width of the result."""
-    return orthogonal(*args, **{**kwargs, "gain": 1.0})

@@ -1,4 +1,4 @@
-"""The RWKV-4 language model, and what all of RWKV's have in common."""
+"""The RWKV-4 language model, and what all of them have in common."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -68,7 +68,8 @@ class RWKVConfig(StackConfig):
         keys = {name: [size.key for size in sizes.values()] for name, sizes in cls.sizes.items()}
         layout = max(keys, key=lambda name: len({*keys[name]} & state_dict.keys()))
         blocks = f"{PARTS[layout][1]}."
-        layers = {key.split(".")[blocks.count(".")] for key in state_dict if key.startswith(blocks)}
+        names = [str(key) for key in state_dict]
+        layers = {key.split(".")[blocks.count(".")] for key in names if key.startswith(blocks)}
         optional = cls.optional(len(layers))
         sizes = {
             field: size
