@@ -69,7 +69,11 @@ class Recurrence(Problem):
         """What the time over theirs should be."""
         if part != BOTH or platform != "cpu" or self.time < 2048:
             return {}
-        return {"transformers, chunked": 0.8, "lax.scan": 0.5}
+        return {
+            "transformers, a decay a head": 0.8,
+            "transformers, a decay a key": 0.8,
+            "lax.scan": 0.5,
+        }
 
 
 def by_steps(q, k, v, log_w, rate):
@@ -145,9 +149,9 @@ def plain_scan(problem: Recurrence):
     return operator(problem, lambda q, k, v, log_w, rate: scan(q, k, v, log_w, rate))
 
 
-@contenders.torch("transformers, chunked")
-def transformers(problem: Recurrence):
-    """Hugging Face's products of matrices over 64 steps."""
+@contenders.torch("transformers, a decay a head")
+def transformers_by_head(problem: Recurrence):
+    """Hugging Face's products of matrices over 64 steps; all keys decay alike."""
     from transformers.models.qwen3_next import (  # pyright: ignore[reportMissingImports]
         modeling_qwen3_next,
     )
@@ -157,3 +161,19 @@ def transformers(problem: Recurrence):
     return operator(
         problem, lambda q, k, v, log_w, rate: chunked(q * scale, k, v, g=log_w, beta=rate)[0]
     )
+
+
+@contenders.torch("transformers, a decay a key")
+def transformers_by_key(problem: Recurrence):
+    """The same for Kimi Delta Attention: as general as ours."""
+    from transformers.models.kimi_linear import (  # pyright: ignore[reportMissingImports]
+        modeling_kimi_linear,
+    )
+
+    chunked = modeling_kimi_linear.chunk_kimi_delta_attention
+    scale = problem.head_size**0.5
+
+    def run(q, k, v, log_w, rate):
+        return chunked(q * scale, k, v, g=log_w[..., None].expand(k.shape), beta=rate)[0]
+
+    return operator(problem, run)

@@ -1,9 +1,10 @@
 """Some steps of the delta rule as products of matrices, in JAX and inside of its kernels."""
 
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
+from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -40,61 +41,109 @@ class Chunk:
 
     def within(self, r, log_w, k, v, a=None, b=None) -> tuple[Array, ...]:
         """What needs no state: U and Y as products with S₀ᵀ and what is added to them."""
-        t, i = _step_and_other()
-        before, behind = _sums(i < t, log_w), _sums(i > t, log_w)
-        fade = jnp.exp(jnp.sum(log_w, axis=-2, keepdims=True))
-        start, end = jnp.exp(before), jnp.exp(behind)
-        then = r * jnp.exp(log_w) if self.reads_after else r
-        decays = [*self._decays(log_w)]
-
-        def scores(readers, writers):
-            products = [
-                _only(pairs, _product(readers * rows, (writers * columns).mT))
-                for pairs, rows, columns in decays
-            ]
-            return sum(products[1:], start=products[0])
-
-        def scores_of_r(writers):
-            result = scores(then, writers)
-            if self.reads_after:
-                own = jnp.sum(r * writers, axis=-1, keepdims=True)
-                result += _only(i == t, jnp.broadcast_to(own, result.shape))
-            return result
-
-        of_start, y = then * start, _product(scores_of_r(k), v)
+        decays = (_FactoredDecays if self.bounded else _BlockwiseDecays)(log_w)
+        scores_of_r = partial(decays.scores, r, reads_after=self.reads_after)
+        of_start, y = decays.of_start(r, self.reads_after), _product(scores_of_r(k), v)
         if a is None or b is None:
-            return fade, of_start, y, v, k * end
-        inverse = _inverse(scores(a, b))
-        u_of_start, u = _product(inverse, a * start), _product(inverse, _product(scores(a, k), v))
+            return decays.fade, of_start, y, v, decays.to_end(k)
+        inverse = _inverse(decays.scores(a, b, reads_after=False))
+        u_of_start = _product(inverse, decays.of_start(a, reads_after=False))
+        u = _product(inverse, _product(decays.scores(a, k, reads_after=False), v))
         of_b = scores_of_r(b)
         of_start, y = of_start + _product(of_b, u_of_start), y + _product(of_b, u)
-        return fade, of_start, y, v, k * end, u_of_start, u, b * end
+        return decays.fade, of_start, y, v, decays.to_end(k), u_of_start, u, decays.to_end(b)
 
-    def _decays(self, log_w: Array) -> Iterator[tuple[Array, Array, Array]]:
-        """Pairs of steps i < t, and two factors of the decay between them, of t's and of i's.
 
-        In a pair of blocks (t in the second of them, i in the first) no log decay is positive and
-        no exponential overflows: from the second block's start to t, from i to the first one's end.
-        Blocks of 1, 2, 4, … steps make all pairs. Bounded log decays are taken from the chunk's
-        start, those of i with the other sign.
-        """
+class _Decays(Protocol):
+    """What a chunk's decays leave of what is read and written."""
+
+    fade: Array
+    """The decay of all steps, e^all."""
+
+    def of_start(self, readers: Array, reads_after: bool) -> Array:
+        """The readers of the chunk's first state: times e^before."""
+        ...
+
+    def to_end(self, writers: Array) -> Array:
+        """The writers of the chunk's last state: times e^behind."""
+        ...
+
+    def scores(self, readers: Array, writers: Array, reads_after: bool) -> Array:
+        """What each step t reads of what the steps i < t (or i ≤ t) have written."""
+        ...
+
+
+class _FactoredDecays(_Decays):
+    """With e^total of the steps up to each one: between i and t it is e^total_t · e^−total_i.
+
+    No exponential overflows where the log decays are bounded.
+    """
+
+    def __init__(self, log_w: Array) -> None:
         t, i = _step_and_other()
-        if self.bounded:
-            yield i < t, jnp.exp(_sums(i < t, log_w)), jnp.exp(-_sums(i <= t, log_w))
-            return
+        total = _sums(i <= t, log_w)
+        self.before, self.after = jnp.exp(total - log_w), jnp.exp(total)
+        self.inverse = jnp.exp(-total)
+        self.fade = jnp.exp(jnp.sum(log_w, axis=-2, keepdims=True))
+
+    def of_start(self, readers, reads_after):
+        return readers * (self.after if reads_after else self.before)
+
+    def to_end(self, writers):
+        return writers * (self.inverse * self.fade)
+
+    def scores(self, readers, writers, reads_after):
+        t, i = _step_and_other()
+        readers, writers = self.of_start(readers, reads_after), writers * self.inverse
+        return _only(i <= t if reads_after else i < t, _scores(readers, writers))
+
+
+class _BlockwiseDecays(_Decays):
+    """In pairs of blocks of steps, t in the second and i in the first of them.
+
+    From the second block's start to t, and from i to the first one's end, no log decay is positive
+    and no exponential overflows. Blocks of 1, 2, 4, … steps make all pairs.
+    """
+
+    def __init__(self, log_w: Array) -> None:
+        t, i = _step_and_other()
+        self.w = jnp.exp(log_w)
+        self.fade = jnp.exp(jnp.sum(log_w, axis=-2, keepdims=True))
+        self.start, self.end = jnp.exp(_sums(i < t, log_w)), jnp.exp(_sums(i > t, log_w))
+        self.blocks = []
         for level in range(LEVELS):
             same = t >> level == i >> level
             rows, columns = _sums(same & (i < t), log_w), _sums(same & (i > t), log_w)
-            yield _pairs(level), jnp.exp(rows), jnp.exp(columns)
+            self.blocks.append((_pairs(level), jnp.exp(rows), jnp.exp(columns)))
+
+    def of_start(self, readers, reads_after):
+        return (readers * self.w if reads_after else readers) * self.start
+
+    def to_end(self, writers):
+        return writers * self.end
+
+    def scores(self, readers, writers, reads_after):
+        then = readers * self.w if reads_after else readers
+        products = [
+            _only(pairs, _scores(then * rows, writers * columns))
+            for pairs, rows, columns in self.blocks
+        ]
+        scores = sum(products[1:], start=products[0])
+        if not reads_after:
+            return scores
+        t, i = _step_and_other()
+        own = jnp.sum(readers * writers, axis=-1, keepdims=True)
+        return scores + _only(i == t, jnp.broadcast_to(own, scores.shape))
 
 
 def across(state, fade, of_start, y, v, k, *corrections):
     """The state after the steps, and their outputs, from what needs no state."""
-    after = state * fade + _product(v.mT, k)
+    after = state * fade + _einsum("...tv,...tk->...vk", v, k)
     if corrections:
         u_of_start, u, b = corrections
-        after += _product((_product(u_of_start, state.mT) + u).mT, b)
-    return after, _product(of_start, state.mT) + y
+        u += _einsum("...tk,...vk->...tv", u_of_start, state)
+        after += _einsum("...tv,...tk->...vk", u, b)
+    return after, _einsum("...tk,...vk->...tv", of_start, state) + y
 
 
 def is_bounded(min_log_w: float | None) -> bool:
@@ -115,6 +164,7 @@ def _pairs(level: int) -> Array:
     return (t & 1 == 1) & (t == i + 1)
 
 
+@jax.custom_jvp
 def _inverse(scores: Array) -> Array:
     """(I − scores)⁻¹ of scores that are 0 for i ≥ t: of pairs of blocks, from those of the blocks.
 
@@ -129,6 +179,19 @@ def _inverse(scores: Array) -> Array:
     return inverse
 
 
+@_inverse.defjvp
+def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """Its derivative, (I − A)⁻¹ dA (I − A)⁻¹."""
+    (scores,), (d_scores,) = primals, tangents
+    inverse = _inverse(scores)
+    return inverse, _product(_product(inverse, d_scores), inverse)
+
+
+def _scores(readers: Array, writers: Array) -> Array:
+    """Of each step's reader and each step's writer."""
+    return _einsum("...tk,...ik->...ti", readers, writers)
+
+
 def _only(pairs: Array, scores: Array) -> Array:
     """The scores of some pairs of steps, 0 of the others."""
     return jnp.where(jnp.broadcast_to(pairs, scores.shape), scores, 0)
@@ -141,3 +204,5 @@ def _sums(which: Array, x: Array) -> Array:
 
 _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 """Of matrices; XLA's CPU backend fails on products of arrays of more than eight axes."""
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+"""For products with a transposed array, so that the backward pass keeps no transposed one."""
