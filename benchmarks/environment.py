@@ -18,9 +18,9 @@ ALLOCATORS: tuple[Allocator, ...] = get_args(Allocator)
 OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "NPROC", "XLA_FLAGS")
 """How the names of environment variables begin that change malloc, or threads."""
-BLOCK = 2**28
-"""Bytes. By default glibc returns a block of more than 2²⁵ to the system when it is freed; one as
-small as that may fit a gap, though."""
+BLOCK, TOUCHED = 2**32, 2**28
+"""Bytes. By default glibc returns a block of more than 2²⁵ to the system when it is freed; a small
+one may fit a gap between others, though. Only what is touched takes memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +113,10 @@ def keeps_memory() -> bool:
     c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     c.free.restype, c.free.argtypes = None, [ctypes.c_void_p]
     block = c.malloc(BLOCK)
-    ctypes.memset(block, 1, BLOCK)
+    ctypes.memset(block, 1, TOUCHED)
     before = resident_bytes()
     c.free(block)
-    return before - resident_bytes() < BLOCK // 2
+    return before - resident_bytes() < TOUCHED // 2
 
 
 def resident_bytes() -> int:
