@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import parity_tests.report.command as parity_command
+import torch_ref
 import train.__main__ as train_command
+from jax_models import RWKV7LanguageModelConfig
 from train import evaluate, export, generate
 from twinscan import command_line
 from twinscan.command_line import one_line_errors
@@ -35,6 +38,13 @@ def damaged(finished: Path, folder: Path, name: str, content: str | None) -> str
     else:
         (folder / name).write_text(content)
     return str(folder)
+
+
+def rwkv(folder: Path) -> str:
+    """A checkpoint of a small vocabulary."""
+    config = RWKV7LanguageModelConfig(vocab_size=30, features=8, num_layers=2, head_size=4)
+    torch.save(torch_ref.RWKV7LanguageModel.from_config(config).state_dict(), folder / "a.pth")
+    return str(folder / "a.pth")
 
 
 REFUSED = {
@@ -135,6 +145,52 @@ REFUSED = {
             ),
         ],
         "cell: expected one of",
+    ),
+    "neither run nor weights": ("generate", lambda d, f: [], "--run: expected either it or"),
+    "run and weights": (
+        "generate",
+        lambda d, f: ["--run", str(f), "--weights", "a.pth"],
+        "--run: expected either it or --weights",
+    ),
+    "text and tokens": (
+        "generate",
+        lambda d, f: ["--run", str(f), "--prompt", "1", "--prompt-tokens", "1"],
+        "--prompt: expected either it or --prompt-tokens",
+    ),
+    "weights without a prompt": (
+        "generate",
+        lambda d, f: ["--weights", "a.pth"],
+        "--weights: expected with --prompt or --prompt-tokens",
+    ),
+    "no weights": (
+        "generate",
+        lambda d, f: ["--weights", str(d / "a.pth"), "--prompt", "x"],
+        "a.pth: No such file or directory",
+    ),
+    "weights in a damaged file": (
+        "generate",
+        lambda d, f: ["--weights", write(d / "a.safetensors", b"{}"), "--prompt", "x"],
+        "a.safetensors: ",
+    ),
+    "weights of another model": (
+        "generate",
+        lambda d, f: ["--weights", str(f / "twin.safetensors"), "--prompt", "x"],
+        "twin.safetensors: state_dict: of no RWKV",
+    ),
+    "text for an unknown vocabulary": (
+        "generate",
+        lambda d, f: ["--weights", rwkv(d), "--prompt", "x"],
+        "expected a model of RWKV's World vocabulary (65536 tokens), got one of 30",
+    ),
+    "a token that is no number": (
+        "generate",
+        lambda d, f: ["--weights", rwkv(d), "--prompt-tokens", "3 x"],
+        "--prompt-tokens: expected integers, got '3 x'",
+    ),
+    "a token outside the vocabulary": (
+        "generate",
+        lambda d, f: ["--weights", rwkv(d), "--prompt-tokens", "3 30"],
+        "expected values in 0 … 29, got [30]",
     ),
     "large seed": (
         "generate",

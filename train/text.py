@@ -1,7 +1,7 @@
 """Text as tokens: reading, vocabulary, windows, batches."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -54,6 +54,10 @@ class Vocabulary(CheckedFields):
     def decode(self, tokens: ArrayLike) -> str:
         """The text of tokens."""
         return "".join(self.characters[token] for token in np.ravel(tokens))
+
+    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
+        """The text of tokens, as they come."""
+        return map(self.decode, tokens)
 
 
 @checked_options
