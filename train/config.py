@@ -102,6 +102,16 @@ _SHAKESPEARE_WARM = dataclasses.replace(
     num_steps=600,
 )
 
+_SHAKESPEARE_SMALL_BATCHES = dataclasses.replace(
+    _SHAKESPEARE_WARM,
+    optimizer=dataclasses.replace(
+        _SHAKESPEARE_WARM.optimizer, learning_rate=2e-3, betas=(0.9, 0.99)
+    ),
+    num_steps=2300,
+    batch_size=8,
+    eval_every=460,
+)
+
 _ANNOTATED_HYENA = TrainConfig(
     model=GPModelConfig(embedding_dropout_rate=0.2),
     optimizer=OptimizerConfig(
@@ -171,8 +181,8 @@ PRESETS = {
     ),
     "hawk": dataclasses.replace(_SHAKESPEARE_WARM, model=HawkLanguageModelConfig()),
     "rwkv": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKVLanguageModelConfig()),
-    "rwkv6": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKV6LanguageModelConfig()),
-    "rwkv7": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKV7LanguageModelConfig()),
+    "rwkv6": dataclasses.replace(_SHAKESPEARE_SMALL_BATCHES, model=RWKV6LanguageModelConfig()),
+    "rwkv7": dataclasses.replace(_SHAKESPEARE_SMALL_BATCHES, model=RWKV7LanguageModelConfig()),
     **_ANNOTATED,
     "annotated-hyena-small": _small(_ANNOTATED["annotated-hyena"], num_layers=3),
     "annotated-attention-small": _small(_ANNOTATED["annotated-attention"], num_layers=3),

@@ -25,7 +25,7 @@ class Decoding(Problem):
 
     config: RWKV7LanguageModelConfig
     batch: int
-    num_tokens: int = 16
+    num_tokens: int = 64
     parts = (PART,)
     rounds = 5
 
