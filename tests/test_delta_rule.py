@@ -10,7 +10,7 @@ from parity_tests.engine.tolerance import K, assert_same, floor, rms
 
 METHODS = ("sequential", "chunked")
 BATCH, HEADS, KEY, VALUE = 3, 2, 5, 6
-SLOWEST = -0.6
+LEAST_LOG_DECAY = -0.6
 
 
 def inputs(kind: str, time: int) -> tuple[dict, dict]:
@@ -29,7 +29,7 @@ def inputs(kind: str, time: int) -> tuple[dict, dict]:
     arrays |= {"a": -removal, "b": rate * removal}
     if kind == "any decay":
         return arrays, {}
-    return arrays | {"log_w": SLOWEST / (1 + np.exp(log_w))}, {"min_log_w": SLOWEST}
+    return arrays | {"log_w": LEAST_LOG_DECAY / (1 + np.exp(log_w))}, {"min_log_w": LEAST_LOG_DECAY}
 
 
 KINDS = ("rwkv7", "any decay", "rwkv6", "gated linear attention")
@@ -126,11 +126,40 @@ def test_a_log_decay_below_the_least_counts_as_it():
     arrays, options = inputs("rwkv7", 40)
     arrays = {name: np.float32(array) for name, array in arrays.items()}
     low = arrays | {"log_w": np.where(arrays["log_w"] < -0.3, -9, arrays["log_w"])}
-    at = arrays | {"log_w": np.where(arrays["log_w"] < -0.3, SLOWEST, arrays["log_w"])}
+    at = arrays | {"log_w": np.where(arrays["log_w"] < -0.3, LEAST_LOG_DECAY, arrays["log_w"])}
     np.testing.assert_array_equal(delta_rule(**low, **options)[0], delta_rule(**at, **options)[0])
 
 
-@pytest.mark.parametrize(("kind", "log_w"), [("rwkv7", SLOWEST), ("any decay", None)])
+@pytest.mark.parametrize("method", ["sequential", "chunked"])
+def test_a_log_decay_at_the_least_has_its_whole_gradient(method):
+    arrays, _ = inputs("rwkv7", 40)
+    arrays = {name: np.float32(array) for name, array in arrays.items()}
+
+    def gradient(least):
+        def total(log_w):
+            return delta_rule(**arrays | {"log_w": log_w}, min_log_w=least, method=method)[0].sum()
+
+        return jax.grad(total)(np.full_like(arrays["log_w"], LEAST_LOG_DECAY))
+
+    at, free = gradient(LEAST_LOG_DECAY), gradient(None)
+    np.testing.assert_allclose(at, free, rtol=1e-4, atol=1e-4 * np.abs(free).max())
+
+
+def test_a_positive_least_log_decay_is_refused():
+    arrays, _ = inputs("rwkv7", 4)
+    with pytest.raises(ValueError, match=r"min_log_w: expected at most 0, got 0\.5"):
+        delta_rule(**arrays, min_log_w=0.5)
+
+
+@pytest.mark.parametrize("method", ["sequential", "chunked"])
+def test_no_keys_are_no_output(method):
+    r, v = np.ones((2, 20, 3, 0)), np.ones((2, 20, 3, 5))
+    y, state = delta_rule(r, r, r, v, method=method)
+    assert (y.shape, state.shape) == (v.shape, (2, 3, 5, 0))
+    assert not y.any()
+
+
+@pytest.mark.parametrize(("kind", "log_w"), [("rwkv7", LEAST_LOG_DECAY), ("any decay", None)])
 def test_float32_errs_as_the_loop_does(kind, log_w):
     """Also where the decay is at its bound."""
     arrays, options = inputs(kind, 256)
@@ -198,7 +227,7 @@ def test_bfloat16_is_computed_in_float32():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("min_log_w", [SLOWEST, None])
+@pytest.mark.parametrize("min_log_w", [LEAST_LOG_DECAY, None])
 def test_memory_of_65536_steps(method, min_log_w):
     """Forward and backward need at most 6 times the inputs' size."""
     shape = jax.ShapeDtypeStruct((1, 65536, 4, 64), jnp.float32)

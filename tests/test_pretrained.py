@@ -83,7 +83,7 @@ def test_tokens_go_on_as_tokens(tmp_path, capsys):
     assert [*Numbers().pieces(tokens[0])] == [f" {token}" for token in np.asarray(tokens)[0]]
 
 
-def test_the_world_vocabulary_needs_its_package(monkeypatch, tmp_path):
+def test_the_world_vocabulary_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "rwkv.rwkv_tokenizer", None)
     with pytest.raises(command.CommandLineError, match=r"pip install rwkv .*--prompt-tokens"):
         World()

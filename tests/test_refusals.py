@@ -146,16 +146,20 @@ REFUSED = {
         ],
         "cell: expected one of",
     ),
-    "neither run nor weights": ("generate", lambda d, f: [], "--run: expected either it or"),
+    "neither run nor weights": (
+        "generate",
+        lambda d, f: [],
+        "expected exactly one of --run and --weights",
+    ),
     "run and weights": (
         "generate",
         lambda d, f: ["--run", str(f), "--weights", "a.pth"],
-        "--run: expected either it or --weights",
+        "expected exactly one of --run and --weights",
     ),
     "text and tokens": (
         "generate",
         lambda d, f: ["--run", str(f), "--prompt", "1", "--prompt-tokens", "1"],
-        "--prompt: expected either it or --prompt-tokens",
+        "expected at most one of --prompt and --prompt-tokens",
     ),
     "weights without a prompt": (
         "generate",
@@ -186,6 +190,16 @@ REFUSED = {
         "generate",
         lambda d, f: ["--weights", rwkv(d), "--prompt-tokens", "3 x"],
         "--prompt-tokens: expected integers, got '3 x'",
+    ),
+    "blank tokens": (
+        "generate",
+        lambda d, f: ["--weights", "a.pth", "--prompt-tokens", " "],
+        "--prompt-tokens: expected at least one token",
+    ),
+    "a token beyond int32": (
+        "generate",
+        lambda d, f: ["--weights", rwkv(d), "--prompt-tokens", "99999999999"],
+        "expected values in 0 … 29, got [99999999999]",
     ),
     "a token outside the vocabulary": (
         "generate",

@@ -28,7 +28,7 @@ class Arguments(CheckedFields):
     prompt: str | None = None
     """The text to continue; of a run by default the vocabulary's first character."""
     prompt_tokens: str | None = None
-    """The same as integers between spaces; the continuation is written so, too."""
+    """The tokens to continue, integers between spaces; the continuation is tokens, too."""
     num_tokens: int = 500
     """Tokens to write: of a run, characters."""
     temperature: NotNegative = 1.0
@@ -44,11 +44,13 @@ class Arguments(CheckedFields):
         """Refuse what the annotations do not allow, and options that exclude each other."""
         super().__post_init__()
         if (self.run is None) == (self.weights is None):
-            raise ValueError("run: expected either it or --weights")
+            raise ValueError("expected exactly one of --run and --weights")
         if self.prompt == "":
             raise ValueError("prompt: expected at least one character")
+        if self.prompt_tokens is not None and not self.prompt_tokens.strip():
+            raise ValueError("prompt_tokens: expected at least one token")
         if self.prompt is not None and self.prompt_tokens is not None:
-            raise ValueError("prompt: expected either it or --prompt-tokens")
+            raise ValueError("expected at most one of --prompt and --prompt-tokens")
         if self.weights is not None and self.prompt is self.prompt_tokens is None:
             raise ValueError("weights: expected with --prompt or --prompt-tokens")
         if self.greedy and (self.temperature != 1.0 or self.top_k is not None):

@@ -13,7 +13,7 @@ from jax_models import LanguageModel, read_pth, rwkv_from_torch
 from twinscan.command_line import CommandLineError
 
 WORLD_SIZE = 2**16
-"""Rows of the embedding of a model of RWKV's World vocabulary, which has some tokens fewer."""
+"""Tokens of a model of RWKV's World vocabulary; the last ones stand for nothing."""
 END_OF_TEXT = 0
 
 
@@ -21,7 +21,7 @@ class Tokens(Protocol):
     """What tokens stand for."""
 
     def encode(self, text: str, name: str) -> np.ndarray:
-        """The tokens of a text, int32; an error calls the text by the name."""
+        """The tokens of a text; an error calls the text by the name."""
         ...
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
@@ -35,8 +35,8 @@ class Numbers:
     def encode(self, text: str, name: str) -> np.ndarray:
         """Integers between spaces."""
         try:
-            return np.array([int(number) for number in text.split()], np.int32)
-        except (ValueError, OverflowError):
+            return np.array([int(number) for number in text.split()])
+        except ValueError:
             raise CommandLineError(f"{name}: expected integers, got {text!r}") from None
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
@@ -62,7 +62,10 @@ class World:
 
     def encode(self, text: str, name: str) -> np.ndarray:
         """The longest tokens, one after the other."""
-        return np.array(self._trie.encode(text), np.int32)
+        try:
+            return np.array(self._trie.encode(text), np.int32)
+        except UnicodeEncodeError:
+            raise CommandLineError(f"{name}: expected text in UTF-8") from None
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
         """Up to the end of the text. A token may hold some bytes of a character only."""

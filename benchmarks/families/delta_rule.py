@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.problem import BOTH, OURS, Contenders, Problem, operator
 from jax_models.ops import delta_rule
 
-SLOWEST = -0.6
+LEAST_LOG_DECAY = -0.6
 """The least log decay, that of RWKV-7."""
 KEPT = 128
 """Steps between the states that the oracle's backward pass keeps."""
@@ -45,7 +45,7 @@ class Recurrence(Problem):
             "q": q * self.head_size**-0.5,
             "k": k,
             "v": v,
-            "log_w": SLOWEST * log_w,
+            "log_w": LEAST_LOG_DECAY * log_w,
             "rate": rate,
         }
 
@@ -112,7 +112,9 @@ def _by_method(problem: Recurrence, method):
         log_w = jnp.broadcast_to(log_w[..., None], k.shape)
         learned = rate[..., None] * k
         corrected = -jnp.exp(log_w) * learned
-        y, _ = delta_rule(q, log_w, learned, v, k, corrected, min_log_w=SLOWEST, method=method)
+        y, _ = delta_rule(
+            q, log_w, learned, v, k, corrected, min_log_w=LEAST_LOG_DECAY, method=method
+        )
         return y
 
     return operator(problem, run)

@@ -40,7 +40,7 @@ from jax_models.weights import (
 )
 from jax_models.weights.constant import Constant
 
-SLOWEST = -math.exp(-0.5)
+LEAST_LOG_DECAY = -math.exp(-0.5)
 """The least log decay."""
 SMALLEST_NORM = 1e-12
 """Of a removal key, which is divided by its norm."""
@@ -79,7 +79,8 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
     Args:
         features: size of x_t and y_t.
         head_size: of each head; it divides `features`.
-        decay_rank: the width of w_1. This and the next three, when None: as in the released models.
+        decay_rank: the width of w_1. None, here and in the next three: as in RWKV-7's
+            training code.
         rate_rank: the width of a_1, the in-context learning rate's.
         value_rank: the width of v_1.
         gate_rank: the width of g_1.
@@ -197,7 +198,7 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             share = jax.nn.sigmoid(self._raised(self.v0, low_rank(x_v, self.v1, self.v2)))
             v += (first - v) * share.astype(dtype)
         rate = jax.nn.sigmoid(self._raised(self.a0, low_rank(x_a, self.a1, self.a2)))
-        log_w = SLOWEST * jax.nn.sigmoid(
+        log_w = LEAST_LOG_DECAY * jax.nn.sigmoid(
             self._raised(self.w0, low_rank(x_w, self.w1, self.w2, jnp.tanh))
         )
         gate = low_rank(x_g, self.g1, self.g2, jax.nn.sigmoid)
@@ -213,7 +214,7 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             -removal,
             removal * rate.astype(removal.dtype),
             state.wkv,
-            min_log_w=SLOWEST,
+            min_log_w=LEAST_LOG_DECAY,
             lengths=lengths,
             reset=reset,
             method=self.method,

@@ -81,16 +81,19 @@ def delta_rule(
             anywhere and slowly; "auto", chunked on every device, since no kernel was measured yet,
             and sequential below 16 steps. A symbolic number of steps is taken sequentially by any
             method. All compute in at least float32, with the highest precision on a TPU. The
-            backward pass keeps a state every 128 steps, that of the kernels one every 16.
+            backward pass keeps a state every 128 steps, that of the kernels one every 16. Without
+            `reset`, a NaN reaches outputs up to 15 steps before it, unless it is "sequential".
 
     Returns:
         All y (those beyond `lengths` carry no meaning) and the last S, in at least float32.
 
     Raises:
         NotImplementedError: "pallas" has no kernel for this device, dtype, division over devices or
-            size of a head; when the program is lowered. Or its second derivative is taken.
+            size of a head; when the program is lowered. Or the second derivative of "pallas" is
+            taken.
         TypeError: an array is of another kind of dtype, or b is given without a, or u with them.
-        ValueError: a shape is wrong, a length lies outside 0 … time, or there is no such method.
+        ValueError: a shape is wrong, a length lies outside 0 … time, min_log_w is positive, or
+            there is no such method.
 
     Source: Peng et al. 2025 (RWKV-7, arXiv 2503.14456); Peng et al. 2024 (RWKV-6, 2404.05892).
 
@@ -99,12 +102,14 @@ def delta_rule(
         raise TypeError("a, b: expected both or neither")
     if a is not None and u is not None:
         raise TypeError("u: expected None where there are a and b, which read the state before")
+    if min_log_w is not None and min_log_w > 0:
+        raise ValueError(f"min_log_w: expected at most 0, got {min_log_w}")
     batch, time, heads, _ = k.shape
     dtype = common_carry_dtype(*(x for x in (r, log_w, k, v, a, b, state, u) if x is not None))
     if state is None:
         state = jnp.zeros((batch, heads, v.shape[-1], k.shape[-1]), dtype)
-    if 0 in v.shape:
-        return v.astype(dtype), state.astype(dtype)
+    if 0 in v.shape or 0 in k.shape:
+        return jnp.zeros(v.shape, dtype), state.astype(dtype)
     if is_symbolic_dim(time) or (method == "auto" and time < CHUNK):
         method = "sequential"
     arguments = (Steps(r, log_w, k, v, a, b), state, u)
@@ -127,7 +132,8 @@ def _delta_rule(
     method: DeltaRuleMethod, min_log_w: float | None, xs: Steps, state, u, lengths, reset
 ) -> tuple[Array, Array]:
     _, restart = segments(xs.k.shape[1], lengths, reset)
-    xs = xs._replace(log_w=jnp.maximum(xs.log_w, GONE if min_log_w is None else min_log_w))
+    least = GONE if min_log_w is None else min_log_w
+    xs = xs._replace(log_w=jnp.where(xs.log_w < least, least, xs.log_w))
     xs = jax.tree.map(lambda x: mask_padding(x, lengths), xs)
     chunk = Chunk(reads_after=u is None, bounded=is_bounded(min_log_w) and restart is None)
     if restart is None:

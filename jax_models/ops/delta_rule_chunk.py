@@ -147,7 +147,7 @@ def across(state, fade, of_start, y, v, k, *corrections):
 
 
 def is_bounded(min_log_w: float | None) -> bool:
-    """Is it so with a log decay of no less?"""
+    """Can the decays of a chunk be factored, if no log decay is below this?"""
     return min_log_w is not None and -min_log_w * CHUNK <= LARGEST_EXPONENT
 
 
