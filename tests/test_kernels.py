@@ -86,6 +86,19 @@ def delta_numbers(batch: int, time: int, heads: int, key: int, value: int) -> di
 OPERATORS = {recurrence: ("a", "b", "h0"), sums: ("k", "v", "w", "u", "num", "den", "max")}
 
 
+def assert_exact_in_poisoned_memory(run, capfd):
+    """The TPU's kernel in float32 errs as step by step, against float64, and races nowhere."""
+    plain = run(jnp.float32, method="sequential")
+    with pltpu.force_tpu_interpret_mode(POISONED):
+        ours = run(jnp.float32, method="pallas_interpreted")
+    with jax.enable_x64(True):
+        exact = run(jnp.float64, method="sequential")
+    for name, expected in exact.items():
+        bound = K * (rms(plain[name] - expected) + ulp(np.float32) * rms(expected))
+        assert rms(ours[name] - expected) <= bound, name
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
 def results_and_gradients(operator, x, dtype, **options):
     """All results and, for random gradients of them, those of the inputs, in float64."""
     x = {name: jnp.asarray(x[name], dtype) for name in (OPERATORS | DELTA_RULES)[operator]}
@@ -126,15 +139,7 @@ def test_tpu_kernel_in_poisoned_memory(operator, size, monkeypatch, capfd):
     reverse = {"reverse": size[0] == 3} if operator is recurrence else {}
     x = numbers(*size[:3])
     run = partial(results_and_gradients, operator, x, **reverse)
-    plain = run(jnp.float32, method="sequential")
-    with pltpu.force_tpu_interpret_mode(POISONED):
-        ours = run(jnp.float32, method="pallas_interpreted")
-    with jax.enable_x64(True):
-        exact = run(jnp.float64, method="sequential")
-    for name, expected in exact.items():
-        bound = K * (rms(plain[name] - expected) + ulp(np.float32) * rms(expected))
-        assert rms(ours[name] - expected) <= bound, name
-    assert "RACE DETECTED" not in capfd.readouterr().out
+    assert_exact_in_poisoned_memory(run, capfd)
 
 
 @pytest.mark.slow
@@ -320,15 +325,7 @@ def test_second_derivatives_of_auto(x64, operator):
 def test_delta_rule_in_poisoned_memory(operator, size, capfd):
     """The TPU's kernel in float32, forward and backward, is as exact as step by step."""
     run = partial(results_and_gradients, operator, delta_numbers(*size))
-    plain = run(jnp.float32, method="sequential")
-    with pltpu.force_tpu_interpret_mode(POISONED):
-        ours = run(jnp.float32, method="pallas_interpreted")
-    with jax.enable_x64(True):
-        exact = run(jnp.float64, method="sequential")
-    for name, expected in exact.items():
-        bound = K * (rms(plain[name] - expected) + ulp(np.float32) * rms(expected))
-        assert rms(ours[name] - expected) <= bound, name
-    assert "RACE DETECTED" not in capfd.readouterr().out
+    assert_exact_in_poisoned_memory(run, capfd)
 
 
 @pytest.mark.slow

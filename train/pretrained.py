@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
+from safetensors import SafetensorError
 
 from jax_models import LanguageModel, read_pth, rwkv_from_torch
 from twinscan.command_line import CommandLineError
@@ -93,7 +94,7 @@ def read_model(path: Path) -> LanguageModel:
         return rwkv_from_torch(read_pth(path))
     except OSError as error:
         raise CommandLineError(f"{path}: {error.strerror or error}") from None
-    except Exception as error:
+    except (ImportError, SafetensorError, TypeError, ValueError) as error:
         raise CommandLineError(f"{path}: {error}") from None
 
 
