@@ -189,7 +189,7 @@ REFUSED = {
     "a token that is no number": (
         "generate",
         lambda d, f: ["--weights", rwkv(d), "--prompt-tokens", "3 x"],
-        "--prompt-tokens: expected integers, got '3 x'",
+        "--prompt-tokens: expected integers from 0 on, got 'x'",
     ),
     "blank tokens": (
         "generate",

@@ -207,6 +207,22 @@ def test_weights_under_a_prefix(version):
         rwkv_from_torch(weights)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_weights_in_an_entry(version):
+    with pytest.raises(ValueError, match=r'in the entry "model": give state_dict\["model"\]'):
+        rwkv_from_torch({"epoch": 3, "model": checkpoint(version)})
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_block_that_is_not_there(version):
+    weights = checkpoint(version)
+    without = {k: v for k, v in weights.items() if not k.startswith("blocks.1.")}
+    with pytest.raises(ValueError, match=r"blocks numbered from 0 on, got blocks\.\{0,2\}$"):
+        rwkv_from_torch(without)
+    with pytest.raises(ValueError, match=r"numbered from 0 on, got .*blocks\.x"):
+        rwkv_from_torch(weights | {"blocks.x.att.key.weight": torch.zeros(3, 3)})
+
+
 def test_keys_that_are_no_text():
     weights = {0: torch.zeros(3, 3), f"{ATT}.r_k": torch.zeros(3, 3)}
     with pytest.raises(ValueError, match=r"not of an RWKV-7, it has no emb\.weight"):

@@ -1,6 +1,7 @@
 """A checkpoint that somebody else trained: its model, and what its tokens stand for."""
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -35,10 +36,11 @@ class Numbers:
 
     def encode(self, text: str, name: str) -> np.ndarray:
         """Integers between spaces."""
-        try:
-            return np.array([int(number) for number in text.split()])
-        except ValueError:
-            raise CommandLineError(f"{name}: expected integers, got {text!r}") from None
+        numbers = text.split()
+        for number in numbers:
+            if not re.fullmatch("[0-9]+", number):
+                raise CommandLineError(f"{name}: expected integers from 0 on, got {number!r}")
+        return np.array([*map(int, numbers)])
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
         """A space before each."""

@@ -48,6 +48,11 @@ def rwkv_from_torch(
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
+    for name, entry in state_dict.items():
+        if isinstance(entry, Mapping) and rwkv_version(entry):
+            raise ValueError(
+                f'state_dict: its weights are in the entry "{name}": give state_dict["{name}"]'
+            )
     version, key = rwkv_version(state_dict) or ("no RWKV", None)
     if version not in CONFIGS:
         because = "" if key is None else f" (it has {key})"

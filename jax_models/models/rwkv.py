@@ -1,4 +1,4 @@
-"""The RWKV-4 language model, and what all of them have in common."""
+"""The RWKV-4 language model, and what the language models of all RWKV versions share."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -70,6 +70,9 @@ class RWKVConfig(StackConfig):
         blocks = f"{PARTS[layout][1]}."
         names = [str(key) for key in state_dict]
         layers = {key.split(".")[blocks.count(".")] for key in names if key.startswith(blocks)}
+        if layers != {str(i) for i in range(len(layers))}:
+            numbers = ", ".join(joined(f"{blocks}{layer}" for layer in sorted(layers)))
+            raise ValueError(f"state_dict: expected blocks numbered from 0 on, got {numbers}")
         optional = cls.optional(len(layers))
         sizes = {
             field: size
