@@ -14,6 +14,7 @@ import torch_ref
 import train.__main__ as train_command
 from jax_models import RWKV7LanguageModelConfig
 from train import evaluate, export, generate
+from train.text import ALL_WORK
 from twinscan import command_line
 from twinscan.command_line import one_line_errors
 
@@ -104,7 +105,31 @@ REFUSED = {
         lambda d, f: ["--window", "9"],
         "--window: expected at most the model's context_length 8, got 9",
     ),
-    "folder in use": ("train", lambda d, f: ["--out", str(f)], "the folder is not empty"),
+    "folder of another run": (
+        "train",
+        lambda d, f: ["--out", str(f), "--seed", "7"],
+        "has a run with another eval_batches, seed (--resume goes on with it)",
+    ),
+    "folder in use": (
+        "train",
+        lambda d, f: ["--out", str(Path(write(d / "notes", b"x")).parent)],
+        "the folder is not empty, and has no run",
+    ),
+    "path that is a pattern": (
+        "train",
+        lambda d, f: ["--out", str(d / "run[1]")],
+        "the path of a run has none of * ? [, this one has [",
+    ),
+    "changed text": (
+        "train",
+        lambda d, f: ["--resume", str(f), "--text", write(d / "t", (ALL_WORK + "a").encode())],
+        "(--allow-changed-text goes on with this one, --out begins another run)",
+    ),
+    "preset of a run": (
+        "train",
+        lambda d, f: ["--resume", str(f), "--preset", "all-work"],
+        "--preset: a run is resumed with its own config",
+    ),
     "resume nothing": ("train", lambda d, f: ["--resume", str(d)], "not the folder of a run"),
     "resume elsewhere": (
         "train",
@@ -126,12 +151,12 @@ REFUSED = {
     "damaged config": (
         "generate",
         lambda d, f: ["--run", damaged(f, d / "r", "config.json", '{"model"')],
-        "damaged config or vocabulary",
+        "config.json is damaged: ",
     ),
     "damaged vocabulary": (
         "generate",
         lambda d, f: ["--run", damaged(f, d / "r", "vocabulary.json", "5")],
-        "damaged config or vocabulary",
+        "vocabulary.json is damaged: expected characters and text_digest",
     ),
     "config of no model": (
         "generate",
@@ -219,7 +244,7 @@ REFUSED = {
     "no checkpoint": (
         "evaluate",
         lambda d, f: ["--run", damaged(f, d / "r", "checkpoints", None)],
-        "the run has no complete checkpoint",
+        "not the folder of a run, it has no checkpoints",
     ),
     "rate of dropout": (
         "train",

@@ -61,7 +61,7 @@ CALLS = {
     build_trainer: {"config": TrainConfig()},
     Trainer: TRAINER,
     Run.open: {"folder": Path()},
-    Run.create: {"folder": Path(), "config": TrainConfig(), "vocabulary": VOCABULARY},
+    Run.create: {"folder": Path(), "config": TrainConfig(), "text": "abc"},
     export: {"model": MODEL, "path": Path()},
     RNNLanguageModel: {"config": RNNLanguageModelConfig(), "rngs": nnx.Rngs(0)},
 }

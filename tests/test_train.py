@@ -330,7 +330,7 @@ def params(run: Run) -> nnx.State:
 
 
 def test_half_a_line_costs_no_other(tmp_path):
-    run = Run.create(tmp_path / "run", TrainConfig(), Vocabulary.of(ALL_WORK))
+    run = Run.create(tmp_path / "run", TrainConfig(), ALL_WORK)
     run.log({"step": 0})
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": ')

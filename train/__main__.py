@@ -1,5 +1,6 @@
 """`python -m train`: train a language model by character on a text."""
 
+import contextlib
 import dataclasses
 import itertools
 import shlex
@@ -17,11 +18,12 @@ from train.config import PRESETS, TrainConfig
 from train.curve import draw_curve
 from train.export import describe_errors, export
 from train.loop import train
-from train.run import Run, build_trainer
-from train.text import Vocabulary, read_text, split
+from train.run import EXPORTED, Run, build_trainer, locked
+from train.text import Vocabulary, digest_of, read_text, split
 from twinscan.command_line import CommandLineError, command, parse, parse_known, run_command
 
 PROG = "python -m train"
+ALL_WORK = "all-work"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,19 +31,23 @@ class Arguments:
     """Train a language model by character on a text, or go on with a run."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig()
-    preset: Literal[tuple(PRESETS)] = "all-work"  # pyright: ignore[reportInvalidTypeForm]
-    """Where the options start from: the seed's experiment, or a model for --text FILE."""
+    preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
+    """Where the options start from: by default all-work, the seed's experiment; with the others
+    --text FILE."""
     out: Path | None = None
-    """The run's folder, new or empty; by default runs/PRESET, numbered if that is taken."""
+    """The run's folder, new or empty; by default runs/PRESET, numbered if that is taken. Where it
+    has a run of the same options, the command goes on with it."""
     resume: Path | None = None
     """The folder of a run to go on with; its own config is where the options start from."""
+    allow_changed_text: bool = False
+    """Go on with a run although its text has changed since."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
     """The arguments that decide where the others start from."""
 
-    preset: Literal[tuple(PRESETS)] = "all-work"  # pyright: ignore[reportInvalidTypeForm]
+    preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
     resume: Path | None = None
     num_steps: str | None = None  # `Arguments` checks the number
 
@@ -52,7 +58,8 @@ RESUME_MAY_CHANGE = {"text", "num_steps", "num_epochs", "eval_every", "eval_batc
 def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, TrainConfig]:
     """The arguments, and the config from which the command line started."""
     start = parse_known(Start, args, prog=prog)
-    before = PRESETS[start.preset] if start.resume is None else Run.open(start.resume).config
+    preset = start.preset or ALL_WORK
+    before = PRESETS[preset] if start.resume is None else Run.open(start.resume).config
     if start.num_steps is not None:  # in the place of a preset's epochs
         before = dataclasses.replace(before, num_epochs=None)
     default = Arguments(before, start.preset, resume=start.resume)
@@ -61,25 +68,26 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, T
         raise CommandLineError("--num-epochs: expected without --num-steps")
     if arguments.resume is not None and arguments.out is not None:
         raise CommandLineError("--out: a run is resumed in its own folder")
-    if arguments.resume is not None and arguments.preset != "all-work":
+    if arguments.resume is not None and arguments.preset is not None:
         raise CommandLineError("--preset: a run is resumed with its own config")
     if arguments.resume is not None:
         refuse_changes(before, arguments.config)
-    elif arguments.preset != "all-work" and arguments.config.text is None:
-        raise CommandLineError(f"--text: the preset {arguments.preset} needs a text file")
+    elif preset != ALL_WORK and arguments.config.text is None:
+        raise CommandLineError(f"--text: the preset {preset} needs a text file")
     return arguments, before
+
+
+def changed(before: TrainConfig, config: TrainConfig) -> set[str]:
+    """The names of the fields in which two configs differ."""
+    fields = dataclasses.fields(config)
+    return {f.name for f in fields if getattr(config, f.name) != getattr(before, f.name)}
 
 
 def refuse_changes(before: TrainConfig, config: TrainConfig) -> None:
     """Raise where a run that is resumed would become another."""
-    changed = {
-        field.name
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != getattr(before, field.name)
-    }
-    if changed - RESUME_MAY_CHANGE:
+    if others := changed(before, config) - RESUME_MAY_CHANGE:
         raise CommandLineError(
-            f"--resume: cannot change {', '.join(sorted(changed - RESUME_MAY_CHANGE))} of a run, "
+            f"--resume: cannot change {', '.join(sorted(others))} of a run, "
             f"only {', '.join(sorted(RESUME_MAY_CHANGE))}"
         )
 
@@ -97,15 +105,22 @@ def extend(run: Run, config: TrainConfig) -> None:
     run.config = config
 
 
-def free_folder(folder: Path) -> Path:
-    """The folder, or the first with a number behind that does not exist."""
+def default_folder(folder: Path, config: TrainConfig) -> Path:
+    """The folder, or one with a number behind: of the unfinished run of this config, or a new one.
+
+    Of all that are there, the last is looked at.
+    """
     names = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
-    return next(path for path in itertools.chain([folder], names) if not path.exists())
+    taken = list(itertools.takewhile(Path.exists, itertools.chain([folder], names)))
+    with contextlib.suppress(CommandLineError):
+        if taken and (run := Run.open(taken[-1])).config == config and not run.is_finished:
+            return run.folder
+    return folder.with_name(f"{folder.name}-{len(taken) + 1}") if taken else folder
 
 
 def report(run: Run, model: LanguageModel, console: Console) -> None:
     """Draw the curve, write a sample, export to the twin and compare."""
-    curve, weights = run.folder / "curve.png", run.folder / "twin.safetensors"
+    curve, weights = run.folder / "curve.png", run.folder / EXPORTED
     draw_curve(run.metrics(), curve)
     export(model, weights)
     prompt = run.vocabulary.characters[0]
@@ -124,37 +139,77 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     console.print(f"go on writing: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
+def config_of_new_run(
+    config: TrainConfig, preset: TrainConfig, vocabulary: Vocabulary
+) -> TrainConfig:
+    """The config with a model of the vocabulary's size."""
+    if config.model.vocab_size not in (preset.model.vocab_size, len(vocabulary)):
+        raise CommandLineError(
+            f"--model.vocab-size: the text has {len(vocabulary)} distinct characters, "
+            f"got {config.model.vocab_size}"
+        )
+    model = dataclasses.replace(config.model, vocab_size=len(vocabulary))
+    return dataclasses.replace(config, model=model)
+
+
+def entered(folder: Path, arguments: Arguments, config: TrainConfig, text: str) -> Run:
+    """The run in the folder, which goes on with the config; a new one if there is none."""
+    if not Run.is_in(folder):
+        return Run.create(folder, config, text)
+    run = Run.open(folder)
+    is_changed = run.text_digest != digest_of(text)
+    if is_changed:
+        if not arguments.allow_changed_text:
+            raise CommandLineError(
+                f"--text: it is not the text that the run in {folder} began with "
+                "(--allow-changed-text goes on with this one, --out begins another run)"
+            )
+        run.text_digest = digest_of(text)
+    others = changed(run.config, config)
+    if others and arguments.resume is None:
+        raise CommandLineError(
+            f"--out: {folder} has a run with another {', '.join(sorted(others))} "
+            "(--resume goes on with it)"
+        )
+    extend(run, config)
+    if is_changed or others:
+        run.write()
+    run.checkpoints.clean()
+    return run
+
+
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Train as the arguments say."""
-    arguments, before = parse_arguments(args, prog)
+    arguments, preset = parse_arguments(args, prog)
     config = arguments.config
     text = read_text(config.text)
-    run = None if arguments.resume is None else Run.open(arguments.resume)
-    vocabulary = Vocabulary.of(text) if run is None else run.vocabulary
+    resumed = None if arguments.resume is None else Run.open(arguments.resume)
+    vocabulary = Vocabulary.of(text) if resumed is None else resumed.vocabulary
     parts = split(vocabulary.encode(text), config.window, config.val_rows)
     config = config.with_steps(len(parts["train"].rows))
-    if run is not None:
-        extend(run, config)
+    if config.text is not None:
+        config = dataclasses.replace(config, text=config.text.absolute())
+    if resumed is None:
+        config = config_of_new_run(config, preset, vocabulary)
+        default = Path("runs") / (arguments.preset or ALL_WORK)
+        folder = arguments.out or default_folder(default, config)
     else:
-        if config.model.vocab_size not in (before.model.vocab_size, len(vocabulary)):
-            raise CommandLineError(
-                f"--model.vocab-size: the text has {len(vocabulary)} distinct characters, "
-                f"got {config.model.vocab_size}"
-            )
-        config = dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, vocab_size=len(vocabulary)),
-            text=None if config.text is None else config.text.absolute(),
-        )
+        folder = resumed.folder
     trainer = build_trainer(config)
-    if run is None:
-        folder = arguments.out or free_folder(Path("runs") / arguments.preset)
-        run = Run.create(folder, config, vocabulary)
-    run.write_config()
-    console = Console()
-    state = train(run, trainer, parts, console)
-    params = jax.device_put(state.params, jax.devices()[0])
-    report(run, trainer.model(params), console)
+    with locked(folder):
+        run = entered(folder, arguments, config, text)
+        if run.is_finished:
+            print(f"{folder}: the run has made its {config.num_steps} steps")
+            return
+        console = Console()
+        if unused := jax.device_count() - trainer.mesh.size:
+            console.print(
+                f"the batch of {config.batch_size} rows divides over {trainer.mesh.size} of "
+                f"{jax.device_count()} devices: {unused} are not used"
+            )
+        state = train(run, trainer, parts, console)
+        params = jax.device_put(state.params, jax.devices()[0])
+        report(run, trainer.model(params), console)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,250 @@
-"""Checkpoints of a training state, by orbax."""
+"""Checkpoints of a training state: orbax writes them, digests prove what is read."""
 
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from train.digest import as_text, described, digests
+from twinscan.command_line import CommandLineError
+
+MANIFEST = "manifest.json"
+STATE = "state"
+PARTIAL = ".partial"
+"""The end of the name of a checkpoint that is being written, or removed."""
+NEWEST = 2
+"""So many of the newest checkpoints are kept, and the best."""
+SPACE_BESIDE_ARRAYS = 2**20
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+"""Faults that orbax tells in many lines."""
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs, at length, what it also raises
+
+
+class DamagedError(Exception):
+    """A checkpoint that does not hold what was written."""
+
 
 class Checkpoints:
-    """The last two checkpoints of a run, each complete or absent."""
+    """The newest checkpoints of a run, and the one of the least loss.
+
+    `{step}/state` is orbax's; `{step}/manifest.json` has the digests of its files and its arrays. A
+    checkpoint gets its name when all of it is on the disk: it is whole, or it is not there.
+    """
 
     def __init__(self, folder: Path):
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2, create=False)
-        )
+        self.folder = folder.absolute()
+        self.damaged: dict[int, str] = {}
+        """What is wrong with the checkpoints that were to be read and cannot be."""
+        self._manifests: dict[int, dict[str, Any]] = {}
+        """Of the checkpoints that are intact."""
+        self._orbax = ocp.StandardCheckpointer()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, damaged ones included."""
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest complete checkpoint."""
-        return self._manager.latest_step()
+        """The step of the newest checkpoint whose files are those that were written."""
+        return next((step for step in reversed(self.steps) if self._is_intact(step)), None)
 
-    def save(self, step: int, state) -> None:
-        """Write a checkpoint, in the background, unless that step has one."""
-        if step != self.latest_step:
-            self._manager.save(step, args=ocp.args.StandardSave(state))
-
-    def restore(self, like: Any) -> Any:
-        """The newest checkpoint, with the structure, shapes, dtypes and shardings of `like`.
+    def save(self, step: int, state: Any, loss: float | None) -> None:
+        """Write a checkpoint, in the background, unless that step has one.
 
         Raises:
-            ValueError: the checkpoint is of another structure or other shapes.
-            FileNotFoundError: there is none.
+            CommandLineError: it cannot be written, or the one before could not.
 
         """
-        if self.latest_step is None:
-            raise FileNotFoundError("no complete checkpoint")
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return self._manager.restore(self.latest_step, args=ocp.args.StandardRestore(abstract))
+        self.wait()
+        if step in self._manifests:
+            return
+        manifest = {"step": step, "loss": loss, "arrays": described(state)}
+        of_arrays = digests(state)
+        partial = self.folder / f"{step}{PARTIAL}"
+        try:
+            self._remove(step)
+            partial.mkdir()
+            _check_space(partial, sum(x.nbytes for x in jax.tree.leaves(state)))
+            self._orbax.save(partial / STATE, state)
+        except (OSError, ValueError) as error:
+            raise self._unwritten(step, error) from None
+        self._writing = self._thread.submit(self._finish, manifest, of_arrays)
+
+    def restore(self, like: Any) -> Any:
+        """The newest intact checkpoint, with the structure and the shardings of `like`.
+
+        Raises:
+            FileNotFoundError: there is none; `damaged` says why.
+
+        """
+        while (step := self.latest_step) is not None:
+            try:
+                return self._read(step, like)
+            except DamagedError as fault:
+                self.damaged[step] = str(fault)
+                del self._manifests[step]
+        raise FileNotFoundError("no intact checkpoint")
+
+    def wait(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            CommandLineError: it cannot be.
+
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def close(self) -> None:
-        """Wait until everything is written."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Wait until everything is written, and end the threads."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
+
+    def clean(self) -> None:
+        """Remove what a killed process was writing or removing."""
+        for path in self.folder.glob(f"*{PARTIAL}"):
+            shutil.rmtree(path)
+
+    def _finish(self, manifest: dict[str, Any], of_arrays: dict[str, jax.Array]) -> None:
+        """Give the checkpoint its digests and its name, and remove those that it replaces."""
+        step = manifest["step"]
+        partial = self.folder / f"{step}{PARTIAL}"
+        try:
+            self._orbax.wait_until_finished()
+            manifest["digests"] = {path: as_text(digest) for path, digest in of_arrays.items()}
+            manifest["files"] = _file_digests(partial / STATE)
+            _write_manifest(partial / MANIFEST, manifest)
+            partial.rename(self.folder / str(step))
+            _sync(self.folder)
+        except (OSError, ValueError) as error:
+            raise self._unwritten(step, error) from None
+        self._manifests[step] = manifest
+        self.damaged.pop(step, None)
+        self._prune()
+
+    def _unwritten(self, step: int, error: Exception) -> CommandLineError:
+        known = (reason for reason in map(os.strerror, DISK_FAULTS) if reason in str(error))
+        reason = next(known, str(error).strip().splitlines()[0])
+        return CommandLineError(
+            f"{self.folder}: the checkpoint of step {step} cannot be written: {reason}"
+        )
+
+    def _prune(self) -> None:
+        intact = [step for step in self.steps if self._is_intact(step)]
+        losses = {step: self._manifests[step]["loss"] for step in intact}
+        evaluated = [step for step in intact if losses[step] is not None]
+        best = sorted(evaluated, key=losses.__getitem__)[:1]
+        for step in {*self.steps} - {*best, *intact[-NEWEST:]}:
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        """Take the checkpoint's name away, then its files."""
+        partial = self.folder / f"{step}{PARTIAL}"
+        shutil.rmtree(partial, ignore_errors=True)
+        if (self.folder / str(step)).exists():
+            (self.folder / str(step)).rename(partial)
+            shutil.rmtree(partial)
+        self._manifests.pop(step, None)
+
+    def _is_intact(self, step: int) -> bool:
+        if step not in self._manifests and step not in self.damaged:
+            folder = self.folder / str(step)
+            try:
+                manifest = _read_manifest(folder / MANIFEST)
+                _compare({"step": manifest["step"]}, {"step": step})
+                _compare(_file_digests(folder / STATE), manifest["files"])
+                self._manifests[step] = manifest
+            except DamagedError as fault:
+                self.damaged[step] = str(fault)
+        return step in self._manifests
+
+    def _read(self, step: int, like: Any) -> Any:
+        manifest = self._manifests[step]
+        _compare(manifest["arrays"], described(like))
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        try:
+            state = self._orbax.restore(self.folder / str(step) / STATE, abstract)
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise DamagedError(str(error).strip().splitlines()[0]) from None
+        _compare({path: as_text(x) for path, x in digests(state).items()}, manifest["digests"])
+        return state
+
+
+def _check_space(folder: Path, size: int) -> None:
+    if shutil.disk_usage(folder).free < size + SPACE_BESIDE_ARRAYS:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raise where one of the two has what the other lacks."""
+    for name in sorted({*found, *expected}):
+        if name not in found:
+            raise DamagedError(f"{name} is missing")
+        if name not in expected:
+            raise DamagedError(f"{name} does not belong to it")
+        if found[name] != expected[name]:
+            raise DamagedError(f"{name}: expected {expected[name]}, got {found[name]}")
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    """The digest of each file in the folder, under its path from the folder's parent."""
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            try:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, _digest).hexdigest()
+            except OSError as error:
+                raise DamagedError(f"{path.name}: {error.strerror}") from None
+            digests[path.relative_to(folder.parent).as_posix()] = digest
+    return digests
+
+
+def _digest(data: bytes = b"") -> Any:
+    return hashlib.blake2b(data, digest_size=16)
+
+
+def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """The digest of the second line, and a line with the manifest."""
+    line = json.dumps(manifest).encode()
+    with path.open("wb") as file:
+        file.write(_digest(line).hexdigest().encode() + b"\n" + line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        digest, line, rest = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise DamagedError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError):
+        raise DamagedError(f"{MANIFEST} is no manifest") from None
+    if rest or _digest(line).hexdigest().encode() != digest:
+        raise DamagedError(f"{MANIFEST} is not what was written")
+    return json.loads(line)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in the folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

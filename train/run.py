@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import filelock
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,42 +19,51 @@ from train.checkpoints import Checkpoints
 from train.config import TrainConfig, from_json, to_json
 from train.optimizer import build_optimizer
 from train.step import Trainer, TrainState
-from train.text import Vocabulary
+from train.text import Vocabulary, digest_of
 from twinscan.command_line import CommandLineError
 
-CHECKPOINTS = "checkpoints"
+T = TypeVar("T")
+
+CONFIG, VOCABULARY, METRICS = "config.json", "vocabulary.json", "metrics.jsonl"
+CHECKPOINTS, EXPORTED, LOCK = "checkpoints", "twin.safetensors", "lock"
+BEFORE_CONFIG = {LOCK, VOCABULARY, CHECKPOINTS, f"{VOCABULARY}.partial", f"{CONFIG}.partial"}
+"""What a folder has until its run has begun: the config is written last."""
+GLOBS = "*?["
+"""Characters of a path that orbax reads as patterns: it would lose the arrays."""
 
 
 class Run:
     """A run, open in its folder."""
 
     @checked_options
-    def __init__(self, folder: Path, config: TrainConfig, vocabulary: Vocabulary):
+    def __init__(self, folder: Path, config: TrainConfig, vocabulary: Vocabulary, text_digest: str):
         self.folder = folder
         self.config = config
         self.vocabulary = vocabulary
+        self.text_digest = text_digest
         self.checkpoints = Checkpoints(folder / CHECKPOINTS)
 
     @classmethod
     @checked_options
-    def create(cls, folder: Path, config: TrainConfig, vocabulary: Vocabulary) -> "Run":
-        """A new run in a folder that is empty or does not exist.
+    def create(cls, folder: Path, config: TrainConfig, text: str) -> "Run":
+        """A new run in a folder that is empty, does not exist, or has a run that never began.
 
         Raises:
             CommandLineError: the folder has something in it, or cannot be made.
 
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise CommandLineError(f"{folder}: the folder is not empty (go on with --resume?)")
-        except OSError as error:
-            raise CommandLineError(f"{folder}: {error.strerror}") from None
-        run = cls(folder, config, vocabulary)
-        (folder / CHECKPOINTS).mkdir()
-        _write(folder / "vocabulary.json", json.dumps(vocabulary.characters) + "\n")
-        run.write_config()
+        check_path(folder)
+        check_content(folder)
+        with faults_of(folder):
+            (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            run = cls(folder, config, Vocabulary.of(text), digest_of(text))
+            run.write()
         return run
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        """Has a run begun in the folder?"""
+        return (folder / CONFIG).exists()
 
     @classmethod
     @checked_options
@@ -63,40 +74,52 @@ class Run:
             CommandLineError: it holds none, or files of it are missing or damaged.
 
         """
-        for name in ("config.json", "vocabulary.json"):
-            if not (folder / name).is_file():
-                raise CommandLineError(f"{folder}: not the folder of a run, it has no {name}")
-        try:
-            config = from_json((folder / "config.json").read_text(encoding="utf-8"))
-            vocabulary = Vocabulary(json.loads((folder / "vocabulary.json").read_text("utf-8")))
-            if len(vocabulary) != config.model.vocab_size:
-                raise ValueError(
-                    f"{len(vocabulary)} characters for a model of {config.model.vocab_size}"
-                )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CommandLineError(f"{folder}: damaged config or vocabulary: {error}") from None
-        return cls(folder, config, vocabulary)
+        check_path(folder)
+        config = _read(folder, CONFIG, from_json)
+        vocabulary, digest = _read(folder, VOCABULARY, _vocabulary)
+        if len(vocabulary) != config.model.vocab_size:
+            raise CommandLineError(
+                f"{folder / VOCABULARY}: {len(vocabulary)} characters for a model of "
+                f"{config.model.vocab_size}"
+            )
+        if not (folder / CHECKPOINTS).is_dir():
+            raise CommandLineError(f"{folder}: not the folder of a run, it has no {CHECKPOINTS}")
+        return cls(folder, config, vocabulary, digest)
 
-    def write_config(self) -> None:
-        """Write the config, whole or not at all."""
-        _write(self.folder / "config.json", to_json(self.config))
+    @property
+    def is_finished(self) -> bool:
+        """Has the run made its last step, and its report?"""
+        is_trained = self.checkpoints.latest_step == self.config.num_steps
+        return is_trained and (self.folder / EXPORTED).exists()
+
+    def write(self) -> None:
+        """Write what the run is: the vocabulary, then the config, each whole or not at all."""
+        vocabulary = {"characters": self.vocabulary.characters, "text_digest": self.text_digest}
+        _write(self.folder / VOCABULARY, json.dumps(vocabulary) + "\n")
+        _write(self.folder / CONFIG, to_json(self.config))
 
     def restore(self, trainer: Trainer) -> TrainState:
-        """The state of the newest checkpoint.
+        """The state of the newest checkpoint that is intact; what is wrong with newer ones is said.
 
         Raises:
-            CommandLineError: there is none, or it does not fit the config or cannot be read.
+            CommandLineError: there is none.
 
         """
         try:
-            return self.checkpoints.restore(trainer.initial_state())
+            state = self.checkpoints.restore(trainer.initial_state())
         except FileNotFoundError:
-            raise CommandLineError(f"{self.folder}: the run has no complete checkpoint") from None
-        except (KeyError, TypeError, ValueError, OSError) as error:
-            line = str(error).strip().splitlines()[0]
-            raise CommandLineError(
-                f"{self.folder}: the checkpoint cannot be read: {line}"
-            ) from None
+            state = None
+        faults = [
+            f"{self.checkpoints.folder / str(step)}: the checkpoint is damaged: {fault}"
+            for step, fault in sorted(self.checkpoints.damaged.items(), reverse=True)
+        ]
+        if state is None and faults:
+            raise CommandLineError(f"{faults[0]}; no other one is intact")
+        if state is None:
+            raise CommandLineError(f"{self.folder}: the run has no checkpoint yet")
+        for fault in faults:
+            print(f"{fault}; that of step {int(state.step)} is used", file=sys.stderr)
+        return state
 
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
@@ -105,21 +128,71 @@ class Run:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append a line to `metrics.jsonl`, after ending one that a killed run left."""
-        with (self.folder / "metrics.jsonl").open("a+b") as file:
+        with (self.folder / METRICS).open("a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 if file.read() != b"\n":
                     file.write(b"\n")
-            file.write(json.dumps(metrics).encode() + b"\n")
+            file.write(json.dumps(metrics, allow_nan=False).encode() + b"\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The whole lines of `metrics.jsonl`; of two for one step, the later."""
+        """The lines of `metrics.jsonl` that are a step's; of two for one step, the later."""
         by_step = {}
-        for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # half a line
+        path = self.folder / METRICS
+        for line in path.read_bytes().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):  # half a line
                 record = json.loads(line)
-                by_step[record["step"]] = record
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    by_step[record["step"]] = record
         return [by_step[step] for step in sorted(by_step)]
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from training in the folder, which is made if it is not there.
+
+    Raises:
+        CommandLineError: another process trains in it, it has something else in it, or it cannot be
+            written.
+
+    """
+    check_path(folder)
+    check_content(folder)
+    lock = filelock.FileLock(folder / LOCK)
+    with faults_of(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except filelock.Timeout:
+            raise CommandLineError(f"{folder}: another process is training in it") from None
+    with lock:
+        yield
+
+
+def check_path(folder: Path) -> None:
+    """Refuse a path that orbax does not take as it is."""
+    if found := [character for character in GLOBS if character in str(folder.absolute())]:
+        raise CommandLineError(
+            f"{folder}: the path of a run has none of {' '.join(GLOBS)}, this one has {found[0]}"
+        )
+
+
+def check_content(folder: Path) -> None:
+    """Refuse a folder with something else than a run."""
+    if not folder.exists() or Run.is_in(folder):
+        return
+    with faults_of(folder):
+        if {path.name for path in folder.iterdir()} - BEFORE_CONFIG:
+            raise CommandLineError(f"{folder}: the folder is not empty, and has no run")
+
+
+@contextlib.contextmanager
+def faults_of(folder: Path) -> Iterator[None]:
+    """Name the folder where the system refuses something of it."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandLineError(f"{error.filename or folder}: {error.strerror}") from None
 
 
 @checked_options
@@ -146,7 +219,25 @@ def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> 
         raise CommandLineError(str(error)) from None
 
 
+def _read(folder: Path, name: str, parse: Callable[[str], T]) -> T:
+    try:
+        return parse((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CommandLineError(f"{folder}: not the folder of a run, it has no {name}") from None
+    except OSError as error:
+        raise CommandLineError(f"{folder / name}: {error.strerror}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CommandLineError(f"{folder / name} is damaged: {error}") from None
+
+
+def _vocabulary(text: str) -> tuple[Vocabulary, str]:
+    fields = json.loads(text)
+    if not isinstance(fields, dict) or fields.keys() != {"characters", "text_digest"}:
+        raise ValueError("expected characters and text_digest")
+    return Vocabulary(fields["characters"]), fields["text_digest"]
+
+
 def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

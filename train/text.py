@@ -1,6 +1,7 @@
 """Text as tokens: reading, vocabulary, windows, batches."""
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -79,6 +80,12 @@ def read_text(path: Path | None) -> str:
     if not text:
         raise CommandLineError(f"{path}: the file is empty")
     return text
+
+
+@checked_options
+def digest_of(text: str) -> str:
+    """By which a text is known again."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)

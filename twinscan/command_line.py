@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,14 @@ class NonFiniteError(CommandLineError):
     """A computation whose numbers are no longer finite."""
 
     exit_code = 1
+
+
+class StoppedError(Exception):
+    """The end, in good order, of a command that a signal stopped."""
+
+    def __init__(self, by: signal.Signals, message: str) -> None:
+        super().__init__(f"stopped by {by.name}: {message}")
+        self.exit_code = 128 + by
 
 
 def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | None = None) -> T:
@@ -134,6 +143,9 @@ def one_line_errors(prog: str) -> Iterator[None]:
         raise SystemExit(0) from None
     except CommandLineError as error:
         message, exit_code = str(error), error.exit_code
+    except StoppedError as stop:
+        print(f"{prog}: {stop}", file=sys.stderr)
+        raise SystemExit(stop.exit_code) from None
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:

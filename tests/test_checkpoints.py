@@ -1,0 +1,206 @@
+"""Checkpoints against what happens to disks: every damage is named, and the one before is used."""
+
+import random
+import shutil
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.checkpoints import Checkpoints
+from train.digest import array_digest
+
+NEWEST = 3
+
+
+def state(step: int) -> dict:
+    x = np.random.default_rng(step).standard_normal((40, 30), np.float32)
+    return {"weights": jnp.asarray(x), "moments": [jnp.asarray(x[0]), jnp.int32(step)]}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """Three checkpoints; the first has the least loss."""
+    folder = tmp_path_factory.mktemp("written")
+    checkpoints = Checkpoints(folder)
+    for step in range(NEWEST + 1):
+        checkpoints.save(step, state(step), loss=abs(step - 1.0))
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def folder(written, tmp_path) -> Path:
+    return shutil.copytree(written, tmp_path / "copy")
+
+
+def test_keeps_the_newest_and_the_best(written):
+    assert Checkpoints(written).steps == [1, 2, 3]
+
+
+def test_what_was_written_is_read(written):
+    checkpoints = Checkpoints(written)
+    chex.assert_trees_all_equal(checkpoints.restore(state(0)), state(NEWEST))
+    assert not checkpoints.damaged
+
+
+def flipped(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def in_the_place_of(path: Path) -> Path:
+    """The same file of the checkpoint before, or another file."""
+    parts = [str(NEWEST - 1) if part == str(NEWEST) else part for part in path.parts]
+    before = Path(*parts)
+    return before if before.exists() else path.parents[1] / "manifest.json"
+
+
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "lost": Path.unlink,
+    "flipped": lambda path: flipped(path, random.Random(0).randrange(8 * path.stat().st_size)),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "foreign": lambda path: path.with_name("foreign").write_bytes(b"foreign"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(damage, folder, written):
+    files = [path for path in (folder / str(NEWEST)).rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for path in files:
+        if path.stat().st_size == 0 and damage in ("cut", "emptied", "flipped"):
+            continue
+        if path.name == "manifest.json" and damage == "foreign":
+            continue
+        DAMAGES[damage](path)
+        checkpoints = Checkpoints(folder)
+        assert checkpoints.latest_step == NEWEST - 1, path
+        name = "foreign" if damage == "foreign" else path.name
+        assert name in checkpoints.damaged[NEWEST]
+        chex.assert_trees_all_equal(checkpoints.restore(state(0)), state(NEWEST - 1))
+        shutil.rmtree(folder)
+        shutil.copytree(written, folder)
+
+
+def test_files_of_another_checkpoint_are_noticed(folder):
+    for path in (folder / str(NEWEST)).rglob("*"):
+        other = folder / str(NEWEST - 1) / path.relative_to(folder / str(NEWEST))
+        if path.is_file() and other.is_file() and path.read_bytes() != other.read_bytes():
+            kept = path.read_bytes()
+            shutil.copy(other, path)
+            assert Checkpoints(folder).latest_step == NEWEST - 1, path
+            path.write_bytes(kept)
+    assert Checkpoints(folder).latest_step == NEWEST
+    shutil.rmtree(folder / str(NEWEST))
+    shutil.copytree(folder / str(NEWEST - 1), folder / str(NEWEST))
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest_step == NEWEST - 1
+    assert checkpoints.damaged == {NEWEST: "step: expected 3, got 2"}
+
+
+@pytest.mark.slow
+def test_a_thousand_flipped_bits(folder):
+    files = [path for path in (folder / str(NEWEST)).rglob("*") if path.is_file()]
+    places = [(path, bit) for path in files for bit in range(8 * path.stat().st_size)]
+    for path, bit in random.Random(1).sample(places, 1000):
+        flipped(path, bit)
+        assert Checkpoints(folder).latest_step == NEWEST - 1, (path, bit)
+        flipped(path, bit)
+    assert Checkpoints(folder).latest_step == NEWEST
+
+
+def test_where_none_is_intact_nothing_is_read(folder):
+    for step in (1, 2, 3):
+        (folder / str(step) / "manifest.json").unlink()
+    checkpoints = Checkpoints(folder)
+    with pytest.raises(FileNotFoundError):
+        checkpoints.restore(state(0))
+    assert checkpoints.damaged == dict.fromkeys((1, 2, 3), "manifest.json is missing")
+
+
+def test_arrays_that_orbax_reads_otherwise_are_noticed(folder, monkeypatch):
+    """As it lost those of paths with brackets, and casts those of another dtype."""
+    checkpoints = Checkpoints(folder)
+    restore = checkpoints._orbax.restore
+
+    def lose(path, abstract):
+        read = restore(path, abstract)
+        return read | {"weights": jnp.zeros_like(read["weights"])} if "3" in path.parts else read
+
+    monkeypatch.setattr(checkpoints._orbax, "restore", lose)
+    chex.assert_trees_all_equal(checkpoints.restore(state(0)), state(NEWEST - 1))
+    assert checkpoints.damaged[NEWEST].startswith("weights: expected ")
+
+
+@pytest.mark.parametrize(
+    ("other", "fault"),
+    [
+        (lambda s: s | {"weights": s["weights"][:3]}, r"weights: expected float32\[3, 30\], got "),
+        (lambda s: s | {"weights": s["weights"].astype(jnp.bfloat16)}, "weights: expected bfloat"),
+        (lambda s: s | {"more": s["weights"]}, "more is missing"),
+        (lambda s: {"weights": s["weights"]}, r"moments\.0 does not belong to it"),
+    ],
+)
+def test_a_state_of_another_model_is_refused(other, fault, written):
+    checkpoints = Checkpoints(written)
+    with pytest.raises(FileNotFoundError):
+        checkpoints.restore(other(state(0)))
+    with pytest.raises(AssertionError, match=fault):
+        raise AssertionError(checkpoints.damaged[NEWEST])
+
+
+def test_a_damaged_checkpoint_is_written_again(folder):
+    (folder / str(NEWEST) / "manifest.json").unlink()
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest_step == NEWEST - 1
+    checkpoints.save(NEWEST, state(NEWEST), loss=0.5)
+    checkpoints.close()
+    assert Checkpoints(folder).latest_step == NEWEST
+    assert Checkpoints(folder).steps == [1, 2, 3]
+
+
+def test_what_a_killed_process_left_is_no_checkpoint(folder):
+    (folder / "4.partial").mkdir()
+    (folder / "4.partial" / "state").mkdir()
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.steps == [1, 2, 3]
+    checkpoints.clean()
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3"]
+
+
+DTYPES = ("bool", "int8", "uint8", "int16", "bfloat16", "float16", "int32", "float32", "uint32")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int64"])
+def test_the_digest_of_every_bit(dtype, x64):
+    """Each single bit changes both sums; so do two elements that change their places."""
+    rng = np.random.default_rng(0)
+    size = jnp.dtype(dtype).itemsize
+    content = rng.integers(0, 2 if dtype == "bool" else 256, 6 * size, np.uint8)
+    view = np.dtype(jnp.dtype(dtype))
+    of = lambda raw: np.asarray(array_digest(raw.view(view).reshape(2, 3)))  # noqa: E731
+    whole = of(content)
+    for bit in range(0, 8 * len(content), 8 if dtype == "bool" else 1):
+        raw = content.copy()
+        raw[bit // 8] ^= 1 << bit % 8
+        assert (of(raw) != whole).all()
+    elements = content.reshape(6, size)
+    distinct = np.flatnonzero((elements != elements[0]).any(1))[0]
+    moved = elements.copy()
+    moved[[0, distinct]] = moved[[distinct, 0]]
+    assert (of(moved.reshape(-1)) != whole).all()
+
+
+def test_the_digest_of_a_shape():
+    x = jnp.arange(6.0)
+    assert (array_digest(x) != array_digest(x.at[5].set(-0.0))).all()
+    assert (array_digest(jnp.float32(0)) != array_digest(jnp.float32(-0.0))).all()
+    assert jax.eval_shape(array_digest, jnp.zeros(())).shape == (2,)

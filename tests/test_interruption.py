@@ -1,0 +1,194 @@
+"""Runs that are stopped, killed, started twice or found damaged go on to the same weights."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import filelock
+import pytest
+from flax import nnx
+
+import train.__main__ as train_command
+from train.run import Run
+from train.step import Trainer
+from twinscan.command_line import CommandLineError, one_line_errors
+
+STEPS = 30
+ARGS = ["--num-steps", str(STEPS), "--eval-every", "10", "--eval-batches", "2"]
+
+
+@pytest.fixture(autouse=True)
+def unreported(monkeypatch):
+    monkeypatch.setattr(train_command, "report", lambda *_: None)
+
+
+def command(folder: Path, *args: str) -> None:
+    train_command.main(["--out", str(folder), *ARGS, *args])
+
+
+def params(folder: Path) -> nnx.State:
+    run = Run.open(folder)
+    assert run.checkpoints.latest_step == STEPS
+    return nnx.state(run.model(), nnx.Param)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> nnx.State:
+    """The weights of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(train_command, "report", lambda *_: None)
+        command(folder)
+    return params(folder)
+
+
+@pytest.fixture
+def interrupted_at(monkeypatch):
+    """Sends this process a signal, once, before the call that makes a step."""
+
+    def interrupt(step: int, number: signal.Signals) -> None:
+        steps = Trainer.steps
+
+        def send_and_step(self, state, batches, count):
+            if int(state.step) <= step < int(state.step) + count:
+                monkeypatch.setattr(Trainer, "steps", steps)
+                os.kill(os.getpid(), number)
+            return steps(self, state, batches, count)
+
+        monkeypatch.setattr(Trainer, "steps", send_and_step)
+
+    return interrupt
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", [0, 9, 17])
+def test_a_signal_leaves_a_checkpoint_and_one_line(
+    number, step, whole, interrupted_at, tmp_path, capsys
+):
+    folder = tmp_path / "run"
+    before = signal.getsignal(number)
+    interrupted_at(step, number)
+    with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
+        command(folder)
+    assert stop.value.code == 128 + number
+    error = capsys.readouterr().err
+    latest = Run.open(folder).checkpoints.latest_step
+    assert error == f"prog: stopped by {number.name}: step {latest} is kept in {folder}\n"
+    assert latest is not None
+    assert step < latest <= step + 10
+    assert signal.getsignal(number) is before
+    command(folder)
+    chex.assert_trees_all_equal(params(folder), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_killed_run_goes_on_by_the_same_command(seed, whole, tmp_path):
+    """Killed at another moment each time, from before its config to a save, until it is done."""
+    folder = tmp_path / "run"
+    args = [sys.executable, "-m", "train", "--out", str(folder), *ARGS]
+    delays = iter([4.5 + 0.45 * seed + 0.15 * i for i in range(5)])
+    for _ in range(6):
+        try:
+            subprocess.run(args, check=True, timeout=next(delays, 300), capture_output=True)
+            break
+        except subprocess.TimeoutExpired:  # subprocess.run kills it with SIGKILL
+            pass
+    chex.assert_trees_all_equal(params(folder), whole)
+    assert not [*(folder / "checkpoints").glob("*.partial")]
+
+
+@pytest.mark.parametrize("kept", [["lock"], ["lock", "checkpoints"], ["vocabulary.json"]])
+def test_a_run_that_was_killed_before_it_began(kept, whole, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in kept:
+        (folder / name).mkdir() if name == "checkpoints" else (folder / name).write_text("")
+    command(folder)
+    chex.assert_trees_all_equal(params(folder), whole)
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    command(folder)
+    [path] = (folder / "checkpoints" / str(STEPS) / "state" / "d").iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    Run.open(folder).model()
+    error = capsys.readouterr().err
+    assert f"checkpoints/{STEPS}: the checkpoint is damaged: state/d/{path.name}: " in error
+    assert error.endswith("; that of step 20 is used\n")
+    command(folder)
+    chex.assert_trees_all_equal(params(folder), whole)
+    for path in (folder / "checkpoints").glob("*/manifest.json"):
+        path.write_text("{}")
+    with pytest.raises(CommandLineError, match=r"is no manifest; no other one is intact$"):
+        command(folder)
+
+
+def test_one_process_a_folder(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (
+        filelock.FileLock(folder / "lock"),
+        pytest.raises(CommandLineError, match="another process is training in it"),
+    ):
+        command(folder)
+
+
+def test_a_text_that_changed_is_accepted_by_its_flag(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("abcdefghij" * 30)
+    folder = tmp_path / "run"
+    constant = ["--text", str(text)]
+    command(folder, *constant)
+    text.write_text("jihgfedcba" * 30)
+    with pytest.raises(CommandLineError, match="--allow-changed-text"):
+        command(folder, *constant)
+    command(folder, *constant, "--allow-changed-text")
+    command(folder, *constant)
+
+
+def test_a_finished_run_is_left_alone(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    monkeypatch.undo()
+    command(folder)
+    files = times(folder)
+    capsys.readouterr()
+    for args in (["--out", str(folder), *ARGS], ["--resume", str(folder)]):
+        train_command.main(args)
+        assert capsys.readouterr().out == f"{folder}: the run has made its {STEPS} steps\n"
+    assert times(folder) == files
+
+
+def times(folder: Path) -> dict[Path, int]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_the_default_folder(tmp_path, monkeypatch, interrupted_at):
+    """The unfinished run of the same options, or a new one."""
+    monkeypatch.chdir(tmp_path)
+    train_command.main(ARGS)
+    train_command.main([*ARGS, "--seed", "7"])
+    interrupted_at(17, signal.SIGTERM)
+    with pytest.raises(SystemExit), one_line_errors("prog"):
+        train_command.main([*ARGS, "--seed", "8"])
+    train_command.main([*ARGS, "--seed", "8"])
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert names == ["all-work", "all-work-2", "all-work-3"]
+    assert Run.open(tmp_path / "runs" / "all-work-3").checkpoints.latest_step == STEPS
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", "null", '{"loss": 1}', '{"step": "x"}', '{"step": 3', "\xff\xfe", "NaN", ""]
+)
+def test_an_odd_line_of_the_metrics_is_skipped(line, tmp_path):
+    folder = tmp_path / "run"
+    command(folder)
+    steps = [record["step"] for record in Run.open(folder).metrics()]
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(line.encode("latin-1") + b"\n")
+    assert [record["step"] for record in Run.open(folder).metrics()] == steps == [0, 10, 20, 30]

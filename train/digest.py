@@ -1,0 +1,61 @@
+"""Digests of arrays, the same on any number of devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, UInt32
+
+SALTS = (0, 0x9E3779B9)
+
+
+@jax.jit
+def array_digest(x: Array) -> UInt32[Array, "2"]:
+    """Two sums, modulo 2³², over the elements: their bits, mixed with their places.
+
+    An element with a flipped bit has another mixture, so that both sums change. A sum of integers
+    does not depend on the order, nor on where the array is cut over devices.
+    """
+    bits = _bits(x)
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, size in enumerate(bits.shape):
+        place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    mixed = (_mixed(bits ^ _mixed(place + jnp.uint32(salt))) for salt in SALTS)
+    return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in mixed])
+
+
+def digests(tree: Any) -> dict[str, Array]:
+    """The digest of each array of a tree, under its path, without waiting for it."""
+    return {path: array_digest(x) for path, x in by_path(tree).items()}
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree, under their paths: `params.layers.0.kernel`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def described(tree: Any) -> dict[str, str]:
+    """The shape and the dtype of each array of a tree, under its path: `float32[8,3]`."""
+    return {path: f"{x.dtype}{[*x.shape]}" for path, x in by_path(tree).items()}
+
+
+def as_text(digest: UInt32[Array, "2"]) -> str:
+    """Sixteen hexadecimal digits."""
+    return "".join(f"{int(part):08x}" for part in digest)
+
+
+def _bits(x: Array) -> UInt32[Array, "..."]:
+    """Each element's bits; of eight bytes as two numbers."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    width = min(x.dtype.itemsize, 4)
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}")).astype(jnp.uint32)
+
+
+def _mixed(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """MurmurHash3's last step: a permutation of the numbers of 32 bits."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)

@@ -1,0 +1,33 @@
+"""Signals that end a run in good order."""
+
+import signal
+import threading
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interruption:
+    """Keeps the first SIGTERM or Ctrl-C until the loop asks; the second ends the process at once.
+
+    In a thread other than the main one, where Python sets no handlers, nothing is kept.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __enter__(self) -> "Interruption":
+        handles = threading.current_thread() is threading.main_thread()
+        self._before = {each: signal.getsignal(each) for each in SIGNALS if handles}
+        for each in self._before:
+            signal.signal(each, self._keep)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _keep(self, number: int, _: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
