@@ -40,7 +40,7 @@ class Problem(abc.ABC):
         return {}
 
     def cotangent(self) -> np.ndarray:
-        """The gradient of y, in float32, of problems that are differentiated."""
+        """The gradient of y, in float32; a problem that is differentiated has one."""
         raise NotImplementedError
 
     def oracle(self) -> Arrays:

@@ -23,7 +23,7 @@ from train.text import Vocabulary, digest_of, read_text, split
 from twinscan.command_line import CommandLineError, command, parse, parse_known, run_command
 
 PROG = "python -m train"
-ALL_WORK = "all-work"
+DEFAULT_PRESET = "all-work"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ RESUME_MAY_CHANGE = {"text", "num_steps", "num_epochs", "eval_every", "eval_batc
 def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, TrainConfig]:
     """The arguments, and the config from which the command line started."""
     start = parse_known(Start, args, prog=prog)
-    preset = start.preset or ALL_WORK
+    preset = start.preset or DEFAULT_PRESET
     before = PRESETS[preset] if start.resume is None else Run.open(start.resume).config
     if start.num_steps is not None:  # in the place of a preset's epochs
         before = dataclasses.replace(before, num_epochs=None)
@@ -72,7 +72,7 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, T
         raise CommandLineError("--preset: a run is resumed with its own config")
     if arguments.resume is not None:
         refuse_changes(before, arguments.config)
-    elif preset != ALL_WORK and arguments.config.text is None:
+    elif preset != DEFAULT_PRESET and arguments.config.text is None:
         raise CommandLineError(f"--text: the preset {preset} needs a text file")
     return arguments, before
 
@@ -191,7 +191,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         config = dataclasses.replace(config, text=config.text.absolute())
     if resumed is None:
         config = config_of_new_run(config, preset, vocabulary)
-        default = Path("runs") / (arguments.preset or ALL_WORK)
+        default = Path("runs") / (arguments.preset or DEFAULT_PRESET)
         folder = arguments.out or default_folder(default, config)
     else:
         folder = resumed.folder

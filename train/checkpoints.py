@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from train.digest import as_text, described, digests
+from train.digest import as_text, bytes_digest, described, digests
 from twinscan.command_line import CommandLineError
 
 MANIFEST = "manifest.json"
@@ -25,8 +25,6 @@ NEWEST = 2
 SPACE_BESIDE_ARRAYS = 2**20
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 """Faults that orbax tells in many lines."""
-
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs, at length, what it also raises
 
 
 class DamagedError(Exception):
@@ -46,6 +44,7 @@ class Checkpoints:
         """What is wrong with the checkpoints that were to be read and cannot be."""
         self._manifests: dict[int, dict[str, Any]] = {}
         """Of the checkpoints that are intact."""
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also raises what it logs
         self._orbax = ocp.StandardCheckpointer()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
@@ -209,22 +208,18 @@ def _file_digests(folder: Path) -> dict[str, str]:
         if path.is_file():
             try:
                 with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, _digest).hexdigest()
+                    digest = hashlib.file_digest(file, bytes_digest).hexdigest()
             except OSError as error:
                 raise DamagedError(f"{path.name}: {error.strerror}") from None
             digests[path.relative_to(folder.parent).as_posix()] = digest
     return digests
 
 
-def _digest(data: bytes = b"") -> Any:
-    return hashlib.blake2b(data, digest_size=16)
-
-
 def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
     """The digest of the second line, and a line with the manifest."""
     line = json.dumps(manifest).encode()
     with path.open("wb") as file:
-        file.write(_digest(line).hexdigest().encode() + b"\n" + line + b"\n")
+        file.write(bytes_digest(line).hexdigest().encode() + b"\n" + line + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -236,7 +231,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError):
         raise DamagedError(f"{MANIFEST} is no manifest") from None
-    if rest or _digest(line).hexdigest().encode() != digest:
+    if rest or bytes_digest(line).hexdigest().encode() != digest:
         raise DamagedError(f"{MANIFEST} is not what was written")
     return json.loads(line)
 

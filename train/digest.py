@@ -1,5 +1,6 @@
-"""Digests of arrays, the same on any number of devices."""
+"""Digests of bytes, and of arrays on any number of devices."""
 
+import hashlib
 from typing import Any
 
 import jax
@@ -8,6 +9,11 @@ from jax import lax
 from jaxtyping import Array, UInt32
 
 SALTS = (0, 0x9E3779B9)
+
+
+def bytes_digest(data: bytes = b"") -> "hashlib.blake2b":
+    """Of bytes, those given and those that `update` adds."""
+    return hashlib.blake2b(data, digest_size=16)
 
 
 @jax.jit

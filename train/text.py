@@ -1,7 +1,6 @@
 """Text as tokens: reading, vocabulary, windows, batches."""
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -12,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from jax_models.options import CheckedFields, checked_options
 from train.checks import Seed
+from train.digest import bytes_digest
 from twinscan.command_line import CommandLineError
 
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
@@ -85,7 +85,7 @@ def read_text(path: Path | None) -> str:
 @checked_options
 def digest_of(text: str) -> str:
     """By which a text is known again."""
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).hexdigest()
+    return bytes_digest(text.encode("utf-8")).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)

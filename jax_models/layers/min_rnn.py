@@ -56,7 +56,7 @@ class MinRNN(SequenceLayer[MinRNNState]):
         )
 
     def recurrence(self, x, state: MinRNNState, **weights_and_masks):
-        """One layer: `ops.min_gru` or `ops.min_lstm`."""
+        """One layer, by the subclass: `ops.min_gru` or `ops.min_lstm`."""
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> MinRNNState:

@@ -129,7 +129,7 @@ class RecurrentStack(SequenceLayer[State]):
     def recurrence(
         self, x: Float[Array, "batch time in"], state: State, **weights_and_masks
     ) -> tuple[Float[Array, "batch time out"], State]:
-        """One direction of one layer."""
+        """One direction of one layer, by the subclass."""
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> State:

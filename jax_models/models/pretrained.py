@@ -13,6 +13,7 @@ from jax_models.models.rwkv6 import RWKV6LanguageModelConfig
 from jax_models.models.rwkv7 import RWKV7LanguageModelConfig
 from jax_models.options import FloatingDtype, checked_options
 from jax_models.weights import from_torch
+from jax_models.weights.keys import elsewhere
 
 CONFIGS = {
     config.version: config
@@ -48,13 +49,13 @@ def rwkv_from_torch(
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
-    for name, entry in state_dict.items():
-        if isinstance(entry, Mapping) and rwkv_version(entry):
-            raise ValueError(
-                f'state_dict: its weights are in the entry "{name}": give state_dict["{name}"]'
-            )
     version, key = rwkv_version(state_dict) or ("no RWKV", None)
     if version not in CONFIGS:
+        known = [
+            {size.key for size in s.values()} for c in CONFIGS.values() for s in c.sizes.values()
+        ]
+        if key is None and (found := elsewhere(state_dict, known)):
+            raise ValueError(f"state_dict: {found}")
         because = "" if key is None else f" (it has {key})"
         raise ValueError(
             f"state_dict: of {version}{because}; there are models of {', '.join(CONFIGS)}"
