@@ -39,15 +39,18 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
     step. The state that comes out goes back in: a sequence cut anywhere gives the outputs of the
     uncut one, and T steps equal one call.
 
-    A subclass sets `in_features`, `time_major`, `causal` (is there a `step`?) and `resettable` (can
-    documents be packed?) and defines `init_state` and `sequence`; it sees only checked, batched,
-    batch-major arguments. Its constructor is checked by its annotations (`CheckedOptions`).
+    A subclass sets `in_features`, `time_major`, `causal` (is there a `step`?), `resettable` (can
+    documents be packed?) and `divides_time` (does it heed `time_axis`?), and defines `init_state`
+    and `sequence`; it sees only checked, batched, batch-major arguments. Its constructor is checked
+    by its annotations (`CheckedOptions`).
     """
 
     in_features: int
     time_major: bool = False
     causal: bool = True
     resettable: bool = True
+    divides_time: ClassVar[bool] = False
+    time_axis: str | None = None
     dtype: jnp.dtype | None
     param_dtype: jnp.dtype
 
@@ -78,6 +81,25 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         super().__init_subclass__(**kwargs)
         if "init_state" in vars(cls):
             cls.init_state = checked({int: checked_count})(cls.init_state)
+
+    def set_view(self, time_axis: str | None = None) -> None:
+        """What `nnx.view` calls.
+
+        Args:
+            time_axis: the mesh axis over whose devices time is divided: the viewed layer, called
+                inside a `jax.shard_map`, has some steps of a longer sequence. `reset` is of these
+                steps; states are those before and after the whole sequence.
+
+        Raises:
+            NotImplementedError: each step of the layer needs the one before.
+
+        """
+        if time_axis is not None:
+            if not self.divides_time:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: time_axis: its time cannot be divided over devices"
+                )
+            self.time_axis = time_axis
 
     def computation_dtype(self, x: Float[Array, "..."]) -> jnp.dtype:
         """The `dtype` that the layer was built with, or else that of x and the parameters."""

@@ -1,12 +1,24 @@
-"""Dropout, which at rate 0 is nothing at all."""
+"""Dropout, whose masks do not depend on how rows and time are divided over devices."""
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from jax_models.ops.checks import checked_rate
 
 
 class Dropout(nnx.Dropout):
-    """`nnx.Dropout` that keeps no random state where the rate is 0.
+    """Zero each element with the probability `rate`, and divide the others by `1 − rate`.
+
+        >>> dropout = Dropout(0.1, rngs=nnx.Rngs(0))
+        >>> y = dropout(jnp.ones((8, 100, 64)))
+
+    The mask of a step is a function of the key, of the step's row and of its place in the row, and
+    of nothing else. `nnx.view(model, batch_axis="data", time_axis="sequence")` names the mesh axes
+    over whose devices rows and time are divided, inside a `jax.shard_map`: each device then draws
+    its part of the mask that one device would draw. At rate 0 there is no random state.
 
     Raises:
         ValueError: the rate is not in [0, 1).
@@ -15,3 +27,47 @@ class Dropout(nnx.Dropout):
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs):
         super().__init__(checked_rate("dropout_rate", rate), rngs=rngs if rate else None)
+        self.batch_axis: str | None = None
+        self.time_axis: str | None = None
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: Float[Array, "batch time features"]
+    ) -> Float[Array, "batch time features"]:
+        """Drop elements of x, or none where the module is `deterministic`."""
+        if self.deterministic or self.rngs is None:
+            return x
+        batch_size, time, features = x.shape
+        key = self.rngs()
+        rows = places(batch_size, self.batch_axis)
+        steps = places(time, self.time_axis)
+
+        def mask(row, step):
+            of_step = jax.random.fold_in(jax.random.fold_in(key, row), step)
+            return jax.random.bernoulli(of_step, 1 - self.rate, (features,))
+
+        kept = jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(rows, steps)
+        return jnp.where(kept, x / (1 - self.rate), 0)
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        batch_axis: str | None = None,
+        time_axis: str | None = None,
+    ) -> None:
+        """What `nnx.view` calls.
+
+        Args:
+            deterministic: nothing is dropped: for inference.
+            batch_axis: the mesh axis over whose devices rows are divided.
+            time_axis: the mesh axis over whose devices time is divided.
+
+        """
+        super().set_view(deterministic)
+        self.batch_axis = batch_axis or self.batch_axis
+        self.time_axis = time_axis or self.time_axis
+
+
+def places(count: int, axis: str | None) -> Int[Array, " count"]:
+    """The numbers of this device's rows, or steps, among those of all devices."""
+    first = 0 if axis is None else lax.axis_index(axis) * count
+    return first + jnp.arange(count)

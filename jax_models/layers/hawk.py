@@ -54,6 +54,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
 
     """
 
+    divides_time = True
+
     def __init__(
         self,
         features: int,
@@ -98,6 +100,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
             method=self.method,
             lengths=lengths,
             reset=reset,
+            time_axis=self.time_axis,
         )
         return y.astype(dtype), state
 
@@ -134,6 +137,8 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
     Layouts: `hawk` (the seed's CausalConv1d).
 
     """
+
+    divides_time = True
 
     def __init__(
         self,
@@ -173,6 +178,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
             bias=self.bias[...].astype(dtype),
             lengths=lengths,
             reset=reset,
+            time_axis=self.time_axis,
         )
 
     def torch_layouts(self) -> Layouts:
@@ -220,6 +226,8 @@ class Hawk(SequenceLayer[HawkState]):
     Layouts: `hawk` (the seed's Hawk). Weights whose `rglru.a` lies outside [0, 1] are refused.
 
     """
+
+    divides_time = True
 
     def __init__(
         self,
@@ -347,6 +355,8 @@ class HawkBlock(SequenceLayer[HawkState]):
     Layouts: `hawk` (torch_ref.HawkBlock).
 
     """
+
+    divides_time = True
 
     def __init__(
         self,

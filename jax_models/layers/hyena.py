@@ -16,6 +16,7 @@ from jax_models.layers.hawk import CausalConv1D
 from jax_models.layers.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
+from jax_models.ops.time_axis import all_steps, refuse_lengths
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, linear, nested, squeezed
@@ -41,6 +42,8 @@ class FilterTaps:
 
 class HyenaOperator(SequenceLayer[HyenaState]):
     """What the two blocks share: the projections, the long convolutions, and their state."""
+
+    divides_time = True
 
     resettable = False
 
@@ -84,14 +87,16 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         self.proj_output = Linear(features, features, **linear_options)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
-    def set_view(self, fixed_filters: bool | None = None) -> None:
+    def set_view(self, time_axis: str | None = None, fixed_filters: bool | None = None) -> None:
         """What `nnx.view` calls.
 
         Args:
+            time_axis: as of every sequence layer. The state is None: the sequence begins.
             fixed_filters: the filter is computed once, at these weights: for inference. The viewed
                 model keeps its own, and shares every other parameter.
 
         """
+        super().set_view(time_axis)
         if fixed_filters:
             self.filter = FixedFilter(self.filter, self.max_length)
 
@@ -109,6 +114,14 @@ class HyenaOperator(SequenceLayer[HyenaState]):
     def sequence(self, x, state, lengths, reset):
         """The projections, the subclass's recurrence of products and convolutions, the output."""
         batch_size, time = x.shape[:2]
+        if self.time_axis is not None:
+            if state is not None:
+                raise NotImplementedError(
+                    "state: expected None where time is divided over the axis "
+                    f"{self.time_axis!r}: the convolution begins at the sequence's first step"
+                )
+            refuse_lengths(lengths, self.time_axis)
+            time *= jax.lax.axis_size(self.time_axis)
         check_time("x", time, self.max_length)
         conv = self.conv.init_state(batch_size) if state is None else state.conv
         u = x.astype(self.computation_dtype(x))
@@ -125,8 +138,9 @@ class HyenaOperator(SequenceLayer[HyenaState]):
             taps = FilterTaps(graphdef, n)
             options = {"params": params, "max_length": self.max_length, "lengths": lengths}
             if past is None:
-                last_states[n] = ops.long_conv_state(v, taps=taps, **options)
-                return ops.long_conv(v, h[n], self.B[n])
+                whole = v if self.time_axis is None else all_steps(v, self.time_axis)
+                last_states[n] = ops.long_conv_state(whole, taps=taps, **options)
+                return ops.long_conv(v, h[n], self.B[n], time_axis=self.time_axis)
             y, last_states[n] = ops.online_conv(v, past[n], skip=self.B[n], taps=taps, **options)
             return y
 

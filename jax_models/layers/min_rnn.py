@@ -18,6 +18,8 @@ from jax_models.weights import Layouts, gates
 class MinRNN(SequenceLayer[MinRNNState]):
     """Layers of a minimal gated recurrence. Subclasses set `gate_names` and define `recurrence`."""
 
+    divides_time = True
+
     gate_names: ClassVar[str]
 
     def __init__(
@@ -71,9 +73,14 @@ class MinRNN(SequenceLayer[MinRNNState]):
         for layer, linear in enumerate(self.gates):
             weights = {"kernel": linear.kernel, "bias": linear.bias}
             weights = {k: w[...].astype(x.dtype) for k, w in weights.items() if w is not None}
-            masks = {"lengths": lengths, "reset": reset, "method": self.method}
+            options = {"method": self.method, "time_axis": self.time_axis}
             y, h = self.recurrence(
-                self.dropout(x) if layer else x, MinRNNState(state.h[layer]), **weights, **masks
+                self.dropout(x) if layer else x,
+                MinRNNState(state.h[layer]),
+                **weights,
+                lengths=lengths,
+                reset=reset,
+                **options,
             )
             x = y.astype(x.dtype)
             last.append(h)

@@ -65,6 +65,8 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
 
     """
 
+    divides_time = True
+
     def __init__(
         self,
         features: int,
@@ -113,7 +115,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         """The receptance times the weighted average of the past, `ops.wkv`, projected."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
-        previous, last = token_shift(x, state.last, lengths, reset)
+        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
         k = self.key(mixed(self.time_mix_k, x, previous))
         v = self.value(mixed(self.time_mix_v, x, previous))
         r = self.receptance(mixed(self.time_mix_r, x, previous))
@@ -126,6 +128,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
             lengths=lengths,
             reset=reset,
             method=self.method,
+            time_axis=self.time_axis,
         )
         y = self.output(jax.nn.sigmoid(r) * y.astype(dtype))
         return y, RWKVTimeMixState(last, wkv)
@@ -178,6 +181,8 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     """
 
+    divides_time = True
+
     def __init__(
         self,
         features: int,
@@ -212,7 +217,7 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
     def sequence(self, x, state, lengths, reset):
         """The receptance times the squared relu of the key, projected."""
         x = x.astype(self.computation_dtype(x))
-        previous, last = token_shift(x, state.last, lengths, reset)
+        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
         k = self.key(mixed(self.time_mix_k, x, previous))
         r = self.receptance(mixed(self.time_mix_r, x, previous))
         y = jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2)
@@ -256,6 +261,8 @@ class ResidualMixes(SequenceLayer[RWKVBlockState[Att]]):
 
     A subclass makes `att` and `ffn`.
     """
+
+    divides_time = True
 
     att: SequenceLayer[Att]
     ffn: SequenceLayer[RWKVChannelMixState]
@@ -370,10 +377,15 @@ def token_shift(
     last: Float[Array, "batch features"],
     lengths: Int[Array, " batch"] | None,
     reset: Bool[Array, "batch time"] | None,
+    time_axis: str | None,
 ) -> tuple[Float[Array, "batch time features"], Float[Array, "batch features"]]:
     """`x_{t−1}` at each step, zero at a `reset`, and each row's last input."""
     (previous, _), state = ops.delayed(
-        x, CausalConv1DState(last[..., None]), lengths=lengths, reset=reset
+        x,
+        CausalConv1DState(last[..., None]),
+        lengths=lengths,
+        reset=reset,
+        time_axis=time_axis,
     )
     return previous, state.inputs[..., 0]
 

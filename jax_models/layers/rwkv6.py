@@ -98,6 +98,8 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
 
     """
 
+    divides_time = True
+
     def __init__(
         self,
         features: int,
@@ -162,7 +164,7 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         """The receptance reads the matrix; the group-normed result is gated and projected."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
-        previous, last = token_shift(x, state.last, lengths, reset)
+        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
         x_w, x_k, x_v, x_r, x_g = self._mixed(x, previous)
         r, log_w, k, v = (
             heads_of(y, self.head_size)
@@ -178,6 +180,7 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             lengths=lengths,
             reset=reset,
             method=self.method,
+            time_axis=self.time_axis,
         )
         rows = o.reshape(x.shape[0] * x.shape[1], self.in_features)
         normed = self.ln_x(rows).reshape(x.shape).astype(dtype)
@@ -283,6 +286,8 @@ class RWKV6ChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     """
 
+    divides_time = True
+
     def __init__(
         self,
         features: int,
@@ -317,7 +322,7 @@ class RWKV6ChannelMix(SequenceLayer[RWKVChannelMixState]):
     def sequence(self, x, state, lengths, reset):
         """The receptance times the squared relu of the key, projected."""
         x = x.astype(self.computation_dtype(x))
-        previous, last = token_shift(x, state.last, lengths, reset)
+        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
         k = self.key(toward(x, previous, self.time_maa_k))
         r = self.receptance(toward(x, previous, self.time_maa_r))
         return jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)

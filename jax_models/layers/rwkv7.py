@@ -106,6 +106,8 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
 
     """
 
+    divides_time = True
+
     def __init__(
         self,
         features: int,
@@ -189,7 +191,7 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         """The receptance reads the matrix; the group-normed result and a bonus are gated."""
         dtype = self.computation_dtype(x)
         x, *v_first = jnp.split(x.astype(dtype), self.in_features // self.features, axis=-1)
-        previous, last = token_shift(x, state.last, lengths, reset)
+        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
         x_r, x_w, x_k, x_v, x_a, x_g = (
             toward(x, previous, getattr(self, f"x_{name}")) for name in MIXES
         )
@@ -218,6 +220,7 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             lengths=lengths,
             reset=reset,
             method=self.method,
+            time_axis=self.time_axis,
         )
         r_k = self.r_k[...].astype(o.dtype)[None, None]
         strength = jnp.sum(r.astype(o.dtype) * k * r_k, axis=-1, keepdims=True)
@@ -307,6 +310,8 @@ class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     """
 
+    divides_time = True
+
     def __init__(
         self,
         features: int,
@@ -340,7 +345,7 @@ class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
     def sequence(self, x, state, lengths, reset):
         """The squared relu of the key, projected."""
         x = x.astype(self.computation_dtype(x))
-        previous, last = token_shift(x, state.last, lengths, reset)
+        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
         k = self.key(toward(x, previous, self.x_k))
         return self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
 
@@ -393,6 +398,8 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
     Layouts: `blinkdl`, `fla`, as in `RWKV7TimeMix`.
 
     """
+
+    divides_time = True
 
     def __init__(
         self,

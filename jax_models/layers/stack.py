@@ -80,6 +80,8 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
 
     """
 
+    divides_time = True
+
     def __init__(
         self,
         layers: Iterable[SequenceLayer],

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.layers.stack import Remat, Stack
 from jax_models.ops.checks import as_array, nan_rows
 from jax_models.ops.segments import at_end, mask_padding, positions_after
+from jax_models.ops.time_axis import refuse_lengths, states_between
 from jax_models.options import CheckedFields, CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     SequenceLayer,
@@ -88,11 +89,16 @@ class LanguageModel(CheckedOptions, nnx.Module):
     layers: SequenceLayer
     norm: Callable[[Array], Array]
     head: Callable[[Array], Array]
+    time_axis: str | None = None
 
     @property
     def context_length(self) -> int | None:
         """How many positions the model knows. None: it has no positions, and no limit."""
         return None if self.pos_embedding is None else self.pos_embedding.num_embeddings
+
+    def set_view(self, time_axis: str | None = None) -> None:
+        """What `nnx.view` calls: `time_axis` is as a sequence layer's."""
+        self.time_axis = time_axis or self.time_axis
 
     def torch_layouts(self) -> Layouts:
         """A subclass's weight tables, by layout name."""
@@ -135,10 +141,12 @@ class LanguageModel(CheckedOptions, nnx.Module):
         tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
+        refuse_lengths(lengths, self.time_axis)
         batch_size, time = tokens.shape
         limit = self.context_length
-        if limit is not None and time > limit and reset is None:
-            raise ValueError(f"tokens: expected at most context_length={limit} steps, got {time}")
+        steps = time if self.time_axis is None else time * jax.lax.axis_size(self.time_axis)
+        if limit is not None and steps > limit and reset is None:
+            raise ValueError(f"tokens: expected at most context_length={limit} steps, got {steps}")
         ends, outside = checked_lengths(lengths, (batch_size,), time)
         reset = checked_reset(reset, tokens.shape)
         if state is None:
@@ -147,12 +155,29 @@ class LanguageModel(CheckedOptions, nnx.Module):
             expected = jax.eval_shape(lambda: self.init_state(batch_size))
             start, before = checked_state(state, expected)
 
+        after = None
+        if self.time_axis is not None:
+            before, after = self._positions_between(before, time, reset)
         positions = positions_after(before, time, reset)
         x, layers = self.layers(self.embed(tokens, positions), start, lengths=lengths, reset=reset)
         logits = mask_padding(self.head(self.norm(self.read_out(x))), ends)
         if outside is not None:
             logits = nan_rows(outside, logits, 0)
-        return logits, LanguageModelState(layers, at_end(before, positions + 1, ends))
+        if after is None:
+            after = at_end(before, positions + 1, ends)
+        return logits, LanguageModelState(layers, after)
+
+    def _positions_between(self, before, time: int, reset) -> tuple[Array, Array]:
+        """The rows' positions before this device's steps, and after those of all devices."""
+        assert self.time_axis is not None
+        count = positions_after(jnp.zeros_like(before), time, reset)[:, -1] + 1
+        restarts = jnp.zeros(count.shape, bool) if reset is None else reset.any(axis=1)
+
+        def after(steps, position):
+            restarts, count = steps
+            return jnp.where(restarts, 0, position) + count
+
+        return states_between(after, (restarts, count), before, self.time_axis)
 
     def step(
         self, token: Int[ArrayLike, " batch"], state: LanguageModelState

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.checks import checked
+from jax_models.ops.time_axis import of_device_before, of_last_device, refuse_lengths
 
 
 class CausalConv1DState(NamedTuple):
@@ -24,13 +25,14 @@ def causal_conv(
     bias: Float[Array, " features"],
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
+    time_axis: str | None = None,
 ) -> tuple[Float[Array, "batch time features"], CausalConv1DState]:
     """`y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias`: the kernel's last row weighs the current input.
 
     Inputs from before the sequence come from the state; those of another document (before a
     `reset`) count as zero. Computed in the dtype of x.
     """
-    window, state = delayed(x, state, lengths=lengths, reset=reset)
+    window, state = delayed(x, state, lengths=lengths, reset=reset, time_axis=time_axis)
     y = jnp.broadcast_to(bias, x.shape)
     for weight, tap in zip(kernel, window, strict=True):
         y = y + jnp.broadcast_to(weight, tap.shape) * tap
@@ -44,9 +46,26 @@ def delayed(
     *,
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
+    time_axis: str | None = None,
 ) -> tuple[list[Float[Array, "batch time features"]], CausalConv1DState]:
-    """`[x_{t−K+1}, …, x_{t−1}, x_t]`, each as long as x, and the last K−1 inputs of each row."""
+    """`[x_{t−K+1}, …, x_{t−1}, x_t]`, each as long as x, and the last K−1 inputs of each row.
+
+    With a `time_axis`, over whose devices time is divided, a device gets the last inputs of the
+    one before it.
+    """
+    refuse_lengths(lengths, time_axis)
     time, past = x.shape[1], state.inputs.shape[2]
+    if time_axis is not None:
+        if time < past:
+            raise ValueError(
+                f"x: expected at least the {past} steps on each device that a convolution of "
+                f"{past + 1} taps sees of the device before, got {time}"
+            )
+        _, (own,) = delayed(x, state, reset=reset)
+        first = state.inputs.astype(own.dtype)
+        before = CausalConv1DState(of_device_before(own, first, time_axis))
+        taps, _ = delayed(x, before, reset=reset)
+        return taps, CausalConv1DState(of_last_device(own, time_axis))
     inputs = jnp.concatenate([jnp.swapaxes(state.inputs, 1, 2).astype(x.dtype), x], axis=1)
     taps = [inputs[:, delay : delay + time] for delay in range(past + 1)]
     ends = jnp.full(x.shape[:1], time) if lengths is None else lengths

@@ -15,6 +15,7 @@ from jax_models.ops.checks import checked
 from jax_models.ops.delta_rule_chunk import CHUNK, Chunk, across, is_bounded
 from jax_models.ops.kernels.matrix_scan import KERNELS
 from jax_models.ops.segments import mask_padding, segments
+from jax_models.ops.time_axis import refuse_lengths, states_between
 from jax_models.ops.varying import alike
 
 DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
@@ -40,6 +41,7 @@ def delta_rule(
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
     method: DeltaRuleMethod = "auto",
+    time_axis: str | None = None,
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch heads value key"]]:
     """A matrix S a head that decays, is corrected, and learns a value for each key.
 
@@ -83,6 +85,9 @@ def delta_rule(
             method. All compute in at least float32, with the highest precision on a TPU. The
             backward pass keeps a state every 128 steps, that of the kernels one every 16. Without
             `reset`, a NaN reaches outputs up to 15 steps before it, unless it is "sequential".
+        time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. The
+            steps of a device make `S M + E` of S: the devices exchange M and E, and each then runs
+            from the S before it.
 
     Returns:
         All y (those beyond `lengths` carry no meaning) and the last S, in at least float32.
@@ -90,7 +95,7 @@ def delta_rule(
     Raises:
         NotImplementedError: "pallas" has no kernel for this device, dtype, division over devices or
             size of a head; when the program is lowered. Or the second derivative of "pallas" is
-            taken.
+            taken, or `lengths` are given with a `time_axis`.
         TypeError: an array is of another kind of dtype, or b is given without a, or u with them.
         ValueError: a shape is wrong, a length lies outside 0 … time, min_log_w is positive, or
             there is no such method.
@@ -98,6 +103,7 @@ def delta_rule(
     Source: Peng et al. 2025 (RWKV-7, arXiv 2503.14456); Peng et al. 2024 (RWKV-6, 2404.05892).
 
     """
+    refuse_lengths(lengths, time_axis)
     if (a is None) != (b is None):
         raise TypeError("a, b: expected both or neither")
     if a is not None and u is not None:
@@ -112,9 +118,13 @@ def delta_rule(
         return jnp.zeros(v.shape, dtype), state.astype(dtype)
     if is_symbolic_dim(time) or (method == "auto" and time < CHUNK):
         method = "sequential"
-    arguments = (Steps(r, log_w, k, v, a, b), state, u)
-    arguments = jax.tree.map(lambda x: x.astype(dtype), arguments)
-    return _compiled(method, min_log_w, *alike((*arguments, lengths, reset)))
+    steps = jax.tree.map(lambda x: x.astype(dtype), Steps(r, log_w, k, v, a, b))
+    state, u = state.astype(dtype), u if u is None else u.astype(dtype)
+    run = partial(_run, method, min_log_w, lengths=lengths, reset=reset)
+    if time_axis is None:
+        return run(steps, state, u)
+    state, last = _between(run, time_axis, steps, state)
+    return run(steps, state, u)[0], last
 
 
 class Steps(NamedTuple):
@@ -126,6 +136,33 @@ class Steps(NamedTuple):
     v: Array
     a: Array | None
     b: Array | None
+
+
+def _run(
+    method: DeltaRuleMethod, min_log_w: float | None, xs: Steps, state, u, *, lengths, reset
+) -> tuple[Array, Array]:
+    return _compiled(method, min_log_w, *alike((xs, state, u, lengths, reset)))
+
+
+def _between(run, time_axis: str, xs: Steps, start: Array) -> tuple[Array, Array]:
+    """S before this device's steps, and after those of all devices.
+
+    E and M are the last states of one run, from zero and, without values, from the identity.
+    """
+    batch, heads, values, keys = start.shape
+    no_values = jnp.zeros((*xs.v.shape[:-1], keys), xs.v.dtype)
+    identity = jnp.broadcast_to(jnp.eye(keys, dtype=start.dtype), (batch, heads, keys, keys))
+    _, end = run(
+        xs._replace(v=jnp.concatenate([xs.v, no_values], axis=-1)),
+        jnp.concatenate([jnp.zeros_like(start), identity], axis=-2),
+        None,
+    )
+
+    def after(end, state):
+        E, M = jnp.split(end, [values], axis=-2)
+        return jnp.matmul(state, M, precision="highest") + E
+
+    return states_between(after, end, start, time_axis)
 
 
 def _delta_rule(

@@ -16,6 +16,7 @@ from jax_models.ops.checks import checked
 from jax_models.ops.kernels.row_scan import KERNELS, row_scan
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.segments import segments
+from jax_models.ops.time_axis import refuse_lengths, states_between
 from jax_models.ops.varying import alike
 
 LinearRecurrenceMethod = Literal[
@@ -33,6 +34,7 @@ def linear_recurrence(
     reset: Bool[Array, "batch time"] | None = None,
     reverse: bool = False,
     method: LinearRecurrenceMethod = "auto",
+    time_axis: str | None = None,
 ) -> tuple[Float[Array, "batch time features"], Float[Array, "batch features"]]:
     """`h_t = a_t ⊙ h_{t−1} + b_t` for t = 0 … T−1, or `a_t ⊙ h_{t+1} + b_t` with `reverse`.
 
@@ -58,6 +60,10 @@ def linear_recurrence(
             "pallas", the sequential steps in one kernel of the device (`ops.kernels.row_scan`);
             "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and slowly; "auto",
             sequential on a CPU, on a TPU the kernel where it can serve, associative elsewhere.
+        time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. With
+            P_t the product of a device's factors up to step t, and h⁰_t its states from zero,
+            `h_t = P_t h + h⁰_t`, where h is the state before its steps: the devices exchange the
+            last P and h⁰.
 
     Returns:
         All h and the last one, in at least float32, in which they are accumulated. The h beyond
@@ -65,11 +71,12 @@ def linear_recurrence(
 
     Raises:
         NotImplementedError: "pallas" has no kernel for this device, dtype or division over devices;
-            when the program is lowered.
+            when the program is lowered. Or `lengths` are given with a `time_axis`.
         TypeError: an array is of another kind of dtype.
         ValueError: the shapes differ, a length lies outside 0 … time, or there is no such method.
 
     """
+    refuse_lengths(lengths, time_axis)
     dtype = common_carry_dtype(a, b)
     h0 = jnp.zeros((a.shape[0], a.shape[2]), dtype) if h0 is None else h0.astype(dtype)
     if a.dtype != b.dtype:
@@ -81,8 +88,26 @@ def linear_recurrence(
         a = jnp.where(restart[..., None], 0, a)
     if active is not None:
         a, b = jnp.where(active[..., None], a, 1), jnp.where(active[..., None], b, 0)
+    if time_axis is not None:
+        return _over_devices(method, reverse, time_axis, a, b, h0)
     h = _compiled(method, reverse, *alike((a, b, h0)))
     return h, h[:, 0 if reverse else -1]
+
+
+def _over_devices(
+    method: LinearRecurrenceMethod, reverse: bool, time_axis: str, a, b, h0
+) -> tuple[Array, Array]:
+    from_zero = _compiled(method, reverse, *alike((a, b, jnp.zeros_like(h0))))
+    products = _compiled(method, reverse, *alike((a, jnp.zeros_like(b), jnp.ones_like(h0))))
+    end = 0 if reverse else -1
+    h, last = states_between(
+        lambda steps, h: _advance(steps[0], h, steps[1]),
+        (products[:, end], from_zero[:, end]),
+        h0,
+        time_axis,
+        reverse=reverse,
+    )
+    return _advance(products, h[:, None], from_zero), last
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -15,6 +15,7 @@ from jaxtyping import Array, Complex, Float
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.checks import checked
 from jax_models.ops.linear_map import linear_map
+from jax_models.ops.time_axis import features_here, features_to_time, time_to_features
 from jax_models.ops.varying import alike
 
 LongConvMethod = Literal["auto", "rfft", "twisted"]
@@ -30,10 +31,11 @@ them in a core's cache."""
 @checked()
 def long_conv(
     v: Float[Array, "batch features time"],
-    h: Float[Array, "features time"],
+    h: Float[Array, "features taps"],
     skip: Float[Array, " features"] | None = None,
     *,
     method: LongConvMethod = "auto",
+    time_axis: str | None = None,
 ) -> Float[Array, "batch features time"]:
     """`y_t = Σ_{s ≤ t} h_{t−s} v_s + skip ⊙ v_t`, in O(T log T) by FFT.
 
@@ -51,10 +53,14 @@ def long_conv(
             circular convolution wraps around then comes out imaginary. Parts of the features go
             beside each other, with memory for all of them; of many short rows a few at a time.
             "auto" is "twisted" on a CPU, "rfft" elsewhere.
+        time_axis: the mesh axis over whose devices the time of v is divided, inside a
+            `jax.shard_map`; h has the taps of all steps. Each device convolves all steps of a part
+            of the features.
 
     Raises:
         TypeError: v, h or skip is not floating.
-        ValueError: the shapes do not fit each other, or there is no such method.
+        ValueError: the shapes do not fit each other, the features do not divide over the axis, or
+            there is no such method.
 
     """
     if is_symbolic_dim(v.shape[2]):
@@ -62,7 +68,21 @@ def long_conv(
             f"v: expected a known number of steps, as an FFT needs, got {v.shape[2]}: export one "
             "length, pad shorter rows to it and give their `lengths`"
         )
+    count = 1 if time_axis is None else jax.lax.axis_size(time_axis)
+    if h.shape[1] != count * v.shape[2]:
+        raise ValueError(
+            f"h: expected {count * v.shape[2]} taps, as many as steps, got {h.shape[1]}"
+        )
     dtype = common_carry_dtype(v, h)
+    if time_axis is not None:
+        if v.shape[1] % count:
+            raise ValueError(
+                f"v: expected features that divide over the {count} devices of the axis "
+                f"{time_axis!r}, got {v.shape[1]}"
+            )
+        parts = time_to_features(v.astype(dtype), time_axis), features_here(h, time_axis)
+        y = fft_conv(method, *alike((parts[0], parts[1].astype(dtype))))
+        return with_skip(features_to_time(y, time_axis), v, skip)
     return with_skip(fft_conv(method, *alike((v.astype(dtype), h.astype(dtype)))), v, skip)
 
 

@@ -27,6 +27,7 @@ from jax_models.ops.scaled_sums import (
     step_sums,
 )
 from jax_models.ops.segments import segments
+from jax_models.ops.time_axis import refuse_lengths, states_between
 from jax_models.ops.varying import alike
 from jax_models.ops.wkv_derivative import Gradient, Residuals, Tangent
 
@@ -50,6 +51,7 @@ def wkv(
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
     method: WKVMethod = "auto",
+    time_axis: str | None = None,
 ) -> tuple[Float[Array, "batch time features"], WKVState]:
     """The average of the v_i so far, weighted by exp(k_i) and forgotten at the rate w.
 
@@ -78,19 +80,22 @@ def wkv(
             deep; "pallas", the sequential steps in one kernel (`ops.kernels.row_scan`);
             "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and slowly; "auto",
             sequential on a CPU, on a TPU the kernel where it can serve, associative elsewhere.
+        time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. The
+            devices exchange the sums of their steps; each then runs from the sums before it.
 
     Returns:
         All y (those beyond `lengths` carry no meaning) and the last state, in at least float32.
 
     Raises:
         NotImplementedError: "pallas" has no kernel for this device, dtype or division over devices;
-            when the program is lowered.
+            when the program is lowered. Or `lengths` are given with a `time_axis`.
         TypeError: an array is of another kind of dtype.
         ValueError: a shape is wrong, a length lies outside 0 … time, or there is no such method.
 
     Source: Peng et al. 2023 (arXiv 2305.13048), its appendix on numerical stability.
 
     """
+    refuse_lengths(lengths, time_axis)
     batch, _, features = k.shape
     if state is None:
         state = empty_wkv_state(batch, features, carry_dtype(k.dtype))
@@ -103,8 +108,29 @@ def wkv(
         return v.astype(dtype), state
     active, restart = segments(k.shape[1], lengths, reset)
     state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
-    y, last = _compiled(method, *alike((w, u, k, v, state, active, restart)))
+    last = None
+    if time_axis is not None:
+        state, last = _between(method, time_axis, w, u, k, v, state, restart)
+    y, own_last = _compiled(method, *alike((w, u, k, v, state, active, restart)))
+    last = own_last if last is None else last
     return y, last._replace(max=jnp.where(last.den == 0, NEVER, last.max))
+
+
+def _between(
+    method: WKVMethod, time_axis: str, w, u, k, v, start: WKVState, restart
+) -> tuple[WKVState, WKVState]:
+    """The sums before this device's steps, and after those of all devices."""
+    empty = empty_where(jnp.array(True), start)
+    _, sums = _compiled(method, *alike((w, u, k, v, empty, None, restart)))
+    decay = like(w * k.shape[1], sums.max)
+    if restart is not None:
+        decay = jnp.where(restart.any(axis=1)[:, None], jnp.inf, decay)
+
+    def after(steps, before: WKVState) -> WKVState:
+        decay, sums = steps
+        return advance(decay, empty_where(decay == jnp.inf, before), sums)
+
+    return states_between(after, (decay, sums), start, time_axis)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
