@@ -17,6 +17,7 @@ from train.checks import Betas, NotNegative, Positive, Seed
 from train.config import TrainConfig, from_json, to_json
 from train.export import export
 from train.generate import Arguments
+from train.mesh import MeshConfig, build_mesh
 from train.optimizer import OptimizerConfig, build_optimizer
 from train.run import Run, build_trainer
 from train.step import Trainer
@@ -43,9 +44,8 @@ TOKENS = np.arange(99)
 TRAINER = {
     "model": MODEL,
     "optimizer": optax.sgd(1.0),
-    "batch_size": 4,
+    "mesh": build_mesh(MeshConfig(), batch_size=4, window=8, devices=jax.devices()),
     "seed": 0,
-    "devices": jax.devices(),
 }
 CALLS = {
     TrainConfig: {},
@@ -65,7 +65,7 @@ CALLS = {
     export: {"model": MODEL, "path": Path()},
     RNNLanguageModel: {"config": RNNLanguageModelConfig(), "rngs": nnx.Rngs(0)},
 }
-UNCHECKED = {"self", "devices"}
+UNCHECKED = {"self", "mesh", "devices"}
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)
@@ -76,11 +76,6 @@ def test_refuses_each_wrong_argument(call):
             with pytest.raises((TypeError, ValueError)) as error:
                 call(**{**CALLS[call], name: value})
             assert re.fullmatch(rf"{name}: expected [^\n]+, got [^\n]+", str(error.value))
-
-
-def test_a_trainer_has_devices():
-    with pytest.raises(ValueError, match="devices: expected at least one"):
-        Trainer(**{**TRAINER, "devices": []})
 
 
 def test_numpys_numbers_are_kept_as_pythons():

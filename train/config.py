@@ -19,6 +19,7 @@ from jax_models import (
 )
 from jax_models.options import CheckedFields
 from train.checks import Positive, Seed
+from train.mesh import MeshConfig
 from train.optimizer import OptimizerConfig
 
 MODEL_CONFIGS = {
@@ -44,6 +45,7 @@ class TrainConfig(CheckedFields):
         RNNLanguageModelConfig()
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
     text: Path | None = None
     """A UTF-8 file. None: the seed's text."""
     val_rows: int | None = None
@@ -208,4 +210,5 @@ def from_json(text: str) -> TrainConfig:
     model_config = MODEL_CONFIGS[fields["model"].pop("type")]
     fields["model"] = model_config(**fields["model"])
     fields["optimizer"] = OptimizerConfig(**fields["optimizer"])
+    fields["mesh"] = MeshConfig(**fields.get("mesh", {}))
     return TrainConfig(**fields)

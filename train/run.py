@@ -17,6 +17,7 @@ from jax_models import LanguageModel
 from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig, from_json, to_json
+from train.mesh import MeshConfig, build_mesh
 from train.optimizer import build_optimizer
 from train.step import Trainer, TrainState
 from train.text import Vocabulary, digest_of
@@ -199,23 +200,30 @@ def faults_of(folder: Path) -> Iterator[None]:
 def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> Trainer:
     """The model and the optimiser of a config.
 
-    By default on all devices, or as many as the batch divides over.
+    By default on the config's mesh; on given devices, with the batch's rows divided over them.
 
     Raises:
         CommandLineError: the config cannot be built.
 
     """
-    if devices is None:
-        n = len(jax.devices())
-        n = max(count for count in range(1, n + 1) if config.batch_size % count == 0)
-        devices = jax.devices()[:n]
+    mesh_config = config.mesh if devices is None else MeshConfig()
     try:
+        mesh = build_mesh(
+            mesh_config,
+            batch_size=config.batch_size,
+            window=config.window,
+            devices=devices or jax.devices(),
+        )
         model = config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
         optimizer = build_optimizer(config.optimizer, config.num_steps)
         return Trainer(
-            model, optimizer, batch_size=config.batch_size, seed=config.seed, devices=devices
+            model,
+            optimizer,
+            mesh=mesh,
+            fully_sharded=mesh_config.fully_sharded,
+            seed=config.seed,
         )
-    except (TypeError, ValueError) as error:
+    except (NotImplementedError, TypeError, ValueError) as error:
         raise CommandLineError(str(error)) from None
 
 

@@ -1,6 +1,5 @@
 """The training step, the evaluation, and where their arrays live."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -17,6 +17,17 @@ from jax_models import LanguageModel
 from jax_models.ops import carry_dtype
 from jax_models.options import checked_options
 from train.checks import Seed
+from train.digest import by_path
+from train.mesh import (
+    BATCH_AXES,
+    DATA,
+    MODEL,
+    SEQUENCE,
+    gathered_axis,
+    gathering,
+    place,
+    without_model,
+)
 from train.optimizer import apply_gradient
 
 
@@ -29,22 +40,24 @@ class TrainState(NamedTuple):
 
 
 def token_losses(
-    model: LanguageModel, tokens: Int[Array, "batch window+1"]
+    model: LanguageModel, inputs: Int[Array, "batch window"], targets: Int[Array, "batch window"]
 ) -> Float[Array, "batch window"]:
-    """−log p of each token given those before it in its row, in nats and at least float32."""
-    logits, _ = model(tokens[:, :-1])
+    """−log p of each target, given the inputs up to it, in nats and at least float32."""
+    logits, _ = model(inputs)
     return optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(carry_dtype(logits.dtype)), tokens[:, 1:]
+        logits.astype(carry_dtype(logits.dtype)), targets
     )
 
 
 class Trainer:
-    """A model and an optimiser as pure functions over a `TrainState`, data-parallel.
+    """A model and an optimiser as pure functions over a `TrainState`, on a mesh of devices.
 
-    Every device has the whole state; a batch's rows are divided over the devices.
+    A batch's rows are divided over the axis `data`, their time over `sequence`, wide projections
+    over `model`. Parameters and the optimiser's state are whole or, `fully_sharded`, in parts.
 
     Raises:
-        ValueError: the batch does not divide over the devices.
+        NotImplementedError: the model's time cannot be divided.
+        ValueError: the model has nothing that the axis `model` divides, or not evenly.
 
     """
 
@@ -54,39 +67,71 @@ class Trainer:
         model: LanguageModel,
         optimizer: optax.GradientTransformation,
         *,
-        batch_size: int,
+        mesh: Mesh | AbstractMesh,
+        fully_sharded: bool = False,
         seed: Seed,
-        devices: Sequence[Any],
     ):
-        if not devices:
-            raise ValueError("devices: expected at least one")
-        if batch_size % len(devices):
-            raise ValueError(
-                f"batch_size: expected a multiple of the {len(devices)} devices, got {batch_size}"
-            )
-        self.mesh = jax.make_mesh(
-            (len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices
-        )
-        self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        self.by_rows = NamedSharding(self.mesh, PartitionSpec("data"))
+        self.mesh = mesh
         self.graphdef, self.initial_params, self.rest = nnx.split(model, nnx.Param, ...)
         self.optimizer = optimizer
         self.dropout_key = jax.random.key(seed)
+        self.specs = {
+            path: place(path.removesuffix(".value"), x.shape, mesh, fully_sharded=fully_sharded)
+            for path, x in by_path(self.initial_params).items()
+        }
+        if mesh.shape[MODEL] > 1 and not any(MODEL in spec for spec in self.specs.values()):
+            raise ValueError(
+                f"mesh.model: expected 1, since {type(model).__name__} has no projections that "
+                f"devices can divide, got {mesh.shape[MODEL]}"
+            )
+        over_time = SEQUENCE if mesh.shape[SEQUENCE] > 1 else None
+        view = nnx.view(model, batch_axis=DATA, time_axis=over_time, raise_if_not_found=False)
+        gathering(
+            view,
+            {
+                path.removesuffix(".value"): axis
+                for path, spec in self.specs.items()
+                if (axis := gathered_axis(spec)) is not None
+            },
+        )
+        self.local_graphdef, local_params, _ = nnx.split(view, nnx.Param, ...)
+        self.local_structure = jax.tree.structure(local_params)
 
     def initial_state(self) -> TrainState:
-        """The state before the first step. The step uses a state up; the model keeps its arrays."""
+        """The state before the first step. The step uses a state up; the model keeps its arrays.
+
+        (From one device to several, `jax.device_put` copies nothing on the first, whatever
+        `may_alias` says.)
+        """
         params = self.initial_params
         state = TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
-        return jax.device_put(state, self.replicated, may_alias=False)
+        copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self.shardings(state))
+        return copied(state)
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Where each array of a state is: those of the optimiser, where their parameter is."""
+        specs = jax.tree.unflatten(jax.tree.structure(state.params), self.specs.values())
+        of_optimizer = optax.tree_utils.tree_map_params(
+            self.optimizer,
+            lambda _, spec: spec,
+            state.optimizer_state,
+            specs,
+            transform_non_params=lambda _: P(),
+        )
+        on_mesh = partial(NamedSharding, self.mesh)
+        return TrainState(*jax.tree.map(on_mesh, (P(), specs, of_optimizer)))
 
     def model(self, params: nnx.State) -> LanguageModel:
         """The model with these parameters, for training."""
         return nnx.merge(self.graphdef, params, self.rest, copy=True)
 
     def put(self, batch: np.ndarray) -> Int[Array, "*n batch window+1"]:
-        """A batch, or several, on the devices."""
-        spec = PartitionSpec(*[None] * (batch.ndim - 2), *self.by_rows.spec)
-        return jax.device_put(batch, NamedSharding(self.mesh, spec))
+        """A batch, or several, on the devices: each has the rows that it needs."""
+        return jax.device_put(batch, self.sharding(batch.ndim))
+
+    def sharding(self, ndim: int) -> NamedSharding:
+        """Where a batch of tokens is, or several: its rows are divided."""
+        return NamedSharding(self.mesh, P(*[None] * (ndim - 2), DATA))
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def step(
@@ -94,31 +139,32 @@ class Trainer:
     ) -> tuple[TrainState, Float[Array, ""]]:
         """One step of the optimiser; also the loss before it. The given state is used up.
 
-        Every device differentiates the loss of its own rows, and one all-reduce takes the mean.
-        (XLA, left to divide the step, would gather the rows of an FFT and reduce tied weights
-        apart.) The dropout masks are a function of the seed, the step and the device alone.
+        Every device differentiates the loss of its own part of the batch, and one all-reduce takes
+        the mean. (XLA, left to divide the step, would gather the rows of an FFT and reduce tied
+        weights apart.) The dropout masks are functions of the seed, the step and the place in the
+        batch, on any number of devices.
         """
 
-        def loss_fn(params, step, tokens):
-            model = self.model(params)
-            shard = step * self.mesh.size + jax.lax.axis_index("data")
-            nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, shard))
-            return jnp.mean(token_losses(model, tokens))
+        def loss_fn(params, step, inputs, targets):
+            model = self._local_model(params)
+            nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, step))
+            return jnp.mean(token_losses(model, inputs, targets))
 
         def mean_loss_and_gradient(*args):
-            return jax.lax.pmean(jax.value_and_grad(loss_fn)(*args), "data")
+            loss, gradient = jax.value_and_grad(loss_fn)(*args)
+            return jax.lax.pmean(loss, BATCH_AXES), self._mean_gradient(gradient)
 
         loss, gradient = jax.shard_map(
             mean_loss_and_gradient,
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec("data")),
-            out_specs=PartitionSpec(),
-            check_vma=False,  # a scan's carry starts equal on all devices and does not stay so
-        )(state.params, state.step, tokens)
+            in_specs=(self._local_specs(), P(), P(*BATCH_AXES), P(*BATCH_AXES)),
+            out_specs=(P(), self._local_specs()),
+            **self._mapping(),
+        )(state.params, state.step, tokens[:, :-1], tokens[:, 1:])
         params, optimizer_state = apply_gradient(
             self.optimizer, gradient, state.optimizer_state, state.params
         )
-        return TrainState(state.step + 1, params, optimizer_state), loss
+        state = TrainState(state.step + 1, params, optimizer_state)
+        return jax.lax.with_sharding_constraint(state, self.shardings(state)), loss
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def steps(
@@ -150,5 +196,40 @@ class Trainer:
         self, params: nnx.State, batches: Int[ArrayLike, "n batch window+1"]
     ) -> Float[Array, "n batch window"]:
         """Each token's loss, without dropout."""
-        model = nnx.view(self.model(params), deterministic=True, raise_if_not_found=False)
-        return jax.lax.map(partial(token_losses, model), batches)
+
+        def losses(params, inputs, targets):
+            model = self._local_model(params)
+            model = nnx.view(model, deterministic=True, raise_if_not_found=False)
+            return jax.lax.map(lambda batch: token_losses(model, *batch), (inputs, targets))
+
+        batches = jnp.asarray(batches)
+        return jax.shard_map(
+            losses,
+            in_specs=(self._local_specs(), P(None, *BATCH_AXES), P(None, *BATCH_AXES)),
+            out_specs=P(None, *BATCH_AXES),
+            **self._mapping(),
+        )(params, batches[..., :-1], batches[..., 1:])
+
+    def _mapping(self) -> dict[str, Any]:
+        """Inside, a device sees its part of the batch. XLA divides what `model` divides."""
+        axes = {*self.mesh.axis_names} if self.mesh.shape[MODEL] == 1 else {*BATCH_AXES}
+        # check_vma: a scan's carry starts equal on all devices and does not stay so
+        return {"mesh": self.mesh, "axis_names": axes, "check_vma": False}
+
+    def _local_model(self, params: nnx.State) -> LanguageModel:
+        """The model of one device, which has parts of some parameters and gathers them."""
+        local = jax.tree.unflatten(self.local_structure, jax.tree.leaves(params))
+        return nnx.merge(self.local_graphdef, local, self.rest, copy=True)
+
+    def _local_specs(self) -> nnx.State:
+        specs = map(without_model, self.specs.values())
+        return jax.tree.unflatten(jax.tree.structure(self.initial_params), specs)
+
+    def _mean_gradient(self, gradient: nnx.State) -> nnx.State:
+        """Over the devices of a batch. That of a gathered parameter is their sum already."""
+        count = jax.lax.axis_size(BATCH_AXES)
+        leaves = [
+            jax.lax.pmean(g, BATCH_AXES) if gathered_axis(spec) is None else g / count
+            for g, spec in zip(jax.tree.leaves(gradient), self.specs.values(), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(gradient), leaves)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from benchmarks.problem import OURS, Call, Contenders, Problem, Work
 from jax_models import RNNLanguageModelConfig, from_torch, to_torch
+from train.mesh import MeshConfig, build_mesh
 from train.optimizer import OptimizerConfig, build_optimizer
 from train.step import Trainer
 
@@ -109,9 +110,10 @@ def ours(problem: CharLM) -> Call:
     trainer = Trainer(
         model,
         build_optimizer(OptimizerConfig(), num_steps=1000),
-        batch_size=problem.batch,
+        mesh=build_mesh(
+            MeshConfig(), batch_size=problem.batch, window=1, devices=jax.devices()[:1]
+        ),
         seed=0,
-        devices=jax.devices()[:1],
     )
     tokens = trainer.put(problem.tokens())
     state = trainer.initial_state()

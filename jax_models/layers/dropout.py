@@ -31,19 +31,19 @@ class Dropout(nnx.Dropout):
         self.time_axis: str | None = None
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: Float[Array, "batch time features"]
-    ) -> Float[Array, "batch time features"]:
+        self, x: Float[Array, "batch time *features"]
+    ) -> Float[Array, "batch time *features"]:
         """Drop elements of x, or none where the module is `deterministic`."""
         if self.deterministic or self.rngs is None:
             return x
-        batch_size, time, features = x.shape
+        batch_size, time, *features = x.shape
         key = self.rngs()
         rows = places(batch_size, self.batch_axis)
         steps = places(time, self.time_axis)
 
         def mask(row, step):
             of_step = jax.random.fold_in(jax.random.fold_in(key, row), step)
-            return jax.random.bernoulli(of_step, 1 - self.rate, (features,))
+            return jax.random.bernoulli(of_step, 1 - self.rate, features)
 
         kept = jax.vmap(jax.vmap(mask, (None, 0)), (0, None))(rows, steps)
         return jnp.where(kept, x / (1 - self.rate), 0)
@@ -70,4 +70,4 @@ class Dropout(nnx.Dropout):
 def places(count: int, axis: str | None) -> Int[Array, " count"]:
     """The numbers of this device's rows, or steps, among those of all devices."""
     first = 0 if axis is None else lax.axis_index(axis) * count
-    return first + jnp.arange(count)
+    return first + jnp.arange(count, dtype=jnp.int32)

@@ -247,6 +247,6 @@ def _share_variables(layers: Sequence[SequenceLayer]) -> bool:
 
 def _assigned(before: nnx.State, after: nnx.State) -> nnx.State:
     """The variables that a layer assigned to, as dropout counts its masks."""
-    old = {path: variable.get_value() for path, variable in nnx.to_flat_state(before)}
+    old = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
     new = nnx.to_flat_state(after)
-    return nnx.from_flat_state([(k, v) for k, v in new if v.get_value() is not old.get(k)])
+    return nnx.from_flat_state([(k, v) for k, v in new if v.get_raw_value() is not old.get(k)])

@@ -143,9 +143,10 @@ def lower_train_step(preset: str, rows: int, chips: Sequence[Any]) -> jax.stages
     batch_size = rows * len(chips)
     config = dataclasses.replace(PRESETS[preset], batch_size=batch_size, dtype="float32")
     trainer = build_trainer(config, chips)
-    state = _placed(jax.eval_shape(trainer.initial_state), trainer.replicated)
+    state = jax.eval_shape(trainer.initial_state)
+    state = jax.tree.map(_placed, state, trainer.shardings(state))
     tokens = jax.ShapeDtypeStruct((batch_size, config.window + 1), jnp.int32)
-    return Trainer.step.lower(trainer, state, _placed(tokens, trainer.by_rows))
+    return Trainer.step.lower(trainer, state, _placed(tokens, trainer.sharding(tokens.ndim)))
 
 
 def _layer(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -8,6 +8,7 @@ import torch
 from jax_models import to_torch
 from parity_tests.engine.tolerance import FLOAT64, LONG_TRAJECTORY, assert_same
 from parity_tests.registry import CASES
+from train.mesh import MeshConfig, build_mesh
 from train.optimizer import OptimizerConfig, build_optimizer, clip_by_global_norm
 from train.step import Trainer
 from train.text import ALL_WORK, Vocabulary, batches, split
@@ -37,7 +38,10 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
     """The losses of our training step, and the trained model."""
     config = OptimizerConfig(learning_rate=learning_rate, clip_norm=clip_norm)
     trainer = Trainer(
-        model, build_optimizer(config, len(rows)), batch_size=4, seed=0, devices=jax.devices()
+        model,
+        build_optimizer(config, len(rows)),
+        mesh=build_mesh(MeshConfig(), batch_size=4, window=8, devices=jax.devices()),
+        seed=0,
     )
     state, losses = trainer.initial_state(), []
     for batch in rows:
