@@ -15,9 +15,9 @@ from rich.console import Console
 
 from jax_models import LanguageModel, generate, tune_allocator
 from train.config import PRESETS, TrainConfig
-from train.curve import draw_curve
 from train.export import describe_errors, export
 from train.loop import train
+from train.monitor import check_tensorboard
 from train.run import EXPORTED, Run, build_trainer, locked
 from train.text import Vocabulary, digest_of, read_text, split
 from twinscan.command_line import CommandLineError, command, parse, parse_known, run_command
@@ -52,7 +52,11 @@ class Start:
     num_steps: str | None = None  # `Arguments` checks the number
 
 
-RESUME_MAY_CHANGE = {"text", "num_steps", "num_epochs", "eval_every", "eval_batches"}
+RESUME_MAY_CHANGE = {"text", "num_steps", "num_epochs", "eval_every", "eval_batches"} | {
+    "log_every",
+    "tensorboard",
+    "max_skipped",
+}
 
 
 def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, TrainConfig]:
@@ -120,8 +124,7 @@ def default_folder(folder: Path, config: TrainConfig) -> Path:
 
 def report(run: Run, model: LanguageModel, console: Console) -> None:
     """Draw the curve, write a sample, export to the twin and compare."""
-    curve, weights = run.folder / "curve.png", run.folder / EXPORTED
-    draw_curve(run.metrics(), curve)
+    curve, weights = run.draw_curve(), run.folder / EXPORTED
     export(model, weights)
     prompt = run.vocabulary.characters[0]
     tokens = generate(
@@ -182,6 +185,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     """Train as the arguments say."""
     arguments, preset = parse_arguments(args, prog)
     config = arguments.config
+    check_tensorboard(config)
     text = read_text(config.text)
     resumed = None if arguments.resume is None else Run.open(arguments.resume)
     vocabulary = Vocabulary.of(text) if resumed is None else resumed.vocabulary

@@ -62,6 +62,12 @@ class TrainConfig(CheckedFields):
     """Steps between evaluations, each with a checkpoint."""
     eval_batches: int = 200
     """Random batches of each part in an evaluation."""
+    log_every: int = 100
+    """Steps between the lines that tell the loss, the rate and the speed; evaluations have one."""
+    tensorboard: bool = False
+    """Also log for TensorBoard, into the run's folder (needs the package tensorboardX)."""
+    max_skipped: int = 10
+    """So many steps in a row whose loss or gradient is not finite end the run; none is applied."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The computation's dtype; the parameters are float32."""
     seed: Seed = 2001

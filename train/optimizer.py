@@ -33,8 +33,8 @@ class OptimizerConfig(CheckedFields):
 
 
 @checked_options
-def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """The optimiser of a run of `num_steps` steps.
+def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """The learning rate, by the number of steps before, of a run of `num_steps` steps.
 
     Raises:
         ValueError: the warm-up is as long as the run.
@@ -52,8 +52,19 @@ def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTr
     )
     warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
     schedule = optax.join_schedules([warmup, decay], [config.warmup_steps])
+    return schedule if config.warmup_steps else decay
+
+
+@checked_options
+def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    """The optimiser of a run of `num_steps` steps.
+
+    Raises:
+        ValueError: the warm-up is as long as the run.
+
+    """
     adamw = optax.adamw(
-        schedule if config.warmup_steps else decay,
+        build_schedule(config, num_steps),
         *config.betas,
         eps=config.epsilon,
         weight_decay=config.weight_decay,

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import filelock
 import jax
@@ -23,8 +23,10 @@ from train.text import Vocabulary, digest_of
 from twinscan.command_line import CommandLineError
 
 T = TypeVar("T")
+Kind = Literal["evaluation", "training", "skipped"]
 
 CONFIG, VOCABULARY, METRICS = "config.json", "vocabulary.json", "metrics.jsonl"
+CURVE = "curve.png"
 CHECKPOINTS, EXPORTED, LOCK = "checkpoints", "twin.safetensors", "lock"
 BEFORE_CONFIG = {LOCK, VOCABULARY, CHECKPOINTS, f"{VOCABULARY}.partial", f"{CONFIG}.partial"}
 """What a folder has until its run has begun: the config is written last."""
@@ -135,16 +137,33 @@ class Run:
                     file.write(b"\n")
             file.write(json.dumps(metrics, allow_nan=False).encode() + b"\n")
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` that are a step's; of two for one step, the later."""
-        by_step = {}
+    def metrics(self, kind: Kind = "evaluation") -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` of a kind; of two for one step, the later.
+
+        What a process logged beyond the step that the next one started from does not count.
+        """
+        by_step: dict[int, dict[str, Any]] = {}
         path = self.folder / METRICS
         for line in path.read_bytes().splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):  # half a line
                 record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    by_step[record["step"]] = record
+                if not isinstance(record, dict):
+                    continue
+                if type(start := record.get("start")) is int:
+                    kept = start if kind == "skipped" else start + 1
+                    by_step = {step: by_step[step] for step in by_step if step < kept}
+                elif type(step := record.get("step")) is int and _kind(record) == kind:
+                    by_step[step] = record
         return [by_step[step] for step in sorted(by_step)]
+
+    def draw_curve(self) -> Path:
+        """Draw the losses so far into the folder."""
+        from train.curve import draw_curve
+
+        path = self.folder / CURVE
+        with faults_of(path):
+            draw_curve(self.metrics("training"), self.metrics(), path)
+        return path
 
 
 @contextlib.contextmanager
@@ -228,6 +247,13 @@ def _read(folder: Path, name: str, parse: Callable[[str], T]) -> T:
         raise CommandLineError(f"{folder / name}: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CommandLineError(f"{folder / name} is damaged: {error}") from None
+
+
+def _kind(record: dict[str, Any]) -> Kind:
+    """What a line of the metrics tells."""
+    if "skipped" in record:
+        return "skipped"
+    return "training" if "loss" in record else "evaluation"
 
 
 def _vocabulary(text: str) -> tuple[Vocabulary, str]:

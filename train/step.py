@@ -28,6 +28,15 @@ class TrainState(NamedTuple):
     optimizer_state: Any
 
 
+class Measures(NamedTuple):
+    """Of a step, or of several: the step is applied where both are finite."""
+
+    loss: Float[Array, "*n"]
+    """Before the step, in nats per token."""
+    gradient_norm: Float[Array, "*n"]
+    """Before clipping."""
+
+
 def token_losses(
     model: LanguageModel, tokens: Int[Array, "batch window+1"]
 ) -> Float[Array, "batch window"]:
@@ -91,8 +100,10 @@ class Trainer:
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def step(
         self, state: TrainState, tokens: Int[Array, "batch window+1"]
-    ) -> tuple[TrainState, Float[Array, ""]]:
-        """One step of the optimiser; also the loss before it. The given state is used up.
+    ) -> tuple[TrainState, Measures]:
+        """One step of the optimiser, and what it measures. The given state is used up.
+
+        Where the loss or the gradient's norm is not finite, only the step's number changes.
 
         Every device differentiates the loss of its own rows, and one all-reduce takes the mean.
         (XLA, left to divide the step, would gather the rows of an FFT and reduce tied weights
@@ -115,10 +126,12 @@ class Trainer:
             out_specs=PartitionSpec(),
             check_vma=False,  # a scan's carry starts equal on all devices and does not stay so
         )(state.params, state.step, tokens)
-        params, optimizer_state = apply_gradient(
-            self.optimizer, gradient, state.optimizer_state, state.params
-        )
-        return TrainState(state.step + 1, params, optimizer_state), loss
+        measures = Measures(loss, optax.tree.norm(gradient))
+        before = state.params, state.optimizer_state
+        after = apply_gradient(self.optimizer, gradient, state.optimizer_state, state.params)
+        is_finite = jnp.isfinite(measures.loss) & jnp.isfinite(measures.gradient_norm)
+        after = jax.tree.map(partial(jnp.where, is_finite), after, before)
+        return TrainState(state.step + 1, *after), measures
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def steps(
@@ -126,19 +139,22 @@ class Trainer:
         state: TrainState,
         batches: Int[Array, "n batch window+1"],
         count: Int[ArrayLike, ""],
-    ) -> tuple[TrainState, Float[Array, " n"]]:
+    ) -> tuple[TrainState, Measures]:
         """A step on each of the first `count` batches, in one call. The given state is used up.
 
-        Also the loss before each step, and zeros from `count` on. However a run is cut into calls,
+        Also what each step measures, and zeros from `count` on. However a run is cut into calls,
         all its steps are the same program's and end in the same weights.
         """
 
-        def step(i, state_and_losses):
-            state, losses = state_and_losses
-            state, loss = self.step(state, batches[i])
-            return state, losses.at[i].set(loss.astype(losses.dtype))
+        def step(i, carry):
+            state, measures = carry
+            state, measured = self.step(state, batches[i])
+            return state, jax.tree.map(
+                lambda these, one: these.at[i].set(one.astype(these.dtype)), measures, measured
+            )
 
-        return jax.lax.fori_loop(0, count, step, (state, jnp.zeros(len(batches))))
+        zeros = jnp.zeros(len(batches))
+        return jax.lax.fori_loop(0, count, step, (state, Measures(zeros, zeros)))
 
     @partial(jax.jit, static_argnums=0)
     def is_finite(self, state: TrainState) -> Bool[Array, ""]:

@@ -118,8 +118,8 @@ def ours(problem: CharLM) -> Call:
 
     def call():
         nonlocal state
-        state, loss = trainer.step(state, tokens)
-        return jax.block_until_ready(loss)
+        state, measures = trainer.step(state, tokens)
+        return jax.block_until_ready(measures.loss)
 
     def result():
         return {"y": np.asarray(call()), **to_torch(trainer.model(state.params), "torch.nn")}

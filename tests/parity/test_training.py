@@ -41,8 +41,8 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
     )
     state, losses = trainer.initial_state(), []
     for batch in rows:
-        state, loss = trainer.step(state, trainer.put(batch))
-        losses.append(loss)
+        state, measures = trainer.step(state, trainer.put(batch))
+        losses.append(measures.loss)
     return [float(loss) for loss in losses], trainer.model(state.params)
 
 
