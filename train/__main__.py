@@ -212,7 +212,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
                 f"{jax.device_count()} devices: {unused} are not used"
             )
         state = train(run, trainer, parts, console)
-        params = jax.device_put(state.params, jax.devices()[0])
+        params = jax.device_put(state.averaged_params, jax.devices()[0])
         report(run, trainer.model(params), console)
 
 

@@ -56,6 +56,8 @@ class TrainConfig(CheckedFields):
     """Passes over the training part, instead of the steps: each as many windows as fill it."""
     batch_size: int = 4
     """Windows a step, over all devices."""
+    accumulate: int = 1
+    """Parts of a batch whose gradients are computed one after the other, in less memory."""
     window: int = 8
     """Characters of a window."""
     eval_every: int = 100
@@ -74,8 +76,13 @@ class TrainConfig(CheckedFields):
     """Draws the weights, the batches and the dropout masks."""
 
     def __post_init__(self):
-        """Refuse what the annotations do not allow, and a window that the model does not know."""
+        """Refuse what the annotations do not allow, and fields that do not go together."""
         super().__post_init__()
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate: expected a divisor of the batch_size {self.batch_size}, "
+                f"got {self.accumulate}"
+            )
         limit = getattr(self.model, "context_length", None)
         if limit is not None and self.window > limit:
             raise ValueError(

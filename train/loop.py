@@ -104,7 +104,7 @@ def keep(
     """Evaluate the state, write what comes out, and write a checkpoint."""
     step = int(state.step)
     losses = {
-        name: float(trainer.evaluate(state.params, batches).mean())
+        name: float(trainer.evaluate(state.averaged_params, batches).mean())
         for name, batches in evaluation.items()
     }
     if not np.isfinite([*losses.values()]).all() or not trainer.is_finite(state):

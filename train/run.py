@@ -126,7 +126,7 @@ class Run:
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
         trainer = build_trainer(self.config, jax.devices()[:1])
-        return trainer.model(self.restore(trainer).params)
+        return trainer.model(self.restore(trainer).averaged_params)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append a line to `metrics.jsonl`, after ending one that a killed run left."""
@@ -226,13 +226,19 @@ def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> 
     """
     if devices is None:
         n = len(jax.devices())
-        n = max(count for count in range(1, n + 1) if config.batch_size % count == 0)
+        rows = config.batch_size // config.accumulate
+        n = max(count for count in range(1, n + 1) if rows % count == 0)
         devices = jax.devices()[:n]
     try:
         model = config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
         optimizer = build_optimizer(config.optimizer, config.num_steps)
         return Trainer(
-            model, optimizer, batch_size=config.batch_size, seed=config.seed, devices=devices
+            model,
+            optimizer,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            devices=devices,
+            accumulate=config.accumulate,
         )
     except (TypeError, ValueError) as error:
         raise CommandLineError(str(error)) from None

@@ -16,8 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models import LanguageModel
 from jax_models.ops import carry_dtype
 from jax_models.options import checked_options
+from train.accumulation import accumulated
 from train.checks import Seed
-from train.optimizer import apply_gradient
+from train.optimizer import AveragedState, apply_gradient
 
 
 class TrainState(NamedTuple):
@@ -26,6 +27,12 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     params: nnx.State
     optimizer_state: Any
+
+    @property
+    def averaged_params(self) -> nnx.State:
+        """What is evaluated and exported: the parameters, or their average where there is one."""
+        state = self.optimizer_state
+        return state.params if isinstance(state, AveragedState) else self.params
 
 
 class Measures(NamedTuple):
@@ -66,13 +73,16 @@ class Trainer:
         batch_size: int,
         seed: Seed,
         devices: Sequence[Any],
+        accumulate: int = 1,
     ):
         if not devices:
             raise ValueError("devices: expected at least one")
-        if batch_size % len(devices):
+        if batch_size % (len(devices) * accumulate):
             raise ValueError(
-                f"batch_size: expected a multiple of the {len(devices)} devices, got {batch_size}"
+                f"batch_size: expected a multiple of the {len(devices)} devices times "
+                f"accumulate={accumulate}, got {batch_size}"
             )
+        self.accumulate = accumulate
         self.mesh = jax.make_mesh(
             (len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices
         )
@@ -110,14 +120,16 @@ class Trainer:
         apart.) The dropout masks are a function of the seed, the step and the device alone.
         """
 
-        def loss_fn(params, step, tokens):
+        def loss_fn(params, key, tokens):
             model = self.model(params)
-            shard = step * self.mesh.size + jax.lax.axis_index("data")
-            nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, shard))
+            nnx.reseed(model, default=key)
             return jnp.mean(token_losses(model, tokens))
 
-        def mean_loss_and_gradient(*args):
-            return jax.lax.pmean(jax.value_and_grad(loss_fn)(*args), "data")
+        def mean_loss_and_gradient(params, step, tokens):
+            shard = step * self.mesh.size + jax.lax.axis_index("data")
+            key = jax.random.fold_in(self.dropout_key, shard)
+            loss_and_gradient = accumulated(jax.value_and_grad(loss_fn), self.accumulate)
+            return jax.lax.pmean(loss_and_gradient(params, key, tokens), "data")
 
         loss, gradient = jax.shard_map(
             mean_loss_and_gradient,
