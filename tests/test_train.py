@@ -28,7 +28,7 @@ from train import run as run_module
 from train.config import PRESETS, TrainConfig
 from train.run import Run, build_trainer
 from train.text import ALL_WORK, Vocabulary
-from twinscan.command_line import CommandLineError, one_line_errors
+from twinscan.command_line import one_line_errors
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
 
@@ -287,12 +287,6 @@ def test_steps_replace_a_presets_epochs(monkeypatch, text_file):
     assert train_command.parse_arguments(args)[0].config.num_epochs == 40
     config = train_command.parse_arguments([*args, "--num-steps", "1000"])[0].config
     assert (config.num_steps, config.num_epochs) == (1000, None)
-
-
-def test_a_cosine_ends_where_it_was_to_end(text_file, tmp_path):
-    start(tmp_path / "run", *small(text_file))
-    with pytest.raises(CommandLineError, match="schedule ends at step 10"):
-        train_command.main(["--resume", str(tmp_path / "run"), "--num-steps", "20"])
 
 
 @pytest.mark.slow

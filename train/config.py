@@ -36,6 +36,18 @@ MODEL_CONFIGS = {
 ModelConfig = Union[tuple(MODEL_CONFIGS.values())]  # noqa: UP007
 
 
+def changes(before: Any, config: Any, path: str = "") -> dict[str, str]:
+    """The fields in which two configs differ, under their paths: `0.001 → 0.0003`."""
+    found = {}
+    for field in dataclasses.fields(config):
+        old, new = getattr(before, field.name), getattr(config, field.name)
+        if dataclasses.is_dataclass(old) and type(old) is type(new):
+            found |= changes(old, new, f"{path}{field.name}.")
+        elif old != new:
+            found[f"{path}{field.name}"] = f"{old} → {new}"
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(CheckedFields):
     """A run: a language model by character on a text."""
@@ -44,6 +56,9 @@ class TrainConfig(CheckedFields):
         RNNLanguageModelConfig()
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    init: Path | None = None
+    """What the weights begin as: those of a run, by its folder, whose options and characters are
+    then the default's, or those of a safetensors file that `export` wrote. None: random."""
     text: Path | None = None
     """A UTF-8 file. None: the seed's text."""
     val_rows: int | None = None

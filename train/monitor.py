@@ -78,7 +78,9 @@ class Monitor:
         self._gradient_norm = self._seconds = 0.0
         """Of the last step that was applied; since the last line."""
         self._num_steps = 0
-        self._start = self._began = self._last = self._drawn = time.perf_counter()
+        self._start = self._began = self._drawn = time.perf_counter()
+        self._last: float | None = None
+        """When the last call that was recorded ended; none since the last evaluation."""
         self._drawing_seconds = FIRST_DRAWING
         self._writer = open_writer(run) if config.tensorboard else None
         run.log({"start": step, "device": kind, "devices": devices.size, "parameters": num_params})
@@ -107,17 +109,21 @@ class Monitor:
 
     def called(self, step: int, seconds: float) -> None:
         """Show that the steps before this one were sent to the device, in so many seconds."""
+        now = time.perf_counter()
         if not self._is_compiled:
             self._is_compiled = True
             self._run.log({"compile_seconds": round(seconds, 2)})
             self._print(f"compiled in {seconds:.1f} s")
-            self._began = self._last = time.perf_counter()
+            self._began = self._last = now
+        if self._last is None:
+            self._last = now - seconds
         self._progress.update(self._bar, completed=step)
 
     def record(self, start: int, stop: int, measures: Measures) -> list[int]:
         """Log the steps of a call, once they are made, and return those that were not applied."""
         losses, norms = (np.asarray(each).tolist() for each in measures)
         now = time.perf_counter()
+        assert self._last is not None
         seconds, self._last = (now - self._last) / (stop - start), now
         config, skipped = self._run.config, []
         for step, loss, norm in zip(range(start, stop), losses, norms, strict=False):
@@ -148,7 +154,7 @@ class Monitor:
             self._run.draw_curve()
             self._drawn = time.perf_counter()
             self._drawing_seconds = self._drawn - now
-        self._last = time.perf_counter()
+        self._last = None
 
     def _skip(self, step: int, loss: float, norm: float) -> None:
         self.skipped.add(step)

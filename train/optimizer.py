@@ -136,7 +136,7 @@ class AveragedState(NamedTuple):
 
     optimizer_state: optax.OptState
     params: Any
-    count: Int[Array, ""]
+    num_steps: Int[Array, ""]
 
 
 def averaging(
@@ -153,9 +153,27 @@ def averaging(
     def update(updates: Any, state: Any, params: Any = None):
         updates, optimizer_state = optimizer.update(updates, state.optimizer_state, params)
         made = project(optax.apply_updates(params, updates))
-        count = state.count + 1
-        weight = (1 - decay) / -jnp.expm1(count * math.log(decay))
+        num_steps = state.num_steps + 1
+        weight = (1 - decay) / -jnp.expm1(num_steps * math.log(decay))
         mean = jax.tree.map(lambda m, p: m + weight.astype(m.dtype) * (p - m), state.params, made)
-        return updates, AveragedState(optimizer_state, mean, count)
+        return updates, AveragedState(optimizer_state, mean, num_steps)
 
     return optax.GradientTransformation(init, update)
+
+
+def forms(state: Any, params: Any) -> list[Any]:
+    """An optimiser's state as optimisers have it that clip or not, and average or not."""
+    average = state
+    if not isinstance(state, AveragedState):
+        average = AveragedState(state, jax.tree.map(jnp.copy, params), jnp.zeros((), jnp.int32))
+    state = average.optimizer_state
+    moments = state[-1] if len(state) == 2 else state
+    chains = (moments, (optax.EmptyState(), moments))
+    return [*chains, *(average._replace(optimizer_state=chain) for chain in chains)]
+
+
+def reformed(state: Any, params: Any, like: Any) -> Any:
+    """An optimiser's state in the form of another's; an average that it lacks begins anew."""
+    structure = jax.tree.structure(like)
+    all_forms = [state, *forms(state, params)]
+    return next(form for form in all_forms if jax.tree.structure(form) == structure)

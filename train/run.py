@@ -17,7 +17,7 @@ from jax_models import LanguageModel
 from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig, from_json, to_json
-from train.optimizer import build_optimizer
+from train.optimizer import build_optimizer, forms, reformed
 from train.step import Trainer, TrainState
 from train.text import Vocabulary, digest_of
 from twinscan.command_line import CommandLineError
@@ -47,8 +47,12 @@ class Run:
 
     @classmethod
     @checked_options
-    def create(cls, folder: Path, config: TrainConfig, text: str) -> "Run":
+    def create(
+        cls, folder: Path, config: TrainConfig, text: str, vocabulary: Vocabulary | None = None
+    ) -> "Run":
         """A new run in a folder that is empty, does not exist, or has a run that never began.
+
+        By default with the vocabulary of the text.
 
         Raises:
             CommandLineError: the folder has something in it, or cannot be made.
@@ -58,7 +62,7 @@ class Run:
         check_content(folder)
         with faults_of(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            run = cls(folder, config, Vocabulary.of(text), digest_of(text))
+            run = cls(folder, config, vocabulary or Vocabulary.of(text), digest_of(text))
             run.write()
         return run
 
@@ -103,12 +107,18 @@ class Run:
     def restore(self, trainer: Trainer) -> TrainState:
         """The state of the newest checkpoint that is intact; what is wrong with newer ones is said.
 
+        The optimiser may have got other options since.
+
         Raises:
             CommandLineError: there is none.
 
         """
+        like = trainer.initial_state()
+        others = [
+            like._replace(optimizer_state=form) for form in forms(like.optimizer_state, like.params)
+        ]
         try:
-            state = self.checkpoints.restore(trainer.initial_state())
+            state = self.checkpoints.restore(like, *others)
         except FileNotFoundError:
             state = None
         faults = [
@@ -121,7 +131,8 @@ class Run:
             raise CommandLineError(f"{self.folder}: the run has no checkpoint yet")
         for fault in faults:
             print(f"{fault}; that of step {int(state.step)} is used", file=sys.stderr)
-        return state
+        optimizer_state = reformed(state.optimizer_state, state.params, like.optimizer_state)
+        return state._replace(optimizer_state=optimizer_state)
 
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
