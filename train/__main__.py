@@ -1,5 +1,10 @@
 """`python -m train`: train a language model by character on a text."""
 
+if __name__ == "__main__":
+    from twinscan.interrupted import exit_at_once
+
+    exit_at_once("python -m train")
+
 import contextlib
 import dataclasses
 import itertools
