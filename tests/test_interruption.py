@@ -1,6 +1,7 @@
 """Runs that are stopped, killed, started twice or found damaged go on to the same weights."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import pytest
 from flax import nnx
 
 import train.__main__ as train_command
+from train.config import TrainConfig
 from train.run import Run
 from train.step import Trainer
+from train.text import ALL_WORK
 from twinscan.command_line import CommandLineError, one_line_errors
 
 STEPS = 30
@@ -192,3 +195,53 @@ def test_an_odd_line_of_the_metrics_is_skipped(line, tmp_path):
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(line.encode("latin-1") + b"\n")
     assert [record["step"] for record in Run.open(folder).metrics()] == steps == [0, 10, 20, 30]
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.8, 1.5])
+@pytest.mark.parametrize("module", ["train", "twinscan"])
+def test_ctrl_c_before_the_first_step_is_one_line(module, seconds, tmp_path):
+    """While it imports, reads, or compiles."""
+    args = [*([] if module == "train" else ["train"]), "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *args, "--num-steps", "1000000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    name = "python -m train" if module == "train" else "twinscan"
+    assert re.fullmatch(f"{name}( train)?: (interrupted|stopped by SIGINT: .*)\n", error)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault"),
+    [
+        ('"schedule": "constant"', '"schedule": "step"', "schedule: expected one of"),
+        ('"learning_rate": 0.001', '"learning_rate": NaN', "finite number, got nan"),
+        (
+            '"learning_rate": 0.001',
+            '"learning_rate": "fast"',
+            "learning_rate: expected a finite number",
+        ),
+        ('"log_every": 100', '"log_every": 0.5', "log_every: expected a positive integer"),
+        ('"ema_decay": null', '"ema_decay": Infinity', "ema_decay: expected"),
+        ('"tensorboard": false', '"tensorboard": "no"', "tensorboard: expected"),
+        ('"seed": 2001', '"sead": 2001', "sead"),
+        ('"optimizer": {', '"optimizer": [{', ""),
+    ],
+)
+def test_a_config_that_was_changed_by_hand_is_refused_by_name(before, after, fault, tmp_path):
+    run = Run.create(tmp_path / "run", TrainConfig(), ALL_WORK)
+    path = run.folder / "config.json"
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(CommandLineError, match=rf"config\.json is damaged: .*{fault}") as error:
+        train_command.main(["--resume", str(run.folder)])
+    assert "\n" not in str(error.value)

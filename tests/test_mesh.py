@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_models import (
@@ -75,7 +75,7 @@ def meshes_of(model: str) -> list[str]:
 
 def run(model: str, config: MeshConfig, devices):
     """Losses, weights and evaluated losses of some steps in float64; the share of a device."""
-    mesh = build_mesh(config, batch_size=ROWS, window=WINDOW, devices=devices)
+    mesh = build_mesh(config, rows=ROWS, window=WINDOW, devices=devices)
     trainer = Trainer(
         MODELS[model].build(param_dtype=jnp.float64, rngs=nnx.Rngs(0)),
         build_optimizer(OptimizerConfig(clip_norm=1.0), STEPS),
@@ -124,12 +124,12 @@ def test_runs_as_on_one_device(model, meshes):
     [
         ({"model": 3}, {}, "mesh: expected model × sequence to divide the 8 devices, got 3 × 1"),
         ({"data": 3}, {}, "mesh: expected data × model × sequence to divide the 8 devices, got 3"),
-        ({"data": 8}, {"batch_size": 12}, "mesh.data: expected a divisor of the batch of 12 rows"),
+        ({"data": 8}, {"rows": 12}, "mesh.data: expected a divisor of the 12 rows of a batch"),
         ({"sequence": 4}, {"window": 6}, "mesh.sequence: expected a divisor of the window of 6"),
     ],
 )
 def test_a_mesh_that_does_not_divide_is_refused(config, sizes, message):
-    sizes = {"batch_size": 8, "window": 8, **sizes}
+    sizes = {"rows": 8, "window": 8, **sizes}
     with pytest.raises(ValueError, match=re.escape(message)):
         build_mesh(MeshConfig(**config), **sizes, devices=[*range(8)])
 
@@ -151,7 +151,8 @@ def test_a_width_that_does_not_divide_is_refused():
 )
 def test_a_model_that_does_not_divide_is_refused(model, config, message):
     sizes = config.data or 1, config.sequence, config.model
-    mesh = AbstractMesh(sizes, ("data", "sequence", "model"))
+    devices = np.full(sizes, jax.devices()[0])
+    mesh = Mesh(devices, ("data", "sequence", "model"))
     with pytest.raises((NotImplementedError, ValueError), match=message):
         Trainer(
             nnx.eval_shape(lambda: MODELS[model].build(rngs=nnx.Rngs(0))),

@@ -145,7 +145,7 @@ REFUSED = {
     "resume another model": (
         "train",
         lambda d, f: ["--resume", str(f), "--model.cell", "gru"],
-        "cannot change model of a run",
+        "cannot change model.cell of a run",
     ),
     "no run": ("generate", lambda d, f: ["--run", str(d)], "it has no config.json"),
     "damaged config": (

@@ -44,7 +44,7 @@ TOKENS = np.arange(99)
 TRAINER = {
     "model": MODEL,
     "optimizer": optax.sgd(1.0),
-    "mesh": build_mesh(MeshConfig(), batch_size=4, window=8, devices=jax.devices()),
+    "mesh": build_mesh(MeshConfig(), rows=4, window=8, devices=jax.devices()),
     "seed": 0,
 }
 CALLS = {

@@ -1,5 +1,10 @@
 """`python -m train`: train a language model by character on a text."""
 
+if __name__ == "__main__":
+    from twinscan.interrupted import exit_at_once
+
+    exit_at_once("python -m train")
+
 import contextlib
 import dataclasses
 import itertools
@@ -10,14 +15,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
+import numpy as np
 import tyro
 from rich.console import Console
 
 from jax_models import LanguageModel, generate, tune_allocator
-from train.config import PRESETS, TrainConfig
-from train.curve import draw_curve
+from train.config import PRESETS, TrainConfig, changes
 from train.export import describe_errors, export
+from train.initial import initialise
 from train.loop import train
+from train.monitor import check_tensorboard
+from train.optimizer import build_schedule
 from train.run import EXPORTED, Run, build_trainer, locked
 from train.text import Vocabulary, digest_of, read_text, split
 from twinscan.command_line import CommandLineError, command, parse, parse_known, run_command
@@ -49,60 +57,60 @@ class Start:
 
     preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
     resume: Path | None = None
+    init: Path | None = None
     num_steps: str | None = None  # `Arguments` checks the number
 
 
-RESUME_MAY_CHANGE = {"text", "num_steps", "num_epochs", "eval_every", "eval_batches"}
+RESUME_MAY_CHANGE = {
+    "num_steps": "a schedule is stretched over the new length",
+    "num_epochs": "likewise",
+    "optimizer": "the moments stay; an average that is new begins here",
+    "accumulate": "the same gradients up to rounding",
+    "text": "the same one in another place, or with --allow-changed-text",
+    "eval_every": "",
+    "eval_batches": "",
+    "log_every": "",
+    "tensorboard": "",
+    "max_skipped": "",
+}
+"""What --resume may change of a run, and what becomes of it. All else makes another run."""
 
 
 def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, TrainConfig]:
     """The arguments, and the config from which the command line started."""
     start = parse_known(Start, args, prog=prog)
-    preset = start.preset or DEFAULT_PRESET
-    before = PRESETS[preset] if start.resume is None else Run.open(start.resume).config
-    if start.num_steps is not None:  # in the place of a preset's epochs
-        before = dataclasses.replace(before, num_epochs=None)
+    if start.resume is not None and start.preset is not None:
+        raise CommandLineError("--preset: a run is resumed with its own config")
+    if start.resume is not None and start.init is not None:
+        raise CommandLineError("--init: a run is resumed with its own weights")
+    before = config_to_start_from(start)
     default = Arguments(before, start.preset, resume=start.resume)
     arguments = parse(Arguments, args, prog=prog, default=default)
     if start.num_steps is not None and arguments.config.num_epochs is not None:
         raise CommandLineError("--num-epochs: expected without --num-steps")
     if arguments.resume is not None and arguments.out is not None:
         raise CommandLineError("--out: a run is resumed in its own folder")
-    if arguments.resume is not None and arguments.preset is not None:
-        raise CommandLineError("--preset: a run is resumed with its own config")
-    if arguments.resume is not None:
-        refuse_changes(before, arguments.config)
-    elif preset != DEFAULT_PRESET and arguments.config.text is None:
-        raise CommandLineError(f"--text: the preset {preset} needs a text file")
+    if start.preset not in (None, DEFAULT_PRESET) and arguments.config.text is None:
+        raise CommandLineError(f"--text: the preset {start.preset} needs a text file")
     return arguments, before
 
 
-def changed(before: TrainConfig, config: TrainConfig) -> set[str]:
-    """The names of the fields in which two configs differ."""
-    fields = dataclasses.fields(config)
-    return {f.name for f in fields if getattr(config, f.name) != getattr(before, f.name)}
-
-
-def refuse_changes(before: TrainConfig, config: TrainConfig) -> None:
-    """Raise where a run that is resumed would become another."""
-    if others := changed(before, config) - RESUME_MAY_CHANGE:
-        raise CommandLineError(
-            f"--resume: cannot change {', '.join(sorted(others))} of a run, "
-            f"only {', '.join(sorted(RESUME_MAY_CHANGE))}"
-        )
-
-
-def extend(run: Run, config: TrainConfig) -> None:
-    """Let the run go on with the config, to its last step."""
-    before, latest = run.config, run.checkpoints.latest_step or 0
-    if config.num_steps < latest:
-        raise CommandLineError(f"--num-steps: the run has done {latest} steps already")
-    if config.num_steps != before.num_steps and config.optimizer.schedule != "constant":
-        raise CommandLineError(
-            f"--num-steps: the run's {config.optimizer.schedule} schedule ends at step "
-            f"{before.num_steps}; only a constant rate can go on"
-        )
-    run.config = config
+def config_to_start_from(start: Start) -> TrainConfig:
+    """The config of a run or a preset; with --init DIR, its model is that of the run there."""
+    config = PRESETS[start.preset or DEFAULT_PRESET]
+    if start.resume is not None:
+        config = Run.open(start.resume).config
+    elif start.init is not None and start.init.is_dir():
+        of_run = Run.open(start.init).config
+        try:
+            config = dataclasses.replace(config, model=of_run.model) if start.preset else of_run
+        except ValueError as error:
+            raise CommandLineError(
+                f"--preset: not with the model of {start.init}: {error}"
+            ) from None
+    if start.num_steps is not None:  # in the place of epochs
+        config = dataclasses.replace(config, num_epochs=None)
+    return config
 
 
 def default_folder(folder: Path, config: TrainConfig) -> Path:
@@ -120,8 +128,7 @@ def default_folder(folder: Path, config: TrainConfig) -> Path:
 
 def report(run: Run, model: LanguageModel, console: Console) -> None:
     """Draw the curve, write a sample, export to the twin and compare."""
-    curve, weights = run.folder / "curve.png", run.folder / EXPORTED
-    draw_curve(run.metrics(), curve)
+    curve, weights = run.draw_curve(), run.folder / EXPORTED
     export(model, weights)
     prompt = run.vocabulary.characters[0]
     tokens = generate(
@@ -152,10 +159,12 @@ def config_of_new_run(
     return dataclasses.replace(config, model=model)
 
 
-def entered(folder: Path, arguments: Arguments, config: TrainConfig, text: str) -> Run:
+def entered(
+    folder: Path, arguments: Arguments, config: TrainConfig, text: str, vocabulary: Vocabulary
+) -> Run:
     """The run in the folder, which goes on with the config; a new one if there is none."""
     if not Run.is_in(folder):
-        return Run.create(folder, config, text)
+        return Run.create(folder, config, text, vocabulary)
     run = Run.open(folder)
     is_changed = run.text_digest != digest_of(text)
     if is_changed:
@@ -165,39 +174,72 @@ def entered(folder: Path, arguments: Arguments, config: TrainConfig, text: str) 
                 "(--allow-changed-text goes on with this one, --out begins another run)"
             )
         run.text_digest = digest_of(text)
-    others = changed(run.config, config)
-    if others and arguments.resume is None:
-        raise CommandLineError(
-            f"--out: {folder} has a run with another {', '.join(sorted(others))} "
-            "(--resume goes on with it)"
-        )
-    extend(run, config)
-    if is_changed or others:
+    change(run, config, is_resumed=arguments.resume is not None)
+    if is_changed:
         run.write()
     run.checkpoints.clean()
     return run
 
 
+def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
+    """Let the run go on with another config, and tell in one line what is other.
+
+    Raises:
+        CommandLineError: that would make it another run.
+
+    """
+    found = changes(run.config, config)
+    if found and not is_resumed:
+        raise CommandLineError(
+            f"--out: {run.folder} has a run with another {', '.join(sorted(found))} "
+            "(--resume goes on with it)"
+        )
+    if others := {name for name in found if name.split(".")[0] not in RESUME_MAY_CHANGE}:
+        raise CommandLineError(
+            f"--resume: cannot change {', '.join(sorted(others))} of a run, "
+            f"only {', '.join(sorted(RESUME_MAY_CHANGE))}"
+        )
+    step = run.checkpoints.latest_step or 0
+    if config.num_steps < step:
+        raise CommandLineError(f"--num-steps: the run has done {step} steps already")
+    if not found:
+        return
+    configs = (run.config, config)
+    before, after = (
+        np.asarray(build_schedule(each.optimizer, each.num_steps)(step)) for each in configs
+    )
+    if before != after:
+        found[f"the rate of step {step}"] = f"{before:.3g} → {after:.3g}"
+    print(f"changed: {', '.join(f'{name} {how}' for name, how in found.items())}")
+    run.config = config
+    run.write()
+
+
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Train as the arguments say."""
-    arguments, preset = parse_arguments(args, prog)
+    arguments, before = parse_arguments(args, prog)
     config = arguments.config
+    check_tensorboard(config)
     text = read_text(config.text)
-    resumed = None if arguments.resume is None else Run.open(arguments.resume)
-    vocabulary = Vocabulary.of(text) if resumed is None else resumed.vocabulary
-    parts = split(vocabulary.encode(text), config.window, config.val_rows)
+    source = arguments.resume or config.init
+    of_source = Run.open(source) if source is not None and source.is_dir() else None
+    vocabulary = Vocabulary.of(text) if of_source is None else of_source.vocabulary
+    parts = split(vocabulary.encode(text, "--text"), config.window, config.val_rows)
     config = config.with_steps(len(parts["train"].rows))
-    if config.text is not None:
-        config = dataclasses.replace(config, text=config.text.absolute())
-    if resumed is None:
-        config = config_of_new_run(config, preset, vocabulary)
-        default = Path("runs") / (arguments.preset or DEFAULT_PRESET)
-        folder = arguments.out or default_folder(default, config)
+    paths = {"text": config.text, "init": config.init}
+    absolute = {name: path and path.absolute() for name, path in paths.items()}
+    config = dataclasses.replace(config, **absolute)
+    if arguments.resume is None:
+        config = config_of_new_run(config, before, vocabulary)
+        name = arguments.preset or (config.init and config.init.stem) or DEFAULT_PRESET
+        folder = arguments.out or default_folder(Path("runs") / name, config)
     else:
-        folder = resumed.folder
+        folder = arguments.resume
     trainer = build_trainer(config)
+    if config.init is not None and not (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
+        initialise(trainer, config.init)
     with locked(folder):
-        run = entered(folder, arguments, config, text)
+        run = entered(folder, arguments, config, text, vocabulary)
         if run.is_finished:
             print(f"{folder}: the run has made its {config.num_steps} steps")
             return
@@ -208,7 +250,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
                 f"{jax.device_count()} devices: {unused} are not used"
             )
         state = train(run, trainer, parts, console)
-        params = jax.device_put(state.params, jax.devices()[0])
+        params = jax.device_put(state.averaged_params, jax.devices()[0])
         report(run, trainer.model(params), console)
 
 

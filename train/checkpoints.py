@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,8 @@ class Checkpoints:
             raise self._unwritten(step, error) from None
         self._writing = self._thread.submit(self._finish, manifest, of_arrays)
 
-    def restore(self, like: Any) -> Any:
-        """The newest intact checkpoint, with the structure and the shardings of `like`.
+    def restore(self, *likes: Any) -> Any:
+        """The newest intact checkpoint, with the structure and the shardings of one of `likes`.
 
         Raises:
             FileNotFoundError: there is none; `damaged` says why.
@@ -90,7 +91,7 @@ class Checkpoints:
         """
         while (step := self.latest_step) is not None:
             try:
-                return self._read(step, like)
+                return self._read(step, likes)
             except DamagedError as fault:
                 self.damaged[step] = str(fault)
                 del self._manifests[step]
@@ -173,8 +174,10 @@ class Checkpoints:
                 self.damaged[step] = str(fault)
         return step in self._manifests
 
-    def _read(self, step: int, like: Any) -> Any:
+    def _read(self, step: int, likes: Sequence[Any]) -> Any:
         manifest = self._manifests[step]
+        fitting = (like for like in likes if described(like) == manifest["arrays"])
+        like = next(fitting, likes[0])
         _compare(manifest["arrays"], described(like))
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         try:

@@ -26,6 +26,14 @@ def checked_betas(name: str, betas: Any) -> tuple[float, float]:
     return first, second
 
 
+def checked_decay(name: str, decay: Any) -> float:
+    """A number between 0 and 1."""
+    decay = checked_number(name, decay)
+    if not 0 < decay < 1:
+        raise ValueError(f"{name}: expected 0 < decay < 1, got {decay}")
+    return decay
+
+
 def checked_seed(name: str, seed: Any) -> int:
     """An integer in 0 … 2³¹ − 1."""
     seed = checked_integer(name, seed)
@@ -37,4 +45,5 @@ def checked_seed(name: str, seed: Any) -> int:
 Positive = Annotated[float, checked_positive]
 NotNegative = Annotated[float, checked_not_negative]
 Betas = Annotated[tuple[float, float], checked_betas]
+Decay = Annotated[float, checked_decay]
 Seed = Annotated[int, checked_seed]

@@ -37,6 +37,18 @@ MODEL_CONFIGS = {
 ModelConfig = Union[tuple(MODEL_CONFIGS.values())]  # noqa: UP007
 
 
+def changes(before: Any, config: Any, path: str = "") -> dict[str, str]:
+    """The fields in which two configs differ, under their paths: `0.001 → 0.0003`."""
+    found = {}
+    for field in dataclasses.fields(config):
+        old, new = getattr(before, field.name), getattr(config, field.name)
+        if dataclasses.is_dataclass(old) and type(old) is type(new):
+            found |= changes(old, new, f"{path}{field.name}.")
+        elif old != new:
+            found[f"{path}{field.name}"] = f"{old} → {new}"
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(CheckedFields):
     """A run: a language model by character on a text."""
@@ -46,6 +58,9 @@ class TrainConfig(CheckedFields):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
+    init: Path | None = None
+    """What the weights begin as: those of a run, by its folder, whose options and characters are
+    then the default's, or those of a safetensors file that `export` wrote. None: random."""
     text: Path | None = None
     """A UTF-8 file. None: the seed's text."""
     val_rows: int | None = None
@@ -58,20 +73,33 @@ class TrainConfig(CheckedFields):
     """Passes over the training part, instead of the steps: each as many windows as fill it."""
     batch_size: int = 4
     """Windows a step, over all devices."""
+    accumulate: int = 1
+    """Parts of a batch whose gradients are computed one after the other, in less memory."""
     window: int = 8
     """Characters of a window."""
     eval_every: int = 100
     """Steps between evaluations, each with a checkpoint."""
     eval_batches: int = 200
     """Random batches of each part in an evaluation."""
+    log_every: int = 100
+    """Steps between the lines that tell the loss, the rate and the speed; evaluations have one."""
+    tensorboard: bool = False
+    """Also log for TensorBoard, into the run's folder (needs the package tensorboardX)."""
+    max_skipped: int = 10
+    """So many steps in a row whose loss or gradient is not finite end the run; none is applied."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The computation's dtype; the parameters are float32."""
     seed: Seed = 2001
     """Draws the weights, the batches and the dropout masks."""
 
     def __post_init__(self):
-        """Refuse what the annotations do not allow, and a window that the model does not know."""
+        """Refuse what the annotations do not allow, and fields that do not go together."""
         super().__post_init__()
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate: expected a divisor of the batch_size {self.batch_size}, "
+                f"got {self.accumulate}"
+            )
         limit = getattr(self.model, "context_length", None)
         if limit is not None and self.window > limit:
             raise ValueError(

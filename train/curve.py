@@ -1,23 +1,51 @@
 """The loss curve of a run as a picture."""
 
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+Records = Sequence[dict[str, Any]]
 
 
-def draw_curve(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the losses of both parts over the steps into a PNG."""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps = [record["step"] for record in metrics]
-    for part, label in (("train", "training part"), ("val", "validation part")):
-        axes.plot(steps, [record[part] for record in metrics], marker=".", label=label)
-    axes.set(xlabel="step", ylabel="loss (nats per character)", ylim=(0, None))
+def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
+    """Draw the losses over the steps into a PNG, which is there whole or not at all.
+
+    The losses of the last nine tenths of the steps fill the picture; what is higher before is cut.
+    """
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    lines = {
+        "training steps, mean": [*_points(training, "loss")],
+        "training part": [*_points(evaluations, "train")],
+        "validation part": [*_points(evaluations, "val")],
+    }
+    for label, points in lines.items():
+        steps, losses = np.reshape(points, (-1, 2)).T
+        marker = "" if label == "training steps, mean" else "."
+        axes.plot(steps, losses, marker=marker, linewidth=1, label=label)
+    points = np.array([point for line in lines.values() for point in line])
+    if len(points):
+        last = points[:, 0].max()
+        late = points[points[:, 0] >= last / 10, 1]
+        low, high = late.min(), np.quantile(late, 0.98)
+        margin = 0.05 * (high - low) + 1e-3
+        axes.set_ylim(low - margin, high + margin)
+    axes.set(xlabel="step", ylabel="loss (nats per character)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    partial = path.with_name(f"{path.name}.partial")
+    figure.savefig(partial, dpi=150, format="png")
+    os.replace(partial, path)
+
+
+def _points(records: Records, name: str) -> Iterator[tuple[int, float]]:
+    """The step and the loss of the records that have both."""
+    for record in records:
+        loss = record.get(name)
+        if isinstance(loss, int | float) and math.isfinite(loss):
+            yield record["step"], loss

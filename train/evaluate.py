@@ -51,7 +51,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     run = Run.open(arguments.run)
     config = run.config
     trainer = build_trainer(config, jax.devices()[:1])
-    params = run.restore(trainer).params
+    params = run.restore(trainer).averaged_params
     tokens = run.vocabulary.encode(read_text(arguments.text or config.text), "--text")
     for name, part in split(tokens, config.window, config.val_rows).items():
         num_rows = None if num_tokens is None else math.ceil(num_tokens / config.window)

@@ -62,8 +62,14 @@ class MeshConfig(CheckedFields):
     and sequence; a layer gathers a parameter when it reads it."""
 
 
-def build_mesh(config: MeshConfig, *, batch_size: int, window: int, devices: Sequence[Any]) -> Mesh:
+def build_mesh(config: MeshConfig, *, rows: int, window: int, devices: Sequence[Any]) -> Mesh:
     """The mesh of a run.
+
+    Args:
+        config: the numbers of devices.
+        rows: of a batch, or of a part of it where gradients are accumulated.
+        window: steps of a row.
+        devices: those that are there.
 
     Raises:
         ValueError: the devices, the rows or the window do not divide.
@@ -78,17 +84,15 @@ def build_mesh(config: MeshConfig, *, batch_size: int, window: int, devices: Seq
     data = config.data
     if data is None:
         available = len(devices) // others
-        data = max(count for count in range(1, available + 1) if batch_size % count == 0)
+        data = max(count for count in range(1, available + 1) if rows % count == 0)
     size = data * others
     if len(devices) % size:
         raise ValueError(
             f"mesh: expected data × model × sequence to divide the {len(devices)} devices, "
             f"got {data} × {config.model} × {config.sequence}"
         )
-    if batch_size % data:
-        raise ValueError(
-            f"mesh.data: expected a divisor of the batch of {batch_size} rows, got {data}"
-        )
+    if rows % data:
+        raise ValueError(f"mesh.data: expected a divisor of the {rows} rows of a batch, got {data}")
     if window % config.sequence:
         raise ValueError(
             f"mesh.sequence: expected a divisor of the window of {window} steps, "

@@ -1,15 +1,18 @@
 """Optimisers by config, defined as torch.optim defines them."""
 
 import dataclasses
-from typing import Any, Literal
+import math
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int
 
 from jax_models import project
 from jax_models.options import CheckedFields, Index, checked_options
-from train.checks import Betas, NotNegative, Positive
+from train.checks import Betas, Decay, NotNegative, Positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,23 +21,31 @@ class OptimizerConfig(CheckedFields):
 
     learning_rate: Positive = 1e-3
     """The rate, or with a schedule the highest rate."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Keep the rate, or let it fall to zero at the last step along half a cosine."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Keep the rate, or let it fall until the last step, along a line or half a cosine."""
+    final_learning_rate: NotNegative = 0.0
+    """Where a rate that falls ends."""
     warmup_steps: Index = 0
     """Steps over which the rate first rises from zero."""
     weight_decay: NotNegative = 0.01
-    """Decoupled from the gradient, of every weight, times the rate."""
+    """Decoupled from the gradient, times the rate."""
+    decay_mask: Literal["all", "matrices"] = "all"
+    """The weights that decay: all, as in torch, or matrices alone. Embeddings, biases, and what
+    scales or shifts single channels are no matrices."""
     betas: Betas = (0.9, 0.999)
     """Decay of the first and second moments."""
     epsilon: Positive = 1e-8
     """Added to the root of the second moment."""
     clip_norm: Positive | None = None
     """Largest global norm of the gradients."""
+    ema_decay: Decay | None = None
+    """Average the weights: with each step the earlier ones count for so much. Evaluations, exports
+    and generation use the average."""
 
 
 @checked_options
-def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """The optimiser of a run of `num_steps` steps.
+def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """The learning rate, by the number of steps before, of a run of `num_steps` steps.
 
     Raises:
         ValueError: the warm-up is as long as the run.
@@ -45,22 +56,34 @@ def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTr
             f"warmup_steps: expected fewer than the {num_steps} steps of the run, "
             f"got {config.warmup_steps}"
         )
-    decay = (
-        optax.constant_schedule(config.learning_rate)
-        if config.schedule == "constant"
-        else optax.cosine_decay_schedule(config.learning_rate, num_steps - config.warmup_steps)
-    )
+    rate, last = config.learning_rate, config.final_learning_rate
+    steps = num_steps - config.warmup_steps
+    decay = {
+        "constant": lambda: optax.constant_schedule(rate),
+        "linear": lambda: optax.linear_schedule(rate, last, steps),
+        "cosine": lambda: optax.cosine_decay_schedule(rate, steps, alpha=last / rate),
+    }[config.schedule]()
     warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
     schedule = optax.join_schedules([warmup, decay], [config.warmup_steps])
-    adamw = optax.adamw(
-        schedule if config.warmup_steps else decay,
-        *config.betas,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
+    return schedule if config.warmup_steps else decay
+
+
+@checked_options
+def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    """The optimiser of a run of `num_steps` steps.
+
+    Raises:
+        ValueError: the warm-up is as long as the run.
+
+    """
+    optimizer = optax.chain(
+        optax.scale_by_adam(*config.betas, eps=config.epsilon),
+        add_decayed_weights(config.weight_decay, config.decay_mask),
+        optax.scale_by_learning_rate(build_schedule(config, num_steps)),
     )
-    if config.clip_norm is None:
-        return adamw
-    return optax.chain(clip_by_global_norm(config.clip_norm), adamw)
+    if config.clip_norm is not None:
+        optimizer = optax.chain(clip_by_global_norm(config.clip_norm), optimizer)
+    return optimizer if config.ema_decay is None else averaging(optimizer, config.ema_decay)
 
 
 def apply_gradient(
@@ -83,3 +106,74 @@ def clip_by_global_norm(max_norm: float, epsilon: float = 1e-6) -> optax.Gradien
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
 
     return optax.stateless(clip)
+
+
+NO_MATRICES = {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
+"""The names of parameters of several axes that multiply no vector."""
+
+
+def is_matrix(path: tuple[Any, ...], param: jax.Array) -> bool:
+    """Is a parameter, at its path, a matrix or several?"""
+    name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    return param.ndim >= 2 and name.split(".")[-1] not in NO_MATRICES
+
+
+def add_decayed_weights(
+    weight_decay: float, mask: Literal["all", "matrices"]
+) -> optax.GradientTransformation:
+    """As `optax.add_decayed_weights`; its state is the same with any mask."""
+
+    def add(path, update, param):
+        if mask == "matrices" and not is_matrix(path, param):
+            return update
+        return update + weight_decay * param
+
+    return optax.stateless(partial(jax.tree_util.tree_map_with_path, add))
+
+
+class AveragedState(NamedTuple):
+    """The state of an optimiser, and the average of the parameters that it made."""
+
+    optimizer_state: optax.OptState
+    params: Any
+    num_steps: Int[Array, ""]
+
+
+def averaging(
+    optimizer: optax.GradientTransformation, decay: float
+) -> optax.GradientTransformation:
+    """The optimiser, with the mean of the parameters after its steps, weighted by decay^age.
+
+    The first parameters are not in it, as Adam's bias correction takes zeros out of its moments.
+    """
+
+    def init(params):
+        return AveragedState(optimizer.init(params), params, jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None):
+        updates, optimizer_state = optimizer.update(updates, state.optimizer_state, params)
+        made = project(optax.apply_updates(params, updates))
+        num_steps = state.num_steps + 1
+        weight = (1 - decay) / -jnp.expm1(num_steps * math.log(decay))
+        mean = jax.tree.map(lambda m, p: m + weight.astype(m.dtype) * (p - m), state.params, made)
+        return updates, AveragedState(optimizer_state, mean, num_steps)
+
+    return optax.GradientTransformation(init, update)
+
+
+def forms(state: Any, params: Any) -> list[Any]:
+    """An optimiser's state as optimisers have it that clip or not, and average or not."""
+    average = state
+    if not isinstance(state, AveragedState):
+        average = AveragedState(state, jax.tree.map(jnp.copy, params), jnp.zeros((), jnp.int32))
+    state = average.optimizer_state
+    moments = state[-1] if len(state) == 2 else state
+    chains = (moments, (optax.EmptyState(), moments))
+    return [*chains, *(average._replace(optimizer_state=chain) for chain in chains)]
+
+
+def reformed(state: Any, params: Any, like: Any) -> Any:
+    """An optimiser's state in the form of another's; an average that it lacks begins anew."""
+    structure = jax.tree.structure(like)
+    all_forms = [state, *forms(state, params)]
+    return next(form for form in all_forms if jax.tree.structure(form) == structure)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import filelock
 import jax
@@ -18,14 +18,16 @@ from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig, from_json, to_json
 from train.mesh import MeshConfig, build_mesh
-from train.optimizer import build_optimizer
+from train.optimizer import build_optimizer, forms, reformed
 from train.step import Trainer, TrainState
 from train.text import Vocabulary, digest_of
 from twinscan.command_line import CommandLineError
 
 T = TypeVar("T")
+Kind = Literal["evaluation", "training", "skipped"]
 
 CONFIG, VOCABULARY, METRICS = "config.json", "vocabulary.json", "metrics.jsonl"
+CURVE = "curve.png"
 CHECKPOINTS, EXPORTED, LOCK = "checkpoints", "twin.safetensors", "lock"
 BEFORE_CONFIG = {LOCK, VOCABULARY, CHECKPOINTS, f"{VOCABULARY}.partial", f"{CONFIG}.partial"}
 """What a folder has until its run has begun: the config is written last."""
@@ -46,8 +48,12 @@ class Run:
 
     @classmethod
     @checked_options
-    def create(cls, folder: Path, config: TrainConfig, text: str) -> "Run":
+    def create(
+        cls, folder: Path, config: TrainConfig, text: str, vocabulary: Vocabulary | None = None
+    ) -> "Run":
         """A new run in a folder that is empty, does not exist, or has a run that never began.
+
+        By default with the vocabulary of the text.
 
         Raises:
             CommandLineError: the folder has something in it, or cannot be made.
@@ -57,7 +63,7 @@ class Run:
         check_content(folder)
         with faults_of(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            run = cls(folder, config, Vocabulary.of(text), digest_of(text))
+            run = cls(folder, config, vocabulary or Vocabulary.of(text), digest_of(text))
             run.write()
         return run
 
@@ -102,12 +108,18 @@ class Run:
     def restore(self, trainer: Trainer) -> TrainState:
         """The state of the newest checkpoint that is intact; what is wrong with newer ones is said.
 
+        The optimiser may have got other options since.
+
         Raises:
             CommandLineError: there is none.
 
         """
+        like = trainer.initial_state()
+        others = [
+            like._replace(optimizer_state=form) for form in forms(like.optimizer_state, like.params)
+        ]
         try:
-            state = self.checkpoints.restore(trainer.initial_state())
+            state = self.checkpoints.restore(like, *others)
         except FileNotFoundError:
             state = None
         faults = [
@@ -120,12 +132,13 @@ class Run:
             raise CommandLineError(f"{self.folder}: the run has no checkpoint yet")
         for fault in faults:
             print(f"{fault}; that of step {int(state.step)} is used", file=sys.stderr)
-        return state
+        optimizer_state = reformed(state.optimizer_state, state.params, like.optimizer_state)
+        return state._replace(optimizer_state=optimizer_state)
 
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
         trainer = build_trainer(self.config, jax.devices()[:1])
-        return trainer.model(self.restore(trainer).params)
+        return trainer.model(self.restore(trainer).averaged_params)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append a line to `metrics.jsonl`, after ending one that a killed run left."""
@@ -136,16 +149,33 @@ class Run:
                     file.write(b"\n")
             file.write(json.dumps(metrics, allow_nan=False).encode() + b"\n")
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` that are a step's; of two for one step, the later."""
-        by_step = {}
+    def metrics(self, kind: Kind = "evaluation") -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` of a kind; of two for one step, the later.
+
+        What a process logged beyond the step that the next one started from does not count.
+        """
+        by_step: dict[int, dict[str, Any]] = {}
         path = self.folder / METRICS
         for line in path.read_bytes().splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):  # half a line
                 record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    by_step[record["step"]] = record
+                if not isinstance(record, dict):
+                    continue
+                if type(start := record.get("start")) is int:
+                    kept = start if kind == "skipped" else start + 1
+                    by_step = {step: by_step[step] for step in by_step if step < kept}
+                elif type(step := record.get("step")) is int and _kind(record) == kind:
+                    by_step[step] = record
         return [by_step[step] for step in sorted(by_step)]
+
+    def draw_curve(self) -> Path:
+        """Draw the losses so far into the folder."""
+        from train.curve import draw_curve
+
+        path = self.folder / CURVE
+        with faults_of(path):
+            draw_curve(self.metrics("training"), self.metrics(), path)
+        return path
 
 
 @contextlib.contextmanager
@@ -210,7 +240,7 @@ def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> 
     try:
         mesh = build_mesh(
             mesh_config,
-            batch_size=config.batch_size,
+            rows=config.batch_size // config.accumulate,
             window=config.window,
             devices=devices or jax.devices(),
         )
@@ -221,6 +251,7 @@ def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> 
             optimizer,
             mesh=mesh,
             fully_sharded=mesh_config.fully_sharded,
+            accumulate=config.accumulate,
             seed=config.seed,
         )
     except (NotImplementedError, TypeError, ValueError) as error:
@@ -236,6 +267,13 @@ def _read(folder: Path, name: str, parse: Callable[[str], T]) -> T:
         raise CommandLineError(f"{folder / name}: {error.strerror}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CommandLineError(f"{folder / name} is damaged: {error}") from None
+
+
+def _kind(record: dict[str, Any]) -> Kind:
+    """What a line of the metrics tells."""
+    if "skipped" in record:
+        return "skipped"
+    return "training" if "loss" in record else "evaluation"
 
 
 def _vocabulary(text: str) -> tuple[Vocabulary, str]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models import LanguageModel
 from jax_models.ops import carry_dtype
 from jax_models.options import checked_options
+from train.accumulation import accumulated
 from train.checks import Seed
 from train.digest import by_path
 from train.mesh import (
@@ -28,7 +29,7 @@ from train.mesh import (
     place,
     without_model,
 )
-from train.optimizer import apply_gradient
+from train.optimizer import AveragedState, apply_gradient
 
 
 class TrainState(NamedTuple):
@@ -37,6 +38,21 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     params: nnx.State
     optimizer_state: Any
+
+    @property
+    def averaged_params(self) -> nnx.State:
+        """What is evaluated and exported: the parameters, or their average where there is one."""
+        state = self.optimizer_state
+        return state.params if isinstance(state, AveragedState) else self.params
+
+
+class Measures(NamedTuple):
+    """Of a step, or of several: the step is applied where both are finite."""
+
+    loss: Float[Array, "*n"]
+    """Before the step, in nats per token."""
+    gradient_norm: Float[Array, "*n"]
+    """Before clipping."""
 
 
 def token_losses(
@@ -67,11 +83,13 @@ class Trainer:
         model: LanguageModel,
         optimizer: optax.GradientTransformation,
         *,
-        mesh: Mesh | AbstractMesh,
+        mesh: Mesh,
         fully_sharded: bool = False,
         seed: Seed,
+        accumulate: int = 1,
     ):
         self.mesh = mesh
+        self.accumulate = accumulate
         self.graphdef, self.initial_params, self.rest = nnx.split(model, nnx.Param, ...)
         self.optimizer = optimizer
         self.dropout_key = jax.random.key(seed)
@@ -136,8 +154,10 @@ class Trainer:
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def step(
         self, state: TrainState, tokens: Int[Array, "batch window+1"]
-    ) -> tuple[TrainState, Float[Array, ""]]:
-        """One step of the optimiser; also the loss before it. The given state is used up.
+    ) -> tuple[TrainState, Measures]:
+        """One step of the optimiser, and what it measures. The given state is used up.
+
+        Where the loss or the gradient's norm is not finite, only the step's number changes.
 
         Every device differentiates the loss of its own part of the batch, and one all-reduce takes
         the mean. (XLA, left to divide the step, would gather the rows of an FFT and reduce tied
@@ -145,26 +165,32 @@ class Trainer:
         batch, on any number of devices.
         """
 
-        def loss_fn(params, step, inputs, targets):
+        def loss_fn(params, key, inputs, targets):
             model = self._local_model(params)
-            nnx.reseed(model, default=jax.random.fold_in(self.dropout_key, step))
+            nnx.reseed(model, default=key)
             return jnp.mean(token_losses(model, inputs, targets))
 
-        def mean_loss_and_gradient(*args):
-            loss, gradient = jax.value_and_grad(loss_fn)(*args)
+        def mean_loss_and_gradient(params, step, inputs, targets):
+            key = jax.random.fold_in(self.dropout_key, step)
+            loss_and_gradient = accumulated(jax.value_and_grad(loss_fn))
+            loss, gradient = loss_and_gradient(params, key, inputs, targets)
             return jax.lax.pmean(loss, BATCH_AXES), self._mean_gradient(gradient)
 
+        parts = tokens.reshape(self.accumulate, -1, tokens.shape[1])
+        of_batch = P(None, *BATCH_AXES)
         loss, gradient = jax.shard_map(
             mean_loss_and_gradient,
-            in_specs=(self._local_specs(), P(), P(*BATCH_AXES), P(*BATCH_AXES)),
+            in_specs=(self._local_specs(), P(), of_batch, of_batch),
             out_specs=(P(), self._local_specs()),
             **self._mapping(),
-        )(state.params, state.step, tokens[:, :-1], tokens[:, 1:])
-        params, optimizer_state = apply_gradient(
-            self.optimizer, gradient, state.optimizer_state, state.params
-        )
-        state = TrainState(state.step + 1, params, optimizer_state)
-        return jax.lax.with_sharding_constraint(state, self.shardings(state)), loss
+        )(state.params, state.step, parts[..., :-1], parts[..., 1:])
+        measures = Measures(loss, optax.tree.norm(gradient))
+        before = state.params, state.optimizer_state
+        after = apply_gradient(self.optimizer, gradient, state.optimizer_state, state.params)
+        is_finite = jnp.isfinite(measures.loss) & jnp.isfinite(measures.gradient_norm)
+        after = jax.tree.map(partial(jnp.where, is_finite), after, before)
+        state = TrainState(state.step + 1, *after)
+        return jax.lax.with_sharding_constraint(state, self.shardings(state)), measures
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def steps(
@@ -172,19 +198,22 @@ class Trainer:
         state: TrainState,
         batches: Int[Array, "n batch window+1"],
         count: Int[ArrayLike, ""],
-    ) -> tuple[TrainState, Float[Array, " n"]]:
+    ) -> tuple[TrainState, Measures]:
         """A step on each of the first `count` batches, in one call. The given state is used up.
 
-        Also the loss before each step, and zeros from `count` on. However a run is cut into calls,
+        Also what each step measures, and zeros from `count` on. However a run is cut into calls,
         all its steps are the same program's and end in the same weights.
         """
 
-        def step(i, state_and_losses):
-            state, losses = state_and_losses
-            state, loss = self.step(state, batches[i])
-            return state, losses.at[i].set(loss.astype(losses.dtype))
+        def step(i, carry):
+            state, measures = carry
+            state, measured = self.step(state, batches[i])
+            return state, jax.tree.map(
+                lambda these, one: these.at[i].set(one.astype(these.dtype)), measures, measured
+            )
 
-        return jax.lax.fori_loop(0, count, step, (state, jnp.zeros(len(batches))))
+        zeros = jnp.zeros(len(batches))
+        return jax.lax.fori_loop(0, count, step, (state, Measures(zeros, zeros)))
 
     @partial(jax.jit, static_argnums=0)
     def is_finite(self, state: TrainState) -> Bool[Array, ""]:

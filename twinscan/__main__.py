@@ -1,8 +1,11 @@
 """`twinscan`: train, generate, evaluate, export and compare, by one command."""
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
+
+from twinscan.interrupted import exit_at_once
 
 COMMANDS = {
     "train": ("train.__main__", "train a language model by character on a text"),
@@ -33,7 +36,10 @@ def dispatch(args: Sequence[str], prog: str) -> None:
     module, _ = COMMANDS[name]
     if module.startswith("train."):
         tune_allocator()
-    run_command(importlib.import_module(module).main, rest, f"{prog} {name}")
+    main = importlib.import_module(module).main
+    if name != "train":  # which takes Ctrl-C by itself once it trains
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_command(main, rest, f"{prog} {name}")
 
 
 def main() -> None:
@@ -42,6 +48,7 @@ def main() -> None:
     if args[0] in ("-h", "--help"):
         print(USAGE)
         return
+    exit_at_once("twinscan")
     try:
         from twinscan.command_line import run_command
 

@@ -110,9 +110,7 @@ def ours(problem: CharLM) -> Call:
     trainer = Trainer(
         model,
         build_optimizer(OptimizerConfig(), num_steps=1000),
-        mesh=build_mesh(
-            MeshConfig(), batch_size=problem.batch, window=1, devices=jax.devices()[:1]
-        ),
+        mesh=build_mesh(MeshConfig(), rows=problem.batch, window=1, devices=jax.devices()[:1]),
         seed=0,
     )
     tokens = trainer.put(problem.tokens())
@@ -120,8 +118,8 @@ def ours(problem: CharLM) -> Call:
 
     def call():
         nonlocal state
-        state, loss = trainer.step(state, tokens)
-        return jax.block_until_ready(loss)
+        state, measures = trainer.step(state, tokens)
+        return jax.block_until_ready(measures.loss)
 
     def result():
         return {"y": np.asarray(call()), **to_torch(trainer.model(state.params), "torch.nn")}

@@ -51,7 +51,7 @@ def ours(problem: TrainingStep) -> Call:
 
     def call():
         nonlocal state
-        state, loss = trainer.step(state, tokens)
-        return jax.block_until_ready(loss)
+        state, measures = trainer.step(state, tokens)
+        return jax.block_until_ready(measures.loss)
 
     return Call(call, lambda: {"y": np.asarray(call())})

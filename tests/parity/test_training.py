@@ -40,13 +40,13 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
     trainer = Trainer(
         model,
         build_optimizer(config, len(rows)),
-        mesh=build_mesh(MeshConfig(), batch_size=4, window=8, devices=jax.devices()),
+        mesh=build_mesh(MeshConfig(), rows=4, window=8, devices=jax.devices()),
         seed=0,
     )
     state, losses = trainer.initial_state(), []
     for batch in rows:
-        state, loss = trainer.step(state, trainer.put(batch))
-        losses.append(loss)
+        state, measures = trainer.step(state, trainer.put(batch))
+        losses.append(measures.loss)
     return [float(loss) for loss in losses], trainer.model(state.params)
 
 

@@ -1,0 +1,218 @@
+"""What a run shows and logs while it goes on."""
+
+import datetime
+import importlib.util
+import itertools
+import math
+import time
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from train.config import TrainConfig
+from train.optimizer import build_schedule
+from train.run import Run
+from train.step import Measures, Trainer
+from twinscan.command_line import CommandLineError
+
+PEAKS = {
+    "TPU v4": (275e12, 275e12 / 6),
+    "TPU v5 lite": (197e12, 197e12 / 6),
+    "TPU v5e": (197e12, 197e12 / 6),
+    "TPU v5": (459e12, 459e12 / 6),
+    "TPU v6": (918e12, 918e12 / 6),
+    "NVIDIA A100": (312e12, 19.5e12),
+    "NVIDIA H100": (989e12, 67e12),
+    "NVIDIA H100 PCIe": (756e12, 51e12),
+    "NVIDIA H200": (989e12, 67e12),
+}
+"""FLOP/s of dense products in bfloat16 and in float32, by the start of a device's kind.
+
+From cloud.google.com/tpu/docs/system-architecture-tpu-vm and NVIDIA's data sheets. The models keep
+the precision of float32, for which a TPU makes six products in bfloat16.
+"""
+DRAWING_SHARE = 0.01
+"""At most so much of the time goes into redrawing the curve."""
+FIRST_DRAWING = 0.3
+"""Seconds that a drawing takes, until one has been timed."""
+
+
+def peak(kind: str, dtype: str) -> float | None:
+    """The FLOP/s of a device, if they are known."""
+    known = [name for name in PEAKS if kind.startswith(name)]
+    return PEAKS[max(known, key=len)][dtype == "float32"] if known else None
+
+
+class Monitor:
+    """Logs a run into its `metrics.jsonl`, and shows it on the console.
+
+    A step is told by the number of steps before it. `rows(step)` says where its windows begin.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        trainer: Trainer,
+        console: Console,
+        step: int,
+        rows: Callable[[int], list[int]],
+    ):
+        config, devices = run.config, trainer.mesh.devices
+        kind = devices.flat[0].device_kind
+        num_params = sum(param.size for param in jax.tree.leaves(trainer.initial_params))
+        device_peak = peak(kind, config.dtype)
+        self.skipped = {line["step"] for line in run.metrics("skipped") if line["step"] < step}
+        """The steps that were not applied."""
+        self._run, self._console, self._rows = run, console, rows
+        self._peak = None if device_peak is None else devices.size * device_peak
+        self._flops_per_token = 6 * num_params
+        """As is usual. XLA's count would have the body of a loop over time only once."""
+        self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
+        self._first, self._is_compiled = step, False
+        self._losses: list[float] = []
+        self._gradient_norm = self._seconds = 0.0
+        """Of the last step that was applied; since the last line."""
+        self._num_steps = 0
+        self._start = self._began = self._drawn = time.perf_counter()
+        self._last: float | None = None
+        """When the last call that was recorded ended; none since the last evaluation."""
+        self._drawing_seconds = FIRST_DRAWING
+        self._writer = open_writer(run) if config.tensorboard else None
+        run.log({"start": step, "device": kind, "devices": devices.size, "parameters": num_params})
+        self._print(f"{devices.size} × {kind}, {num_params:,} parameters")
+        self._print(
+            f"{'step':>7}  {'loss':>7}  {'rate':>8}  {'gradient':>8}  {'tokens/s':>10}  "
+            f"{'MFU    ' if self._peak else ''}left"
+        )
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            console=console,
+            transient=True,
+        )
+        self._bar = self._progress.add_task("", total=config.num_steps, completed=step)
+
+    def __enter__(self) -> "Monitor":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        if self._writer is not None:
+            self._writer.close()
+
+    def called(self, step: int, seconds: float) -> None:
+        """Show that the steps before this one were sent to the device, in so many seconds."""
+        now = time.perf_counter()
+        if not self._is_compiled:
+            self._is_compiled = True
+            self._run.log({"compile_seconds": round(seconds, 2)})
+            self._print(f"compiled in {seconds:.1f} s")
+            self._began = self._last = now
+        if self._last is None:
+            self._last = now - seconds
+        self._progress.update(self._bar, completed=step)
+
+    def record(self, start: int, stop: int, measures: Measures) -> list[int]:
+        """Log the steps of a call, once they are made, and return those that were not applied."""
+        losses, norms = (np.asarray(each).tolist() for each in measures)
+        now = time.perf_counter()
+        assert self._last is not None
+        seconds, self._last = (now - self._last) / (stop - start), now
+        config, skipped = self._run.config, []
+        for step, loss, norm in zip(range(start, stop), losses, norms, strict=False):
+            self._seconds += seconds
+            self._num_steps += 1
+            if math.isfinite(loss) and math.isfinite(norm):
+                self._losses.append(loss)
+                self._gradient_norm = norm
+            else:
+                skipped.append(step)
+                self._skip(step, loss, norm)
+            made = step + 1
+            is_due = made % config.log_every == 0 or made % config.eval_every == 0
+            if is_due or made == config.num_steps:
+                self._log_line(made)
+        return skipped
+
+    def skipped_in_a_row(self, step: int) -> int:
+        """How many steps up to this one, and none between, were not applied."""
+        return next(n for n in itertools.count() if step - n not in self.skipped)
+
+    def evaluated(self, step: int, losses: dict[str, float]) -> None:
+        """Log the losses of an evaluation, and redraw the curve if that is cheap by now."""
+        now = time.perf_counter()
+        self._log({"step": step, **losses, "seconds": round(now - self._start, 2)})
+        self._print(f"{step:7d}  train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+        if DRAWING_SHARE * (now - self._drawn) > self._drawing_seconds:
+            self._run.draw_curve()
+            self._drawn = time.perf_counter()
+            self._drawing_seconds = self._drawn - now
+        self._last = None
+
+    def _skip(self, step: int, loss: float, norm: float) -> None:
+        self.skipped.add(step)
+        self._run.log({"step": step, "skipped": True, "rows": self._rows(step)})
+        self._print(
+            f"{step:7d}  not applied: its loss is {loss:.4g}, its gradient's norm {norm:.4g} "
+            f"({self.skipped_in_a_row(step)} in a row)"
+        )
+
+    def _log_line(self, step: int) -> None:
+        """Log the steps since the last line, if any was applied."""
+        config = self._run.config
+        num_tokens = self._num_steps * config.batch_size * config.window
+        losses, speed = self._losses, num_tokens / self._seconds
+        self._losses, self._num_steps, self._seconds = [], 0, 0.0
+        if not losses:
+            return
+        elapsed = time.perf_counter() - self._began
+        line = {
+            "step": step,
+            "loss": fmean(losses),
+            "learning_rate": float(self._schedule(step - len(self.skipped) - 1)),
+            "gradient_norm": self._gradient_norm,
+            "tokens_per_second": round(speed, 1),
+            "seconds_left": round(elapsed * (config.num_steps - step) / (step - self._first), 1),
+        }
+        utilisation = ""
+        if self._peak:
+            line["mfu"] = round(self._flops_per_token * speed / self._peak, 4)
+            utilisation = f"{line['mfu']:5.1%}  "
+        self._log(line)
+        left = datetime.timedelta(seconds=round(line["seconds_left"]))
+        self._print(
+            f"{step:7d}  {line['loss']:7.4f}  {line['learning_rate']:8.2e}  "
+            f"{self._gradient_norm:8.3g}  {speed:10,.0f}  {utilisation}{left}"
+        )
+
+    def _log(self, line: dict[str, Any]) -> None:
+        self._run.log(line)
+        if self._writer is not None:
+            for name, value in line.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, line["step"])
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def check_tensorboard(config: TrainConfig) -> None:
+    """Refuse what needs a package that is not installed."""
+    if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise CommandLineError(
+            "--tensorboard: expected the package tensorboardX: pip install tensorboardX"
+        )
+
+
+def open_writer(run: Run) -> Any:
+    """What writes TensorBoard's events into the run's folder."""
+    from tensorboardX import SummaryWriter
+
+    return SummaryWriter(str(run.folder))
