@@ -54,11 +54,11 @@ def fails_at(monkeypatch):
     def fail(*steps: int) -> None:
         bad = np.stack([BATCHES[step] for step in steps])
 
-        def failing(model, tokens):
-            losses = token_losses(model, tokens)
-            if tokens.shape != bad.shape[1:]:
+        def failing(model, inputs, targets):
+            losses = token_losses(model, inputs, targets)
+            if inputs.shape != bad[0, :, :-1].shape:
                 return losses
-            is_bad = (tokens[None] == bad).all((1, 2)).any()
+            is_bad = (inputs[None] == bad[..., :-1]).all((1, 2)).any()
             inner = jnp.where(is_bad, 0 * losses, 1.0)
             return losses + jnp.sqrt(inner) - jnp.where(is_bad, 0.0, 1.0)
 
@@ -71,8 +71,8 @@ def fails_at(monkeypatch):
 def test_a_step_that_is_not_finite_changes_the_steps_number_only(number, monkeypatch):
     token_losses = train.step.token_losses
 
-    def failing(model, tokens):
-        return token_losses(model, tokens) + jnp.where(tokens[0, 0] == 7, number, 0.0)
+    def failing(model, inputs, targets):
+        return token_losses(model, inputs, targets) + jnp.where(inputs[0, 0] == 7, number, 0.0)
 
     monkeypatch.setattr(train.step, "token_losses", failing)
     trainer = build_trainer(TrainConfig())
@@ -91,9 +91,10 @@ def test_a_step_that_is_not_finite_changes_the_steps_number_only(number, monkeyp
 def test_the_gradients_norm_is_that_before_clipping():
     trainer = build_trainer(TrainConfig())
     state, batch = trainer.initial_state(), trainer.put(BATCHES[0])
-    gradient = jax.grad(lambda p: train.step.token_losses(trainer.model(p), batch).mean())(
-        trainer.initial_params
-    )
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    gradient = jax.grad(
+        lambda p: train.step.token_losses(trainer.model(p), inputs, targets).mean()
+    )(trainer.initial_params)
     leaves = jax.tree.leaves(gradient)
     expected = np.sqrt(sum(np.sum(np.square(np.asarray(leaf))) for leaf in leaves))
     _, measures = trainer.step(state, batch)

@@ -19,9 +19,10 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from jax_models import LanguageModel, generate, tune_allocator
-from train.config import PRESETS, TrainConfig, changes
+from jax_models import LanguageModel, __version__, generate, tune_allocator
+from train.config import PRESETS, TrainConfig, changes, to_json
 from train.export import describe_errors, export
+from train.hosts import HostsConfig, agree, by_first, is_first, join
 from train.initial import initialise
 from train.loop import train
 from train.monitor import check_tensorboard
@@ -49,6 +50,7 @@ class Arguments:
     """The folder of a run to go on with; its own config is where the options start from."""
     allow_changed_text: bool = False
     """Go on with a run although its text has changed since."""
+    hosts: HostsConfig = HostsConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,7 @@ RESUME_MAY_CHANGE = {
     "num_epochs": "likewise",
     "optimizer": "the moments stay; an average that is new begins here",
     "accumulate": "the same gradients up to rounding",
+    "mesh": "the same results up to rounding",
     "text": "the same one in another place, or with --allow-changed-text",
     "eval_every": "",
     "eval_batches": "",
@@ -88,6 +91,8 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, T
     arguments = parse(Arguments, args, prog=prog, default=default)
     if start.num_steps is not None and arguments.config.num_epochs is not None:
         raise CommandLineError("--num-epochs: expected without --num-steps")
+    if arguments.hosts != HostsConfig() and arguments.resume is None and arguments.out is None:
+        raise CommandLineError("--out: expected where several processes make a run")
     if arguments.resume is not None and arguments.out is not None:
         raise CommandLineError("--out: a run is resumed in its own folder")
     if start.preset not in (None, DEFAULT_PRESET) and arguments.config.text is None:
@@ -218,6 +223,7 @@ def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Train as the arguments say."""
     arguments, before = parse_arguments(args, prog)
+    join(arguments.hosts)
     config = arguments.config
     check_tensorboard(config)
     text = read_text(config.text)
@@ -235,23 +241,32 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         folder = arguments.out or default_folder(Path("runs") / name, config)
     else:
         folder = arguments.resume
+    agree({"version": __version__, "config": to_json(config), "text": digest_of(text)})
     trainer = build_trainer(config)
     if config.init is not None and not (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
         initialise(trainer, config.init)
-    with locked(folder):
-        run = entered(folder, arguments, config, text, vocabulary)
+    with contextlib.ExitStack() as stack:
+
+        def enter() -> None:
+            stack.enter_context(locked(folder))
+            entered(folder, arguments, config, text, vocabulary)
+
+        by_first(enter)
+        run = Run.open(folder)
+        console = Console(quiet=not is_first())
         if run.is_finished:
-            print(f"{folder}: the run has made its {config.num_steps} steps")
+            line = f"{folder}: the run has made its {config.num_steps} steps"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
-        console = Console()
         if unused := jax.device_count() - trainer.mesh.size:
             console.print(
                 f"the batch of {config.batch_size} rows divides over {trainer.mesh.size} of "
                 f"{jax.device_count()} devices: {unused} are not used"
             )
         state = train(run, trainer, parts, console)
-        params = jax.device_put(state.averaged_params, jax.devices()[0])
-        report(run, trainer.model(params), console)
+        params = trainer.whole(state.averaged_params)
+        if is_first():
+            report(run, trainer.model(params), console)
 
 
 if __name__ == "__main__":

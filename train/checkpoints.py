@@ -15,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from train.digest import as_text, bytes_digest, described, digests
+from train.hosts import by_first, is_first, of_all
 from twinscan.command_line import CommandLineError
 
 MANIFEST = "manifest.json"
@@ -73,10 +74,17 @@ class Checkpoints:
         manifest = {"step": step, "loss": loss, "arrays": described(state)}
         of_arrays = digests(state)
         partial = self.folder / f"{step}{PARTIAL}"
+
+        def begin() -> None:
+            try:
+                self._remove(step)
+                partial.mkdir()
+                _check_space(partial, sum(x.nbytes for x in jax.tree.leaves(state)))
+            except OSError as error:
+                raise self._unwritten(step, error) from None
+
+        by_first(begin)
         try:
-            self._remove(step)
-            partial.mkdir()
-            _check_space(partial, sum(x.nbytes for x in jax.tree.leaves(state)))
             self._orbax.save(partial / STATE, state)
         except (OSError, ValueError) as error:
             raise self._unwritten(step, error) from None
@@ -89,13 +97,24 @@ class Checkpoints:
             FileNotFoundError: there is none; `damaged` says why.
 
         """
-        while (step := self.latest_step) is not None:
+        while (step := self._agreed_step) is not None:
+            state, fault = None, ""
             try:
-                return self._read(step, likes)
-            except DamagedError as fault:
-                self.damaged[step] = str(fault)
-                del self._manifests[step]
+                state = self._read(step, likes)
+            except DamagedError as error:
+                fault = str(error)
+            if not of_all([bool(fault)]).any():
+                return state
+            self.damaged[step] = fault or "another process cannot read it"
+            self._manifests.pop(step, None)
         raise FileNotFoundError("no intact checkpoint")
+
+    @property
+    def _agreed_step(self) -> int | None:
+        """The latest step of the first process."""
+        step = self.latest_step
+        step = int(of_all([-1 if step is None else step])[0, 0])
+        return None if step < 0 else step
 
     def wait(self) -> None:
         """Wait until everything is written.
@@ -127,16 +146,18 @@ class Checkpoints:
         partial = self.folder / f"{step}{PARTIAL}"
         try:
             self._orbax.wait_until_finished()
-            manifest["digests"] = {path: as_text(digest) for path, digest in of_arrays.items()}
-            manifest["files"] = _file_digests(partial / STATE)
-            _write_manifest(partial / MANIFEST, manifest)
-            partial.rename(self.folder / str(step))
-            _sync(self.folder)
+            if is_first():
+                manifest["digests"] = {path: as_text(digest) for path, digest in of_arrays.items()}
+                manifest["files"] = _file_digests(partial / STATE)
+                _write_manifest(partial / MANIFEST, manifest)
+                partial.rename(self.folder / str(step))
+                _sync(self.folder)
         except (OSError, ValueError) as error:
             raise self._unwritten(step, error) from None
         self._manifests[step] = manifest
         self.damaged.pop(step, None)
-        self._prune()
+        if is_first():
+            self._prune()
 
     def _unwritten(self, step: int, error: Exception) -> CommandLineError:
         known = (reason for reason in map(os.strerror, DISK_FAULTS) if reason in str(error))

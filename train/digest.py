@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, UInt32
 
@@ -49,7 +50,7 @@ def described(tree: Any) -> dict[str, str]:
 
 def as_text(digest: UInt32[Array, "2"]) -> str:
     """Sixteen hexadecimal digits."""
-    return "".join(f"{int(part):08x}" for part in digest)
+    return "".join(f"{int(part):08x}" for part in np.asarray(digest))
 
 
 def _bits(x: Array) -> UInt32[Array, "..."]:

@@ -1,5 +1,6 @@
 """The training loop: steps, evaluations, checkpoints, and the ways in which a run ends early."""
 
+import signal
 import time
 from functools import partial
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
+from train.hosts import of_all
 from train.interruption import Interruption
 from train.monitor import Monitor
 from train.run import Run
@@ -56,16 +58,17 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     monitor = Monitor(run, trainer, console, step, rows)
     with monitor, Interruption() as interruption:
         while True:
+            stopping, steps_per_call = decided(interruption.signal, steps_per_call)
             is_due = step % config.eval_every == 0 or step == config.num_steps
-            if is_due or interruption.signal:
+            if is_due or stopping:
                 record(run, trainer, monitor, state, call)
                 call = None
                 keep(run, trainer, monitor, state, evaluation if is_due else {})
             if step == config.num_steps:
                 break
-            if interruption.signal:
+            if stopping:
                 run.checkpoints.close()
-                raise StoppedError(interruption.signal, f"step {step} is kept in {run.folder}")
+                raise StoppedError(stopping, f"step {step} is kept in {run.folder}")
             call_time = time.perf_counter()
             next_evaluation = step - step % config.eval_every + config.eval_every
             stop = min(step + steps_per_call, next_evaluation, config.num_steps)
@@ -112,6 +115,15 @@ def keep(
     if losses:
         monitor.evaluated(step, losses)
     run.checkpoints.save(step, state, losses.get("val"))
+
+
+def decided(
+    received: signal.Signals | None, steps_per_call: int
+) -> tuple[signal.Signals | None, int]:
+    """The signal that any process has received, and the first one's steps."""
+    signals, steps = of_all([received or 0, steps_per_call]).T
+    stopping = int(signals.max())
+    return signal.Signals(stopping) if stopping else None, int(steps[0])
 
 
 def adapted(steps_per_call: int, seconds: float) -> int:

@@ -83,8 +83,11 @@ class Monitor:
         """When the last call that was recorded ended; none since the last evaluation."""
         self._drawing_seconds = FIRST_DRAWING
         self._writer = open_writer(run) if config.tensorboard else None
+        before = run.devices_before
         run.log({"start": step, "device": kind, "devices": devices.size, "parameters": num_params})
         self._print(f"{devices.size} × {kind}, {num_params:,} parameters")
+        if before not in (None, devices.size):
+            self._print(f"on {before} devices before: from here on, equal up to rounding")
         self._print(
             f"{'step':>7}  {'loss':>7}  {'rate':>8}  {'gradient':>8}  {'tokens/s':>10}  "
             f"{'MFU    ' if self._peak else ''}left"

@@ -17,6 +17,7 @@ from jax_models import LanguageModel
 from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig, from_json, to_json
+from train.hosts import is_first
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import build_optimizer, forms, reformed
 from train.step import Trainer, TrainState
@@ -141,7 +142,12 @@ class Run:
         return trainer.model(self.restore(trainer).averaged_params)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Append a line to `metrics.jsonl`, after ending one that a killed run left."""
+        """Append a line to `metrics.jsonl`, after ending one that a killed run left.
+
+        Of several processes, the first does.
+        """
+        if not is_first():
+            return
         with (self.folder / METRICS).open("a+b") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
@@ -155,24 +161,38 @@ class Run:
         What a process logged beyond the step that the next one started from does not count.
         """
         by_step: dict[int, dict[str, Any]] = {}
-        path = self.folder / METRICS
+        for record in self._records():
+            if type(start := record.get("start")) is int:
+                kept = start if kind == "skipped" else start + 1
+                by_step = {step: by_step[step] for step in by_step if step < kept}
+            elif type(step := record.get("step")) is int and _kind(record) == kind:
+                by_step[step] = record
+        return [by_step[step] for step in sorted(by_step)]
+
+    @property
+    def devices_before(self) -> int | None:
+        """On how many devices the run was last."""
+        return next(
+            (record["devices"] for record in reversed(self._records()) if "devices" in record), None
+        )
+
+    def _records(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`, but for those that no logger wrote whole."""
+        path, records = self.folder / METRICS, []
         for line in path.read_bytes().splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):  # half a line
                 record = json.loads(line)
-                if not isinstance(record, dict):
-                    continue
-                if type(start := record.get("start")) is int:
-                    kept = start if kind == "skipped" else start + 1
-                    by_step = {step: by_step[step] for step in by_step if step < kept}
-                elif type(step := record.get("step")) is int and _kind(record) == kind:
-                    by_step[step] = record
-        return [by_step[step] for step in sorted(by_step)]
+                if isinstance(record, dict):
+                    records.append(record)
+        return records
 
     def draw_curve(self) -> Path:
         """Draw the losses so far into the folder."""
         from train.curve import draw_curve
 
         path = self.folder / CURVE
+        if not is_first():
+            return path
         with faults_of(path):
             draw_curve(self.metrics("training"), self.metrics(), path)
         return path

@@ -145,7 +145,13 @@ class Trainer:
 
     def put(self, batch: np.ndarray) -> Int[Array, "*n batch window+1"]:
         """A batch, or several, on the devices: each has the rows that it needs."""
-        return jax.device_put(batch, self.sharding(batch.ndim))
+        sharding = self.sharding(batch.ndim)
+        return jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)
+
+    def whole(self, params: nnx.State) -> nnx.State:
+        """The parameters on one device of this process."""
+        everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(self.mesh, P()))
+        return jax.tree.map(lambda x: x.addressable_data(0), everywhere(params))
 
     def sharding(self, ndim: int) -> NamedSharding:
         """Where a batch of tokens is, or several: its rows are divided."""

@@ -1,0 +1,100 @@
+"""The processes of one run, on several hosts: how they meet, agree, and who writes."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jax_models.options import CheckedFields, Index
+from train.digest import bytes_digest
+from twinscan.command_line import CommandLineError
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsConfig(CheckedFields):
+    """The processes of a run on several hosts. The same command starts each, with --out."""
+
+    join: bool = False
+    """Join the processes that the environment of a TPU pod or of SLURM names."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, where the environment does not say it."""
+    num_processes: int | None = None
+    """How many there are, with --hosts.coordinator."""
+    process_id: Index | None = None
+    """The number of this one, from 0, with --hosts.coordinator."""
+
+    def __post_init__(self):
+        """Refuse half an address."""
+        super().__post_init__()
+        given = self.coordinator, self.num_processes, self.process_id
+        if len({each is None for each in given}) > 1:
+            raise ValueError(
+                "hosts: expected coordinator, num_processes and process_id, or none of them"
+            )
+
+
+def join(config: HostsConfig) -> None:
+    """Meet the other processes, before JAX starts its devices.
+
+    Raises:
+        CommandLineError: they do not come, or the environment says nothing of them.
+
+    """
+    if not config.join and config.coordinator is None:
+        return
+    try:
+        jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CommandLineError(f"--hosts: the processes do not meet: {reason}") from None
+
+
+def is_first() -> bool:
+    """Is this the process that writes?"""
+    return jax.process_index() == 0
+
+
+def of_all(numbers: list[int]) -> np.ndarray:
+    """The numbers of each process, (process, number)."""
+    if jax.process_count() == 1:
+        return np.array([numbers])
+    return np.asarray(multihost_utils.process_allgather(np.array(numbers, np.int32)))
+
+
+def by_first(action: Callable[[], None]) -> None:
+    """Let the first process do something, while the others wait for it.
+
+    Raises:
+        CommandLineError: the first process raises it.
+
+    """
+    error = None
+    if is_first():
+        try:
+            action()
+        except CommandLineError as refusal:
+            error = refusal
+    refused = of_all([error is not None])[0, 0]
+    if error is not None:
+        raise error
+    if refused:
+        raise CommandLineError("--hosts: process 0 does not go on")
+
+
+def agree(values: Mapping[str, str]) -> None:
+    """Refuse to begin where the processes differ in one of these.
+
+    Raises:
+        CommandLineError: they do; the error names what and who.
+
+    """
+    digests = [
+        int.from_bytes(bytes_digest(value.encode()).digest()[:4], "big", signed=True)
+        for value in values.values()
+    ]
+    found = of_all(digests)
+    for name, column in zip(values, found.T, strict=True):
+        for process in np.flatnonzero(column != column[0]):
+            raise CommandLineError(f"--hosts: processes 0 and {process} have another {name}")
