@@ -8,6 +8,14 @@ import pytest
 from train.__main__ import main
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Tokens are kept where the tests are, also by the processes that they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def x64():
     """float64 is float64."""

@@ -15,7 +15,8 @@ from train.export import export
 from train.optimizer import AveragedState
 from train.run import Run, build_trainer
 from train.step import TrainState
-from train.text import ALL_WORK, batches, split
+from train.text import ALL_WORK
+from train.windows import Batches, split
 from twinscan.command_line import CommandLineError
 
 SIZES = ["--eval-every", "10", "--eval-batches", "4", "--model.hidden-features", "12"]
@@ -45,7 +46,7 @@ def continued(state: TrainState, run: Run, num_steps: int) -> TrainState:
     """What the steps of a run's config make of a state."""
     trainer = build_trainer(run.config)
     part = split(run.vocabulary.encode(ALL_WORK), 8)["train"]
-    source = batches(part, batch_size=4, seed=2001)
+    source = Batches(part, batch_size=4, seed=2001)
     for step in range(int(state.step), num_steps):
         state, _ = trainer.step(state, trainer.put(source[step]))
     return state
@@ -145,7 +146,7 @@ def test_a_run_begins_with_the_weights_of_another(kind, source, tmp_path):
         params=nnx.state(source.model(), nnx.Param)
     )
     part = split(run.vocabulary.encode(ALL_WORK), 8)["train"]
-    loader = batches(part, batch_size=4, seed=3)
+    loader = Batches(part, batch_size=4, seed=3)
     for step in range(20):
         at_0, _ = trainer.step(at_0, trainer.put(loader[step]))
     chex.assert_trees_all_equal(restored(run), at_0)

@@ -17,6 +17,7 @@ from train.config import TrainConfig
 from train.run import Run
 from train.step import Trainer
 from train.text import ALL_WORK
+from train.vocabulary import Characters
 from twinscan.command_line import CommandLineError, one_line_errors
 
 STEPS = 30
@@ -237,7 +238,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(module, seconds, tmp_path):
     ],
 )
 def test_a_config_that_was_changed_by_hand_is_refused_by_name(before, after, fault, tmp_path):
-    run = Run.create(tmp_path / "run", TrainConfig(), ALL_WORK)
+    run = Run.create(tmp_path / "run", TrainConfig(), Characters.of(ALL_WORK), "")
     path = run.folder / "config.json"
     text = path.read_text()
     assert before in text

@@ -50,7 +50,7 @@ def rwkv(folder: Path) -> str:
 
 REFUSED = {
     "missing text": ("train", lambda d, f: ["--text", str(d / "no.txt")], "no.txt: No such file"),
-    "folder for a text": ("train", lambda d, f: ["--text", str(d)], "Is a directory"),
+    "folder for a text": ("train", lambda d, f: ["--text", str(d)], "the folder has no files"),
     "empty text": ("train", lambda d, f: ["--text", write(d / "e", b"")], "the file is empty"),
     "short text": ("train", lambda d, f: ["--text", write(d / "s", b"abc")], "text is too short"),
     "latin-1 text": (
@@ -77,7 +77,7 @@ REFUSED = {
     "no row to train on": (
         "train",
         lambda d, f: ["--val-rows", "56"],
-        "--val-rows: expected fewer than the 56 rows of 8 characters that the text has, got 56",
+        "--val-rows: expected fewer than the 56 rows of 8 tokens that the text has, got 56",
     ),
     "long warm-up": (
         "train",
@@ -98,7 +98,7 @@ REFUSED = {
     "vocabulary of another size": (
         "train",
         lambda d, f: ["--model.vocab-size", "77"],
-        "--model.vocab-size: the text has 20 distinct characters, got 77",
+        "--model.vocab-size: the vocabulary has 20 characters, got 77",
     ),
     "wide window": (
         "train",
@@ -156,7 +156,7 @@ REFUSED = {
     "damaged vocabulary": (
         "generate",
         lambda d, f: ["--run", damaged(f, d / "r", "vocabulary.json", "5")],
-        "vocabulary.json is damaged: expected characters and text_digest",
+        "vocabulary.json is damaged: expected a vocabulary and text_digest",
     ),
     "config of no model": (
         "generate",

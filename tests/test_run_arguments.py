@@ -13,7 +13,7 @@ from flax import nnx
 
 from jax_models import RNNLanguageModel, RNNLanguageModelConfig
 from jax_models.options import Index
-from train.checks import Betas, NotNegative, Positive, Seed
+from train.checks import Betas, NotNegative, Paths, Positive, Seed
 from train.config import TrainConfig, from_json, to_json
 from train.export import export
 from train.generate import Arguments
@@ -21,7 +21,9 @@ from train.mesh import MeshConfig, build_mesh
 from train.optimizer import OptimizerConfig, build_optimizer
 from train.run import Run, build_trainer
 from train.step import Trainer
-from train.text import Vocabulary, Windows, batches, read_text, split
+from train.text import Text
+from train.vocabulary import Characters
+from train.windows import Batches, Windows, split
 
 NAN = float("nan")
 COUNTS, NUMBERS = (True, 2.5, "3", -1, NAN, [1]), (True, "3", -1, NAN, float("inf"), [1])
@@ -29,6 +31,7 @@ WRONG = {
     int: (*COUNTS, 0, 2**31, None),
     int | None: (*COUNTS, 0, 2**31),
     Index: (*COUNTS, None),
+    Index | None: COUNTS,
     Seed: (*COUNTS, 2**31, None),
     Positive: (*NUMBERS, 0, None),
     Positive | None: (*NUMBERS, 0),
@@ -37,9 +40,10 @@ WRONG = {
     bool: (1, "no", None),
     Path: (3, None),
     Path | None: (3, True, b"x"),
+    Paths: (3, True, b"x", [3]),
 }
 MODEL = nnx.eval_shape(lambda: RNNLanguageModelConfig().build(rngs=nnx.Rngs(0)))
-VOCABULARY = Vocabulary("abc")
+VOCABULARY = Characters("abc")
 TOKENS = np.arange(99)
 TRAINER = {
     "model": MODEL,
@@ -51,17 +55,21 @@ CALLS = {
     TrainConfig: {},
     OptimizerConfig: {},
     Arguments: {"run": Path()},
-    Vocabulary: {"characters": "abc"},
-    Vocabulary.of: {"text": "abc"},
+    Characters: {"characters": "abc"},
+    Characters.of: {"text": "abc"},
     VOCABULARY.encode: {"text": "abc"},
-    read_text: {"path": None},
     split: {"tokens": TOKENS, "window": 4},
-    batches: {"windows": Windows(TOKENS, 4, TOKENS[:9]), "batch_size": 2, "seed": 0},
+    Batches: {"windows": Windows(TOKENS, 4, TOKENS[:9]), "batch_size": 2, "seed": 0},
     build_optimizer: {"config": OptimizerConfig(), "num_steps": 9},
     build_trainer: {"config": TrainConfig()},
     Trainer: TRAINER,
     Run.open: {"folder": Path()},
-    Run.create: {"folder": Path(), "config": TrainConfig(), "text": "abc"},
+    Run.create: {
+        "folder": Path(),
+        "config": TrainConfig(),
+        "vocabulary": VOCABULARY,
+        "text_digest": "",
+    },
     export: {"model": MODEL, "path": Path()},
     RNNLanguageModel: {"config": RNNLanguageModelConfig(), "rngs": nnx.Rngs(0)},
 }
@@ -90,5 +98,6 @@ def test_numpys_numbers_are_kept_as_pythons():
 
 def test_a_path_may_be_a_str(tmp_path):
     (tmp_path / "text").write_text("abc")
-    assert read_text(str(tmp_path / "text")) == "abc"  # pyright: ignore[reportArgumentType]
-    assert TrainConfig(text="x").text == Path("x")  # pyright: ignore[reportArgumentType]
+    assert [*Text([str(tmp_path / "text")]).pieces()] == ["abc", None]
+    assert TrainConfig(text="x").text == (Path("x"),)  # pyright: ignore[reportArgumentType]
+    assert TrainConfig(init="x").init == Path("x")  # pyright: ignore[reportArgumentType]

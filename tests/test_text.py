@@ -5,7 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.text import Vocabulary, Windows, batches, read_text, split
+from train.text import Text
+from train.vocabulary import Characters
+from train.windows import Batches, Windows, split
 from twinscan.command_line import CommandLineError
 
 TOKENS = np.arange(101, dtype=np.int32)
@@ -46,26 +48,26 @@ def test_rows_to_validate_on_are_drawn_from_the_whole_text():
 @pytest.mark.parametrize("val_rows", [None, 5])
 def test_batches_are_windows_in_an_order_of_their_seed(val_rows):
     windows = split(TOKENS, 7, val_rows)["train"]
-    loader = batches(windows, batch_size=4, seed=1)
+    loader = Batches(windows, batch_size=4, seed=1)
     rows = np.concatenate([loader[i] for i in range(60)])
     assert (np.diff(rows, axis=1) == 1).all()
     epochs = [rows[i : i + len(windows), 0] for i in (0, len(windows))]
-    assert all(set(epoch) == set(windows.starts) for epoch in epochs)
+    assert all(set(epoch) == set(np.asarray(windows.starts)) for epoch in epochs)
     assert (epochs[0] != epochs[1]).any()
-    again = batches(windows, batch_size=4, seed=1)
+    again = Batches(windows, batch_size=4, seed=1)
     np.testing.assert_array_equal(again[59], loader[59])
-    assert (batches(windows, batch_size=4, seed=2)[0] != loader[0]).any()
+    assert (Batches(windows, batch_size=4, seed=2)[0] != loader[0]).any()
 
 
 def test_every_character_is_a_token():
     text = "añ\U0001f600b\r\n\t"
-    vocabulary = Vocabulary.of(text)
+    vocabulary = Characters.of(text)
     assert vocabulary.decode(vocabulary.encode(text)) == text
     assert len(vocabulary) == len(set(text))
 
 
 def test_read_text_of_nothing_is_the_seeds():
-    text = read_text(None)
-    assert (len(text), len(set(text))) == (451, 20)
+    text, end = Text().pieces()
+    assert (len(text), len(set(text)), end) == (451, 20, None)
     with pytest.raises(CommandLineError):
-        read_text(Path("no-such-file.txt"))
+        Text([Path("no-such-file.txt")])

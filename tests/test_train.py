@@ -27,7 +27,8 @@ from train import evaluate, export, generate
 from train import run as run_module
 from train.config import PRESETS, TrainConfig
 from train.run import Run, build_trainer
-from train.text import ALL_WORK, Vocabulary
+from train.text import ALL_WORK
+from train.vocabulary import Characters
 from twinscan.command_line import one_line_errors
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
@@ -129,7 +130,7 @@ def test_exported_weights_are_the_twins(finished, tmp_path, capsys):
     assert_errs_as_the_twin(capsys.readouterr().out)
     twin = torch_ref.RNNLanguageModel()
     twin.load_state_dict(load_file(path))
-    tokens = Vocabulary.of(ALL_WORK).encode("All work")
+    tokens = Characters.of(ALL_WORK).encode("All work")
     ours, _ = Run.open(finished).model()(tokens[None])
     with torch.no_grad():
         of_twin, oracle = (
@@ -325,7 +326,7 @@ def params(run: Run) -> nnx.State:
 
 
 def test_half_a_line_costs_no_other(tmp_path):
-    run = Run.create(tmp_path / "run", TrainConfig(), ALL_WORK)
+    run = Run.create(tmp_path / "run", TrainConfig(), Characters.of(ALL_WORK), "")
     run.log({"step": 0})
     with (run.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": ')
@@ -380,7 +381,7 @@ config = PRESETS["all-work"]
 model = dataclasses.replace(config.model, num_layers=2, dropout_rate=0.5)
 def loss(rows, devices):
     alike = dataclasses.replace(config, model=model, batch_size=rows)
-    trainer = build_trainer(alike, jax.devices()[:devices])
+    trainer = build_trainer(alike, devices=jax.devices()[:devices])
     batch = trainer.put(np.tile(np.arange(9), (rows, 1)))
     return float(trainer.step(trainer.initial_state(), batch)[1].loss)
 print(loss(2, devices=2), loss(2, devices=1), loss(1, devices=1))

@@ -18,12 +18,14 @@ from train.curve import draw_curve
 from train.monitor import peak
 from train.run import Run, build_trainer
 from train.step import Trainer
-from train.text import ALL_WORK, Vocabulary, batches, split
+from train.text import ALL_WORK
+from train.vocabulary import Characters
+from train.windows import Batches, split
 from twinscan.command_line import CommandLineError, NonFiniteError, one_line_errors
 
 ARGS = ["--num-steps", "30", "--eval-every", "10", "--eval-batches", "2", "--log-every", "6"]
-TRAINING = split(Vocabulary.of(ALL_WORK).encode(ALL_WORK), 8)["train"]
-BATCHES = batches(TRAINING, batch_size=4, seed=2001)
+TRAINING = split(Characters.of(ALL_WORK).encode(ALL_WORK), 8)["train"]
+BATCHES = Batches(TRAINING, batch_size=4, seed=2001)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def fails_at(monkeypatch):
     def fail(*steps: int) -> None:
         bad = np.stack([BATCHES[step] for step in steps])
 
-        def failing(model, inputs, targets):
+        def failing(model, inputs, targets, **options):
             losses = token_losses(model, inputs, targets)
             if inputs.shape != bad[0, :, :-1].shape:
                 return losses
@@ -71,7 +73,7 @@ def fails_at(monkeypatch):
 def test_a_step_that_is_not_finite_changes_the_steps_number_only(number, monkeypatch):
     token_losses = train.step.token_losses
 
-    def failing(model, inputs, targets):
+    def failing(model, inputs, targets, **options):
         return token_losses(model, inputs, targets) + jnp.where(inputs[0, 0] == 7, number, 0.0)
 
     monkeypatch.setattr(train.step, "token_losses", failing)
@@ -215,7 +217,7 @@ def test_the_curve_is_redrawn_while_the_run_goes_on(tmp_path, monkeypatch):
 
 
 def test_lines_of_before_and_odd_ones_are_read(tmp_path):
-    run = Run.create(tmp_path / "run", TrainConfig(), ALL_WORK)
+    run = Run.create(tmp_path / "run", TrainConfig(), Characters.of(ALL_WORK), "")
     old = {"step": 0, "train": 3.0, "val": 3.1, "seconds": 0.1}
     odd = ["[1]", '{"start": "x"}', '{"step": true}', '{"skipped": 1}', '{"loss": 2}', "{"]
     (run.folder / "metrics.jsonl").write_text("\n".join([json.dumps(old), *odd]) + "\n")

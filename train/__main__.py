@@ -1,4 +1,4 @@
-"""`python -m train`: train a language model by character on a text."""
+"""`python -m train`: train a language model on a text."""
 
 if __name__ == "__main__":
     from twinscan.interrupted import exit_at_once
@@ -28,7 +28,9 @@ from train.loop import train
 from train.monitor import check_tensorboard
 from train.optimizer import build_schedule
 from train.run import EXPORTED, Run, build_trainer, locked
-from train.text import Vocabulary, digest_of, read_text, split
+from train.text import Text
+from train.vocabulary import BYTES, CHARACTERS, Vocabulary, first_token
+from train.windows import split
 from twinscan.command_line import CommandLineError, command, parse, parse_known, run_command
 
 PROG = "python -m train"
@@ -37,7 +39,7 @@ DEFAULT_PRESET = "all-work"
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Train a language model by character on a text, or go on with a run."""
+    """Train a language model on a text, or go on with a run."""
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig()
     preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
@@ -50,6 +52,9 @@ class Arguments:
     """The folder of a run to go on with; its own config is where the options start from."""
     allow_changed_text: bool = False
     """Go on with a run although its text has changed since."""
+    cache: Path | None = None
+    """The folder that keeps the tokens of texts, for all runs. None: twinscan in $XDG_CACHE_HOME,
+    or in ~/.cache."""
     hosts: HostsConfig = HostsConfig()
 
 
@@ -95,7 +100,7 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, T
         raise CommandLineError("--out: expected where several processes make a run")
     if arguments.resume is not None and arguments.out is not None:
         raise CommandLineError("--out: a run is resumed in its own folder")
-    if start.preset not in (None, DEFAULT_PRESET) and arguments.config.text is None:
+    if start.preset not in (None, DEFAULT_PRESET) and not arguments.config.text:
         raise CommandLineError(f"--text: the preset {start.preset} needs a text file")
     return arguments, before
 
@@ -135,15 +140,11 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     """Draw the curve, write a sample, export to the twin and compare."""
     curve, weights = run.draw_curve(), run.folder / EXPORTED
     export(model, weights)
-    prompt = run.vocabulary.characters[0]
-    tokens = generate(
-        model,
-        run.vocabulary.encode(prompt)[None],
-        300,
-        key=jax.random.key(run.config.seed),
-    )
+    prompt = np.array([first_token(run.vocabulary)])
+    tokens = generate(model, prompt[None], 300, key=jax.random.key(run.config.seed))
     console.rule("a sample")
-    console.print(prompt + run.vocabulary.decode(tokens), markup=False, highlight=False)
+    sample = itertools.chain(*map(run.vocabulary.pieces, (prompt, np.asarray(tokens)[0])))
+    console.print("".join(sample), markup=False, highlight=False)
     console.rule()
     console.print(describe_errors(model, weights), highlight=False, soft_wrap=True)
     console.print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n", highlight=False)
@@ -157,7 +158,7 @@ def config_of_new_run(
     """The config with a model of the vocabulary's size."""
     if config.model.vocab_size not in (preset.model.vocab_size, len(vocabulary)):
         raise CommandLineError(
-            f"--model.vocab-size: the text has {len(vocabulary)} distinct characters, "
+            f"--model.vocab-size: the vocabulary has {len(vocabulary)} {vocabulary.unit}s, "
             f"got {config.model.vocab_size}"
         )
     model = dataclasses.replace(config.model, vocab_size=len(vocabulary))
@@ -165,20 +166,20 @@ def config_of_new_run(
 
 
 def entered(
-    folder: Path, arguments: Arguments, config: TrainConfig, text: str, vocabulary: Vocabulary
+    folder: Path, arguments: Arguments, config: TrainConfig, digest: str, vocabulary: Vocabulary
 ) -> Run:
     """The run in the folder, which goes on with the config; a new one if there is none."""
     if not Run.is_in(folder):
-        return Run.create(folder, config, text, vocabulary)
+        return Run.create(folder, config, vocabulary, digest)
     run = Run.open(folder)
-    is_changed = run.text_digest != digest_of(text)
+    is_changed = run.text_digest != digest
     if is_changed:
         if not arguments.allow_changed_text:
             raise CommandLineError(
                 f"--text: it is not the text that the run in {folder} began with "
                 "(--allow-changed-text goes on with this one, --out begins another run)"
             )
-        run.text_digest = digest_of(text)
+        run.text_digest = digest
     change(run, config, is_resumed=arguments.resume is not None)
     if is_changed:
         run.write()
@@ -220,36 +221,47 @@ def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
     run.write()
 
 
+def absolute(tokenizer: str) -> str:
+    """The tokenizer, by a path that holds from any folder."""
+    return tokenizer if tokenizer in (CHARACTERS, BYTES) else str(Path(tokenizer).absolute())
+
+
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Train as the arguments say."""
     arguments, before = parse_arguments(args, prog)
     join(arguments.hosts)
     config = arguments.config
     check_tensorboard(config)
-    text = read_text(config.text)
+    text = Text(config.text, config.separator)
     source = arguments.resume or config.init
     of_source = Run.open(source) if source is not None and source.is_dir() else None
-    vocabulary = Vocabulary.of(text) if of_source is None else of_source.vocabulary
-    parts = split(vocabulary.encode(text, "--text"), config.window, config.val_rows)
+    if of_source is None:
+        vocabulary = text.build_vocabulary(config.tokenizer, config.end_of_text)
+    else:
+        vocabulary = of_source.vocabulary
+    parts = split(text.tokens(vocabulary, arguments.cache), config.window, config.val_rows)
     config = config.with_steps(len(parts["train"].rows))
-    paths = {"text": config.text, "init": config.init}
-    absolute = {name: path and path.absolute() for name, path in paths.items()}
-    config = dataclasses.replace(config, **absolute)
+    config = dataclasses.replace(
+        config,
+        text=tuple(path.absolute() for path in config.text),
+        init=config.init and config.init.absolute(),
+        tokenizer=absolute(config.tokenizer),
+    )
     if arguments.resume is None:
         config = config_of_new_run(config, before, vocabulary)
         name = arguments.preset or (config.init and config.init.stem) or DEFAULT_PRESET
         folder = arguments.out or default_folder(Path("runs") / name, config)
     else:
         folder = arguments.resume
-    agree({"version": __version__, "config": to_json(config), "text": digest_of(text)})
-    trainer = build_trainer(config)
+    agree({"version": __version__, "config": to_json(config), "text": text.digest})
+    trainer = build_trainer(config, vocabulary)
     if config.init is not None and not (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
         initialise(trainer, config.init)
     with contextlib.ExitStack() as stack:
 
         def enter() -> None:
             stack.enter_context(locked(folder))
-            entered(folder, arguments, config, text, vocabulary)
+            entered(folder, arguments, config, text.digest, vocabulary)
 
         by_first(enter)
         run = Run.open(folder)

@@ -1,5 +1,6 @@
 """The numbers that a run takes, each with its check."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from jax_models.ops.checks import (
@@ -8,6 +9,7 @@ from jax_models.ops.checks import (
     checked_positive,
     checked_rate,
 )
+from jax_models.options import checked_path
 
 
 def checked_not_negative(name: str, value: Any) -> float:
@@ -34,6 +36,15 @@ def checked_decay(name: str, decay: Any) -> float:
     return decay
 
 
+def checked_paths(name: str, paths: Any) -> tuple[Path, ...]:
+    """Paths; None is none of them, and one may stand alone."""
+    if paths is None:
+        return ()
+    if isinstance(paths, tuple | list):
+        return tuple(checked_path(name, path) for path in paths)
+    return (checked_path(name, paths),)
+
+
 def checked_seed(name: str, seed: Any) -> int:
     """An integer in 0 … 2³¹ − 1."""
     seed = checked_integer(name, seed)
@@ -42,6 +53,7 @@ def checked_seed(name: str, seed: Any) -> int:
     return seed
 
 
+Paths = Annotated[tuple[Path, ...], checked_paths]
 Positive = Annotated[float, checked_positive]
 NotNegative = Annotated[float, checked_not_negative]
 Betas = Annotated[tuple[float, float], checked_betas]

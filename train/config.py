@@ -18,7 +18,7 @@ from jax_models import (
     RWKVLanguageModelConfig,
 )
 from jax_models.options import CheckedFields
-from train.checks import Positive, Seed
+from train.checks import Paths, Positive, Seed
 from train.mesh import MeshConfig
 from train.optimizer import OptimizerConfig
 
@@ -51,7 +51,7 @@ def changes(before: Any, config: Any, path: str = "") -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(CheckedFields):
-    """A run: a language model by character on a text."""
+    """A run: a language model on a text."""
 
     model: Annotated[LanguageModelConfig, tyro.conf.arg(constructor=cast(Any, ModelConfig))] = (
         RNNLanguageModelConfig()
@@ -61,8 +61,15 @@ class TrainConfig(CheckedFields):
     init: Path | None = None
     """What the weights begin as: those of a run, by its folder, whose options and characters are
     then the default's, or those of a safetensors file that `export` wrote. None: random."""
-    text: Path | None = None
-    """A UTF-8 file. None: the seed's text."""
+    text: Paths = ()
+    """UTF-8 files, or folders of them. A file is a document, and so is the "text" of each line of a
+    .jsonl file. None: the seed's text."""
+    separator: str | None = None
+    """What ends a document inside a file, such as <|endoftext|>."""
+    tokenizer: str = "characters"
+    """What a token is: characters, bytes, or the tokenizer.json of the package tokenizers."""
+    end_of_text: str | None = None
+    """The tokenizer's token that ends a document; by default a usual one that it has."""
     val_rows: int | None = None
     """Rows of `window` characters to validate on, drawn from the whole text; the others are to
     train on, each once an epoch. None: the last tenth of the text, and all windows of the first
@@ -76,7 +83,7 @@ class TrainConfig(CheckedFields):
     accumulate: int = 1
     """Parts of a batch whose gradients are computed one after the other, in less memory."""
     window: int = 8
-    """Characters of a window."""
+    """Tokens of a window."""
     eval_every: int = 100
     """Steps between evaluations, each with a checkpoint."""
     eval_batches: int = 200

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -12,9 +12,11 @@ from flax import nnx
 
 from jax_models import tune_allocator
 from jax_models.options import CheckedFields
+from train.checks import Paths
 from train.run import Run, build_trainer
 from train.step import Trainer
-from train.text import read_text, split
+from train.text import Text
+from train.windows import Windows, split
 from twinscan.command_line import parse, run_command
 
 PROG = "python -m train.evaluate"
@@ -22,26 +24,36 @@ PROG = "python -m train.evaluate"
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(CheckedFields):
-    """Mean loss, and mean probability of the character that comes next, over both parts of a text.
+    """Mean loss, and mean probability of the token that comes next, over both parts of a text.
 
     Each part is cut into rows of the run's window, and a prediction sees its own row alone.
     """
 
     run: Path
     """The folder of the run."""
-    text: Path | None = None
-    """A UTF-8 file; by default the text that the run was trained on."""
+    text: Paths = ()
+    """UTF-8 files or folders; by default the text that the run was trained on."""
     num_tokens: int | None = None
-    """How many characters of each part to predict, row by row from its first. None: all."""
+    """How many tokens of each part to predict, row by row from its first. None: all."""
+    cache: Path | None = None
+    """As of `twinscan train`."""
 
 
-def losses(trainer: Trainer, params: nnx.State, rows: np.ndarray, batch_size: int) -> np.ndarray:
+BATCHES_AT_ONCE = 64
+"""That are read and evaluated in one call."""
+
+
+def losses(
+    trainer: Trainer, params: nnx.State, rows: Windows, batch_size: int
+) -> Iterator[np.ndarray]:
     """The loss of each token that the rows predict, in order."""
     whole = len(rows) - len(rows) % batch_size
-    groups = [rows[:whole].reshape(-1, batch_size, rows.shape[1]), rows[whole:][None]]
-    return np.concatenate(
-        [np.ravel(trainer.evaluate(params, group)) for group in groups if group.size]
-    )
+    for start in range(0, whole, BATCHES_AT_ONCE * batch_size):
+        group = rows[start : min(start + BATCHES_AT_ONCE * batch_size, whole)]
+        group = group.reshape(-1, batch_size, group.shape[1])
+        yield np.ravel(trainer.evaluate(params, group))
+    if whole < len(rows):
+        yield np.ravel(trainer.evaluate(params, rows[whole:][None]))
 
 
 def main(args: Sequence[str], prog: str = PROG) -> None:
@@ -50,16 +62,19 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     num_tokens = arguments.num_tokens
     run = Run.open(arguments.run)
     config = run.config
-    trainer = build_trainer(config, jax.devices()[:1])
+    vocabulary = run.vocabulary
+    trainer = build_trainer(config, vocabulary, jax.devices()[:1])
     params = run.restore(trainer).averaged_params
-    tokens = run.vocabulary.encode(read_text(arguments.text or config.text), "--text")
+    text = Text(arguments.text or config.text, config.separator)
+    tokens = text.tokens(vocabulary, arguments.cache)
     for name, part in split(tokens, config.window, config.val_rows).items():
         num_rows = None if num_tokens is None else math.ceil(num_tokens / config.window)
-        rows = part.rows[:num_rows]
-        loss = losses(trainer, params, rows, config.batch_size)[:num_tokens].astype(np.float64)
+        rows = dataclasses.replace(part, starts=part.rows.starts[:num_rows])
+        loss = np.concatenate([*losses(trainer, params, rows, config.batch_size)])[:num_tokens]
         print(
-            f"{name}: {loss.mean():.4f} nats per character, "
-            f"mean probability {np.exp(-loss).mean():.4f}, over {loss.size:,} characters"
+            f"{name}: {loss.mean(dtype=np.float64):.4f} nats per {vocabulary.unit}, "
+            f"mean probability {np.exp(-loss).mean(dtype=np.float64):.4f}, "
+            f"over {loss.size:,} {vocabulary.unit}s"
         )
 
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jax_models import LanguageModel, stream, tune_allocator
 from jax_models.options import CheckedFields
 from train.checks import NotNegative, Seed
-from train.pretrained import Numbers, Tokens, read_model, tokens_of
+from train.pretrained import Numbers, read_model, tokens_of
 from train.run import Run
+from train.vocabulary import Tokens, first_token
 from twinscan.command_line import CommandLineError, NonFiniteError, parse, run_command
 
 PROG = "python -m train.generate"
@@ -26,11 +28,11 @@ class Arguments(CheckedFields):
     weights: Path | None = None
     """A checkpoint of RWKV-4, 6 or 7, .pth or .safetensors, in the place of a run."""
     prompt: str | None = None
-    """The text to continue; of a run by default the vocabulary's first character."""
+    """The text to continue; by default of a run the end of another, or its first token."""
     prompt_tokens: str | None = None
     """The tokens to continue, integers between spaces; the continuation is tokens, too."""
     num_tokens: int = 500
-    """Tokens to write: of a run, characters."""
+    """Tokens to write, at most: the end of the text ends it."""
     temperature: NotNegative = 1.0
     """Flattens (> 1) or sharpens (< 1) the distribution."""
     top_k: int | None = None
@@ -60,12 +62,11 @@ class Arguments(CheckedFields):
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Print the prompt and its continuation."""
     arguments = parse(Arguments, args, prog=prog)
-    model, vocabulary, prompt = _opened(arguments)
-    option = "--prompt" if arguments.prompt_tokens is None else "--prompt-tokens"
+    model, vocabulary, prompt, tokens = _opened(arguments)
     try:
         continuation = stream(
             model,
-            vocabulary.encode(prompt, option)[None],
+            tokens[None],
             arguments.num_tokens,
             key=jax.random.key(arguments.seed),
             temperature=0.0 if arguments.greedy else arguments.temperature,
@@ -83,17 +84,23 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         print()
 
 
-def _opened(arguments: Arguments) -> tuple[LanguageModel, Tokens, str]:
-    """The model, what its tokens stand for, and the prompt."""
-    if arguments.run is not None:
-        run = Run.open(arguments.run)
-        model, vocabulary, prompt = run.model(), run.vocabulary, run.vocabulary.characters[0]
+def _opened(arguments: Arguments) -> tuple[LanguageModel, Tokens, str, np.ndarray]:
+    """The model, what its tokens stand for, and the prompt, also as tokens."""
+    prompt, numbers = arguments.prompt, arguments.prompt_tokens
+    run = None if arguments.run is None else Run.open(arguments.run)
+    if run is not None:
+        model = run.model()
     else:
         assert arguments.weights is not None
-        model, vocabulary, prompt = read_model(arguments.weights), None, ""
-    if arguments.prompt_tokens is not None:
-        return model, Numbers(), arguments.prompt_tokens
-    return model, vocabulary or tokens_of(model), arguments.prompt or prompt
+        model = read_model(arguments.weights)
+    if numbers is not None:
+        return model, Numbers(), numbers, Numbers().encode(numbers, "--prompt-tokens")
+    vocabulary = tokens_of(model) if run is None else run.vocabulary
+    if prompt is None:
+        assert run is not None
+        first = np.array([first_token(run.vocabulary)])
+        return model, vocabulary, "".join(vocabulary.pieces(first)), first
+    return model, vocabulary, prompt, vocabulary.encode(prompt, "--prompt")
 
 
 if __name__ == "__main__":

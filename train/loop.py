@@ -13,7 +13,7 @@ from train.interruption import Interruption
 from train.monitor import Monitor
 from train.run import Run
 from train.step import Measures, Trainer, TrainState
-from train.text import Windows, batches
+from train.windows import Batches, Windows
 from twinscan.command_line import NonFiniteError, StoppedError
 
 STEPS_PER_CALL = 10
@@ -42,20 +42,15 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     config = run.config
     state = run.restore(trainer) if run.checkpoints.steps else trainer.initial_state()
     step = int(state.step)
-    sampler = partial(batches, batch_size=config.batch_size)
+    sampler = partial(Batches, batch_size=config.batch_size)
     training = sampler(parts["train"], seed=config.seed)
     evaluation = {
         name: np.stack([sampler(part, seed=config.seed + 1)[i] for i in range(config.eval_batches)])
         for name, part in parts.items()
     }
 
-    def rows(step: int) -> list[int]:
-        starts = parts["train"].starts
-        indices = Windows(starts, 0, np.arange(len(starts)))
-        return sampler(indices, seed=config.seed)[step].ravel().tolist()
-
     steps_per_call, call = 1, None
-    monitor = Monitor(run, trainer, console, step, rows)
+    monitor = Monitor(run, trainer, console, step, lambda step: training.starts(step).tolist())
     with monitor, Interruption() as interruption:
         while True:
             stopping, steps_per_call = decided(interruption.signal, steps_per_call)
@@ -72,9 +67,10 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
             call_time = time.perf_counter()
             next_evaluation = step - step % config.eval_every + config.eval_every
             stop = min(step + steps_per_call, next_evaluation, config.num_steps)
-            chunk = [training[i] for i in range(step, stop)]
+            chunk = [training.starts(i) for i in range(step, stop)]
             chunk += chunk[-1:] * (STEPS_PER_CALL - len(chunk))  # one program for every call
-            state, measures = trainer.steps(state, trainer.put(np.stack(chunk)), stop - step)
+            tokens = trainer.put_windows(training.windows, np.stack(chunk))
+            state, measures = trainer.steps(state, tokens, stop - step)
             monitor.called(stop, time.perf_counter() - call_time)
             before, call = call, Call(step, stop, measures)
             record(run, trainer, monitor, state, before)  # while the device works on this call

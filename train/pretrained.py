@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,22 +18,10 @@ WORLD_SIZE = 2**16
 END_OF_TEXT = 0
 
 
-class Tokens(Protocol):
-    """What tokens stand for."""
-
-    def encode(self, text: str, name: str) -> np.ndarray:
-        """The tokens of a text; an error calls the text by the name."""
-        ...
-
-    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, as they come."""
-        ...
-
-
 class Numbers:
     """Tokens as they are."""
 
-    def encode(self, text: str, name: str) -> np.ndarray:
+    def encode(self, text: str, name: str = "text") -> np.ndarray:
         """Integers between spaces."""
         numbers = text.split()
         for number in numbers:
@@ -63,7 +50,7 @@ class World:
         with resources.as_file(resources.files("rwkv") / "rwkv_vocab_v20230424.txt") as path:
             self._trie = TRIE_TOKENIZER(path)
 
-    def encode(self, text: str, name: str) -> np.ndarray:
+    def encode(self, text: str, name: str = "text") -> np.ndarray:
         """The longest tokens, one after the other."""
         try:
             return np.array(self._trie.encode(text), np.int32)

@@ -17,11 +17,12 @@ from jax_models import LanguageModel
 from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig, from_json, to_json
+from train.files import faults_of, write_whole
 from train.hosts import is_first
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import build_optimizer, forms, reformed
 from train.step import Trainer, TrainState
-from train.text import Vocabulary, digest_of
+from train.vocabulary import Vocabulary, from_fields
 from twinscan.command_line import CommandLineError
 
 T = TypeVar("T")
@@ -50,11 +51,9 @@ class Run:
     @classmethod
     @checked_options
     def create(
-        cls, folder: Path, config: TrainConfig, text: str, vocabulary: Vocabulary | None = None
+        cls, folder: Path, config: TrainConfig, vocabulary: Vocabulary, text_digest: str
     ) -> "Run":
         """A new run in a folder that is empty, does not exist, or has a run that never began.
-
-        By default with the vocabulary of the text.
 
         Raises:
             CommandLineError: the folder has something in it, or cannot be made.
@@ -64,7 +63,7 @@ class Run:
         check_content(folder)
         with faults_of(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            run = cls(folder, config, vocabulary or Vocabulary.of(text), digest_of(text))
+            run = cls(folder, config, vocabulary, text_digest)
             run.write()
         return run
 
@@ -87,7 +86,7 @@ class Run:
         vocabulary, digest = _read(folder, VOCABULARY, _vocabulary)
         if len(vocabulary) != config.model.vocab_size:
             raise CommandLineError(
-                f"{folder / VOCABULARY}: {len(vocabulary)} characters for a model of "
+                f"{folder / VOCABULARY}: {len(vocabulary)} {vocabulary.unit}s for a model of "
                 f"{config.model.vocab_size}"
             )
         if not (folder / CHECKPOINTS).is_dir():
@@ -102,9 +101,9 @@ class Run:
 
     def write(self) -> None:
         """Write what the run is: the vocabulary, then the config, each whole or not at all."""
-        vocabulary = {"characters": self.vocabulary.characters, "text_digest": self.text_digest}
-        _write(self.folder / VOCABULARY, json.dumps(vocabulary) + "\n")
-        _write(self.folder / CONFIG, to_json(self.config))
+        vocabulary = self.vocabulary.fields() | {"text_digest": self.text_digest}
+        write_whole(self.folder / VOCABULARY, json.dumps(vocabulary) + "\n")
+        write_whole(self.folder / CONFIG, to_json(self.config))
 
     def restore(self, trainer: Trainer) -> TrainState:
         """The state of the newest checkpoint that is intact; what is wrong with newer ones is said.
@@ -138,7 +137,7 @@ class Run:
 
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
-        trainer = build_trainer(self.config, jax.devices()[:1])
+        trainer = build_trainer(self.config, self.vocabulary, jax.devices()[:1])
         return trainer.model(self.restore(trainer).averaged_params)
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -237,18 +236,13 @@ def check_content(folder: Path) -> None:
             raise CommandLineError(f"{folder}: the folder is not empty, and has no run")
 
 
-@contextlib.contextmanager
-def faults_of(folder: Path) -> Iterator[None]:
-    """Name the folder where the system refuses something of it."""
-    try:
-        yield
-    except OSError as error:
-        raise CommandLineError(f"{error.filename or folder}: {error.strerror}") from None
-
-
 @checked_options
-def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> Trainer:
-    """The model and the optimiser of a config.
+def build_trainer(
+    config: TrainConfig,
+    vocabulary: Vocabulary | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Trainer:
+    """The model and the optimiser of a config, over documents that end as the vocabulary says.
 
     By default on the config's mesh; on given devices, with the batch's rows divided over them.
 
@@ -273,6 +267,7 @@ def build_trainer(config: TrainConfig, devices: Sequence[Any] | None = None) -> 
             fully_sharded=mesh_config.fully_sharded,
             accumulate=config.accumulate,
             seed=config.seed,
+            end_of_text=None if vocabulary is None else vocabulary.end_of_text,
         )
     except (NotImplementedError, TypeError, ValueError) as error:
         raise CommandLineError(str(error)) from None
@@ -298,12 +293,6 @@ def _kind(record: dict[str, Any]) -> Kind:
 
 def _vocabulary(text: str) -> tuple[Vocabulary, str]:
     fields = json.loads(text)
-    if not isinstance(fields, dict) or fields.keys() != {"characters", "text_digest"}:
-        raise ValueError("expected characters and text_digest")
-    return Vocabulary(fields["characters"]), fields["text_digest"]
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    if not isinstance(fields, dict) or "text_digest" not in fields:
+        raise ValueError("expected a vocabulary and text_digest")
+    return from_fields(fields), fields["text_digest"]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import LanguageModel
 from jax_models.ops import carry_dtype
-from jax_models.options import checked_options
+from jax_models.options import Index, checked_options
 from train.accumulation import accumulated
 from train.checks import Seed
 from train.digest import by_path
@@ -30,6 +30,7 @@ from train.mesh import (
     without_model,
 )
 from train.optimizer import AveragedState, apply_gradient
+from train.windows import Windows
 
 
 class TrainState(NamedTuple):
@@ -56,10 +57,16 @@ class Measures(NamedTuple):
 
 
 def token_losses(
-    model: LanguageModel, inputs: Int[Array, "batch window"], targets: Int[Array, "batch window"]
+    model: LanguageModel,
+    inputs: Int[Array, "batch window"],
+    targets: Int[Array, "batch window"],
+    end_of_text: int | None = None,
 ) -> Float[Array, "batch window"]:
-    """−log p of each target, given the inputs up to it, in nats and at least float32."""
-    logits, _ = model(inputs)
+    """−log p of each target, given its document up to it, in nats and at least float32.
+
+    The end of a text is also what the next document begins with: there, the state is zero again.
+    """
+    logits, _ = model(inputs, reset=None if end_of_text is None else inputs == end_of_text)
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(carry_dtype(logits.dtype)), targets
     )
@@ -72,7 +79,7 @@ class Trainer:
     over `model`. Parameters and the optimiser's state are whole or, `fully_sharded`, in parts.
 
     Raises:
-        NotImplementedError: the model's time cannot be divided.
+        NotImplementedError: the model's time cannot be divided, or its state not be reset.
         ValueError: the model has nothing that the axis `model` divides, or not evenly.
 
     """
@@ -87,9 +94,11 @@ class Trainer:
         fully_sharded: bool = False,
         seed: Seed,
         accumulate: int = 1,
+        end_of_text: Index | None = None,
     ):
         self.mesh = mesh
         self.accumulate = accumulate
+        self.losses = partial(token_losses, end_of_text=end_of_text)
         self.graphdef, self.initial_params, self.rest = nnx.split(model, nnx.Param, ...)
         self.optimizer = optimizer
         self.dropout_key = jax.random.key(seed)
@@ -114,6 +123,9 @@ class Trainer:
         )
         self.local_graphdef, local_params, _ = nnx.split(view, nnx.Param, ...)
         self.local_structure = jax.tree.structure(local_params)
+        if end_of_text is not None:
+            one = jnp.zeros((1, 1), jnp.int32)
+            nnx.eval_shape(lambda model: self.losses(model, one, one), model)
 
     def initial_state(self) -> TrainState:
         """The state before the first step. The step uses a state up; the model keeps its arrays.
@@ -148,6 +160,15 @@ class Trainer:
         sharding = self.sharding(batch.ndim)
         return jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)
 
+    def put_windows(self, windows: Windows, starts: np.ndarray) -> Int[Array, "n batch window+1"]:
+        """The windows that begin at these places; each process reads what its devices need."""
+        shape = (*starts.shape, windows.window + 1)
+
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            return windows.at(starts[(index or ())[:-1]])
+
+        return jax.make_array_from_callback(shape, self.sharding(len(shape)), read)
+
     def whole(self, params: nnx.State) -> nnx.State:
         """The parameters on one device of this process."""
         everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(self.mesh, P()))
@@ -174,7 +195,7 @@ class Trainer:
         def loss_fn(params, key, inputs, targets):
             model = self._local_model(params)
             nnx.reseed(model, default=key)
-            return jnp.mean(token_losses(model, inputs, targets))
+            return jnp.mean(self.losses(model, inputs, targets))
 
         def mean_loss_and_gradient(params, step, inputs, targets):
             key = jax.random.fold_in(self.dropout_key, step)
@@ -235,7 +256,7 @@ class Trainer:
         def losses(params, inputs, targets):
             model = self._local_model(params)
             model = nnx.view(model, deterministic=True, raise_if_not_found=False)
-            return jax.lax.map(lambda batch: token_losses(model, *batch), (inputs, targets))
+            return jax.lax.map(lambda batch: self.losses(model, *batch), (inputs, targets))
 
         batches = jnp.asarray(batches)
         return jax.shard_map(

@@ -1,156 +1,305 @@
-"""Text as tokens: reading, vocabulary, windows, batches."""
+"""Text: the files it is in, its documents, and their tokens in a file that many runs share."""
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import codecs
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import IO
 
-import grain
+import filelock
 import numpy as np
-from numpy.typing import ArrayLike
 
-from jax_models.options import CheckedFields, checked_options
-from train.checks import Seed
 from train.digest import bytes_digest
+from train.files import blocks, faults_of, file_digest
+from train.vocabulary import (
+    BYTES,
+    CHARACTERS,
+    Bytes,
+    Characters,
+    Subwords,
+    Vocabulary,
+    read_tokenizer,
+    to_text,
+)
+from train.windows import TokenArray, TokenFile
 from twinscan.command_line import CommandLineError
 
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
 """The seed's text."""
+FORMAT = 1
+"""Of the files of tokens. Another format has other names."""
+TOKENS, MANIFEST = "tokens", "manifest.json"
+LONGEST_LINE = 1 << 24
+"""Characters. A longer line is cut anywhere."""
+PIECES_AT_ONCE = 16
+"""Pieces of about a mebibyte that a tokenizer divides over the cores."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Vocabulary(CheckedFields):
-    """The distinct characters of a text, in order; a token is a character's place among them."""
+class Text:
+    """Documents in UTF-8: files, all files of folders, or the seed's text.
 
-    characters: str
-
-    @classmethod
-    @checked_options
-    def of(cls, text: str) -> "Vocabulary":
-        """The vocabulary of a text."""
-        return cls("".join(sorted(set(text))))
-
-    def __len__(self) -> int:
-        return len(self.characters)
-
-    @checked_options
-    def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """The tokens of a text, int32; an error calls the text by the name.
-
-        Raises:
-            CommandLineError: the text has characters outside the vocabulary.
-
-        """
-        unknown = sorted(set(text) - set(self.characters))
-        if unknown:
-            raise CommandLineError(
-                f"{name}: not in the vocabulary: {', '.join(map(repr, unknown[:20]))}"
-                f"{' …' if len(unknown) > 20 else ''}; it has {self.characters!r}"
-            )
-        codes = np.array([ord(c) for c in self.characters])
-        return np.searchsorted(codes, np.frombuffer(text.encode("utf-32-le"), np.uint32)).astype(
-            np.int32
-        )
-
-    def decode(self, tokens: ArrayLike) -> str:
-        """The text of tokens."""
-        return "".join(self.characters[token] for token in np.ravel(tokens))
-
-    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, as they come."""
-        return map(self.decode, tokens)
-
-
-@checked_options
-def read_text(path: Path | None) -> str:
-    """The text of a UTF-8 file, or the seed's for None.
+    A file is a document, a line of a `.jsonl` file is one (its "text"), and `separator` ends one.
 
     Raises:
-        CommandLineError: there is no such file, or it is empty or not UTF-8.
+        CommandLineError: a file is not there, cannot be read, is empty, or is not UTF-8.
 
     """
-    if path is None:
-        return ALL_WORK
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CommandLineError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CommandLineError(f"{path}: not UTF-8 at byte {error.start}") from None
-    if not text:
-        raise CommandLineError(f"{path}: the file is empty")
-    return text
 
-
-@checked_options
-def digest_of(text: str) -> str:
-    """By which a text is known again."""
-    return bytes_digest(text.encode("utf-8")).hexdigest()
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """Windows of a text, each with the token after it: item i begins at starts[i]."""
-
-    tokens: np.ndarray
-    window: int
-    starts: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int | slice) -> np.ndarray:
-        return self.tokens[self.starts[index][..., None] + np.arange(self.window + 1)]
+    def __init__(self, paths: Iterable[Path] = (), separator: str | None = None):
+        self.files = [file for path in paths for file in _files(Path(path))]
+        self.separator = separator
+        self._digests = [_checked_digest(file) for file in self.files]
+        self.has_documents = (
+            len(self.files) > 1
+            or separator is not None
+            or any(_is_json_lines(file) for file in self.files)
+        )
+        """Are there several documents, so that a token ends each?"""
 
     @property
-    def rows(self) -> "Windows":
-        """Those that begin at multiples of `window`: no two of them predict one token."""
-        return dataclasses.replace(self, starts=self.starts[self.starts % self.window == 0])
+    def digest(self) -> str:
+        """By which the text is known again: that of its bytes, or of its files' digests."""
+        if not self.files:
+            return bytes_digest(ALL_WORK.encode()).hexdigest()
+        first, *others = self._digests
+        return bytes_digest(" ".join(self._digests).encode()).hexdigest() if others else first
+
+    def pieces(self) -> Iterator[str | None]:
+        """The text in pieces, cut at ends of lines where there are any; None ends a document."""
+        if not self.files:
+            yield ALL_WORK
+            yield None
+        for file in self.files:
+            if _is_json_lines(file):
+                yield from _documents_of_lines(file)
+            else:
+                yield from _divided(_decoded(file), self.separator)
+
+    def build_vocabulary(self, tokenizer: str, end: str | None = None) -> Vocabulary:
+        """The vocabulary of a new run on the text: "characters", "bytes" or a tokenizer's file."""
+        if tokenizer == CHARACTERS:
+            pieces = (piece for piece in self.pieces() if piece is not None)
+            return Characters.of_pieces(pieces, has_end=self.has_documents)
+        if tokenizer == BYTES:
+            return Bytes(has_end=self.has_documents)
+        return read_tokenizer(Path(tokenizer), end)
+
+    def tokens(self, vocabulary: Vocabulary, cache: Path | None = None) -> TokenArray:
+        """The text's tokens: those of a file, written the first time, which is then read in parts.
+
+        Args:
+            vocabulary: what tokens stand for.
+            cache: the folder of such files; by default `default_cache()`.
+
+        Raises:
+            CommandLineError: the vocabulary lacks something of the text, or the cache cannot be
+                written.
+
+        """
+        if self.has_documents and vocabulary.end_of_text is None:
+            raise CommandLineError(
+                "--text: there are several documents, and the vocabulary has no token that ends "
+                "one (give one file, or a tokenizer's token by --end-of-text)"
+            )
+        if not self.files:
+            return vocabulary.encode(ALL_WORK, "--text")
+        cache = cache or default_cache()
+        kinds = [_is_json_lines(file) for file in self.files]
+        identity = json.dumps([FORMAT, self._digests, kinds, self.separator, to_text(vocabulary)])
+        folder = cache / bytes_digest(identity.encode()).hexdigest()
+        with faults_of(cache):
+            cache.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(f"{folder}.lock"):
+                if not folder.exists() or _is_damaged(folder):
+                    self._write(vocabulary, folder)
+                return TokenFile(folder / TOKENS, _dtype(vocabulary))
+
+    def _write(self, vocabulary: Vocabulary, folder: Path) -> None:
+        partial = folder.with_name(f"{folder.name}.partial")
+        for old in (partial, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        partial.mkdir()
+        dtype = _dtype(vocabulary)
+        digest, count = bytes_digest(), 0
+        try:
+            with (partial / TOKENS).open("wb") as file:
+                for tokens in _encoded(self.pieces(), vocabulary, has_end=self.has_documents):
+                    data = tokens.astype(dtype).tobytes()
+                    digest.update(data)
+                    file.write(data)
+                    count += len(tokens)
+                _to_disk(file)
+            for source, known in zip(self.files, self._digests, strict=True):
+                if file_digest(source) != known:
+                    raise CommandLineError(f"{source}: the file changed while it was read")
+            manifest = {
+                "sources": dict(zip(map(str, self.files), self._digests, strict=True)),
+                "vocabulary": bytes_digest(to_text(vocabulary).encode()).hexdigest(),
+                "dtype": dtype.name,
+                "tokens": count,
+                "digest": digest.hexdigest(),
+            }
+            with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+                json.dump(manifest, file, indent=2)
+                _to_disk(file)
+            os.replace(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-@checked_options
-def split(tokens: np.ndarray, window: int, val_rows: int | None = None) -> dict[str, Windows]:
-    """The windows to train on and those to validate on; no token is predicted in both.
+def default_cache() -> Path:
+    """`twinscan` in $XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinscan"
 
-    By default all windows of the first nine tenths and all of the rest, as seed 001 splits. With
-    `val_rows` as seed 002 does: the text is cut into rows of `window`, and so many of them, drawn
-    at random but the same for every run, are to validate on.
 
-    Raises:
-        CommandLineError: the text is too short for both parts.
+def _files(path: Path) -> list[Path]:
+    """A file, or all files under a folder, in order, but for hidden ones."""
+    with faults_of(path):
+        if not path.is_dir():
+            return [path]
+        names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    files = [path / name for name in names if not any(part[0] == "." for part in name.parts)]
+    if not files:
+        raise CommandLineError(f"{path}: the folder has no files")
+    return files
 
+
+def _checked_digest(file: Path) -> str:
+    with faults_of(file):
+        if not file.is_file():
+            file.open("rb").close()  # names what is wrong with it
+            raise CommandLineError(f"{file}: not a file")
+        if not file.stat().st_size:
+            raise CommandLineError(f"{file}: the file is empty")
+        return file_digest(file)
+
+
+def _is_json_lines(file: Path) -> bool:
+    return file.suffix == ".jsonl"
+
+
+def _decoded(file: Path) -> Iterator[str]:
+    """A file's text, with any end of a line as a newline."""
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    newlines = io.IncrementalNewlineDecoder(None, translate=True)
+    place = 0
+    with faults_of(file):
+        for block in _with_end(blocks(file)):
+            begin = place - len(utf8.getstate()[0])
+            try:
+                text = utf8.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise CommandLineError(f"{file}: not UTF-8 at byte {begin + error.start}") from None
+            place += len(block)
+            yield newlines.decode(text, final=not block)
+
+
+def _with_end(data: Iterable[bytes]) -> Iterator[bytes]:
+    yield from data
+    yield b""
+
+
+def _divided(texts: Iterable[str], separator: str | None) -> Iterator[str | None]:
+    """Documents that a separator ends, in pieces; the last ends with the text."""
+    rest, is_open = "", False
+    for text in texts:
+        *ended, rest = (rest + text).split(separator) if separator else [rest + text]
+        for document in ended:
+            if document:
+                yield document
+            if document or is_open:
+                yield None
+            is_open = False
+        if cut := _cut(rest, len(rest) - len(separator or "")):
+            yield rest[:cut]
+            rest, is_open = rest[cut:], True
+    if rest:
+        yield rest
+    if rest or is_open:
+        yield None
+
+
+def _cut(text: str, end: int) -> int:
+    """Where the last line before the end begins, if no other space is near; 0 if nowhere yet.
+
+    (There, tokenizers cut anyway.)
     """
-    if val_rows is None:
-        n = int(0.9 * len(tokens))
-        halves = {"train": tokens[:n], "val": tokens[n:]}
-        for name, half in halves.items():
-            if len(half) <= window:
+    newline = text.rfind("\n", 0, max(end, 0))
+    while newline > 0 and len("".join(text[newline - 1 : newline + 2].split())) < 2:
+        newline = text.rfind("\n", 0, newline)
+    if newline > 0:
+        return newline + 1
+    return end if end >= LONGEST_LINE else 0
+
+
+def _documents_of_lines(file: Path) -> Iterator[str | None]:
+    """The "text" of each line of JSON."""
+    with faults_of(file), file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                document = json.loads(line)["text"]
+                if not isinstance(document, str):
+                    raise TypeError
+                document.encode("utf-8")
+            except (KeyError, TypeError, ValueError):
                 raise CommandLineError(
-                    f"--text: the text is too short: its {name} part has {len(half)} characters, "
-                    f"and a --window of {window} takes {window + 1}"
-                )
-        return {
-            name: Windows(half, window, np.arange(len(half) - window))
-            for name, half in halves.items()
-        }
-    rows = (len(tokens) - 1) // window
-    if val_rows >= rows:
-        raise CommandLineError(
-            f"--val-rows: expected fewer than the {rows} rows of {window} characters that the text "
-            f"has, got {val_rows}"
-        )
-    starts = window * np.random.default_rng(0).permutation(rows)
-    return {
-        "train": Windows(tokens, window, starts[val_rows:]),
-        "val": Windows(tokens, window, starts[:val_rows]),
-    }
+                    f'{file}: line {number}: expected a JSON object with a string "text", in UTF-8'
+                ) from None
+            if document:
+                yield document
+                yield None
 
 
-@checked_options
-def batches(windows: Windows, *, batch_size: int, seed: Seed) -> Sequence[np.ndarray]:
-    """Endless batches (batch_size, window + 1): all windows in a random order, and again.
+def _encoded(
+    pieces: Iterable[str | None], vocabulary: Vocabulary, *, has_end: bool
+) -> Iterator[np.ndarray]:
+    """The tokens of the pieces; a token ends each document, if it `has_end`."""
+    end = np.array([vocabulary.end_of_text] if has_end else [], np.int32)
+    if not isinstance(vocabulary, Subwords):
+        for piece in pieces:
+            yield end if piece is None else vocabulary.encode(piece, "--text")
+        return
+    waiting: list[str | None] = []
+    for piece in pieces:
+        waiting.append(piece)
+        if len(waiting) == PIECES_AT_ONCE:
+            yield from _encoded_together(waiting, vocabulary, end)
+            waiting = []
+    yield from _encoded_together(waiting, vocabulary, end)
 
-    Batch i is a function of the seed and of i alone: to resume after i batches, go on with batch i.
-    """
-    source = grain.MapDataset.source(windows)
-    return cast(Sequence[np.ndarray], source.shuffle(seed=seed).repeat().batch(batch_size))
+
+def _encoded_together(
+    pieces: list[str | None], vocabulary: Subwords, end: np.ndarray
+) -> Iterator[np.ndarray]:
+    texts = [piece for piece in pieces if piece is not None]
+    encodings = iter(vocabulary.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    for piece in pieces:
+        yield end if piece is None else np.array(next(encodings).ids, np.int32)
+
+
+def _dtype(vocabulary: Vocabulary) -> np.dtype:
+    """The narrowest that holds the tokens."""
+    return np.min_scalar_type(len(vocabulary) - 1)
+
+
+def _is_damaged(folder: Path) -> bool:
+    """Is a file of tokens not what its manifest says? It is then said, and written again."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        is_damaged = file_digest(folder / TOKENS) != manifest["digest"]
+    except (KeyError, OSError, TypeError, ValueError):
+        is_damaged = True
+    if is_damaged:
+        print(f"{folder}: the tokens are damaged, and are made again", file=sys.stderr)
+    return is_damaged
+
+
+def _to_disk(file: IO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

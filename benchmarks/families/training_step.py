@@ -44,7 +44,7 @@ def ours(problem: TrainingStep) -> Call:
     config = PRESETS[problem.preset]
     model = dataclasses.replace(config.model, vocab_size=VOCAB)
     config = dataclasses.replace(config, model=model, num_steps=1000, num_epochs=None)
-    trainer = build_trainer(config, jax.devices()[:1])
+    trainer = build_trainer(config, devices=jax.devices()[:1])
     shape = (config.batch_size, config.window + 1)
     tokens = np.random.default_rng(0).integers(VOCAB, size=shape, dtype=np.int32)
     state, tokens = trainer.initial_state(), trainer.put(tokens)

@@ -142,7 +142,7 @@ def lower_train_step(preset: str, rows: int, chips: Sequence[Any]) -> jax.stages
     """The step of `python -m train`."""
     batch_size = rows * len(chips)
     config = dataclasses.replace(PRESETS[preset], batch_size=batch_size, dtype="float32")
-    trainer = build_trainer(config, chips)
+    trainer = build_trainer(config, devices=chips)
     state = jax.eval_shape(trainer.initial_state)
     state = jax.tree.map(_placed, state, trainer.shardings(state))
     tokens = jax.ShapeDtypeStruct((batch_size, config.window + 1), jnp.int32)

@@ -11,7 +11,9 @@ from parity_tests.registry import CASES
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import OptimizerConfig, build_optimizer, clip_by_global_norm
 from train.step import Trainer
-from train.text import ALL_WORK, Vocabulary, batches, split
+from train.text import ALL_WORK
+from train.vocabulary import Characters
+from train.windows import Batches, split
 
 CASE = CASES["RNNLanguageModel"]
 
@@ -59,9 +61,9 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
     ],
 )
 def test_seed_experiment_follows_torch(num_steps, clip_norm, tolerance):
-    vocabulary = Vocabulary.of(ALL_WORK)
+    vocabulary = Characters.of(ALL_WORK)
     part = split(vocabulary.encode(ALL_WORK), window=8)["train"]
-    loader = batches(part, batch_size=4, seed=7)
+    loader = Batches(part, batch_size=4, seed=7)
     rows = [loader[i] for i in range(num_steps)]
     torch.manual_seed(2001)
     twin = CASE.twin().double()

@@ -1,0 +1,43 @@
+"""Files: their faults in one line, and files that are there whole or not at all."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from train.digest import bytes_digest
+from twinscan.command_line import CommandLineError
+
+BLOCK = 1 << 20
+"""Bytes that are read at a time."""
+
+
+@contextlib.contextmanager
+def faults_of(path: Path) -> Iterator[None]:
+    """Name the path where the system refuses something of it."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandLineError(f"{error.filename or path}: {error.strerror}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def blocks(path: Path) -> Iterator[bytes]:
+    """A file's bytes, in blocks."""
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            yield block
+
+
+def file_digest(path: Path) -> str:
+    """The digest of a file's bytes."""
+    digest = bytes_digest()
+    for block in blocks(path):
+        digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,255 @@
+"""Vocabularies: what tokens stand for."""
+
+import codecs
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jax_models.ops.checks import described
+from jax_models.options import CheckedFields, checked_options
+from train.files import faults_of
+from twinscan.command_line import CommandLineError
+
+CHARACTERS, BYTES = "characters", "bytes"
+CODE_POINTS = 0x110000
+ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""How tokenizers name the token that ends a document."""
+
+
+class Tokens(Protocol):
+    """What tokens stand for."""
+
+    def encode(self, text: str, name: str = "text") -> np.ndarray:
+        """The tokens of a text; an error calls the text by the name."""
+        ...
+
+    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
+        """The text of tokens, as they come, up to the end of the text."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Characters(CheckedFields):
+    """The distinct characters of a text, in order; a token is a character's place among them.
+
+    The end of a text, where there is one, is the last token.
+    """
+
+    characters: str
+    has_end: bool = False
+    unit: ClassVar[str] = "character"
+
+    @classmethod
+    @checked_options
+    def of(cls, text: str) -> "Characters":
+        """The characters of a text."""
+        return cls("".join(sorted(set(text))))
+
+    @classmethod
+    def of_pieces(cls, pieces: Iterable[str], *, has_end: bool) -> "Characters":
+        """The characters of a text that comes piece by piece."""
+        occurs = np.zeros(CODE_POINTS, bool)
+        for piece in pieces:
+            occurs[_codes(piece)] = True
+        return cls("".join(map(chr, np.flatnonzero(occurs))), has_end)
+
+    def __len__(self) -> int:
+        return len(self.characters) + self.has_end
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The last token, where documents have an end."""
+        return len(self.characters) if self.has_end else None
+
+    def fields(self) -> dict[str, Any]:
+        """What `from_fields` reads."""
+        return {CHARACTERS: self.characters, "has_end": self.has_end}
+
+    @checked_options
+    def encode(self, text: str, name: str = "text") -> np.ndarray:
+        """The tokens of a text, int32; an error calls the text by the name.
+
+        Raises:
+            CommandLineError: the text has characters outside the vocabulary.
+
+        """
+        codes, known = _codes(text), _codes(self.characters)
+        tokens = np.searchsorted(known, codes).astype(np.int32)
+        is_known = known[np.minimum(tokens, len(known) - 1)] == codes
+        if not is_known.all():
+            unknown = [*map(chr, np.unique(codes[~is_known]))]
+            raise CommandLineError(
+                f"{name}: not in the vocabulary: {', '.join(map(repr, unknown[:20]))}"
+                f"{' …' if len(unknown) > 20 else ''}; it has {self.characters!r}"
+            )
+        return tokens
+
+    def decode(self, tokens: ArrayLike) -> str:
+        """The text of tokens; an end is no character of it."""
+        return "".join(self.characters[token : token + 1] for token in np.ravel(tokens))
+
+    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
+        """The text of tokens, as they come, up to the end of the text."""
+        return map(self.decode, until_end(tokens, self.end_of_text))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes(CheckedFields):
+    """The 256 bytes, of text in UTF-8. The end of a text, where there is one, is token 256."""
+
+    has_end: bool = False
+    unit: ClassVar[str] = "byte"
+
+    def __len__(self) -> int:
+        return 256 + self.has_end
+
+    @property
+    def end_of_text(self) -> int | None:
+        """Token 256, where documents have an end."""
+        return 256 if self.has_end else None
+
+    def fields(self) -> dict[str, Any]:
+        """What `from_fields` reads."""
+        return {BYTES: True, "has_end": self.has_end}
+
+    def encode(self, text: str, name: str = "text") -> np.ndarray:
+        """The bytes of a text, int32."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
+        """The text of tokens, as they come, up to the end of the text."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in until_end(tokens, self.end_of_text):
+            yield decoder.decode(bytes([token]))
+        yield decoder.decode(b"", final=True)
+
+
+class Subwords:
+    """The tokens of a `tokenizer.json`, as the package `tokenizers` writes it.
+
+    Args:
+        definition: the file's content.
+        end: the token that ends a document; by default a usual one, if the tokenizer has it.
+
+    Raises:
+        ImportError: the package is not installed.
+        ValueError: it is no such content, or it has no such token.
+
+    """
+
+    unit: ClassVar[str] = "token"
+
+    def __init__(self, definition: str, end: str | None = None):
+        from tokenizers import Tokenizer
+
+        try:
+            self.tokenizer = Tokenizer.from_str(definition)
+        except Exception as error:  # tokenizers has no class of its own for it
+            raise ValueError(f"not a tokenizer: {error}") from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.definition = definition
+        numbers = self.tokenizer.get_vocab(with_added_tokens=True)
+        if end is not None and end not in numbers:
+            raise ValueError(f"the tokenizer has no token {end!r}")
+        self.end = end or next((name for name in ENDS_OF_TEXT if name in numbers), None)
+        self.end_of_text: int | None = None if self.end is None else numbers[self.end]
+        self._size = max(numbers.values()) + 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Subwords) and self.fields() == other.fields()
+
+    def __hash__(self) -> int:
+        return hash(self.definition)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def fields(self) -> dict[str, Any]:
+        """What `from_fields` reads."""
+        return {"tokenizer": self.definition, "end": self.end}
+
+    def encode(self, text: str, name: str = "text") -> np.ndarray:
+        """The tokens of a text, int32."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
+        """The text of tokens, as they come, up to the end of the text."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        for token in until_end(tokens, self.end_of_text):
+            yield stream.step(self.tokenizer, token) or ""
+
+
+def checked_vocabulary(name: str, vocabulary: Any) -> "Vocabulary":
+    """A vocabulary."""
+    if not isinstance(vocabulary, Characters | Bytes | Subwords):
+        raise TypeError(f"{name}: expected a vocabulary, got {described(vocabulary)}")
+    return vocabulary
+
+
+Vocabulary = Annotated[Characters | Bytes | Subwords, checked_vocabulary]
+"""The tokens of a run. `unit` says what a token is, `end_of_text` which one ends a document."""
+
+
+def first_token(vocabulary: Vocabulary) -> int:
+    """With which a text begins of itself: the end of another, or token 0."""
+    return vocabulary.end_of_text or 0
+
+
+def until_end(tokens: Iterable[ArrayLike], end: int | None) -> Iterator[int]:
+    """The tokens as integers, up to the first end of a text."""
+    numbers = (int(np.ravel(token)[0]) for token in tokens)
+    return itertools.takewhile(lambda token: token != end, numbers)
+
+
+def from_fields(fields: dict[str, Any]) -> Vocabulary:
+    """The vocabulary that `fields` told.
+
+    Raises:
+        ValueError: they tell none.
+
+    """
+    has_end = fields.get("has_end", False)
+    if CHARACTERS in fields:
+        return Characters(fields[CHARACTERS], has_end)
+    if BYTES in fields:
+        return Bytes(has_end)
+    if "tokenizer" in fields:
+        return Subwords(fields["tokenizer"], fields.get("end"))
+    raise ValueError("expected characters, bytes or a tokenizer")
+
+
+def read_tokenizer(path: Path, end: str | None) -> Subwords:
+    """The vocabulary of a `tokenizer.json`.
+
+    Raises:
+        CommandLineError: there is no such file, it is none, or `tokenizers` is not installed.
+
+    """
+    try:
+        with faults_of(path):
+            return Subwords(path.read_text(encoding="utf-8"), end)
+    except ImportError:
+        raise CommandLineError(
+            "--tokenizer: expected the package tokenizers: pip install tokenizers"
+        ) from None
+    except ValueError as error:
+        first = str(error).splitlines()[0]
+        raise CommandLineError(f"--tokenizer: {path}: {first}") from None
+
+
+def to_text(vocabulary: Vocabulary) -> str:
+    """By which two vocabularies are told apart."""
+    return json.dumps(vocabulary.fields(), sort_keys=True)
+
+
+def _codes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
