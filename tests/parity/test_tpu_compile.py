@@ -198,7 +198,7 @@ from train import step
 outcome.PRECISION = "default"
 token_losses = step.token_losses
 mean = lambda losses: jax.lax.pmean(losses.mean(), "data")
-step.token_losses = lambda *args: (losses := token_losses(*args)) / mean(losses)
+step.token_losses = lambda *args, **more: (loss := token_losses(*args, **more)) / mean(loss)
 """
         path = tmp_path / "record.json"
         lines, code, programs = self.compile(path, *self.layer, *self.step, change=change)
