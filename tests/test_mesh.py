@@ -119,6 +119,23 @@ def test_runs_as_on_one_device(model, meshes):
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
+def test_one_cpu_becomes_the_devices_of_the_mesh(tmp_path):
+    """Of a new run, of one that is resumed, whose config says how many, and not where told."""
+
+    def start(*args: str, **env: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "train", "--eval-batches", "1", *args]
+        return subprocess.run(command, capture_output=True, text=True, env=os.environ | env)
+
+    folder = str(tmp_path / "run")
+    first = start("--out", folder, "--num-steps", "2", "--mesh.data", "4")
+    assert "4 × cpu" in first.stdout, first.stderr
+    second = start("--resume", folder, "--num-steps", "4")
+    assert "4 × cpu" in second.stdout, second.stderr
+    told = start("--resume", folder, "--num-steps", "6", JAX_NUM_CPU_DEVICES="2")
+    assert "mesh: expected data × model × sequence to divide the 2 devices" in told.stderr
+
+
 @pytest.mark.parametrize(
     ("config", "sizes", "message"),
     [

@@ -25,6 +25,7 @@ from train.export import describe_errors, export
 from train.hosts import HostsConfig, agree, by_first, is_first, join
 from train.initial import initialise
 from train.loop import train
+from train.mesh import provide_devices
 from train.monitor import check_tensorboard
 from train.optimizer import build_schedule
 from train.run import EXPORTED, Run, build_trainer, locked
@@ -229,8 +230,10 @@ def absolute(tokenizer: str) -> str:
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Train as the arguments say."""
     arguments, before = parse_arguments(args, prog)
-    join(arguments.hosts)
     config = arguments.config
+    if arguments.hosts == HostsConfig():
+        provide_devices(config.mesh)
+    join(arguments.hosts)
     check_tensorboard(config)
     text = Text(config.text, config.separator)
     source = arguments.resume or config.init

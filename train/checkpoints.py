@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,14 @@ class Checkpoints:
         """What is wrong with the checkpoints that were to be read and cannot be."""
         self._manifests: dict[int, dict[str, Any]] = {}
         """Of the checkpoints that are intact."""
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also raises what it logs
-        self._orbax = ocp.StandardCheckpointer()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+
+    @cached_property
+    def _orbax(self) -> ocp.StandardCheckpointer:
+        """Made when it is first used: it starts JAX's devices, whose number may not be set yet."""
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also raises what it logs
+        return ocp.StandardCheckpointer()
 
     @property
     def steps(self) -> list[int]:

@@ -1,7 +1,9 @@
 """Which device has what: the mesh, and the places of parameters on it."""
 
+import contextlib
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from jax_models.options import CheckedFields
 DATA, SEQUENCE, MODEL = "data", "sequence", "model"
 BATCH_AXES = (DATA, SEQUENCE)
 """The mesh axes over which a batch is divided: its rows, and their time."""
+HOST_DEVICES = "xla_force_host_platform_device_count"
 
 COLUMNS, ROWS, UNITS = P(None, MODEL), P(MODEL, None), P(MODEL)
 WIDE = (
@@ -60,6 +63,19 @@ class MeshConfig(CheckedFields):
     fully_sharded: bool = False
     """Keep a part of each parameter, and of the optimiser's state for it, on each device of data
     and sequence; a layer gathers a parameter when it reads it."""
+
+
+def provide_devices(config: MeshConfig) -> None:
+    """Where JAX finds nothing but a CPU, let it be as many devices as the mesh asks for.
+
+    Not if the environment says how many it is, nor once JAX has started its devices.
+    """
+    count = (config.data or 1) * config.model * config.sequence
+    flags = os.environ.get("XLA_FLAGS", "")
+    is_told = "JAX_NUM_CPU_DEVICES" in os.environ or HOST_DEVICES in flags
+    if count > 1 and not is_told:
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def build_mesh(config: MeshConfig, *, rows: int, window: int, devices: Sequence[Any]) -> Mesh:

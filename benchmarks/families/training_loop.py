@@ -1,0 +1,175 @@
+"""What `python -m train` adds to its training steps, and the same training in torch.
+
+A row's time is that of a step: the seconds that a longer run takes beyond a shorter one, over the
+steps that it makes more. So it has no compilation, and neither the first evaluation nor the last.
+"""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from benchmarks.compare import Session
+from benchmarks.outcome import Check, Outcome, Row
+from benchmarks.problem import OURS, Framework
+from benchmarks.report.table import show
+from train.config import PRESETS, TrainConfig
+from train.loop import STEPS_PER_CALL, train
+from train.run import Run, build_trainer
+from train.vocabulary import Characters
+from train.windows import Batches, Windows, split
+
+PART = "training step"
+PRESET_STEPS = {"lstm": (20, 120), "all-work": (1000, 11_000)}
+"""The steps of the shorter and of the longer run."""
+CHECKPOINT_EVERY = 50
+"""Steps of the lstm, some seconds."""
+VOCABULARY = Characters("".join(map(chr, range(32, 97))))
+TOKENS = 200_000
+
+
+def config_of(preset: str, num_steps: int, checkpoint_every: int | None = None) -> TrainConfig:
+    """The preset's, at a rate that is constant, with evaluations of a single batch."""
+    config = PRESETS[preset]
+    model = dataclasses.replace(config.model, vocab_size=len(VOCABULARY))
+    optimizer = dataclasses.replace(config.optimizer, schedule="constant", warmup_steps=0)
+    return dataclasses.replace(
+        config,
+        model=model,
+        optimizer=optimizer,
+        num_steps=num_steps,
+        eval_every=checkpoint_every or num_steps,
+        eval_batches=1,
+    )
+
+
+def windows_of(config: TrainConfig) -> dict[str, Windows]:
+    """Of random characters."""
+    tokens = np.random.default_rng(0).integers(len(VOCABULARY), size=TOKENS, dtype=np.int32)
+    return split(tokens, config.window)
+
+
+@cache
+def trainer_of(preset: str):
+    """Compiled once for all runs of a preset."""
+    return build_trainer(config_of(preset, 1), devices=jax.devices()[:1])
+
+
+def steps_alone(preset: str, num_steps: int) -> float:
+    """Seconds of the steps on batches that are on the device, and of nothing else."""
+    trainer, config = trainer_of(preset), config_of(preset, num_steps)
+    batches = Batches(windows_of(config)["train"], batch_size=config.batch_size, seed=0)
+    tokens = trainer.put(np.stack([batches[i] for i in range(STEPS_PER_CALL)]))
+    state = trainer.initial_state()
+    start = time.perf_counter()
+    for _ in range(0, num_steps, STEPS_PER_CALL):
+        state, _ = trainer.steps(state, tokens, STEPS_PER_CALL)
+    jax.block_until_ready(state)
+    return time.perf_counter() - start
+
+
+def whole_run(preset: str, num_steps: int, checkpoint_every: int | None = None) -> float:
+    """Seconds of a run in a folder of its own."""
+    config = config_of(preset, num_steps, checkpoint_every)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run.create(Path(folder, "run"), config, VOCABULARY, "")
+        start = time.perf_counter()
+        train(run, trainer_of(preset), windows_of(config), Console(quiet=True))
+        return time.perf_counter() - start
+
+
+def run_with_checkpoints(preset: str, num_steps: int) -> float:
+    """Seconds of a run that evaluates one batch of each part and saves, again and again."""
+    return whole_run(preset, num_steps, CHECKPOINT_EVERY)
+
+
+def torch_run(preset: str, num_steps: int) -> float:
+    """Seconds of the twin's steps on the same batches, with a loss read every `log_every`."""
+    import torch
+
+    import torch_ref
+
+    config = config_of(preset, num_steps)
+    twin = getattr(torch_ref, type(config.model).__name__.removesuffix("Config"))
+    model = twin.from_config(config.model)
+    of_config = config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=of_config.learning_rate,
+        betas=of_config.betas,
+        weight_decay=of_config.weight_decay,
+    )
+    batches = Batches(windows_of(config)["train"], batch_size=config.batch_size, seed=config.seed)
+    start = time.perf_counter()
+    for step in range(num_steps):
+        tokens = torch.from_numpy(batches[step].astype(np.int64))
+        optimizer.zero_grad()
+        logits, _ = model(tokens[:, :-1])
+        targets = tokens[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets)
+        loss.backward()
+        optimizer.step()
+        if (step + 1) % config.log_every == 0:
+            loss.item()
+    return time.perf_counter() - start
+
+
+SIDES: dict[str, tuple[Framework, Callable[[str, int], float]]] = {
+    OURS: ("jax", whole_run),
+    f"{OURS}, its steps alone": ("jax", steps_alone),
+    f"{OURS}, a checkpoint every {CHECKPOINT_EVERY} steps": ("jax", run_with_checkpoints),
+    "torch": ("torch", torch_run),
+}
+
+
+def measure(session: Session) -> Outcome:
+    """By turns."""
+    outcome = Outcome()
+    for preset in ("lstm",) if session.quick else PRESET_STEPS:
+        found = measure_preset(session, preset)
+        show(session.console, found)
+        outcome += found
+    return outcome
+
+
+def measure_preset(session: Session, preset: str) -> Outcome:
+    """The median of each side over the turns, and of the turns' ratios."""
+    few, many = (20, 40) if session.quick else PRESET_STEPS[preset]
+    sides = {
+        name: side
+        for name, side in SIDES.items()
+        if preset == "lstm" or side[1] is not run_with_checkpoints
+    }
+    turns: dict[str, list[float]] = {name: [] for name in sides}
+    for framework, side in sides.values():
+        session.workers.device(framework)
+        session.workers.call(framework, side, preset, few)  # compiles
+    for _ in range(1 if session.quick else 5):
+        for name, (framework, side) in sides.items():
+            short, long = (session.workers.call(framework, side, preset, n) for n in (few, many))
+            turns[name].append((long - short) / (many - few))
+    ms = {name: 1e3 * np.array(seconds) for name, seconds in turns.items()}
+    outcome = Outcome(
+        [
+            Row(preset, PART, name, sides[name][0], float(np.median(times)), calls=len(times))
+            for name, times in ms.items()
+        ]
+    )
+
+    def add(what: str, values: np.ndarray, bound: float) -> None:
+        outcome.checks.append(Check(preset, PART, what, float(np.median(values)), bound))
+
+    alone, *saving, torch = (ms[name] for name in ms if name != OURS)
+    if preset == "lstm":
+        add(f"{OURS} / its steps alone", ms[OURS] / alone, 1.03)
+        add("with checkpoints / without", saving[0] / ms[OURS], 1.05)
+    else:
+        add("ms that the loop adds to a step", ms[OURS] - alone, 0.3)
+    add(f"{OURS} / torch", ms[OURS] / torch, 1.15)
+    return outcome
