@@ -9,9 +9,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
-from train.checkpoints import Checkpoints
+from train.checkpoints import Checkpoints, _compare
 from train.digest import array_digest
 
 NEWEST = 3
@@ -98,6 +99,43 @@ def test_files_of_another_checkpoint_are_noticed(folder):
     checkpoints = Checkpoints(folder)
     assert checkpoints.latest_step == NEWEST - 1
     assert checkpoints.damaged == {NEWEST: "step: expected 3, got 2"}
+
+
+def test_the_checkpoint_of_another_run_is_noticed(folder, tmp_path):
+    (tmp_path / "another").mkdir()
+    another = Checkpoints(tmp_path / "another", "another")
+    another.save(NEWEST, state(NEWEST), loss=0.5)
+    another.close()
+    shutil.rmtree(folder / str(NEWEST))
+    shutil.copytree(another.folder / str(NEWEST), folder / str(NEWEST))
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest_step == NEWEST - 1
+    assert checkpoints.damaged == {NEWEST: "run: expected , got another"}
+
+
+def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
+    """It takes the newer ones that came instead, and calls nothing damaged."""
+    reader, restore, compare = Checkpoints(folder), ocp.StandardCheckpointer.restore, _compare
+
+    def save(*steps: int) -> None:
+        monkeypatch.undo()
+        writer = Checkpoints(folder)
+        for step in steps:
+            writer.save(step, state(step), loss=0.0)
+        writer.close()
+
+    def save_and_compare(*args):  # the manifest, before the files
+        save(4, 5, 6)
+        monkeypatch.setattr(reader._orbax, "restore", save_and_restore)
+        return compare(*args)
+
+    def save_and_restore(*args):
+        save(7, 8, 9)
+        return restore(reader._orbax, *args)
+
+    monkeypatch.setattr("train.checkpoints._compare", save_and_compare)
+    chex.assert_trees_all_equal(reader.restore(state(0)), state(9))
+    assert not reader.damaged
 
 
 @pytest.mark.slow

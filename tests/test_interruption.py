@@ -1,5 +1,6 @@
 """Runs that are stopped, killed, started twice or found damaged go on to the same weights."""
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,8 @@ import pytest
 from flax import nnx
 
 import train.__main__ as train_command
+from jax_models import RNNLanguageModelConfig
+from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.run import Run
 from train.step import Trainer
@@ -199,8 +202,11 @@ def test_an_odd_line_of_the_metrics_is_skipped(line, tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.8, 1.5])
-@pytest.mark.parametrize("module", ["train", "twinscan"])
-def test_ctrl_c_before_the_first_step_is_one_line(module, seconds, tmp_path):
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [("train", signal.SIGINT), ("twinscan", signal.SIGINT), ("train", signal.SIGTERM)],
+)
+def test_a_signal_before_the_first_step_is_one_line(module, number, seconds, tmp_path):
     """While it imports, reads, or compiles."""
     args = [*([] if module == "train" else ["train"]), "--out", str(tmp_path / "run")]
     process = subprocess.Popen(
@@ -213,11 +219,11 @@ def test_ctrl_c_before_the_first_step_is_one_line(module, seconds, tmp_path):
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
         _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
+    assert process.returncode == 128 + number, error
     name = "python -m train" if module == "train" else "twinscan"
-    assert re.fullmatch(f"{name}( train)?: (interrupted|stopped by SIGINT: .*)\n", error)
+    assert re.fullmatch(f"{name}( train)?: (interrupted|stopped by {number.name}: .*)\n", error)
 
 
 @pytest.mark.parametrize(
@@ -246,3 +252,110 @@ def test_a_config_that_was_changed_by_hand_is_refused_by_name(before, after, fau
     with pytest.raises(CommandLineError, match=rf"config\.json is damaged: .*{fault}") as error:
         train_command.main(["--resume", str(run.folder)])
     assert "\n" not in str(error.value)
+
+
+FILES = ("config.json", "vocabulary.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_of_a_runs_files_is_noticed(name, tmp_path):
+    """Or it says the same still: `\u00e9` as `\u00e9`."""
+    config = TrainConfig(model=RNNLanguageModelConfig(vocab_size=3))
+    run = Run.create(tmp_path / "run", config, Characters.of("aé\n"), "digest")
+    path = run.folder / name
+    written = path.read_bytes()
+    for bit in range(0, 8 * len(written), 11):
+        content = bytearray(written)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        fault, found = "", None
+        try:
+            found = Run.open(run.folder)
+        except CommandLineError as error:
+            fault = str(error)
+        if found is None:
+            assert re.search(rf"{name} is damaged: [^\n]+$", fault), fault
+        else:
+            assert json.loads(content) == json.loads(written), bit
+            assert (found.config, found.vocabulary) == (run.config, run.vocabulary)
+
+
+def test_a_killed_report_is_made_again(tmp_path, monkeypatch):
+    """Also of a run that was longer than before, whose first end left its weights."""
+    monkeypatch.undo()
+    folder = tmp_path / "run"
+    command(folder)
+    first = (folder / "twin.safetensors").read_bytes()
+    longer = ["--resume", str(folder), "--num-steps", str(STEPS + 10)]
+    with monkeypatch.context() as patched:
+        patched.setattr(train_command, "report", lambda *_: None)
+        train_command.main(longer)
+    assert (folder / "twin.safetensors").read_bytes() == first
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(Run, "draw_curve", lambda run: run.folder)
+        with pytest.raises(KeyboardInterrupt):
+            train_command.main(longer)
+    assert (folder / "twin.safetensors").read_bytes() == first
+    train_command.main(longer)
+    assert (folder / "twin.safetensors").read_bytes() != first
+    assert Run.open(folder).is_finished
+
+
+def test_the_losses_of_a_line_that_a_signal_cut_are_kept(interrupted_at, tmp_path):
+    lines = ["--log-every", "4", "--eval-every", "30"]
+    command(tmp_path / "whole", *lines)
+    interrupted_at(13, signal.SIGTERM)
+    with pytest.raises(SystemExit), one_line_errors("prog"):
+        command(tmp_path / "cut", *lines)
+    assert Run.open(tmp_path / "cut").metrics("training")[-1]["step"] == 12
+    command(tmp_path / "cut", *lines)
+    whole, cut = (
+        {line["step"]: line["loss"] for line in Run.open(tmp_path / name).metrics("training")}
+        for name in ("whole", "cut")
+    )
+    assert whole == cut
+
+
+@pytest.mark.parametrize("moment", ["the last step", "the last save"])
+def test_a_signal_at_the_end_is_not_lost(moment, interrupted_at, tmp_path, monkeypatch, capsys):
+    """The run is whole then, and the same command makes its report."""
+    if moment == "the last step":
+        interrupted_at(STEPS - 1, signal.SIGTERM)
+    else:
+        close = Checkpoints.close
+        monkeypatch.setattr(
+            Checkpoints, "close", lambda c: [os.kill(os.getpid(), signal.SIGTERM), close(c)][1]
+        )
+    with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
+        command(tmp_path / "run")
+    assert stop.value.code == 143
+    assert f"stopped by SIGTERM: step {STEPS} is kept in" in capsys.readouterr().err
+    assert Run.open(tmp_path / "run").checkpoints.latest_step == STEPS
+
+
+def test_a_text_of_as_many_other_characters_is_refused(tmp_path):
+    text, folder = tmp_path / "text", tmp_path / "run"
+    text.write_text("abcdefghij" * 30)
+    command(folder, "--text", str(text))
+    text.write_text("abcdefghik" * 30)
+    with pytest.raises(CommandLineError, match=r"^--tokenizer: .* has another vocabulary"):
+        command(folder, "--text", str(text), "--allow-changed-text")
+
+
+def test_a_default_folder_whose_run_never_began_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "all-work").mkdir(parents=True)
+    (tmp_path / "runs" / "all-work" / "lock").touch()
+    train_command.main(ARGS)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["all-work"]
+
+
+def test_a_path_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
+    """Where rich would draw a picture, or break it."""
+    monkeypatch.undo()
+    folder = tmp_path / ":smile:" / ("long" * 30)
+    command(folder)
+    shown = capsys.readouterr().out
+    assert f"torch weights: {folder}/twin.safetensors\n" in shown
+    assert f"loss curve: {folder}/curve.png\n" in shown

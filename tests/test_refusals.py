@@ -118,7 +118,17 @@ REFUSED = {
     "path that is a pattern": (
         "train",
         lambda d, f: ["--out", str(d / "run[1]")],
-        "the path of a run has none of * ? [, this one has [",
+        "the path of a run has none of * ? [ \\, this one has [",
+    ),
+    "path that orbax takes apart": (
+        "train",
+        lambda d, f: ["--out", str(d / "a\\b")],
+        "the path of a run has none of * ? [ \\, this one has \\",
+    ),
+    "path that is no text": (
+        "train",
+        lambda d, f: ["--out", str(d / os.fsdecode(b"\xff"))],
+        ": expected a path in UTF-8",
     ),
     "changed text": (
         "train",
@@ -156,7 +166,7 @@ REFUSED = {
     "damaged vocabulary": (
         "generate",
         lambda d, f: ["--run", damaged(f, d / "r", "vocabulary.json", "5")],
-        "vocabulary.json is damaged: expected a vocabulary and text_digest",
+        "vocabulary.json is damaged: expected a JSON object",
     ),
     "config of no model": (
         "generate",

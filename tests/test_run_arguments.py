@@ -14,7 +14,7 @@ from flax import nnx
 from jax_models import RNNLanguageModel, RNNLanguageModelConfig
 from jax_models.options import Index
 from train.checks import Betas, NotNegative, Paths, Positive, Seed
-from train.config import TrainConfig, from_json, to_json
+from train.config import TrainConfig, from_fields, to_fields
 from train.export import export
 from train.generate import Arguments
 from train.mesh import MeshConfig, build_mesh
@@ -88,7 +88,7 @@ def test_refuses_each_wrong_argument(call):
 
 def test_numpys_numbers_are_kept_as_pythons():
     config = TrainConfig(num_steps=np.int64(3), num_epochs=np.float32(2), seed=np.uint8(1))
-    assert from_json(to_json(config)) == dataclasses.replace(config)
+    assert from_fields(to_fields(config)) == dataclasses.replace(config)
     assert [type(v) for v in (config.num_steps, config.num_epochs, config.seed)] == [
         int,
         float,

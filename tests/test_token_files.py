@@ -1,5 +1,6 @@
 """Texts of many files and documents, and the files of their tokens."""
 
+import errno
 import json
 import os
 import shutil
@@ -173,6 +174,7 @@ REFUSED = {
     "no JSON": ("d.jsonl", b'{"text": "a"}\n{', "d.jsonl: line 2: expected a JSON object"),
     "another field": ("d.jsonl", b'{"content": "a"}', "d.jsonl: line 1: expected a JSON object"),
     "a number": ("d.jsonl", b"5", "d.jsonl: line 1: expected a JSON object"),
+    "too deep": ("d.jsonl", b"[" * 100_000, "d.jsonl: line 1: expected a JSON object"),
     "half a pair": ("d.jsonl", b'{"text": "\\ud800"}', "d.jsonl: line 1: .* in UTF-8"),
 }
 
@@ -183,6 +185,25 @@ def test_a_fault_in_one_of_many_files_is_named(case, folder):
     (folder / name).write_bytes(content)
     with pytest.raises(CommandLineError, match=message):
         list(Text([folder]).pieces())
+
+
+def test_all_of_a_folder_is_read_or_refused(folder, monkeypatch):
+    (folder / "z").symlink_to("nowhere")
+    with pytest.raises(CommandLineError, match=r"z: No such file or directory"):
+        Text([folder])
+    (folder / "z").unlink()
+    scandir = os.scandir
+
+    def refused(path):  # as for anyone but root
+        if Path(path).name in ("more", ".git"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(CommandLineError, match=r"more: Permission denied"):
+        Text([folder])
+    (folder / "more").rename(folder / ".git")
+    assert len(Text([folder]).files) == 2
 
 
 def test_several_documents_need_an_end(folder, tmp_path):

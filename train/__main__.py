@@ -8,6 +8,7 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import itertools
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import tyro
 from rich.console import Console
 
 from jax_models import LanguageModel, __version__, generate, tune_allocator
-from train.config import PRESETS, TrainConfig, changes, to_json
+from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
 from train.hosts import HostsConfig, agree, by_first, is_first, join
 from train.initial import initialise
@@ -28,7 +29,7 @@ from train.loop import train
 from train.mesh import provide_devices
 from train.monitor import check_tensorboard
 from train.optimizer import build_schedule
-from train.run import EXPORTED, Run, build_trainer, locked
+from train.run import EXPORTED, Run, build_trainer, check_content, locked
 from train.text import Text
 from train.vocabulary import BYTES, CHARACTERS, Vocabulary, first_token
 from train.windows import split
@@ -127,11 +128,14 @@ def config_to_start_from(start: Start) -> TrainConfig:
 def default_folder(folder: Path, config: TrainConfig) -> Path:
     """The folder, or one with a number behind: of the unfinished run of this config, or a new one.
 
-    Of all that are there, the last is looked at.
+    Of all that are there, the last is looked at; a run that never began in it is no run.
     """
     names = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
     taken = list(itertools.takewhile(Path.exists, itertools.chain([folder], names)))
     with contextlib.suppress(CommandLineError):
+        if taken and not Run.is_in(taken[-1]):
+            check_content(taken[-1])
+            return taken[-1]
         if taken and (run := Run.open(taken[-1])).config == config and not run.is_finished:
             return run.folder
     return folder.with_name(f"{folder.name}-{len(taken) + 1}") if taken else folder
@@ -145,12 +149,13 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     tokens = generate(model, prompt[None], 300, key=jax.random.key(run.config.seed))
     console.rule("a sample")
     sample = itertools.chain(*map(run.vocabulary.pieces, (prompt, np.asarray(tokens)[0])))
-    console.print("".join(sample), markup=False, highlight=False)
+    console.print("".join(sample))
     console.rule()
-    console.print(describe_errors(model, weights), highlight=False, soft_wrap=True)
-    console.print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n", highlight=False)
+    print(describe_errors(model, weights))
+    print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n")
     line = f"{command('twinscan')} generate --run {shlex.quote(str(run.folder))}"
-    console.print(f"go on writing: {line}", highlight=False, markup=False, soft_wrap=True)
+    print(f"go on writing: {line}")
+    run.log({"step": run.config.num_steps, "finished": True})
 
 
 def config_of_new_run(
@@ -182,6 +187,10 @@ def entered(
             )
         run.text_digest = digest
     change(run, config, is_resumed=arguments.resume is not None)
+    if run.vocabulary != vocabulary:
+        raise CommandLineError(
+            f"--tokenizer: the run in {folder} has another vocabulary (--resume goes on with it)"
+        )
     if is_changed:
         run.write()
     run.checkpoints.clean()
@@ -256,7 +265,8 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         folder = arguments.out or default_folder(Path("runs") / name, config)
     else:
         folder = arguments.resume
-    agree({"version": __version__, "config": to_json(config), "text": text.digest})
+    fields = json.dumps(to_fields(config))
+    agree({"version": __version__, "config": fields, "text": text.digest})
     trainer = build_trainer(config, vocabulary)
     if config.init is not None and not (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
         initialise(trainer, config.init)
@@ -268,10 +278,10 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
 
         by_first(enter)
         run = Run.open(folder)
-        console = Console(quiet=not is_first())
+        console = Console(quiet=not is_first(), emoji=False, highlight=False, markup=False)
         if run.is_finished:
             line = f"{folder}: the run has made its {config.num_steps} steps"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
             return
         if unused := jax.device_count() - trainer.mesh.size:
             console.print(

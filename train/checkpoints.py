@@ -1,7 +1,6 @@
 """Checkpoints of a training state: orbax writes them, digests prove what is read."""
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from train.digest import as_text, bytes_digest, described, digests
+from train.files import file_digest, to_disk
 from train.hosts import by_first, is_first, of_all
 from twinscan.command_line import CommandLineError
 
@@ -41,8 +41,10 @@ class Checkpoints:
     checkpoint gets its name when all of it is on the disk: it is whole, or it is not there.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, run: str = ""):
         self.folder = folder.absolute()
+        self.run = run
+        """The identity of the run whose they are."""
         self.damaged: dict[int, str] = {}
         """What is wrong with the checkpoints that were to be read and cannot be."""
         self._manifests: dict[int, dict[str, Any]] = {}
@@ -64,9 +66,20 @@ class Checkpoints:
     @property
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint whose files are those that were written."""
-        return next((step for step in reversed(self.steps) if self._is_intact(step)), None)
+        for step in reversed(self.steps):
+            if self._is_intact(step):
+                return step
+            if step not in self.damaged:  # another process removed it, for newer ones
+                return self.latest_step
+        return None
 
-    def save(self, step: int, state: Any, loss: float | None) -> None:
+    def unlogged(self, step: int) -> list[float]:
+        """The losses that were not yet logged at the step; none where no checkpoint was read."""
+        return [*self._manifests.get(step, {}).get("unlogged", [])]
+
+    def save(
+        self, step: int, state: Any, loss: float | None, unlogged: Sequence[float] = ()
+    ) -> None:
         """Write a checkpoint, in the background, unless that step has one.
 
         Raises:
@@ -76,7 +89,13 @@ class Checkpoints:
         self.wait()
         if step in self._manifests:
             return
-        manifest = {"step": step, "loss": loss, "arrays": described(state)}
+        manifest = {
+            "run": self.run,
+            "step": step,
+            "loss": loss,
+            "unlogged": [*unlogged],
+            "arrays": described(state),
+        }
         of_arrays = digests(state)
         partial = self.folder / f"{step}{PARTIAL}"
 
@@ -110,8 +129,9 @@ class Checkpoints:
                 fault = str(error)
             if not of_all([bool(fault)]).any():
                 return state
-            self.damaged[step] = fault or "another process cannot read it"
             self._manifests.pop(step, None)
+            if self._is_there(step):
+                self.damaged[step] = fault or "another process cannot read it"
         raise FileNotFoundError("no intact checkpoint")
 
     @property
@@ -156,7 +176,7 @@ class Checkpoints:
                 manifest["files"] = _file_digests(partial / STATE)
                 _write_manifest(partial / MANIFEST, manifest)
                 partial.rename(self.folder / str(step))
-                _sync(self.folder)
+                to_disk(self.folder)
         except (OSError, ValueError) as error:
             raise self._unwritten(step, error) from None
         self._manifests[step] = manifest
@@ -183,7 +203,7 @@ class Checkpoints:
         """Take the checkpoint's name away, then its files."""
         partial = self.folder / f"{step}{PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
-        if (self.folder / str(step)).exists():
+        if self._is_there(step):
             (self.folder / str(step)).rename(partial)
             shutil.rmtree(partial)
         self._manifests.pop(step, None)
@@ -193,14 +213,21 @@ class Checkpoints:
             folder = self.folder / str(step)
             try:
                 manifest = _read_manifest(folder / MANIFEST)
-                _compare({"step": manifest["step"]}, {"step": step})
+                of_this = {"run": self.run, "step": step}
+                _compare({name: manifest.get(name) for name in of_this}, of_this)
                 _compare(_file_digests(folder / STATE), manifest["files"])
                 self._manifests[step] = manifest
             except DamagedError as fault:
-                self.damaged[step] = str(fault)
+                if self._is_there(step):
+                    self.damaged[step] = str(fault)
         return step in self._manifests
 
+    def _is_there(self, step: int) -> bool:
+        return (self.folder / str(step)).exists()
+
     def _read(self, step: int, likes: Sequence[Any]) -> Any:
+        if not self._is_intact(step):
+            raise DamagedError(self.damaged.get(step, "it is not there"))
         manifest = self._manifests[step]
         fitting = (like for like in likes if described(like) == manifest["arrays"])
         like = next(fitting, likes[0])
@@ -232,25 +259,21 @@ def _compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def _file_digests(folder: Path) -> dict[str, str]:
     """The digest of each file in the folder, under its path from the folder's parent."""
-    digests = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            try:
-                with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, bytes_digest).hexdigest()
-            except OSError as error:
-                raise DamagedError(f"{path.name}: {error.strerror}") from None
-            digests[path.relative_to(folder.parent).as_posix()] = digest
-    return digests
+    try:
+        return {
+            path.relative_to(folder.parent).as_posix(): file_digest(path)
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+    except OSError as error:
+        raise DamagedError(f"{Path(error.filename or folder).name}: {error.strerror}") from None
 
 
 def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
     """The digest of the second line, and a line with the manifest."""
     line = json.dumps(manifest).encode()
-    with path.open("wb") as file:
-        file.write(bytes_digest(line).hexdigest().encode() + b"\n" + line + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(bytes_digest(line).hexdigest().encode() + b"\n" + line + b"\n")
+    to_disk(path)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -263,12 +286,3 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if rest or bytes_digest(line).hexdigest().encode() != digest:
         raise DamagedError(f"{MANIFEST} is not what was written")
     return json.loads(line)
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the names in the folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

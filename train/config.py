@@ -227,23 +227,27 @@ PRESETS = {
 }
 
 
-def to_json(config: TrainConfig) -> str:
-    """The config as text that `from_json` reads."""
+def to_fields(config: TrainConfig) -> dict[str, Any]:
+    """The config as JSON has it, which `from_fields` reads."""
     fields = dataclasses.asdict(config)
     fields["model"] = {"type": type(config.model).__name__, **fields["model"]}
-    return json.dumps(fields, indent=2, default=str) + "\n"
+    return json.loads(json.dumps(fields, default=str))
 
 
-def from_json(text: str) -> TrainConfig:
-    """The config that `to_json` wrote.
+def from_fields(fields: dict[str, Any]) -> TrainConfig:
+    """The config that `to_fields` told.
 
     Raises:
-        KeyError, TypeError, ValueError: the text is none.
+        KeyError, TypeError, ValueError: they tell none.
 
     """
-    fields: dict[str, Any] = json.loads(text)
-    model_config = MODEL_CONFIGS[fields["model"].pop("type")]
-    fields["model"] = model_config(**fields["model"])
-    fields["optimizer"] = OptimizerConfig(**fields["optimizer"])
-    fields["mesh"] = MeshConfig(**fields.get("mesh", {}))
-    return TrainConfig(**fields)
+    model_config = MODEL_CONFIGS[fields["model"]["type"]]
+    model = {name: value for name, value in fields["model"].items() if name != "type"}
+    return TrainConfig(
+        **fields
+        | {
+            "model": model_config(**model),
+            "optimizer": OptimizerConfig(**fields["optimizer"]),
+            "mesh": MeshConfig(**fields.get("mesh", {})),
+        }
+    )

@@ -1,13 +1,14 @@
 """The loss curve of a run as a picture."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+
+from train.files import whole
 
 Records = Sequence[dict[str, Any]]
 
@@ -38,9 +39,8 @@ def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per character)")
     axes.grid(alpha=0.3)
     axes.legend()
-    partial = path.with_name(f"{path.name}.partial")
-    figure.savefig(partial, dpi=150, format="png")
-    os.replace(partial, path)
+    with whole(path) as partial:
+        figure.savefig(partial, dpi=150, format="png")
 
 
 def _points(records: Records, name: str) -> Iterator[tuple[int, float]]:

@@ -12,6 +12,7 @@ from safetensors.numpy import save
 
 from jax_models import LanguageModel, from_torch, to_torch, tune_allocator
 from jax_models.options import checked_options
+from train.files import whole
 from train.run import Run
 from twinscan.command_line import CommandLineError, parse, run_command
 
@@ -31,7 +32,8 @@ class Arguments:
 @checked_options
 def export(model: LanguageModel, path: Path) -> None:
     """Write the model's weights as a safetensors file of the twin's state_dict."""
-    path.write_bytes(save(to_torch(model)))
+    with whole(path) as partial:
+        partial.write_bytes(save(to_torch(model)))
 
 
 def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:

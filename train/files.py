@@ -21,11 +21,27 @@ def faults_of(path: Path) -> Iterator[None]:
         raise CommandLineError(f"{error.filename or path}: {error.strerror}") from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A place to write a file to, which then takes the path: whole, or not at all."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        yield partial
+        to_disk(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise CommandLineError(f"{path}: {error.strerror or error}") from None
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def blocks(path: Path) -> Iterator[bytes]:

@@ -36,7 +36,7 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     Raises:
         NonFiniteError: too many steps in a row, or the weights, are not finite. The newest
             checkpoint is from before.
-        StoppedError: SIGTERM or Ctrl-C. The newest checkpoint is of the last step.
+        StoppedError: SIGTERM or Ctrl-C. The newest checkpoint is of the last step that was made.
 
     """
     config = run.config
@@ -54,16 +54,18 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     with monitor, Interruption() as interruption:
         while True:
             stopping, steps_per_call = decided(interruption.signal, steps_per_call)
-            is_due = step % config.eval_every == 0 or step == config.num_steps
+            is_last = step == config.num_steps
+            is_due = step % config.eval_every == 0 or is_last
             if is_due or stopping:
                 record(run, trainer, monitor, state, call)
                 call = None
                 keep(run, trainer, monitor, state, evaluation if is_due else {})
-            if step == config.num_steps:
-                break
-            if stopping:
+            if is_last or stopping:
                 run.checkpoints.close()
-                raise StoppedError(stopping, f"step {step} is kept in {run.folder}")
+                stopping, _ = decided(interruption.signal, steps_per_call)
+                if stopping:
+                    raise StoppedError(stopping, f"step {step} is kept in {run.folder}")
+                return state
             call_time = time.perf_counter()
             next_evaluation = step - step % config.eval_every + config.eval_every
             stop = min(step + steps_per_call, next_evaluation, config.num_steps)
@@ -76,8 +78,6 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
             record(run, trainer, monitor, state, before)  # while the device works on this call
             steps_per_call = adapted(steps_per_call, time.perf_counter() - call_time)
             step = stop
-    run.checkpoints.close()
-    return state
 
 
 def record(
@@ -110,7 +110,7 @@ def keep(
         raise not_finite(run, step, "the weights or their losses are")
     if losses:
         monitor.evaluated(step, losses)
-    run.checkpoints.save(step, state, losses.get("val"))
+    run.checkpoints.save(step, state, losses.get("val"), monitor.unlogged)
 
 
 def decided(

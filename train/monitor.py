@@ -74,7 +74,8 @@ class Monitor:
         """As is usual. XLA's count would have the body of a loop over time only once."""
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
         self._first, self._is_compiled = step, False
-        self._losses: list[float] = []
+        self.unlogged = run.checkpoints.unlogged(step)
+        """The losses since the last line, also those of a process that a signal stopped."""
         self._gradient_norm = self._seconds = 0.0
         """Of the last step that was applied; since the last line."""
         self._num_steps = 0
@@ -133,7 +134,7 @@ class Monitor:
             self._seconds += seconds
             self._num_steps += 1
             if math.isfinite(loss) and math.isfinite(norm):
-                self._losses.append(loss)
+                self.unlogged.append(loss)
                 self._gradient_norm = norm
             else:
                 skipped.append(step)
@@ -171,8 +172,8 @@ class Monitor:
         """Log the steps since the last line, if any was applied."""
         config = self._run.config
         num_tokens = self._num_steps * config.batch_size * config.window
-        losses, speed = self._losses, num_tokens / self._seconds
-        self._losses, self._num_steps, self._seconds = [], 0, 0.0
+        losses, speed = self.unlogged, num_tokens / self._seconds
+        self.unlogged, self._num_steps, self._seconds = [], 0, 0.0
         if not losses:
             return
         elapsed = time.perf_counter() - self._began
@@ -203,7 +204,7 @@ class Monitor:
                     self._writer.add_scalar(name, value, line["step"])
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line, soft_wrap=True)
 
 
 def check_tensorboard(config: TrainConfig) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,37 +17,48 @@ from flax import nnx
 from jax_models import LanguageModel
 from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
-from train.config import TrainConfig, from_json, to_json
-from train.files import faults_of, write_whole
+from train.config import TrainConfig, from_fields, to_fields
+from train.digest import bytes_digest
+from train.files import faults_of, whole
 from train.hosts import is_first
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import build_optimizer, forms, reformed
 from train.step import Trainer, TrainState
-from train.vocabulary import Vocabulary, from_fields
+from train.vocabulary import Vocabulary
+from train.vocabulary import from_fields as vocabulary_from_fields
 from twinscan.command_line import CommandLineError
 
 T = TypeVar("T")
-Kind = Literal["evaluation", "training", "skipped"]
+Kind = Literal["evaluation", "training", "skipped", "finished"]
 
 CONFIG, VOCABULARY, METRICS = "config.json", "vocabulary.json", "metrics.jsonl"
 CURVE = "curve.png"
 CHECKPOINTS, EXPORTED, LOCK = "checkpoints", "twin.safetensors", "lock"
 BEFORE_CONFIG = {LOCK, VOCABULARY, CHECKPOINTS, f"{VOCABULARY}.partial", f"{CONFIG}.partial"}
 """What a folder has until its run has begun: the config is written last."""
-GLOBS = "*?["
-"""Characters of a path that orbax reads as patterns: it would lose the arrays."""
+SPECIAL = "*?[\\"
+"""Characters of a path that orbax does not take as they are: it would lose the arrays."""
 
 
 class Run:
     """A run, open in its folder."""
 
     @checked_options
-    def __init__(self, folder: Path, config: TrainConfig, vocabulary: Vocabulary, text_digest: str):
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainConfig,
+        vocabulary: Vocabulary,
+        text_digest: str,
+        identity: str,
+    ):
         self.folder = folder
         self.config = config
         self.vocabulary = vocabulary
         self.text_digest = text_digest
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS)
+        self.identity = identity
+        """By which a run knows its checkpoints."""
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, identity)
 
     @classmethod
     @checked_options
@@ -63,7 +75,7 @@ class Run:
         check_content(folder)
         with faults_of(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            run = cls(folder, config, vocabulary, text_digest)
+            run = cls(folder, config, vocabulary, text_digest, secrets.token_hex(8))
             run.write()
         return run
 
@@ -82,8 +94,8 @@ class Run:
 
         """
         check_path(folder)
-        config = _read(folder, CONFIG, from_json)
-        vocabulary, digest = _read(folder, VOCABULARY, _vocabulary)
+        config = _read(folder, CONFIG, from_fields)
+        vocabulary, *identity = _read(folder, VOCABULARY, _vocabulary)
         if len(vocabulary) != config.model.vocab_size:
             raise CommandLineError(
                 f"{folder / VOCABULARY}: {len(vocabulary)} {vocabulary.unit}s for a model of "
@@ -91,19 +103,23 @@ class Run:
             )
         if not (folder / CHECKPOINTS).is_dir():
             raise CommandLineError(f"{folder}: not the folder of a run, it has no {CHECKPOINTS}")
-        return cls(folder, config, vocabulary, digest)
+        return cls(folder, config, vocabulary, *identity)
 
     @property
     def is_finished(self) -> bool:
         """Has the run made its last step, and its report?"""
-        is_trained = self.checkpoints.latest_step == self.config.num_steps
-        return is_trained and (self.folder / EXPORTED).exists()
+        last = self.config.num_steps
+        return (
+            any(line["step"] == last for line in self.metrics("finished"))
+            and (self.folder / EXPORTED).exists()
+            and self.checkpoints.latest_step == last
+        )
 
     def write(self) -> None:
         """Write what the run is: the vocabulary, then the config, each whole or not at all."""
-        vocabulary = self.vocabulary.fields() | {"text_digest": self.text_digest}
-        write_whole(self.folder / VOCABULARY, json.dumps(vocabulary) + "\n")
-        write_whole(self.folder / CONFIG, to_json(self.config))
+        identity = {"text_digest": self.text_digest, "run": self.identity}
+        _write(self.folder / VOCABULARY, self.vocabulary.fields() | identity)
+        _write(self.folder / CONFIG, to_fields(self.config))
 
     def restore(self, trainer: Trainer) -> TrainState:
         """The state of the newest checkpoint that is intact; what is wrong with newer ones is said.
@@ -179,7 +195,7 @@ class Run:
         """The lines of `metrics.jsonl`, but for those that no logger wrote whole."""
         path, records = self.folder / METRICS, []
         for line in path.read_bytes().splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):  # half a line
+            with contextlib.suppress(RecursionError, ValueError):  # half a line
                 record = json.loads(line)
                 if isinstance(record, dict):
                     records.append(record)
@@ -190,9 +206,7 @@ class Run:
         from train.curve import draw_curve
 
         path = self.folder / CURVE
-        if not is_first():
-            return path
-        with faults_of(path):
+        if is_first():
             draw_curve(self.metrics("training"), self.metrics(), path)
         return path
 
@@ -221,10 +235,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 def check_path(folder: Path) -> None:
     """Refuse a path that orbax does not take as it is."""
-    if found := [character for character in GLOBS if character in str(folder.absolute())]:
+    path = str(folder.absolute())
+    if found := [character for character in SPECIAL if character in path]:
         raise CommandLineError(
-            f"{folder}: the path of a run has none of {' '.join(GLOBS)}, this one has {found[0]}"
+            f"{folder}: the path of a run has none of {' '.join(SPECIAL)}, this one has {found[0]}"
         )
+    if path.encode(errors="ignore").decode() != path:
+        raise CommandLineError(f"{folder}: expected a path in UTF-8")
 
 
 def check_content(folder: Path) -> None:
@@ -232,7 +249,8 @@ def check_content(folder: Path) -> None:
     if not folder.exists() or Run.is_in(folder):
         return
     with faults_of(folder):
-        if {path.name for path in folder.iterdir()} - BEFORE_CONFIG:
+        names = {path.name for path in folder.iterdir()}
+        if CONFIG not in names and names - BEFORE_CONFIG:
             raise CommandLineError(f"{folder}: the folder is not empty, and has no run")
 
 
@@ -273,26 +291,45 @@ def build_trainer(
         raise CommandLineError(str(error)) from None
 
 
-def _read(folder: Path, name: str, parse: Callable[[str], T]) -> T:
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    """Write fields and their digest, whole or not at all."""
+    text = json.dumps(fields | {"digest": _digest(fields)}, indent=2)
+    with whole(path) as partial:
+        partial.write_text(text + "\n")
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return bytes_digest(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _read(folder: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What the fields of a file tell that `_write` wrote."""
     try:
-        return parse((folder / name).read_text(encoding="utf-8"))
+        fields = json.loads((folder / name).read_bytes())
+        if not isinstance(fields, dict):
+            raise TypeError("expected a JSON object")
+        digest = fields.pop("digest", None)
+        parsed = parse(fields)
+        if digest != _digest(fields):
+            raise ValueError("it is not what was written")
+        return parsed
     except FileNotFoundError:
         raise CommandLineError(f"{folder}: not the folder of a run, it has no {name}") from None
     except OSError as error:
         raise CommandLineError(f"{folder / name}: {error.strerror}") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise CommandLineError(f"{folder / name} is damaged: it has no {error}") from None
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise CommandLineError(f"{folder / name} is damaged: {error}") from None
 
 
 def _kind(record: dict[str, Any]) -> Kind:
     """What a line of the metrics tells."""
-    if "skipped" in record:
-        return "skipped"
+    for kind in ("skipped", "finished"):
+        if kind in record:
+            return kind
     return "training" if "loss" in record else "evaluation"
 
 
-def _vocabulary(text: str) -> tuple[Vocabulary, str]:
-    fields = json.loads(text)
-    if not isinstance(fields, dict) or "text_digest" not in fields:
-        raise ValueError("expected a vocabulary and text_digest")
-    return from_fields(fields), fields["text_digest"]
+def _vocabulary(fields: dict[str, Any]) -> tuple[Vocabulary, str, str]:
+    return vocabulary_from_fields(fields), fields["text_digest"], fields["run"]

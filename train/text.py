@@ -8,13 +8,12 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
 import filelock
 import numpy as np
 
 from train.digest import bytes_digest
-from train.files import blocks, faults_of, file_digest
+from train.files import blocks, faults_of, file_digest, to_disk
 from train.vocabulary import (
     BYTES,
     CHARACTERS,
@@ -132,7 +131,7 @@ class Text:
                     digest.update(data)
                     file.write(data)
                     count += len(tokens)
-                _to_disk(file)
+            to_disk(partial / TOKENS)
             for source, known in zip(self.files, self._digests, strict=True):
                 if file_digest(source) != known:
                     raise CommandLineError(f"{source}: the file changed while it was read")
@@ -143,9 +142,8 @@ class Text:
                 "tokens": count,
                 "digest": digest.hexdigest(),
             }
-            with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-                json.dump(manifest, file, indent=2)
-                _to_disk(file)
+            (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+            to_disk(partial / MANIFEST)
             os.replace(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -161,11 +159,18 @@ def _files(path: Path) -> list[Path]:
     with faults_of(path):
         if not path.is_dir():
             return [path]
-        names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
-    files = [path / name for name in names if not any(part[0] == "." for part in name.parts)]
-    if not files:
+        found = []
+        for folder, folders, files in os.walk(path, onerror=_refuse):
+            folders[:] = [name for name in folders if name[0] != "."]
+            found += [Path(folder, name) for name in files if name[0] != "."]
+    if not found:
         raise CommandLineError(f"{path}: the folder has no files")
-    return files
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    """Raise what `os.walk` would pass over: a folder that cannot be read."""
+    raise error
 
 
 def _checked_digest(file: Path) -> str:
@@ -247,7 +252,7 @@ def _documents_of_lines(file: Path) -> Iterator[str | None]:
                 if not isinstance(document, str):
                     raise TypeError
                 document.encode("utf-8")
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, RecursionError, TypeError, ValueError):
                 raise CommandLineError(
                     f'{file}: line {number}: expected a JSON object with a string "text", in UTF-8'
                 ) from None
@@ -298,8 +303,3 @@ def _is_damaged(folder: Path) -> bool:
     if is_damaged:
         print(f"{folder}: the tokens are damaged, and are made again", file=sys.stderr)
     return is_damaged
-
-
-def _to_disk(file: IO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

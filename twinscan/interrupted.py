@@ -1,14 +1,15 @@
-"""Ctrl-C while a command imports and prepares, where Python would print a traceback or lose it."""
+"""Signals while a command imports and prepares: Python would print a traceback, or nothing."""
 
 import os
 import signal
 
 
 def exit_at_once(prog: str) -> None:
-    """Let Ctrl-C end the process at once, with one line, until another handler is set."""
+    """Let Ctrl-C and SIGTERM end the process at once, with one line, until others handle them."""
 
-    def end(*_: object) -> None:
+    def end(number: int, _: object) -> None:
         os.write(2, f"{prog}: interrupted\n".encode())
-        os._exit(130)
+        os._exit(128 + number)
 
-    signal.signal(signal.SIGINT, end)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, end)
