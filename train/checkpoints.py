@@ -1,6 +1,7 @@
 """Checkpoints of a training state: orbax writes them, digests prove what is read."""
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -49,9 +50,13 @@ class Checkpoints:
         self._manifests: dict[int, dict[str, Any]] = {}
         """Of the checkpoints that are intact."""
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also raises what it logs
-        self._orbax = ocp.StandardCheckpointer()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+
+    @functools.cached_property
+    def _orbax(self) -> ocp.StandardCheckpointer:
+        """Not before it is needed: it starts JAX's devices, which wait for the other hosts."""
+        return ocp.StandardCheckpointer()
 
     @property
     def steps(self) -> list[int]:
