@@ -109,8 +109,28 @@ def test_sigterm_to_one_process_ends_both_in_good_order(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_that_differ_are_refused(tmp_path):
-    for code, _, error in ended(start(tmp_path / "run", config=("--seed", "7"))):
+@pytest.mark.parametrize(
+    ("config", "first", "last"),
+    [
+        (("--seed", "7"), *2 * ["processes 0 and 1 have another config"]),
+        (("--text", "/no.txt"), "--hosts: process 1 does not go on", "/no.txt: No such file"),
+    ],
+)
+def test_processes_that_differ_are_refused(config, first, last, tmp_path):
+    began = time.monotonic()
+    ends = ended(start(tmp_path / "run", config=config))
+    for (code, _, error), message in zip(ends, (first, last), strict=True):
         assert code == 2, error
-        assert "--hosts: processes 0 and 1 have another config" in error
+        assert message in error
+        assert error.count("\n") == 1
+    assert time.monotonic() - began < 60  # far below JAX's time-outs
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_begin_with_the_weights_of_another(whole, tmp_path):
+    for number in (1, 2):
+        args = ["--init", str(whole), "--seed", "3"]
+        for code, _, error in ended(start(tmp_path / str(number), *args, processes=number)):
+            assert code == 0, error
+    np.testing.assert_allclose(val_losses(tmp_path / "2"), val_losses(tmp_path / "1"), rtol=1e-4)

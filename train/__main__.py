@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -23,16 +23,17 @@ from rich.console import Console
 from jax_models import LanguageModel, __version__, generate, tune_allocator
 from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
-from train.hosts import HostsConfig, agree, by_first, is_first, join
+from train.hosts import HostsConfig, agree, by_each, by_first, is_first, join
 from train.initial import initialise
 from train.loop import train
 from train.mesh import provide_devices
 from train.monitor import check_tensorboard
 from train.optimizer import build_schedule
 from train.run import EXPORTED, Run, build_trainer, check_content, locked
+from train.step import Trainer
 from train.text import Text
 from train.vocabulary import BYTES, CHARACTERS, Vocabulary, first_token
-from train.windows import split
+from train.windows import Windows, split
 from twinscan.command_line import CommandLineError, command, parse, parse_known, run_command
 
 PROG = "python -m train"
@@ -171,32 +172,6 @@ def config_of_new_run(
     return dataclasses.replace(config, model=model)
 
 
-def entered(
-    folder: Path, arguments: Arguments, config: TrainConfig, digest: str, vocabulary: Vocabulary
-) -> Run:
-    """The run in the folder, which goes on with the config; a new one if there is none."""
-    if not Run.is_in(folder):
-        return Run.create(folder, config, vocabulary, digest)
-    run = Run.open(folder)
-    is_changed = run.text_digest != digest
-    if is_changed:
-        if not arguments.allow_changed_text:
-            raise CommandLineError(
-                f"--text: it is not the text that the run in {folder} began with "
-                "(--allow-changed-text goes on with this one, --out begins another run)"
-            )
-        run.text_digest = digest
-    change(run, config, is_resumed=arguments.resume is not None)
-    if run.vocabulary != vocabulary:
-        raise CommandLineError(
-            f"--tokenizer: the run in {folder} has another vocabulary (--resume goes on with it)"
-        )
-    if is_changed:
-        run.write()
-    run.checkpoints.clean()
-    return run
-
-
 def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
     """Let the run go on with another config, and tell in one line what is other.
 
@@ -236,13 +211,28 @@ def absolute(tokenizer: str) -> str:
     return tokenizer if tokenizer in (CHARACTERS, BYTES) else str(Path(tokenizer).absolute())
 
 
-def main(args: Sequence[str], prog: str = PROG) -> None:
-    """Train as the arguments say."""
-    arguments, before = parse_arguments(args, prog)
+class Plan(NamedTuple):
+    """What is to be trained, on what, and where."""
+
+    config: TrainConfig
+    vocabulary: Vocabulary
+    parts: dict[str, Windows]
+    text_digest: str
+    folder: Path
+
+
+def planned(arguments: Arguments, before: TrainConfig) -> Plan:
+    """What the arguments ask for, with their text read.
+
+    Args:
+        arguments: of the command line.
+        before: the config from which they started.
+
+    Raises:
+        CommandLineError: a file or an option of theirs does not do.
+
+    """
     config = arguments.config
-    if arguments.hosts == HostsConfig():
-        provide_devices(config.mesh)
-    join(arguments.hosts)
     check_tensorboard(config)
     text = Text(config.text, config.separator)
     source = arguments.resume or config.init
@@ -265,22 +255,70 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         folder = arguments.out or default_folder(Path("runs") / name, config)
     else:
         folder = arguments.resume
-    fields = json.dumps(to_fields(config))
-    agree({"version": __version__, "config": fields, "text": text.digest})
-    trainer = build_trainer(config, vocabulary)
+    return Plan(config, vocabulary, parts, text.digest, folder)
+
+
+def built(plan: Plan) -> Trainer:
+    """The trainer of a plan; of a new run, with the weights that it begins with."""
+    config, folder = plan.config, plan.folder
+    trainer = build_trainer(config, plan.vocabulary)
     if config.init is not None and not (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
         initialise(trainer, config.init)
+    return trainer
+
+
+def begin(plan: Plan, arguments: Arguments) -> None:
+    """Make the run of a plan in its folder, or let the one that is there go on with it.
+
+    Raises:
+        CommandLineError: the one that is there is another.
+
+    """
+    folder = plan.folder
+    if not Run.is_in(folder):
+        Run.create(folder, plan.config, plan.vocabulary, plan.text_digest)
+        return
+    run = Run.open(folder)
+    is_changed = run.text_digest != plan.text_digest
+    if is_changed:
+        if not arguments.allow_changed_text:
+            raise CommandLineError(
+                f"--text: it is not the text that the run in {folder} began with "
+                "(--allow-changed-text goes on with this one, --out begins another run)"
+            )
+        run.text_digest = plan.text_digest
+    change(run, plan.config, is_resumed=arguments.resume is not None)
+    if run.vocabulary != plan.vocabulary:
+        raise CommandLineError(
+            f"--tokenizer: the run in {folder} has another vocabulary (--resume goes on with it)"
+        )
+    if is_changed:
+        run.write()
+    run.checkpoints.clean()
+
+
+def main(args: Sequence[str], prog: str = PROG) -> None:
+    """Train as the arguments say."""
+    arguments, before = parse_arguments(args, prog)
+    if arguments.hosts == HostsConfig():
+        provide_devices(arguments.config.mesh)
+    join(arguments.hosts)
+    plan = by_each(lambda: planned(arguments, before))
+    config = plan.config
+    fields = json.dumps(to_fields(config))
+    agree({"version": __version__, "config": fields, "text": plan.text_digest})
+    trainer = by_each(lambda: built(plan))
     with contextlib.ExitStack() as stack:
 
         def enter() -> None:
-            stack.enter_context(locked(folder))
-            entered(folder, arguments, config, text.digest, vocabulary)
+            stack.enter_context(locked(plan.folder))
+            begin(plan, arguments)
 
         by_first(enter)
-        run = Run.open(folder)
+        run = by_each(lambda: Run.open(plan.folder))
         console = Console(quiet=not is_first(), emoji=False, highlight=False, markup=False)
         if run.is_finished:
-            line = f"{folder}: the run has made its {config.num_steps} steps"
+            line = f"{run.folder}: the run has made its {config.num_steps} steps"
             console.print(line, soft_wrap=True)
             return
         if unused := jax.device_count() - trainer.mesh.size:
@@ -288,7 +326,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
                 f"the batch of {config.batch_size} rows divides over {trainer.mesh.size} of "
                 f"{jax.device_count()} devices: {unused} are not used"
             )
-        state = train(run, trainer, parts, console)
+        state = train(run, trainer, plan.parts, console)
         params = trainer.whole(state.averaged_params)
         if is_first():
             report(run, trainer.model(params), console)

@@ -1,13 +1,13 @@
 """Checkpoints of a training state: orbax writes them, digests prove what is read."""
 
 import errno
+import functools
 import json
 import logging
 import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,13 @@ class Checkpoints:
         """What is wrong with the checkpoints that were to be read and cannot be."""
         self._manifests: dict[int, dict[str, Any]] = {}
         """Of the checkpoints that are intact."""
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also raises what it logs
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
-    @cached_property
+    @functools.cached_property
     def _orbax(self) -> ocp.StandardCheckpointer:
-        """Made when it is first used: it starts JAX's devices, whose number may not be set yet."""
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also raises what it logs
+        """Not before it is needed: it starts JAX's devices, and what counts them comes first."""
         return ocp.StandardCheckpointer()
 
     @property

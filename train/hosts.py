@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
@@ -10,6 +11,8 @@ from jax.experimental import multihost_utils
 from jax_models.options import CheckedFields, Index
 from train.digest import bytes_digest
 from twinscan.command_line import CommandLineError
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,7 @@ def join(config: HostsConfig) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CommandLineError(f"--hosts: the processes do not meet: {reason}") from None
+    jax.devices()  # now, since the devices do not wait for a process that reads a long text
 
 
 def is_first() -> bool:
@@ -63,24 +67,30 @@ def of_all(numbers: list[int]) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(np.array(numbers, np.int32)))
 
 
-def by_first(action: Callable[[], None]) -> None:
-    """Let the first process do something, while the others wait for it.
+def by_each(action: Callable[[], T]) -> T:
+    """What the action returns, once every process has done it.
 
     Raises:
-        CommandLineError: the first process raises it.
+        CommandLineError, OSError: the action does, in this process.
+        CommandLineError: it does in another.
 
     """
-    error = None
-    if is_first():
-        try:
-            action()
-        except CommandLineError as refusal:
-            error = refusal
-    refused = of_all([error is not None])[0, 0]
-    if error is not None:
-        raise error
-    if refused:
-        raise CommandLineError("--hosts: process 0 does not go on")
+    result, refusal = None, None
+    try:
+        result = action()
+    except (CommandLineError, OSError) as error:
+        refusal = error
+    refused = np.flatnonzero(of_all([refusal is not None]))
+    if refusal is not None:
+        raise refusal
+    if len(refused):
+        raise CommandLineError(f"--hosts: process {refused[0]} does not go on")
+    return cast(T, result)
+
+
+def by_first(action: Callable[[], None]) -> None:
+    """Let the first process do something, while the others wait for it."""
+    by_each(lambda: action() if is_first() else None)
 
 
 def agree(values: Mapping[str, str]) -> None:

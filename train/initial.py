@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import jax
+import numpy as np
 from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -34,7 +36,7 @@ def initialise(trainer: Trainer, path: Path) -> None:
             raise CommandLineError(f"--init: {path}: {'; '.join(differences)}")
     else:
         params = nnx.state(_loaded(model, path), nnx.Param)
-    trainer.initial_params = params
+    trainer.initial_params = jax.tree.map(np.asarray, params)  # on no device yet
 
 
 def _loaded(model: LanguageModel, path: Path) -> LanguageModel:

@@ -153,7 +153,7 @@ class Run:
 
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
-        trainer = build_trainer(self.config, self.vocabulary, jax.devices()[:1])
+        trainer = build_trainer(self.config, self.vocabulary, jax.local_devices()[:1])
         return trainer.model(self.restore(trainer).averaged_params)
 
     def log(self, metrics: dict[str, Any]) -> None:
