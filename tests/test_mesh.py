@@ -33,7 +33,9 @@ RNN = {"vocab_size": VOCABULARY, "embedding_features": 16, "hidden_features": 32
 DROPS = {"context_length": None, "num_layers": 2, "dropout_rate": 0.3}
 MODELS = {
     "hawk": HawkLanguageModelConfig(**SMALL, mlp_features=96),
-    "hawk, remat": HawkLanguageModelConfig(**SMALL, mlp_features=96, remat="full"),
+    "hawk, remat": HawkLanguageModelConfig(
+        **SMALL | {"vocab_size": VOCABULARY + 1}, mlp_features=96, remat="full"
+    ),
     "rwkv": RWKVLanguageModelConfig(**SMALL, hidden_features=64),
     "rwkv6": RWKV6LanguageModelConfig(**SMALL, head_size=8, hidden_features=64),
     "rwkv7": RWKV7LanguageModelConfig(**SMALL, head_size=8, hidden_features=64),
@@ -159,6 +161,18 @@ def test_a_width_that_does_not_divide_is_refused():
     assert place(path, (3, 4), mesh, fully_sharded=True) == P(None, "model")
     with pytest.raises(ValueError, match=f"mesh.model: expected a divisor of the 5 of {path}"):
         place(path, (3, 5), mesh, fully_sharded=True)
+
+
+@pytest.mark.parametrize(("size", "axis"), [(64, "model"), (65, None)])
+def test_a_vocabulary_is_divided_where_it_divides(size, axis):
+    mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
+    for path, shape, spec in (
+        ("embedding.embedding", (size, 8), P(axis, None)),
+        ("head.kernel", (8, size), P(None, axis)),
+        ("head.bias", (size,), P(axis)),
+        ("pos_embedding.embedding", (size, 8), P(None, None)),
+    ):
+        assert place(path, shape, mesh, fully_sharded=True) == spec
 
 
 @pytest.mark.parametrize(

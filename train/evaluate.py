@@ -13,6 +13,7 @@ from flax import nnx
 from jax_models import tune_allocator
 from jax_models.options import CheckedFields
 from train.checks import Paths
+from train.mesh import MeshConfig
 from train.run import Run, build_trainer
 from train.step import Trainer
 from train.text import Text
@@ -61,7 +62,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     arguments = parse(Arguments, args, prog=prog)
     num_tokens = arguments.num_tokens
     run = Run.open(arguments.run)
-    config = run.config
+    config = dataclasses.replace(run.config, mesh=MeshConfig())
     vocabulary = run.vocabulary
     trainer = build_trainer(config, vocabulary, jax.devices()[:1])
     params = run.restore(trainer).averaged_params

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,13 @@ WIDE = (
 )
 """The parameters that the axis `model` divides, by the end of their paths; others are whole."""
 
+VOCABULARY = (
+    (r"embedding\.embedding", ROWS),
+    (r"head\.kernel", COLUMNS),
+    (r"head\.bias", UNITS),
+)
+"""Those that it divides as well where it divides the vocabulary, whose size is the text's."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(CheckedFields):
@@ -57,12 +64,13 @@ class MeshConfig(CheckedFields):
     data: int | None = None
     """Devices that divide a batch's rows. None: all that are there and divide them evenly."""
     model: int = 1
-    """Devices that divide the wide projections (tensor parallelism)."""
+    """Devices that divide the wide projections and, evenly, the vocabulary (tensor parallelism)."""
     sequence: int = 1
     """Devices that divide a row's time, in models whose recurrences are linear."""
     fully_sharded: bool = False
     """Keep a part of each parameter, and of the optimiser's state for it, on each device of data
-    and sequence; a layer gathers a parameter when it reads it."""
+    and sequence. A layer gathers a parameter when it reads it or, where `model` divides parameters,
+    the step gathers all of them when it begins."""
 
 
 def provide_devices(config: MeshConfig) -> None:
@@ -132,12 +140,14 @@ def place(
 
     """
     model = mesh.shape[MODEL]
-    of_path = (spec for pattern, spec in WIDE if re.search(rf"\.{pattern}$", path))
-    spec = [*next(of_path, P())] if model > 1 else []
-    spec += [None] * (len(shape) - len(spec))
-    for size, axis in zip(shape, spec, strict=True):
+    spec = [*(divided_by_model(path, WIDE) or ())] if model > 1 else []
+    for size, axis in zip(shape, spec, strict=False):
         if axis == MODEL and size % model:
             raise ValueError(f"mesh.model: expected a divisor of the {size} of {path}, got {model}")
+    of_vocabulary = divided_by_model(path, VOCABULARY)
+    if of_vocabulary and model > 1 and shape[of_vocabulary.index(MODEL)] % model == 0:
+        spec = [*of_vocabulary]
+    spec += [None] * (len(shape) - len(spec))
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if fully_sharded and parts > 1:
         free = [i for i, axis in enumerate(spec) if axis is None and shape[i] % parts == 0]
@@ -146,34 +156,54 @@ def place(
     return P(*spec)
 
 
+def divided_by_model(path: str, table: Sequence[tuple[str, P]]) -> P | None:
+    """Which of a parameter's axes `model` divides, by a table."""
+    found = (spec for pattern, spec in table if re.search(rf"(^|\.){pattern}$", path))
+    return next(found, None)
+
+
+def only(spec: P, *axes: Any) -> P:
+    """The places on these axes of the mesh alone."""
+    return P(*(axis if axis in axes else None for axis in spec))
+
+
+def in_layers(spec: P, mesh: Mesh) -> P:
+    """Where a parameter is when a layer reads it, inside a `shard_map` over the batch's axes.
+
+    What XLA divides over `model` is gathered before: of such a part, a gather inside makes XLA
+    gather the rest first.
+    """
+    return spec if mesh.shape[MODEL] == 1 else only(spec, MODEL)
+
+
+class PlacedParam(nnx.Param):
+    """A parameter as a device has it inside a `shard_map` over the batch's axes.
+
+    Of a parameter that these axes divide, a device has a part; who reads it gets all of it. The
+    derivative of the gathering is the sum of all devices' gradients, each device its part. One that
+    `model` divides is so divided where it is read, and its gradient where it is made.
+    """
+
+    def get_value(self, *, index: Any = MISSING) -> Any:
+        """What a device reads of it, or what of this has the index."""
+        spec, value = self.get_metadata("spec"), super().get_value()
+        if (axis := gathered_axis(spec)) is not None:
+            value = lax.all_gather(value, BATCH_AXES, axis=axis, tiled=True)
+            value = with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+        elif MODEL in spec:
+            value = lax.with_sharding_constraint(value, spec)
+        return value if index is MISSING or index is ... else value[index]
+
+
 def gathered_axis(spec: P) -> int | None:
     """Which axis of a parameter lies in parts on the devices that share its batch."""
     return next((i for i, axis in enumerate(spec) if axis == BATCH_AXES), None)
 
 
-def without_model(spec: P) -> P:
-    """The places that a `shard_map` over the batch's axes sees."""
-    return P(*(None if axis == MODEL else axis for axis in spec))
-
-
-class GatheredParam(nnx.Param):
-    """A parameter of which a device has a part; who reads it, inside a `shard_map`, gets all of it.
-
-    The derivative of the gathering is the sum of all devices' gradients, each device its part.
-    """
-
-    def get_value(self, *, index: Any = MISSING) -> Any:
-        """All of it, or what of it has the index."""
-        axis = self.get_metadata("axis")
-        whole = lax.all_gather(super().get_value(), BATCH_AXES, axis=axis, tiled=True)
-        whole = with_layout_constraint(whole, Layout(tuple(range(whole.ndim))))
-        return whole if index is MISSING or index is ... else whole[index]
-
-
-def gathering(model: nnx.Module, axes: dict[str, int]) -> None:
-    """Make a model gather the parameters of these paths, along these axes."""
+def placed(model: nnx.Module, specs: Mapping[str, P]) -> None:
+    """Make a model read the parameters of these paths from these places."""
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
-            axis = axes.get(".".join(map(str, (*path, name))))
-            if isinstance(value, nnx.Param) and axis is not None:
-                setattr(module, name, GatheredParam(value.get_raw_value(), axis=axis))
+            spec = specs.get(".".join(map(str, (*path, name))), P())
+            if isinstance(value, nnx.Param) and any(spec):
+                setattr(module, name, PlacedParam(value.get_raw_value(), spec=spec))

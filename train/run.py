@@ -1,6 +1,7 @@
 """A run's folder: config, vocabulary, metrics, checkpoints. It is enough to go on from."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -153,7 +154,8 @@ class Run:
 
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
-        trainer = build_trainer(self.config, self.vocabulary, jax.local_devices()[:1])
+        config = dataclasses.replace(self.config, mesh=MeshConfig())
+        trainer = build_trainer(config, self.vocabulary, jax.local_devices()[:1])
         return trainer.model(self.restore(trainer).averaged_params)
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -259,36 +261,51 @@ def build_trainer(
     config: TrainConfig,
     vocabulary: Vocabulary | None = None,
     devices: Sequence[Any] | None = None,
+    *,
+    abstract: bool = False,
 ) -> Trainer:
     """The model and the optimiser of a config, over documents that end as the vocabulary says.
 
-    By default on the config's mesh; on given devices, with the batch's rows divided over them.
+    On the config's mesh of the given devices, by default of all. `abstract` parameters have shapes
+    alone: enough for a compiler.
 
     Raises:
         CommandLineError: the config cannot be built.
 
     """
-    mesh_config = config.mesh if devices is None else MeshConfig()
+
+    def build() -> LanguageModel:
+        return config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+
     try:
         mesh = build_mesh(
-            mesh_config,
+            config.mesh,
             rows=config.batch_size // config.accumulate,
             window=config.window,
             devices=devices or jax.devices(),
         )
-        model = config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+        model = _without_parameters(build) if abstract else build()
         optimizer = build_optimizer(config.optimizer, config.num_steps)
         return Trainer(
             model,
             optimizer,
             mesh=mesh,
-            fully_sharded=mesh_config.fully_sharded,
+            fully_sharded=config.mesh.fully_sharded,
             accumulate=config.accumulate,
             seed=config.seed,
             end_of_text=None if vocabulary is None else vocabulary.end_of_text,
         )
     except (NotImplementedError, TypeError, ValueError) as error:
         raise CommandLineError(str(error)) from None
+
+
+def _without_parameters(build: Callable[[], LanguageModel]) -> LanguageModel:
+    """A model whose parameters are shapes. What else it has, such as the state of its dropout, is
+    there.
+    """
+    model = nnx.eval_shape(build)
+    nnx.update(model, jax.jit(lambda: nnx.state(build(), nnx.Not(nnx.Param)))())
+    return model
 
 
 def _write(path: Path, fields: dict[str, Any]) -> None:

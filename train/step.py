@@ -24,10 +24,13 @@ from train.mesh import (
     DATA,
     MODEL,
     SEQUENCE,
+    WIDE,
+    divided_by_model,
     gathered_axis,
-    gathering,
+    in_layers,
+    only,
     place,
-    without_model,
+    placed,
 )
 from train.optimizer import AveragedState, apply_gradient
 from train.windows import Windows
@@ -106,21 +109,15 @@ class Trainer:
             path: place(path.removesuffix(".value"), x.shape, mesh, fully_sharded=fully_sharded)
             for path, x in by_path(self.initial_params).items()
         }
-        if mesh.shape[MODEL] > 1 and not any(MODEL in spec for spec in self.specs.values()):
+        paths = {path.removesuffix(".value"): spec for path, spec in self.specs.items()}
+        if mesh.shape[MODEL] > 1 and not any(divided_by_model(path, WIDE) for path in paths):
             raise ValueError(
                 f"mesh.model: expected 1, since {type(model).__name__} has no projections that "
                 f"devices can divide, got {mesh.shape[MODEL]}"
             )
         over_time = SEQUENCE if mesh.shape[SEQUENCE] > 1 else None
         view = nnx.view(model, batch_axis=DATA, time_axis=over_time, raise_if_not_found=False)
-        gathering(
-            view,
-            {
-                path.removesuffix(".value"): axis
-                for path, spec in self.specs.items()
-                if (axis := gathered_axis(spec)) is not None
-            },
-        )
+        placed(view, {path: in_layers(spec, mesh) for path, spec in paths.items()})
         self.local_graphdef, local_params, _ = nnx.split(view, nnx.Param, ...)
         self.local_structure = jax.tree.structure(local_params)
         if end_of_text is not None:
@@ -211,6 +208,7 @@ class Trainer:
             out_specs=(P(), self._local_specs()),
             **self._mapping(),
         )(state.params, state.step, parts[..., :-1], parts[..., 1:])
+        gradient = jax.lax.with_sharding_constraint(gradient, self.shardings(state).params)
         measures = Measures(loss, optax.tree.norm(gradient))
         before = state.params, state.optimizer_state
         after = apply_gradient(self.optimizer, gradient, state.optimizer_state, state.params)
@@ -278,14 +276,16 @@ class Trainer:
         return nnx.merge(self.local_graphdef, local, self.rest, copy=True)
 
     def _local_specs(self) -> nnx.State:
-        specs = map(without_model, self.specs.values())
+        """Where the parameters are inside, on the axes over which a batch is divided."""
+        specs = (only(in_layers(spec, self.mesh), BATCH_AXES) for spec in self.specs.values())
         return jax.tree.unflatten(jax.tree.structure(self.initial_params), specs)
 
     def _mean_gradient(self, gradient: nnx.State) -> nnx.State:
         """Over the devices of a batch. That of a gathered parameter is their sum already."""
         count = jax.lax.axis_size(BATCH_AXES)
-        leaves = [
-            jax.lax.pmean(g, BATCH_AXES) if gathered_axis(spec) is None else g / count
-            for g, spec in zip(jax.tree.leaves(gradient), self.specs.values(), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(gradient), leaves)
+
+        def mean(spec, gradient):
+            is_sum = gathered_axis(spec) is not None
+            return gradient / count if is_sum else jax.lax.pmean(gradient, BATCH_AXES)
+
+        return jax.tree.map(mean, self._local_specs(), gradient)

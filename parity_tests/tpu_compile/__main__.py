@@ -21,6 +21,7 @@ from parity_tests.registry import CASES
 from parity_tests.tpu_compile import libtpu
 from parity_tests.tpu_compile.outcome import Outcome, compile_program, counts
 from parity_tests.tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
+from parity_tests.tpu_compile.sharded import sharded_programs
 from train.config import PRESETS
 from twinscan.command_line import CommandLineError, parse, run_command
 
@@ -38,7 +39,7 @@ class Arguments:
     """Compile every layer, kernel and a training step for TPUs, with products in full float32.
 
     Needs no TPU. A layer is compiled forward, and with its weights' gradients; the training step
-    for 1, 8 and 256 chips.
+    for 1, 8 and 256 chips; that of a billion parameters for 256, of a million tokens for 16.
     """
 
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -69,6 +70,8 @@ def programs(arguments: Arguments) -> Iterator[Program]:
         if asked_for(f"train step of {arguments.preset}"):
             for topology in (one, *several):
                 yield train_step(arguments.preset, arguments.rows, topology)
+    if not arguments.chip or "v5e" in arguments.chip:
+        yield from (each for each in sharded_programs(libtpu.topology) if asked_for(each.name))
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
@@ -82,7 +85,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         result.add_column(column, no_wrap=True)
     for column in ("seconds", "code, KiB", "peak, KiB", "kflop"):
         result.add_column(column, no_wrap=True, justify="right")
-    for column in ("collectives", "precision", "verdict"):
+    result.add_column("collectives")
+    for column in ("precision", "verdict"):
         result.add_column(column, no_wrap=True)
     for outcome in outcomes:
         program = outcome.program

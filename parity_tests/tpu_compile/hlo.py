@@ -1,7 +1,11 @@
 """What a compiled program's text says."""
 
+import math
 import re
 from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
 
 COLLECTIVES = (
     "all-reduce",
@@ -14,9 +18,111 @@ COLLECTIVES = (
 )
 
 
+class Array(NamedTuple):
+    """What an array of a program is, on one chip."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1)
+
+
+class Collective(NamedTuple):
+    """An exchange between chips, however often it runs."""
+
+    kind: str
+    results: tuple[Array, ...]
+    """Those of a chip; of a reduce-scatter in a fusion, before the scattering."""
+    groups: tuple[tuple[int, ...], ...]
+    """The chips that exchange with each other; if none is named, all do."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the results."""
+        return sum(array.nbytes for array in self.results)
+
+
+def exchanges(hlo: str) -> list[Collective]:
+    """The program's collectives, a loop's once.
+
+    The TPU compiler takes the pieces of an asynchronous one into several fusions, under one
+    `chain_id`, and an all-reduce with the scattering after it into one.
+    """
+    found, chains, computation = [], set(), ""
+    for line in hlo.splitlines():
+        if start := re.match(r"(?:ENTRY )?%([\w.-]+) \(", line):
+            computation = start[1]
+        instruction = re.search(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(([^)]*)\)", line)
+        if not instruction:
+            continue
+        if chain := re.search(r'chain_id="\d+"', line):
+            if chain[0] in chains:
+                continue
+            chains.add(chain[0])
+        of_type, kind, starts, operands = instruction.groups()
+        results = _arrays(of_type)
+        if starts and kind != "all-reduce":  # the type of these begins with the operands
+            count = operands.count("%")
+            results = results[count : 2 * count]
+        if computation.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
+        found.append(Collective(kind, tuple(results), _groups(line)))
+    return found
+
+
 def collectives(hlo: str) -> Counter[str]:
     """How many of each the program has, a loop's once."""
-    return Counter(re.findall(rf"[ )]({'|'.join(COLLECTIVES)})(?:-start)?\(", hlo))
+    return Counter(each.kind for each in exchanges(hlo))
+
+
+def _arrays(of_type: str) -> list[Array]:
+    """`(f32[8,4]{1,0}, s32[])`."""
+    found = re.findall(r"(\w+)\[([\d,]*)\]", of_type)
+    return [Array(dtype, _integers(shape)) for dtype, shape in found]
+
+
+def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+    """The chips of each group.
+
+    They are listed, `{{0,1},{2,3}}`, or counted, `[2,2]<=[4]`, the numbers below 4 as rows of 2, or
+    lie along axes of a mesh, `mesh['a'=2,'b'=2] {'b'}`.
+    """
+    named = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", line)
+    if not named:
+        return ()
+    if listed := re.match(r"\{(.*?)\}(?!,\{)", named[1]):
+        return tuple(map(_integers, re.findall(r"[\d,]*\d", listed[1])))
+    if counted := re.match(rf"\[([\d,]+)\]<={ORDER}", named[1]):
+        chips = _ordered(counted[2], counted[3]).reshape(_integers(counted[1]))
+        return tuple(map(tuple, chips.tolist()))
+    mesh = re.match(rf"mesh\[([^]]*)\](?:, device_ids=\({ORDER}\))? {{(['\w,]+)}}", named[1])
+    if not mesh:
+        raise ValueError(f"hlo: expected the groups of a collective, got {named[1][:100]}")
+    sizes = {name: int(size) for name, size in re.findall(r"('\w+')=(\d+)", mesh[1])}
+    box = [*sizes.values()]
+    along = [i for i, name in enumerate(sizes) if name in mesh[4].split(",")]
+    others = [i for i in range(len(box)) if i not in along]
+    chips = _ordered(mesh[2] or str(math.prod(box)), mesh[3]).reshape(box)
+    chips = chips.transpose(*others, *along).reshape(-1, math.prod(box[i] for i in along))
+    return tuple(map(tuple, chips.tolist()))
+
+
+ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+"""`[4,2]T(1,0)`: numbers in a box, its axes in another order."""
+
+
+def _ordered(box: str, order: str | None) -> np.ndarray:
+    shape = _integers(box)
+    chips = np.arange(math.prod(shape)).reshape(shape)
+    return chips.transpose(_integers(order)) if order else chips
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def entry(hlo: str) -> str:

@@ -7,7 +7,13 @@ from typing import Any
 
 import jax
 
-from parity_tests.tpu_compile.hlo import collectives, entry, memory_needed, precisions
+from parity_tests.tpu_compile.hlo import (
+    collectives,
+    entry,
+    exchanges,
+    memory_needed,
+    precisions,
+)
 from parity_tests.tpu_compile.programs import Program
 
 PRECISION = "highest"
@@ -29,6 +35,10 @@ class Outcome:
     flops: float | None = None
     """Operations, a loop's once."""
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    collective_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The results of all collectives of each kind."""
+    largest_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Those of the largest."""
     precisions: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Products of each precision."""
 
@@ -46,7 +56,7 @@ class Outcome:
 def compile_program(program: Program) -> Outcome:
     """Lower the program and compile it."""
     try:
-        with jax.default_matmul_precision(PRECISION):
+        with jax.default_matmul_precision(None if program.exchange_faults else PRECISION):
             lowered = program.lower()
         start = time.perf_counter()
         compiled: Any = lowered.compile()
@@ -54,9 +64,16 @@ def compile_program(program: Program) -> Outcome:
         return Outcome(program, (reason(error),))
     seconds = time.perf_counter() - start
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
-    faults = [*hlo_faults(hlo, program.collectives)]
-    if not all(s.is_fully_replicated for s in jax.tree.leaves(compiled.output_shardings)):
-        faults.append("expected the results whole on every chip, some are divided")
+    found = exchanges(hlo)
+    nbytes: dict[str, list[int]] = {}
+    for each in found:
+        nbytes.setdefault(each.kind, []).append(each.nbytes)
+    if program.exchange_faults:
+        faults = [*program.exchange_faults(found)]
+    else:
+        faults = [*hlo_faults(hlo, program.collectives)]
+        if not all(s.is_fully_replicated for s in jax.tree.leaves(compiled.output_shardings)):
+            faults.append("expected the results whole on every chip, some are divided")
     return Outcome(
         program,
         tuple(faults),
@@ -64,7 +81,9 @@ def compile_program(program: Program) -> Outcome:
         memory.generated_code_size_in_bytes,
         memory.peak_memory_in_bytes,
         compiled.cost_analysis().get("flops"),
-        collectives(hlo),
+        {kind: len(sizes) for kind, sizes in nbytes.items()},
+        {kind: sum(sizes) for kind, sizes in nbytes.items()},
+        {kind: max(sizes) for kind, sizes in nbytes.items()},
         precisions(hlo),
     )
 

@@ -12,8 +12,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_models.ops import delta_rule, linear_recurrence, wkv
 from parity_tests.registry import BATCH, Case
+from parity_tests.tpu_compile.hlo import Collective
 from parity_tests.tpu_compile.libtpu import Topology
-from train.config import PRESETS
+from train.config import PRESETS, TrainConfig
 from train.run import build_trainer
 from train.step import Trainer
 
@@ -27,13 +28,17 @@ Lower = Callable[[], jax.stages.Lowered]
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program for a topology of chips, and the collectives that it should have."""
+    """A program for a topology of chips, and what the chips should exchange."""
 
     name: str
     part: str
     topology: str
     lower: Lower
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """How many of each it should have, none in a loop; the results are then whole on every chip."""
+    exchange_faults: Callable[[Sequence[Collective]], Iterator[str]] | None = None
+    """What is wrong with its collectives, instead, in a program whose results are in parts and
+    whose products are as coarse as when it trains."""
 
     @property
     def title(self) -> str:
@@ -111,7 +116,7 @@ def train_step(preset: str, rows: int | None, topology: Topology) -> Program:
         f"train step of {preset}",
         f"{rows} rows a chip",
         topology.name,
-        partial(lower_train_step, preset, rows, topology.chips),
+        partial(lower_preset_step, preset, rows, topology.chips),
         {"all-reduce": 1} if len(topology.chips) > 1 else {},
     )
 
@@ -138,14 +143,19 @@ def lower_backward(case: Case, sharding: Sharding) -> jax.stages.Lowered:
     return jax.jit(forward_and_backward).lower(*_placed((cotangents, *arguments), sharding))
 
 
-def lower_train_step(preset: str, rows: int, chips: Sequence[Any]) -> jax.stages.Lowered:
-    """The step of `python -m train`."""
+def lower_preset_step(preset: str, rows: int, chips: Sequence[Any]) -> jax.stages.Lowered:
+    """A preset's step in float32, with so many rows a chip."""
     batch_size = rows * len(chips)
     config = dataclasses.replace(PRESETS[preset], batch_size=batch_size, dtype="float32")
-    trainer = build_trainer(config, devices=chips)
+    return lower_train_step(config, chips)
+
+
+def lower_train_step(config: TrainConfig, chips: Sequence[Any]) -> jax.stages.Lowered:
+    """The step of `python -m train`."""
+    trainer = build_trainer(config, devices=chips, abstract=True)
     state = jax.eval_shape(trainer.initial_state)
     state = jax.tree.map(_placed, state, trainer.shardings(state))
-    tokens = jax.ShapeDtypeStruct((batch_size, config.window + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.window + 1), jnp.int32)
     return Trainer.step.lower(trainer, state, _placed(tokens, trainer.sharding(tokens.ndim)))
 
 

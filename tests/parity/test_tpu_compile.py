@@ -2,15 +2,24 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 
 from parity_tests.tpu_compile import __main__ as command
 from parity_tests.tpu_compile import libtpu
-from parity_tests.tpu_compile.hlo import collectives, entry, memory_needed, precisions
+from parity_tests.tpu_compile.hlo import (
+    Array,
+    collectives,
+    entry,
+    exchanges,
+    memory_needed,
+    precisions,
+)
 from parity_tests.tpu_compile.outcome import hlo_faults, reason
 from twinscan.command_line import CommandLineError
 
@@ -36,6 +45,33 @@ operand_precision={highest,highest}, metadata={op_name="jit(step)/dot_general"}
 }
 """
 
+EXCHANGES = """\
+%async_collective_fusion.1 (p: bf16[4,8]) -> bf16[4,32] {
+  %a = bf16[4,32]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=8, replica_groups=[2,4]<=[8], \
+dimensions={1}, frontend_attributes={chain_id="12"}, metadata={op_name="x"}
+}
+
+%async_collective_fusion.2 (p: bf16[4,8]) -> bf16[4,32] {
+  %b = bf16[4,32]{1,0} all-gather(%p), channel_id=8, replica_groups=[2,4]<=[8], dimensions={1}, \
+frontend_attributes={chain_id="12"}
+}
+
+%all-reduce-scatter.9 (p: f32[8,16]) -> f32[4,16] {
+  %c = f32[8,16]{1,0} all-reduce(%p), channel_id=1, \
+replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, to_apply=%add
+}
+
+ENTRY %main (a: f32[3]) -> f32[] {
+  %d = (f32[3]{0}, f32[3]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%a), \
+channel_id=2, source_target_pairs={{0,1},{1,0}}
+  %e = (pred[4,2]{1,0}, /*index=1*/s32[]) all-reduce(%x, %y), \
+replica_groups={{0,2},{1,3}}, to_apply=%or
+  %f = f32[2]{0} all-gather(%x), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %g = f32[2]{0} all-to-all(%x), replica_groups=mesh['a'=4,'b'=2], \
+device_ids=([2,4]T(1,0)) {'b'}, dimensions={0}
+}
+"""
+
 TOO_LARGE = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
     "(24.80G) exceeds available HBM (15.75G)."
@@ -53,6 +89,24 @@ def test_what_a_program_says():
     assert precisions(HLO) == {"default": 1, "highest": 1, "high/default": 1}
     with pytest.raises(ValueError, match="expected an ENTRY computation"):
         entry("HloModule jit_step\n")
+
+
+def test_what_a_program_exchanges():
+    """A chain of fusions has one collective. Groups have three forms."""
+    bf16, f32 = partial(Array, "bf16"), partial(Array, "f32")
+    of_4 = ((0, 1, 2, 3), (4, 5, 6, 7))
+    of_2 = ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert exchanges(EXCHANGES) == [
+        ("all-gather", (bf16((4, 32)),), of_4),
+        ("reduce-scatter", (f32((8, 16)),), of_2),
+        ("collective-permute", (f32((3,)),), ((0, 1), (1, 0))),
+        ("all-reduce", (Array("pred", (4, 2)), Array("s32", ())), ((0, 2), (1, 3))),
+        ("all-gather", (f32((2,)),), ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("all-to-all", (f32((2,)),), of_2),
+    ]
+    assert [each.nbytes for each in exchanges(EXCHANGES)] == [256, 512, 12, 12, 8, 8]
+    with pytest.raises(ValueError, match="expected the groups of a collective, got mesh"):
+        exchanges(EXCHANGES.replace("{'b'}", "{'b':(1)2}"))
 
 
 def test_what_is_wrong_with_a_program():
@@ -189,6 +243,46 @@ PRESETS["all-work"] = dataclasses.replace(small, model=model, window=16, batch_s
         assert code == 0
         eight = programs["train step of all-work, 2 rows a chip, v5e:2x4"]
         assert eight["collectives"] == {"all-reduce": 1}
+
+    small = """
+import dataclasses
+from parity_tests.tpu_compile import sharded
+sizes = {"vocab_size": 512, "features": 128, "mlp_features": 384, "num_layers": 2}
+for name, window in ("LARGE", 64), ("LONG", 2**14):
+    config = getattr(sharded, name)
+    model = dataclasses.replace(config.model, **sizes)
+    setattr(sharded, name, dataclasses.replace(config, model=model, window=window))
+"""
+    sharded = ("--case", "billion", "--case", "million")
+
+    def test_of_sharded_parameters_and_time_no_more_is_exchanged(self, tmp_path):
+        _, code, programs = self.compile(tmp_path / "record.json", *self.sharded, change=self.small)
+        assert code == 0
+        parameters, time = programs.values()
+        assert parameters["topology"] == "v5e:16x16"
+        assert time["topology"] == "v5e:4x4"
+        assert time["largest_bytes"]["all-gather"] == 16 * 128 * 4
+        for program in programs.values():
+            assert program["collective_bytes"].keys() == program["collectives"].keys()
+
+    def test_a_gather_of_a_parameter_over_model_or_of_time_fails(self, tmp_path):
+        change = """
+from train import step
+step.in_layers = lambda spec, mesh: spec
+token_losses = step.token_losses
+def gathering(*args, **more):
+    losses = token_losses(*args, **more)
+    return losses + 0 * jax.lax.all_gather(losses, "sequence").max()
+step.token_losses = gathering
+import jax
+"""
+        path = tmp_path / "record.json"
+        _, code, programs = self.compile(path, *self.sharded, change=self.small + change)
+        assert code == 1
+        parameters, time = (program["faults"] for program in programs.values())
+        assert any(re.match(r"all-gather of .* over model, the size of ", x) for x in parameters)
+        assert any(re.match(r"\S+ numbers are gathered", x) for x in parameters)
+        assert any(re.match(r"all-\S+ of .*, the chips' carries have 6,144$", x) for x in time)
 
     def test_coarser_products_and_a_second_all_reduce_fail(self, tmp_path):
         change = """
