@@ -53,6 +53,7 @@ class TorchTraining:
         if arithmetic is not None:
             self.twin = self.twin.double()
         self._dtype, self._arithmetic = dtype, arithmetic
+        self._double = arithmetic is not None or dtype == "float64"
         self._loss, self._clip, self._accumulate = loss, clip, accumulate
         self._optimizer = made("optimizer_twin", optimizer(self.twin), torch.optim.Optimizer)
         self._scheduler = self._average = None
@@ -96,7 +97,7 @@ class TorchTraining:
     def _step(self) -> None:
         if self._clip is not None:
             self._clip(self.twin.parameters())
-        with self._rounded_rates():
+        with self._rounded_rates(), default_dtype(torch.float64 if self._double else torch.float32):
             self._optimizer.step()
         self._optimizer.zero_grad()
         if self._scheduler is not None:
@@ -147,6 +148,17 @@ class TorchTraining:
                 if name in MOMENTS and isinstance(value, torch.Tensor):
                     found.setdefault(name, {})[key] = copied(value)
         return found
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within it, torch.optim keeps scalars, as NAdam's product of momenta, in the dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def floating(module: torch.nn.Module) -> Arrays:
