@@ -108,6 +108,33 @@ def clip_by_global_norm(max_norm: float, epsilon: float = 1e-6) -> optax.Gradien
     return optax.stateless(clip)
 
 
+def scale_by_amsgrad(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformation:
+    """`torch.optim.Adam(amsgrad=True)`: the largest second moment, and then its bias correction.
+
+    `optax.amsgrad` takes the largest of the corrected second moments.
+    """
+
+    def init(params):
+        zeros = optax.tree.zeros_like(params)
+        return optax.ScaleByAmsgradState(jnp.zeros((), jnp.int32), zeros, zeros, zeros)
+
+    def update(updates, state, params=None):
+        count = state.count + 1
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment(updates, state.nu, b2, 2)
+        nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu)
+        corrected, largest = (
+            optax.tree.bias_correction(moment, decay, count)
+            for moment, decay in ((mu, b1), (nu_max, b2))
+        )
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), corrected, largest)
+        return updates, optax.ScaleByAmsgradState(count, mu, nu, nu_max)
+
+    return optax.GradientTransformation(init, update)
+
+
 NO_MATRICES = {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
 """The names of parameters of several axes that multiply no vector."""
 

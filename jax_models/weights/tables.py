@@ -1,30 +1,28 @@
-"""Weight tables: which parameter of a layer is which key of a torch `state_dict`.
+"""Weight tables of the layers that both frameworks have.
 
-A table is a list of `Weight` rows. Each row names parameters of the layer, keys of the
-`state_dict`, the transform from keys to parameters, and its inverse. A layout is the name of a
-table: a layer that can read several kinds of `state_dict` has a table for each, and its
-`torch_layouts` returns them by name. `from_torch` and `to_torch` read the same table in the two
-directions. None of this needs torch.
+A table is a list of `Weight` rows. A layout is the name of a table: a layer that can read several
+kinds of `state_dict` has a table for each, and its `torch_layouts` returns them by name.
+`from_torch` and `to_torch` read the same table in the two directions.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from math import prod
+from typing import Protocol
 
 import numpy as np
 
-
-class Weight(NamedTuple):
-    """A row of a table.
-
-    `to_jax` gets the arrays of the keys and returns the tuple of the parameters' arrays; `to_torch`
-    gets the parameters' and returns the keys'.
-    """
-
-    params: tuple[str, ...]
-    keys: tuple[str, ...]
-    to_jax: Callable[..., tuple[np.ndarray, ...]]
-    to_torch: Callable[..., tuple[np.ndarray, ...]]
-
+from jax_models.weights.rows import (
+    Weight,
+    at,
+    first_last,
+    flipped,
+    last_first,
+    namespace,
+    parts,
+    reshaped,
+    same,
+    transposed,
+    unused,
+)
 
 Table = list[Weight]
 Layouts = dict[str, Table]
@@ -43,82 +41,172 @@ class HasLayouts(Protocol):
         ...
 
 
-def same(param: str, key: str) -> Weight:
-    """The parameter is the key's array."""
-    return Weight((param,), (key,), lambda a: (a,), lambda a: (a,))
-
-
-def transposed(param: str, key: str) -> Weight:
-    """The (in, out) parameter is the key's (out, in) matrix."""
-    return Weight((param,), (key,), lambda a: (a.T,), lambda a: (a.T,))
-
-
-def gates(param: str, keys: list[str]) -> Weight:
-    """The gates' (out, in) matrices, or (out,) biases, are side by side along the last axis."""
-    return Weight(
-        (param,),
-        tuple(keys),
-        lambda *gates: (np.concatenate([gate.T for gate in gates], axis=-1),),
-        lambda a: tuple(gate.T for gate in np.split(a, len(keys), axis=-1)),
-    )
-
-
-def summed(params: tuple[str, str], key: str) -> Weight:
-    """The key's array is the sum of two parameters. Import puts all of it into the first.
-
-    The second becomes −0.0, because adding −0.0 changes no number, not even −0.0. This is the one
-    transform that is not invertible: of the two parameters only the sum survives a round trip.
-    """
-    return Weight(
-        params, (key,), lambda a: (a, np.full_like(a, -0.0)), lambda a, b: (np.add(a, b),)
-    )
-
-
-def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
-    """The parameter is the key's array without some axes of size 1."""
-    return Weight(
-        (param,), (key,), lambda a: (np.squeeze(a, axes),), lambda a: (np.expand_dims(a, axes),)
-    )
-
-
-def tied(param: str, keys: tuple[str, str]) -> Weight:
-    """Both keys' arrays are the parameter; import refuses two that differ."""
-
-    def one(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, ...]:
-        if a.tobytes() != b.tobytes():
-            raise ValueError("two different arrays, where the model has one for both")
-        return (a,)
-
-    return Weight((param,), keys, one, lambda a: (a, a))
-
-
 def linear(param: str, key: str, *, bias: bool = True) -> Table:
     """`nnx.Linear` and `torch.nn.Linear`."""
-    weight = transposed(f"{param}.kernel", f"{key}.weight")
-    return [weight, same(f"{param}.bias", f"{key}.bias")] if bias else [weight]
+    weight = transposed(at(param, "kernel"), at(key, "weight"))
+    return _with_bias(weight, param, key, bias)
 
 
-def layer_norm(param: str, key: str) -> Table:
+def linear_general(
+    param: str,
+    key: str,
+    *,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    bias: bool = True,
+) -> Table:
+    """`nnx.LinearGeneral` of several axes, and `torch.nn.Linear` of their product.
+
+    So a projection to heads is of `in_shape=(features,)`, `out_shape=(num_heads, head_size)`.
+    """
+    flat = (prod(in_shape), prod(out_shape))
+    weight = reshaped(
+        transposed(at(param, "kernel"), at(key, "weight")), (*in_shape, *out_shape), flat
+    )
+    of_bias = reshaped(same(at(param, "bias"), at(key, "bias")), out_shape, flat[1:])
+    return [weight, of_bias] if bias else [weight]
+
+
+def linear_of_image(param: str, key: str, *, shape: tuple[int, ...], bias: bool = True) -> Table:
+    """`linear` on a flattened image, (height, width, channels) here and channels first in torch.
+
+    `shape` is torch's, (channels, height, width), or that of as many axes as there are.
+    """
+
+    def to_jax(a):
+        return (last_first(a.reshape(-1, *shape)).reshape(-1, a.shape[0]),)
+
+    def to_torch(a):
+        return (first_last(a.reshape(*shape[1:], shape[0], -1)).reshape(a.shape[1], -1),)
+
+    weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
+    return _with_bias(weight, param, key, bias)
+
+
+def conv(param: str, key: str, *, bias: bool = True) -> Table:
+    """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, in any number of groups."""
+    weight = flipped(at(param, "kernel"), at(key, "weight"))
+    return _with_bias(weight, param, key, bias)
+
+
+def conv_transpose(
+    param: str, key: str, *, bias: bool = True, transpose_kernel: bool = False, groups: int = 1
+) -> Table:
+    """`nnx.ConvTranspose` and `torch.nn.ConvTranspose1d`, `2d` or `3d`.
+
+    torch's kernel is (in, out / groups, …). Flax's is (…, in, out) and reversed along its spatial
+    axes, or with `transpose_kernel=True` (…, out, in) and not reversed. Flax has no groups; a
+    kernel of `jax.lax.conv_general_dilated` in groups is (…, in / groups, out).
+    """
+    if transpose_kernel:
+        return conv(param, key, bias=bias)
+
+    def to_jax(a):
+        spatial = tuple(range(2, a.ndim))
+        grouped = a.reshape(groups, -1, *a.shape[1:]).swapaxes(0, 1)
+        kernel = grouped.reshape(a.shape[0] // groups, -1, *a.shape[2:])
+        return (namespace(a).flip(kernel.transpose(*spatial, 0, 1), tuple(range(a.ndim - 2))),)
+
+    def to_torch(a):
+        kernel = namespace(a).moveaxis(
+            namespace(a).flip(a, tuple(range(a.ndim - 2))), (-2, -1), (0, 1)
+        )
+        grouped = kernel.reshape(a.shape[-2], groups, -1, *a.shape[:-2]).swapaxes(0, 1)
+        return (grouped.reshape(a.shape[-2] * groups, -1, *a.shape[:-2]),)
+
+    weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
+    return _with_bias(weight, param, key, bias)
+
+
+def layer_norm(param: str, key: str, *, bias: bool = True) -> Table:
     """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
-    return [same(f"{param}.scale", f"{key}.weight"), same(f"{param}.bias", f"{key}.bias")]
+    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, bias)
 
 
 def rms_norm(param: str, key: str) -> Table:
     """`nnx.RMSNorm` and `torch.nn.RMSNorm`."""
-    return [same(f"{param}.scale", f"{key}.weight")]
+    return layer_norm(param, key, bias=False)
+
+
+def group_norm(param: str, key: str) -> Table:
+    """`nnx.GroupNorm` and `torch.nn.GroupNorm`."""
+    return layer_norm(param, key)
+
+
+def batch_norm(param: str, key: str, *, affine: bool = True, stats: str | None = None) -> Table:
+    """`nnx.BatchNorm` and `torch.nn.BatchNorm1d`, `2d` or `3d`.
+
+    `stats` is the path of the running mean and variance where they are in another collection, as
+    in Linen. Flax does not count batches: export writes 0 to torch's counter, which torch reads
+    only with `momentum=None`.
+    """
+    stats = param if stats is None else stats
+    return [
+        *(layer_norm(param, key) if affine else []),
+        same(at(stats, "mean"), at(key, "running_mean")),
+        same(at(stats, "var"), at(key, "running_var")),
+        unused(at(key, "num_batches_tracked"), np.zeros((), np.int64)),
+    ]
+
+
+def multi_head_attention(
+    param: str,
+    key: str,
+    *,
+    num_heads: int,
+    features: int,
+    bias: bool = True,
+    kv_features: int | None = None,
+) -> Table:
+    """`nnx.MultiHeadAttention`, or Linen's, and `torch.nn.MultiheadAttention`.
+
+    `features` is torch's `embed_dim`. `kv_features` is torch's `kdim` and `vdim` where given: torch
+    then has three matrices instead of one.
+    """
+    heads, names = (num_heads, features // num_heads), ("query", "key", "value")
+    sizes = (features, kv_features or features, kv_features or features)
+    kernels, biases = (
+        [at(param, f"{name}.{what}") for name in names] for what in ("kernel", "bias")
+    )
+    if kv_features is None:
+        weights = [_of_heads(parts(kernels, at(key, "in_proj_weight")), (features,), heads)]
+    else:
+        weights = [
+            reshaped(
+                transposed(path, at(key, f"{name}_proj_weight")), (size, *heads), (size, features)
+            )
+            for path, name, size in zip(kernels, "qkv", sizes, strict=True)
+        ]
+    out = linear_general(
+        at(param, "out"), at(key, "out_proj"), in_shape=heads, out_shape=(features,), bias=bias
+    )
+    of_bias = [_of_heads(parts(biases, at(key, "in_proj_bias")), (), heads)] if bias else []
+    return [*weights, *of_bias, *out]
+
+
+def _of_heads(row: Weight, size: tuple[int, ...], heads: tuple[int, ...]) -> Weight:
+    """The row, the last axis of each parameter divided into heads."""
+    return row._replace(
+        to_jax=lambda a: tuple(part.reshape(*size, *heads) for part in row.to_jax(a)),
+        to_torch=lambda *values: row.to_torch(*(v.reshape(*size, prod(heads)) for v in values)),
+    )
 
 
 def embedding(param: str, key: str) -> Table:
     """`nnx.Embed` and `torch.nn.Embedding`."""
-    return [same(f"{param}.embedding", f"{key}.weight")]
+    return [same(at(param, "embedding"), at(key, "weight"))]
 
 
 def nested(table: Table, param: str, key: str) -> Table:
     """The table of a layer that is the attribute `param` here and the submodule `key` in torch."""
     return [
         row._replace(
-            params=tuple(f"{param}.{p}" for p in row.params),
-            keys=tuple(f"{key}.{k}" for k in row.keys),
+            params=tuple(at(param, p) for p in row.params),
+            keys=tuple(at(key, k) for k in row.keys),
         )
         for row in table
     ]
+
+
+def _with_bias(weight: Weight, param: str, key: str, bias: bool) -> Table:
+    return [weight, same(at(param, "bias"), at(key, "bias"))] if bias else [weight]

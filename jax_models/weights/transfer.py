@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +16,8 @@ from jax.core import Tracer
 from jax_models.weights.bounds import bounds
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import Fault, elsewhere, joined, lines
-from jax_models.weights.tables import HasLayouts, Layouts, Table, Weight
+from jax_models.weights.rows import Weight
+from jax_models.weights.tables import HasLayouts, Layouts, Table
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 
@@ -64,25 +65,17 @@ def from_torch(
     params = _params(layer)
     name, table = weight_table(layer, layout, state_dict)
 
-    arrays, faults = {}, []
-    for row in table:
-        placeholders = [_placeholder(params[path].get_value()) for path in row.params]
-        for key, like in zip(row.keys, _transformed(row, "to_torch", placeholders), strict=True):
-            if key not in state_dict:
-                faults.append(("missing key ", key, f", shape {like.shape}"))
-                continue
-            try:
-                arrays[key] = _read(state_dict[key], like)
-            except ValueError as error:
-                faults.append(("", key, f": {error}"))
-    known = {key for row in table for key in row.keys}
-    faults += [("unexpected key ", str(key), "") for key in state_dict if key not in known]
-    _refuse(faults, layer, name)
+    placeholders = {path: _placeholder(param.get_value()) for path, param in params.items()}
+    what = f"{type(layer).__name__} in layout {name!r}"
+    arrays = checked_entries(table, placeholders, state_dict, _read, what)
 
+    faults: list[Fault] = []
     loaded = {}
     for row in table:
+        if not row.params:
+            continue
         try:
-            values = _transformed(row, "to_jax", [arrays[key] for key in row.keys])
+            values = transformed(row, "to_jax", [arrays[key] for key in row.keys])
         except ValueError as error:
             faults.append(("", str(error), ""))
             continue
@@ -92,7 +85,7 @@ def from_torch(
             for path, value in zip(row.params, values, strict=True)
             if (fault := _misfit(params[path], value))
         ]
-    _refuse(faults, layer, name)
+    _refuse(faults, what)
 
     if not_finite := [key for key, array in arrays.items() if not np.isfinite(array).all()]:
         warnings.warn(
@@ -126,6 +119,17 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
         ValueError: this layer has no such layout, or its parameters have no values.
 
     """
+    return _exported(layer, layout, lambda row: row.to_torch)
+
+
+def gradients_to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndarray]:
+    """As `to_torch`, of a layer that holds gradients in the places of its weights."""
+    return _exported(layer, layout, lambda row: row.gradients or row.to_torch)
+
+
+def _exported(
+    layer: Any, layout: str | Table | None, direction: Callable[[Weight], Callable]
+) -> dict[str, np.ndarray]:
     params = {path: param.get_value() for path, param in _params(layer).items()}
     if any(isinstance(value, jax.ShapeDtypeStruct | Tracer) for value in params.values()):
         raise ValueError(
@@ -135,7 +139,8 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
     _, table = weight_table(layer, layout)
     state_dict = {}
     for row in table:
-        values = _transformed(row, "to_torch", [np.asarray(params[path]) for path in row.params])
+        row = row._replace(to_torch=direction(row))
+        values = transformed(row, "to_torch", [np.asarray(params[path]) for path in row.params])
         state_dict |= {
             key: np.array(value, order="C") for key, value in zip(row.keys, values, strict=True)
         }
@@ -167,14 +172,13 @@ def weight_table(
             )
         layouts = {layout: layouts[layout]}
     for name, table in layouts.items():
-        _check_rows(name, table, layer)
+        check_rows(table, _params(layer), type(layer).__name__, f"layout {name!r}")
     name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer)
     return name, layouts[name]
 
 
-def _check_rows(name: str, table: Table, layer: Any) -> None:
+def check_rows(table: Table, params: Collection[str], kind: str, what: str) -> None:
     """Refuse a table that does not name every parameter once, and no key twice."""
-    params, kind = _params(layer), type(layer).__name__
     named = Counter(path for row in table for path in row.params)
     keys = Counter(key for row in table for key in row.keys)
     faults = [
@@ -184,10 +188,54 @@ def _check_rows(name: str, table: Table, layer: Any) -> None:
         *(("two rows for the key ", key, "") for key, count in keys.items() if count > 1),
     ]
     if faults:
-        raise ValueError(f"layout {name!r}: {'; '.join(lines(faults))}")
+        raise ValueError(f"{what}: {'; '.join(lines(faults))}")
 
 
-def _transformed(row: Weight, transform: str, arrays: list[np.ndarray]) -> tuple[np.ndarray, ...]:
+def checked_entries(
+    table: Table,
+    placeholders: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+    read: Callable[[Any, np.ndarray], Any],
+    what: str,
+) -> dict[str, Any]:
+    """What `read` makes of a state_dict's entries, each given with an array of its shape and dtype.
+
+    Raises:
+        ValueError: keys are missing, unexpected, or refused by `read`: all of them are listed.
+
+    """
+    arrays, faults, missing = {}, [], {}
+    for row in table:
+        likes = transformed(row, "to_torch", [placeholders[path] for path in row.params])
+        for key, like in zip(row.keys, likes, strict=True):
+            if key not in state_dict:
+                missing |= {key: like.shape} if row.params else {}
+                continue
+            try:
+                arrays[key] = read(state_dict[key], like)
+            except ValueError as error:
+                faults.append(("", key, f": {error}"))
+    known = {key for row in table for key in row.keys}
+    unexpected = [str(key) for key in state_dict if key not in known]
+    shapes = {key: tuple(getattr(state_dict.get(key), "shape", ())) for key in unexpected}
+    _refuse(
+        [*_missing(missing, shapes), *faults, *(("unexpected key ", k, "") for k in shapes)], what
+    )
+    return arrays
+
+
+def _missing(missing: Mapping[str, Any], unexpected: Mapping[str, Any]) -> list[Fault]:
+    """The missing keys, each with the unexpected one of its shape if there is a single one."""
+    faults = []
+    for key, shape in missing.items():
+        others = [other for other, its in unexpected.items() if its == shape]
+        alone = len(others) == 1 and [*missing.values()].count(shape) == 1
+        hint = f": the unexpected {others[0]} has it" if alone else ""
+        faults.append(("missing key ", key, f", shape {shape}{hint}"))
+    return faults
+
+
+def transformed(row: Weight, transform: str, arrays: list[Any]) -> tuple[Any, ...]:
     """Apply a row's transform, and refuse a result that has not one array for each name."""
     names = row.params if transform == "to_jax" else row.keys
     try:
@@ -227,12 +275,9 @@ def _read(value: Any, like: np.ndarray) -> np.ndarray:
     return array
 
 
-def _refuse(faults: list[Fault], layer, layout: str) -> None:
+def _refuse(faults: list[Fault], what: str) -> None:
     if faults:
-        raise ValueError(
-            f"state_dict does not fit {type(layer).__name__} in layout {layout!r}:\n  "
-            + "\n  ".join(lines(faults))
-        )
+        raise ValueError(f"state_dict does not fit {what}:\n  " + "\n  ".join(lines(faults)))
 
 
 def _misfit(param: nnx.Variable, value: np.ndarray) -> str | None:
@@ -277,6 +322,8 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer) -> str:
     best = max(known, key=lambda name: (len(known[name] & keys), -len(known[name] - keys)))
     if known[best] & keys or not known[best]:
         return best
+    if len(layouts) == 1 and keys and not elsewhere(state_dict, known.values()):
+        return best  # what differs is listed key by key
     if not keys:
         raise ValueError("state_dict: it has no keys")
     if found := elsewhere(state_dict, known.values()):

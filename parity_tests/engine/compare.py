@@ -15,7 +15,7 @@ from flax import nnx
 from jax_models import from_torch, to_torch
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
-from jax_models.weights.transfer import as_numpy, weight_table
+from jax_models.weights.transfer import as_numpy, gradients_to_torch, weight_table
 from parity_tests.engine.locate import checked_names, find_departure
 from parity_tests.engine.measure import Report, measure
 from parity_tests.engine.problem import (
@@ -165,10 +165,13 @@ def _of_module(
     back = to_torch(build(twin, "float64"), table)
     faults = [
         f"weights: {key} comes back changed: the JAX module cannot hold it"
-        for key, value in state_dict.items()
-        if not np.array_equal(back[key], value, equal_nan=True)
+        for row in table
+        if row.exact
+        for key in row.keys
+        if not np.array_equal(back[key], state_dict[key], equal_nan=True)
     ]
-    return start(build=build, to_torch=partial(to_torch, layout=table), table=table), faults, []
+    gradients = partial(gradients_to_torch, layout=table)
+    return start(build=build, to_torch=gradients, table=table), faults, []
 
 
 def _of_loader(

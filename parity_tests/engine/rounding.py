@@ -91,6 +91,10 @@ class RandomRounding(TorchDispatchMode):
                 self._round(result, exact_operands)
         return results
 
+    def noise(self) -> float:
+        """A random number between -1 and 1."""
+        return float(2 * torch.rand((), generator=self._generator, dtype=torch.float64) - 1)
+
     def _round(self, x: torch.Tensor, exact_operands: bool) -> None:
         if x.is_complex():
             x = torch.view_as_real(x)

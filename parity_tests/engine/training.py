@@ -1,11 +1,10 @@
 """Train a torch module and its JAX port side by side: at which step, and where, do they part?"""
 
 import contextlib
-import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import jax
@@ -15,29 +14,46 @@ import optax
 import torch
 from flax import nnx
 
-from jax_models.ops.checks import described
-from parity_tests.engine.compare import port
+from jax_models.ops.checks import checked_bool, described
+from jax_models.weights.transfer import as_numpy
+from parity_tests.engine.compare import _cast, _state_dict, port
+from parity_tests.engine.correspondence import ByLoader, ByTable
+from parity_tests.engine.masks import MasksDifferError
 from parity_tests.engine.problem import (
     Arrays,
     Problem,
-    arrays,
     check_functions,
     checked_arrays,
     checked_dtypes,
     checked_int,
-    in_double,
-    tensors,
 )
 from parity_tests.engine.rounding import InFloat64, RandomRounding
-from parity_tests.engine.tolerance import ROUNDED_RUNS, Error, group_error
+from parity_tests.engine.tolerance import (
+    ROUNDED_RUNS,
+    Error,
+    K,
+    floor,
+    group_error,
+    relative_errors,
+    rms,
+)
+from parity_tests.engine.trainings import MOMENTS, JaxTraining, TorchTraining, made_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingReport:
-    """The errors of the loss and of the weights after each step, by dtype."""
+    """The errors of the loss, the weights and the statistics after each step, by dtype."""
 
     steps: dict[str, tuple[Error, ...]]
     faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was not compared."""
+    gradient_norms: dict[str, tuple[tuple[float, float], ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    """After each step: that of torch in float64, and JAX's."""
+    departures: dict[str, str] = dataclasses.field(default_factory=dict)
+    """By dtype: how the loss, gradients and the optimiser's moments compare where they part."""
 
     @property
     def parting(self) -> dict[str, tuple[int, Error]]:
@@ -56,20 +72,23 @@ class TrainingReport:
 
     def __str__(self) -> str:
         """The errors after the steps 1, 2, 4, … and the last, and where the two part."""
-        lines = [f"{'':9}{'step':>6}{'torch':>9}{'JAX':>9}{'bound':>9}"]
+        lines = [f"{'':9}{'step':>6}{'torch':>9}{'JAX':>9}{'bound':>9}{'gradient norms':>22}"]
         for dtype, errors in self.steps.items():
             shown = {2**i for i in range(len(errors).bit_length())} | {len(errors)}
+            norms = self.gradient_norms.get(dtype, [(np.nan, np.nan)] * len(errors))
             lines += [
-                f"{dtype:9}{step:6}{e.torch:9.1e}{e.jax:9.1e}{e.bound:9.1e}"
-                for step, e in enumerate(errors, 1)
+                f"{dtype:9}{step:6}{e.torch:9.1e}{e.jax:9.1e}{e.bound:9.1e}{ours:11.3g}{theirs:11.3g}"
+                for step, (e, (ours, theirs)) in enumerate(zip(errors, norms, strict=True), 1)
                 if step in shown
             ]
-        lines += [
-            f"FAIL: {dtype}: they part at step {step} by {e.jax:.1e}, most in {e.tensor}; rounding "
-            f"explains {e.bound:.1e}"
-            for dtype, (step, e) in self.parting.items()
-        ]
-        return "\n".join([*lines, *(f"FAIL: {fault}" for fault in self.faults)])
+        for dtype, (step, e) in self.parting.items():
+            lines.append(
+                f"FAIL: {dtype}: they part at step {step} by {e.jax:.1e}, most in {e.tensor}; "
+                f"rounding explains {e.bound:.1e}"
+            )
+            lines += [self.departures[dtype]] if dtype in self.departures else []
+        lines += [f"FAIL: {fault}" for fault in self.faults]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def compare_training(
@@ -79,11 +98,14 @@ def compare_training(
     *,
     loss: Callable[[Any, Any], Any],
     loss_twin: Callable[[Any, Any], torch.Tensor],
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | Callable[[], Any],
     optimizer_twin: Callable[[torch.nn.Module], torch.optim.Optimizer],
     scheduler_twin: Callable[[torch.optim.Optimizer], Any] | None = None,
     clip_twin: Callable[[Iterable[torch.nn.Parameter]], Any] | None = None,
+    average: Callable[[Any, Any, Any], Any] | None = None,
+    average_twin: Callable[[torch.nn.Module], Any] | None = None,
     accumulate: int = 1,
+    training: bool = False,
     weights: Any = None,
     dtypes: Iterable[str] = ("float64", "float32"),
 ) -> TrainingReport:
@@ -92,19 +114,31 @@ def compare_training(
     The oracle is torch's training in float64. JAX may err by 1e-12 in float64 and elsewhere by 4
     times what torch errs at that step, or by as much as the training's conditioning explains
     (`docs/bound.md`): Adam, say, enlarges gradients that are nothing but rounding.
-    Both sides run as in evaluation: without dropout, norms on their statistics.
+    The loss, the weights, the running statistics and averaged weights decide. Gradients and the
+    optimiser's moments are shown where the two part. JAX runs float32 and bfloat16 with x64 off.
 
     Args:
         twin: the torch module, with its weights.
         model: as in `compare`.
         batches: one a step: arrays, or trees of arrays; floating ones are cast to each dtype.
-        loss: `loss(model, batch)`, or `loss(weights, batch)` if the model is a function of weights.
+        loss: `loss(model, batch)`, or `loss(weights, batch)` if the model is a function of weights;
+            the weights are what the loader makes. With statistics that change, such a loss returns
+            `(loss, weights)`, the new weights or, of a dict, the entries that are new, as Linen's
+            `apply(…, mutable=["batch_stats"])` gives them. What the loader makes of buffers alone
+            is not trained.
         loss_twin: `loss_twin(twin, batch)`.
-        optimizer: of optax; with all that torch does beside it (clipping, `optax.MultiSteps`).
+        optimizer: of optax, with all that torch does beside it (clipping, `optax.MultiSteps`), or
+            a function that makes it where x64 is as in the dtype: `lambda: optax.adam(1e-3)`.
         optimizer_twin: makes the optimiser of torch for a copy of the twin.
         scheduler_twin: makes its scheduler, which steps after it.
         clip_twin: clips the gradients before a step of torch's.
+        average: `average(weights, mean, count)`: the mean of the weights after a step, `count`
+            steps after the first; the mean before the first is the initial weights.
+        average_twin: makes torch's of a copy of the twin: `torch.optim.swa_utils.AveragedModel`.
         accumulate: batches whose mean gradient torch takes a step by.
+        training: run both sides as in training, norms on their batches, and dropout with the same
+            masks: the n-th one that torch draws in a step is the n-th of JAX. By default both run
+            as in evaluation, without dropout, norms on their statistics.
         weights: as in `compare`.
         dtypes: those to train in.
 
@@ -113,7 +147,7 @@ def compare_training(
             batch or no dtype, or no step is taken.
 
     """
-    dtypes = checked_dtypes(dtypes)
+    dtypes, training = checked_dtypes(dtypes), checked_bool("training", training)
     if not isinstance(batches, Iterable) or getattr(batches, "ndim", 1) == 0:
         raise TypeError(f"batches: expected a list of arrays, got {described(batches)}")
     batches = checked_arrays("batches", list(batches))
@@ -124,133 +158,286 @@ def compare_training(
             f"accumulate: expected at most the {len(batches)} batches, got {accumulate}: "
             "no optimizer would take a step"
         )
-
     check_functions(
         {"loss": loss, "loss_twin": loss_twin, "optimizer_twin": optimizer_twin},
-        {"scheduler_twin": scheduler_twin, "clip_twin": clip_twin},
+        {
+            "scheduler_twin": scheduler_twin,
+            "clip_twin": clip_twin,
+            "average": average,
+            "average_twin": average_twin,
+        },
     )
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(f"optimizer: expected one of optax, got {described(optimizer)}")
+    if (average is None) != (average_twin is None):
+        raise ValueError("average: expected both `average` and `average_twin`, or neither")
+    made_optimizer(optimizer)
 
-    def of_torch(
-        dtype: str, arithmetic: InFloat64 | RandomRounding | None = None
-    ) -> Iterator[Arrays]:
-        """The loss and the weights after each step, under an arithmetic in float64 if given."""
-        copied = copy.deepcopy(twin).cpu().to(getattr(torch, dtype)).eval()
-        if arithmetic is not None:
-            copied = copied.double()
-        torch_optimizer = optimizer_twin(copied)
-        check_made("optimizer_twin", torch_optimizer, torch.optim.Optimizer)
-        scheduler = None
-        if scheduler_twin is not None:
-            scheduler = scheduler_twin(torch_optimizer)
-            check_made("scheduler_twin", scheduler, torch.optim.lr_scheduler.LRScheduler)
-        for step, batch in enumerate(batches, 1):
-            inputs = tensors(batch, dtype)
-            with arithmetic or contextlib.nullcontext():
-                value = loss_twin(copied, in_double(inputs) if arithmetic else inputs)
-                checked_loss("loss_twin", value, torch.Tensor)
-                if not value.requires_grad:
-                    raise ValueError("loss_twin: expected a loss with a gradient, got one without")
-                (value / accumulate).backward()
-                if step % accumulate == 0:
-                    if clip_twin is not None:
-                        clip_twin(copied.parameters())
-                    torch_optimizer.step()
-                    torch_optimizer.zero_grad()
-                    if scheduler is not None:
-                        scheduler.step()
-            yield {
-                "the loss": value.detach().double().numpy(),
-                **{
-                    name: weight.detach().double().numpy().copy()
-                    for name, weight in copied.named_parameters(remove_duplicate=False)
-                },
-            }
-
-    def of_jax(problem: Problem, dtype: str) -> Iterator[Arrays]:
-        built, graphdef, rest = problem.build(problem.twin, dtype), None, None
-        if isinstance(built, nnx.Module):
-            graphdef, built, rest = nnx.split(built, nnx.Param, ...)
-
-        def merged(params):
-            return params if graphdef is None else nnx.merge(graphdef, params, rest)
-
-        @jax.jit
-        def train_step(params, state, batch):
-            value, gradient = jax.value_and_grad(
-                lambda p: checked_loss("loss", loss(merged(p), batch), jax.Array)
-            )(params)
-            updates, state = optimizer.update(gradient, state, params)
-            return optax.apply_updates(params, updates), state, value
-
-        params, state = built, optimizer.init(built)
-        for batch in batches:
-            params, state, value = train_step(params, state, arrays(batch, dtype))
-            assert problem.to_torch is not None
-            yield {"the loss": np.asarray(value), **problem.to_torch(merged(params))}
-
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+    of_torch = partial(
+        TorchTraining,
+        twin,
+        loss=loss_twin,
+        optimizer=optimizer_twin,
+        scheduler=scheduler_twin,
+        clip=clip_twin,
+        average=average_twin,
+        accumulate=accumulate,
+        training=training,
+    )
+    with x64(True), jax.default_matmul_precision("highest"):
         problem, faults, notes = port(twin, model, weights)
-        if problem.to_torch is None:
+        if isinstance(model, nnx.Module) and problem.table is None:
             raise ValueError(notes[0])
-        steps: dict[str, list[Error]] = {dtype: [] for dtype in dtypes}
-        of_twins = {dtype: of_torch(dtype) for dtype in {*steps, "float32"}}
-        of_ports = {dtype: of_jax(problem, dtype) for dtype in steps}
+        names, build = correspondence(problem, twin, weights, training)
+        faults, notes = left_out(faults, twin) if training else (faults, [])
+        sides = {}
+        for dtype in dtypes:
+            with x64(dtype == "float64"):
+                sides[dtype] = JaxTraining(
+                    build(dtype),
+                    dtype,
+                    names,
+                    loss=loss,
+                    optimizer=optimizer,
+                    average=average,
+                    accumulate=accumulate,
+                )
+        comparison = Comparison(names, sides, of_torch, batches)
+        try:
+            comparison.run()
+        except MasksDifferError as error:
+            return TrainingReport({}, (*faults, str(error)), tuple(notes))
+    return comparison.report(faults, notes)
+
+
+@contextlib.contextmanager
+def x64(enabled: bool) -> Iterator[None]:
+    """As in a user's program that computes in float64, or in less.
+
+    An optimiser that was made where x64 is on may then ask for float64 in vain.
+    """
+    with jax.enable_x64(enabled), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Explicitly requested dtype float64", UserWarning)
+        yield
+
+
+def correspondence(
+    problem: Problem, twin: torch.nn.Module, weights: Any, training: bool
+) -> tuple[ByTable | ByLoader, Callable[[str], Any]]:
+    """Which weights of the two sides are the same, and what builds JAX's in a dtype."""
+    parameters = {name for name, _ in twin.named_parameters(remove_duplicate=False)}
+
+    def in_mode(built: Any) -> Any:
+        if not isinstance(built, nnx.Module) or not training:
+            return built
+        modes = {"deterministic": False, "use_running_average": False}
+        return nnx.view(built, **modes, raise_if_not_found=False)
+
+    if problem.table is not None:
+        build = lambda dtype: in_mode(problem.build(problem.twin, dtype))  # noqa: E731
+        return ByTable(problem.table, parameters), build
+
+    def load(state_dict: Any) -> Any:
+        loaded = weights(state_dict)
+        if isinstance(loaded, nnx.Module):
+            return loaded
+        return jax.tree.map(lambda a: as_numpy(a) if isinstance(a, torch.Tensor) else a, loaded)
+
+    def build(dtype: str) -> Any:
+        loaded = load(_state_dict(twin, dtype))
+        return in_mode(_cast(loaded, dtype)) if isinstance(loaded, nnx.Module) else loaded
+
+    return ByLoader(load, _state_dict(twin, "float64"), parameters), build
+
+
+def left_out(faults: Iterable[str], twin: torch.nn.Module) -> tuple[list[str], list[str]]:
+    """The faults, but as notes those of statistics, which training does not need."""
+    unread = {f"weights: the loader does not read {name}" for name, _ in twin.named_buffers()}
+    notes = [f"not compared: {fault.rpartition(' ')[2]}" for fault in faults if fault in unread]
+    return [fault for fault in faults if fault not in unread], notes
+
+
+class Comparison:
+    """All trainings, batch by batch beside each other."""
+
+    def __init__(
+        self,
+        names: ByTable | ByLoader,
+        sides: dict[str, JaxTraining],
+        of_torch: Callable[..., TorchTraining],
+        batches: Sequence[Any],
+    ):
+        self._names, self._sides, self._batches = names, sides, batches
         in_float64 = InFloat64()
-        rounded = {
-            dtype: RoundedTrainings(
-                of_torch(dtype, RandomRounding(dtype, seed, in_float64.decisions))
+        self._oracle = of_torch("float64", in_float64)
+        self._twins = {dtype: of_torch(dtype) for dtype in {*sides, "float32"}}
+        self._rounded = {
+            dtype: [
+                LateTraining(of_torch, dtype, RandomRounding(dtype, seed, in_float64.decisions))
                 for seed in range(ROUNDED_RUNS)
-            )
-            for dtype in steps
+            ]
+            for dtype in sides
         }
-        before = {
-            name: weight.detach().double().numpy().copy()
-            for name, weight in problem.twin.named_parameters()
-        }
-        oracle: Arrays = before
-        for step, oracle in enumerate(of_torch("float64", in_float64), 1):
-            theirs = {dtype: next(run) for dtype, run in of_twins.items()}
-            for dtype, port_run in of_ports.items():
-                ours = next(port_run)
+        self._before = self._compared(self._oracle)
+        self._errors: dict[str, list[Error]] = {dtype: [] for dtype in sides}
+        self._norms: dict[str, list[tuple[float, float]]] = {dtype: [] for dtype in sides}
+        self._departures: dict[str, str] = {}
+        self._random: dict[str, None] = {}
+        self._changed: set[str] = set()
+
+    def run(self) -> None:
+        """Train, and keep the errors of each step."""
+        for step, batch in enumerate(self._batches, 1):
+            self._oracle.train_on(batch)
+            self._random |= self._oracle.random
+            for training in self._twins.values():
+                training.train_on(batch)
+            oracle = self._compared(self._oracle)
+            for dtype, side in self._sides.items():
+                with x64(dtype == "float64"):
+                    side.train_on(batch, self._oracle.masks)
+                    ours = {"the loss": side.loss, **side.weights(), **averaged(side.average())}
+                    gradients = side.gradients()
+                self._norms[dtype].append(self._norms_of(gradients))
+                shown = {
+                    name
+                    for name in oracle
+                    if name in ours and (side.returns_statistics or name not in self._statistics())
+                }
                 error = group_error(
                     jnp.dtype(dtype),
-                    oracle=oracle,
-                    torch=theirs[dtype],
-                    jax={name: ours[name] for name in oracle},
-                    torch32=theirs["float32"],
-                    scatter=partial(rounded[dtype].after, step),
+                    oracle=only(oracle, shown),
+                    torch=only(self._compared(self._twins[dtype]), shown),
+                    jax=only(ours, shown),
+                    torch32=only(self._compared(self._twins["float32"]), shown),
+                    scatter=partial(self._scatter, dtype, step, shown),
                 )
-                steps[dtype].append(error)
-    if all(np.array_equal(oracle[name], weight) for name, weight in before.items()):
-        faults.append("training: no weight of the torch side changed, there is nothing to compare")
-    return TrainingReport({dtype: tuple(e) for dtype, e in steps.items()}, tuple(faults))
+                self._errors[dtype].append(error)
+                if not error.passed and dtype not in self._departures:
+                    with x64(dtype == "float64"):
+                        self._departures[dtype] = self._departure(dtype, side, gradients)
 
-
-def check_made(name: str, value: Any, kind: type) -> None:
-    """Refuse a function that makes something else."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name}: expected it to return a {kind.__name__}, got {described(value)}")
-
-
-def checked_loss(name: str, value: Any, kind: type) -> Any:
-    """A loss, which is one real number of its side."""
-    if not isinstance(value, kind) or value.shape != () or "float" not in str(value.dtype):
-        raise TypeError(
-            f"{name}: expected it to return a floating scalar of {kind.__module__.split('.')[0]}, "
-            f"got {described(value)}"
+    def report(self, faults: Iterable[str], notes: Iterable[str]) -> TrainingReport:
+        """The errors, and what cannot be said by them."""
+        faults, notes = [*faults], [*notes]
+        after = self._compared(self._oracle)
+        same = {n for n, a in after.items() if np.array_equal(a, self._before.get(n, np.nan))}
+        if self._names.trained <= same:
+            faults.append(
+                "training: no weight of the torch side changed, there is nothing to compare"
+            )
+        if not all(side.returns_statistics for side in self._sides.values()) and (
+            changed := sorted(self._statistics() - same)
+        ):
+            notes.append(
+                f"not compared: {', '.join(changed)}, which change: return `(loss, weights)` from "
+                "`loss`, with what they become"
+            )
+        if self._random:
+            notes.append(
+                f"torch draws random numbers ({', '.join(self._random)}), which JAX does not get: "
+                "give both sides the same in the batch"
+            )
+        return TrainingReport(
+            {dtype: tuple(errors) for dtype, errors in self._errors.items()},
+            tuple(faults),
+            tuple(notes),
+            {dtype: tuple(norms) for dtype, norms in self._norms.items()},
+            self._departures,
         )
-    return value
+
+    def _statistics(self) -> set[str]:
+        return {name for name in self._before if name not in self._names.trained} - {"the loss"}
+
+    def _compared(self, training: TorchTraining) -> Arrays:
+        """The loss, the weights, the statistics and the averaged weights of torch's side."""
+        of_torch, trained = self._names.of_torch, self._names.trained
+        mean = training.average()
+        return {
+            "the loss": training.loss,
+            **of_torch(training.weights()),
+            **(averaged(only(of_torch(mean), trained)) if mean else {}),
+        }
+
+    def _scatter(self, dtype: str, step: int, shown: set[str]) -> list[Arrays]:
+        return [
+            only(self._compared(run.after(self._batches[:step])), shown)
+            for run in self._rounded[dtype]
+        ]
+
+    def _norms_of(self, gradients: Arrays) -> tuple[float, float]:
+        """The norms of torch's gradient and of JAX's, over the weights that torch trains."""
+        theirs = self._in_names(self._oracle.gradients)
+        return norm(theirs.values()), norm(gradients[name] for name in theirs)
+
+    def _in_names(self, by_key: Arrays) -> Arrays:
+        """Torch's gradients or moments, under the names that they have in JAX one by one."""
+        zeros = {key: np.zeros(a.shape) for key, a in self._oracle.weights().items()}
+        chosen = self._names.of_torch(
+            {key: np.full(a.shape, float(key in by_key)) for key, a in zeros.items()}
+        )
+        given = {n for n, a in chosen.items() if a.all() and n in self._names.arranged}
+        return only(self._names.of_torch(zeros | by_key), given)
+
+    def _departure(self, dtype: str, side: JaxTraining, gradients: Arrays) -> str:
+        """How the loss, the gradients and the optimiser's moments compare at a step."""
+        theirs = self._twins[dtype]
+        compared = [("the loss", *({"": run.loss} for run in (self._oracle, theirs, side)))]
+        compared.append(
+            (
+                "the gradient",
+                *(self._in_names(run.gradients) for run in (self._oracle, theirs)),
+                gradients,
+            )
+        )
+        moments, of_torch = side.moments(), theirs.moments()
+        compared += [
+            (name, *(self._in_names(each) for each in (by_key, of_torch[name])), moments[ours])
+            for name, by_key in self._oracle.moments().items()
+            if (ours := MOMENTS[name]) in moments
+        ]
+        told = []
+        for name, oracle, rounded, jax_side in compared:
+            if oracle:
+                errors, of_rounding = (
+                    relative_errors(only(each, {*oracle}), oracle, negligible=True)
+                    for each in (jax_side, rounded)
+                )
+                worst = max(errors, key=lambda key: errors[key])
+                bound = max(floor(jnp.dtype(dtype)), K * of_rounding[worst])
+                where = f", most in {worst}" if worst else ""
+                told.append(
+                    f"{name} agrees"
+                    if errors[worst] <= bound
+                    else f"{name} departs by {errors[worst]:.1e}{where}"
+                )
+        return f"      at that step {'; '.join(told)}"
 
 
-class RoundedTrainings:
-    """Trainings with random rounding, which run as far as is asked for."""
+class LateTraining:
+    """A training under an arithmetic, which runs as far as is asked for."""
 
-    def __init__(self, runs: Iterable[Iterator[Arrays]]):
-        self._runs, self._step = list(runs), 0
+    def __init__(self, of_torch: Callable[..., TorchTraining], dtype: str, arithmetic: Any):
+        self._make, self._training = partial(of_torch, dtype, arithmetic), None
+        self._done = 0
 
-    def after(self, step: int) -> list[Arrays]:
-        """The loss and the weights of each after a step, later than that of the call before."""
-        skipped, self._step = step - self._step - 1, step
-        return [next(islice(run, skipped, None)) for run in self._runs]
+    def after(self, batches: Sequence[Any]) -> TorchTraining:
+        """The training after these batches, those of the call before among them."""
+        self._training = self._training or self._make()
+        for batch in batches[self._done :]:
+            self._training.train_on(batch)
+        self._done = len(batches)
+        return self._training
+
+
+def averaged(arrays: Arrays) -> Arrays:
+    """Under the names of averages."""
+    return {f"average of {name}": array for name, array in arrays.items()}
+
+
+def only(arrays: Arrays, names: Iterable[str]) -> Arrays:
+    """Those of the names."""
+    return {name: arrays[name] for name in arrays if name in names}
+
+
+def norm(arrays: Iterable[np.ndarray]) -> float:
+    """The norm of all of them together."""
+    return float(np.sqrt(sum(rms(a) ** 2 * a.size for a in arrays)))

@@ -1,0 +1,70 @@
+"""Weight tables of trees of arrays: Linen's variables, Equinox's modules, haiku's parameters."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_models.weights.tables import Table
+from jax_models.weights.transfer import as_numpy, check_rows, checked_entries, transformed
+
+
+def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
+    """The function that puts a torch `state_dict` into a tree of arrays, by a weight table.
+
+        >>> tree = {"out": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
+        >>> load = loader(tree, linear("out", "head"))
+        >>> load({"head.weight": np.ones((2, 3)), "head.bias": np.ones(2)})["out"]["kernel"].shape
+        (3, 2)
+
+    Args:
+        tree: Linen's variables, an Equinox module, haiku's parameters, or any tree that JAX knows.
+            Its floating arrays are the parameters; `path_of` names them, as in `params.out.kernel`.
+        table: names every parameter once.
+
+    The arrays get the dtypes of the state_dict, and what is no floating array stays as it is.
+    Gradients and `jax.jit` go through the function.
+
+    Raises:
+        ValueError: a row does not fit the tree. The function raises it where keys are missing,
+            unexpected or of another shape: all of them are listed.
+
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = {path_of(path): leaf for path, leaf in paths}
+    params = {path: leaf for path, leaf in leaves.items() if is_floating(leaf)}
+    what = f"a tree of {len(params)} arrays"
+    check_rows(table, params, "the tree", "table")
+    placeholders = {
+        path: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape) for path, leaf in params.items()
+    }
+
+    def load(state_dict: Mapping[str, Any]) -> Any:
+        arrays = checked_entries(table, placeholders, state_dict, _read, what)
+        loaded = dict(leaves)
+        for row in table:
+            if row.params:
+                values = transformed(row, "to_jax", [arrays[key] for key in row.keys])
+                loaded |= zip(row.params, values, strict=True)
+        return jax.tree.unflatten(structure, loaded.values())
+
+    return load
+
+
+def path_of(path: tuple[Any, ...]) -> str:
+    """A leaf's place in a tree: `params.out.kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def is_floating(leaf: Any) -> bool:
+    """Is it a floating array?"""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _read(value: Any, like: np.ndarray) -> Any:
+    array = value if isinstance(value, jax.Array) else as_numpy(value)
+    if array.shape != like.shape:
+        raise ValueError(f"expected shape {like.shape}, got {array.shape}")
+    return array

@@ -1,0 +1,89 @@
+"""What is compared of two trainings: torch's weights and JAX's under the same names."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jax_models import to_torch
+from jax_models.weights import Table
+from jax_models.weights.trees import is_floating, path_of
+from parity_tests.engine.problem import Arrays
+
+
+class ByTable:
+    """Under torch's keys, by a weight table."""
+
+    def __init__(self, table: Table, parameters: Collection[str]):
+        self._table = table
+        self._inexact = [row for row in table if row.params and not row.exact]
+        self.keys = {key for row in table if row.params for key in row.keys}
+        self.trained = self.keys & {*parameters}
+        self.arranged = {
+            key for row in table if row.exact and row.gradients is None for key in row.keys
+        }
+        """Those whose numbers JAX has one by one, no sums of them."""
+
+    def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
+        """Where JAX cannot hold torch's arrays one by one, as they come back from it."""
+        compared = {key: value for key, value in state_dict.items() if key in self.keys}
+        for row in self._inexact:
+            values = row.to_torch(*row.to_jax(*(state_dict[key] for key in row.keys)))
+            compared |= zip(row.keys, values, strict=True)
+        return compared
+
+    def of_jax(self, model: nnx.Module) -> Arrays:
+        """The module's arrays."""
+        return {key: a for key, a in to_torch(model, self._table).items() if key in self.keys}
+
+
+class ByLoader:
+    """Under the paths of what a loader makes of torch's weights."""
+
+    def __init__(
+        self,
+        load: Callable[[Mapping[str, Any]], Any],
+        state_dict: Mapping[str, np.ndarray],
+        parameters: Collection[str],
+    ):
+        self._load = load
+        of_parameters, of_buffers = (
+            self.of_torch(
+                {
+                    k: 0.7 * v + 0.1 if (k in parameters) == chosen else v
+                    for k, v in state_dict.items()
+                }
+            )
+            for chosen in (True, False)
+        )
+        known = self.of_torch(state_dict)
+        self.trained = {
+            path
+            for path, array in known.items()
+            if not np.array_equal(array, of_parameters[path])
+            or np.array_equal(array, of_buffers[path])
+        }
+        """All but what is made of buffers alone."""
+        numbers = np.concatenate([np.ravel(v) for v in state_dict.values()] or [np.empty(0)])
+        self.arranged = {path for path, array in known.items() if np.isin(array, numbers).all()}
+
+    def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
+        """What the loader makes of them."""
+        return self.of_jax(self._load(state_dict))
+
+    def of_jax(self, weights: Any) -> Arrays:
+        """The floating arrays of a tree, or of an NNX module."""
+        return {path: np.asarray(leaf, float) for path, leaf in floating_leaves(weights).items()}
+
+
+def floating_leaves(weights: Any) -> dict[str, Any]:
+    """The floating arrays of a tree, or of an NNX module, by their paths."""
+    if isinstance(weights, nnx.Module):
+        weights = nnx.to_pure_dict(nnx.state(weights))
+    return {
+        path_of(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
+        if is_floating(leaf)
+    }

@@ -1,0 +1,82 @@
+"""Dropout on two sides: the n-th mask of a step is the same on both."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+DRAWN = (aten.bernoulli_.float, aten.bernoulli.p, aten.bernoulli.default)
+
+
+class MasksDifferError(ValueError):
+    """The two sides do not draw masks of the same shapes."""
+
+
+class TorchMasks(TorchDispatchMode):
+    """Within it, the Bernoulli numbers of a step come from a seed; they are kept for JAX."""
+
+    def __init__(self, step: int):
+        super().__init__()
+        self._step = step
+        self.masks: list[np.ndarray] = []
+        self.random: dict[str, None] = {}
+        """Operations that draw other random numbers."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, but draw no mask by chance."""
+        kwargs = kwargs or {}
+        if func in DRAWN:
+            like, given = args[0], args[1:] or kwargs.get("p", 0.5)
+            probability = like.detach().numpy() if func is DRAWN[2] else given
+            rng = np.random.default_rng([self._step, len(self.masks)])
+            self.masks.append(rng.random(tuple(like.shape)) < probability)
+            mask = torch.tensor(self.masks[-1]).to(like)
+            return like.copy_(mask) if func is DRAWN[0] else mask
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random[str(func)] = None
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def jax_masks(masks: list[jax.Array]) -> Iterator[None]:
+    """Within it, `jax.random.bernoulli`, by which Flax, Equinox and haiku drop, gives these masks.
+
+    Where channels come last in JAX and second in torch, their axis is moved.
+
+    Raises:
+        MasksDifferError: JAX draws other shapes, or another number of them.
+
+    """
+    left = list(enumerate(masks, 1))
+
+    def bernoulli(key: Any, p: Any = 0.5, shape: Any = None, *args: Any, **kwargs: Any):
+        shape = np.shape(p) if shape is None else tuple(shape)
+        if not left:
+            raise MasksDifferError(
+                f"dropout: torch draws {len(masks)} masks a step, JAX draws more, the next of "
+                f"shape {shape}"
+            )
+        number, mask = left.pop(0)
+        if mask.shape == shape:
+            return mask
+        if mask.ndim > 2 and jnp.moveaxis(mask, 1, -1).shape == shape:
+            return jnp.moveaxis(mask, 1, -1)
+        raise MasksDifferError(
+            f"dropout: mask {number} of a step is of shape {mask.shape} in torch, {shape} in JAX: "
+            "give both sides the same masks in the batch"
+        )
+
+    with mock.patch.object(jax.random, "bernoulli", bernoulli):
+        yield
+    if left:
+        raise MasksDifferError(
+            f"dropout: torch draws {len(masks)} masks a step, JAX {len(masks) - len(left)} (one "
+            "for all steps of a scan): give both sides the same masks in the batch"
+        )
