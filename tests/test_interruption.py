@@ -303,12 +303,12 @@ def test_a_killed_report_is_made_again(tmp_path, monkeypatch):
 
 
 def test_the_losses_of_a_line_that_a_signal_cut_are_kept(interrupted_at, tmp_path):
-    lines = ["--log-every", "4", "--eval-every", "30"]
+    lines = ["--log-every", str(STEPS), "--eval-every", str(STEPS)]
     command(tmp_path / "whole", *lines)
     interrupted_at(13, signal.SIGTERM)
     with pytest.raises(SystemExit), one_line_errors("prog"):
         command(tmp_path / "cut", *lines)
-    assert Run.open(tmp_path / "cut").metrics("training")[-1]["step"] == 12
+    assert not Run.open(tmp_path / "cut").metrics("training")
     command(tmp_path / "cut", *lines)
     whole, cut = (
         {line["step"]: line["loss"] for line in Run.open(tmp_path / name).metrics("training")}
