@@ -1,6 +1,6 @@
 """Compare any torch module with any JAX port of it."""
 
-import copy
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -16,16 +16,22 @@ from jax_models import from_torch, to_torch
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
 from jax_models.weights.transfer import as_numpy, weight_table
+from parity_tests.engine.frameworks import Foreign, Held, adapted, is_floating, weights_of
 from parity_tests.engine.locate import checked_names, find_departure
 from parity_tests.engine.measure import Report, measure
 from parity_tests.engine.problem import (
     Problem,
+    cast,
     check_functions,
     checked_arrays,
     checked_dtypes,
     checked_int,
     checked_platform,
+    copy_of,
+    in_dtype,
+    is_list_of_numbers,
 )
+from parity_tests.engine.run import changes_result
 
 Loader = Callable[[Mapping[str, Any]], Any]
 """Makes the JAX side's weights, an `nnx.Module` or any tree of arrays, of a state_dict."""
@@ -43,6 +49,7 @@ def compare(
     seed: int = 0,
     locate: bool = False,
     names: Mapping[str, str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Report:
     """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
@@ -78,19 +85,29 @@ def compare(
     dtypes, seed = checked_dtypes(dtypes), checked_int("seed", seed, 0)
     platform, locate = checked_platform(platform), checked_bool("locate", locate)
     check_functions({}, {"call": call, "call_twin": call_twin})
-    with jax.enable_x64(True):
+    inputs = checked_arrays("inputs", inputs, flags=True)
+    if kwargs:
+        inputs = (*inputs, checked_arrays("kwargs", dict(kwargs), flags=True))
+        call_twin = _with_kwargs(call_twin or _called)
+        if isinstance(model, nnx.Module) or adapted(model) is not None:
+            call = _with_kwargs(call or _called)
+        elif callable(model) and not isinstance(model, type):
+            model = _with_kwargs(model) if weights is not None else _all_kwargs(model)
+    with jax.enable_x64(True), one_torch_thread():
         problem, faults, notes = port(
             twin,
             model,
             weights,
             call,
             **({} if call_twin is None else {"call_twin": call_twin}),
-            inputs=checked_arrays("inputs", inputs),
+            inputs=inputs,
             dtypes=dtypes,
             seed=seed,
         )
         names = checked_names(names, twin, model)
         report = measure(problem, problem.dtypes, platform)
+        if weights is None and problem.to_torch is None and not report.passed:
+            refuse_other_weights(problem)
         first = next(iter(report.failures), None)
         location = find_departure(problem, first[0], names) if locate and first else None
         if locate and first and location is None:
@@ -98,6 +115,26 @@ def compare(
     return dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
+
+
+def _with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The last input has the arguments by name."""
+    return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
+
+
+def _all_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs: function(*inputs[:-1], **inputs[-1])
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """JAX has the other cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def assert_parity(*args: Any, **kwargs: Any) -> None:
@@ -113,10 +150,12 @@ def port(
     """The problem with these fields, the faults of the weights, and what cannot be compared."""
     if not isinstance(twin, torch.nn.Module):
         raise TypeError(f"twin: expected a torch.nn.Module, got {_kind(twin)}")
+    foreign = adapted(model)
     is_function = callable(model) and not isinstance(model, type | torch.nn.Module)
-    if not isinstance(model, nnx.Module) and not is_function:
+    if foreign is None and not isinstance(model, nnx.Module) and not is_function:
         raise TypeError(
-            f"model: expected an nnx.Module or a function of weights, got {_kind(model)}"
+            "model: expected an nnx.Module, a model of Linen, Equinox, haiku or Keras, or a "
+            f"function of weights, got {_kind(model)}"
         )
     if any(weight.is_meta for weight in twin.state_dict().values()):
         raise ValueError("twin: expected weights, got a module on the device meta, which has none")
@@ -124,10 +163,22 @@ def port(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
     ):
         raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
-    start = partial(Problem, twin=copy.deepcopy(twin).cpu().eval(), **fields)
+    start = partial(Problem, twin=copy_of(twin).cpu().eval(), **fields)
+    if foreign is not None:
+        return _of_foreign(start, twin, foreign, weights, call or _called)
     if isinstance(model, nnx.Module):
-        return _of_module(start, twin, model, weights, call)
-    return _of_loader(start, twin, model, weights, call)
+        return _of_module(start, twin, model, weights, call or _called)
+    if weights is None and not twin.state_dict():
+        return _of_loader(start, twin, lambda _, *inputs: model(*inputs), dict)
+    if not callable(weights) or call is not None:
+        raise TypeError(
+            "model: a function of weights and inputs needs a loader as `weights`, and no `call`"
+        )
+    return _of_loader(start, twin, model, weights)
+
+
+def _called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
+    return model(*inputs, **kwargs)
 
 
 def _kind(value: Any) -> str:
@@ -140,6 +191,31 @@ Start = Callable[..., Problem]
 """A `Problem` but for its JAX side."""
 
 
+def _of_foreign(
+    start: Start, twin: torch.nn.Module, foreign: Foreign, weights: Any, call: Any
+) -> tuple[Problem, list[str], list[str]]:
+    """A model of another framework, with a loader, a table, or the weights that it has."""
+    if callable(weights):
+        return _of_loader(
+            start,
+            twin,
+            lambda loaded, *inputs: foreign.run(call, loaded, inputs),
+            lambda state_dict: foreign.loaded(weights(state_dict)),
+        )
+    if foreign.weights is None:
+        raise TypeError(
+            "model: it has no weights: give it with them, as (model, weights), or a loader as "
+            "`weights`"
+        )
+    return _of_module(
+        start,
+        twin,
+        Held(foreign),
+        weights,
+        lambda held, *inputs: foreign.run(call, weights_of(held, foreign), inputs),
+    )
+
+
 def _of_module(
     start: Start, twin: torch.nn.Module, model: nnx.Module, weights: Any, call: Any
 ) -> tuple[Problem, list[str], list[str]]:
@@ -149,18 +225,19 @@ def _of_module(
             "weights: a loader makes the weights itself: give it with a function as `model`, "
             "`lambda weights, *inputs: …`"
         )
-    start = partial(start, call=call or (lambda model, *inputs: model(*inputs)))
+    start = partial(start, call=call)
     if weights is None and not hasattr(model, "torch_layouts"):
         note = "weight gradients are not compared: `weights` does not say which is which"
-        return start(build=lambda _, dtype: _cast(model, dtype), to_torch=None), [], [note]
-    state_dict = _state_dict(twin, "float64")
+        notes = [note] if any(True for _ in twin.parameters()) else []
+        return start(build=lambda _, dtype: _cast(model, dtype), to_torch=None), [], notes
+    state_dict = _floating(_state_dict(twin, "float64"))
     try:
         _, table = weight_table(model, weights, state_dict)
     except (TypeError, ValueError) as error:
         raise type(error)(f"weights: {error}") from None
 
     def build(twin: torch.nn.Module, dtype: str) -> nnx.Module:
-        return from_torch(_cast(model, dtype), _state_dict(twin, dtype), table)
+        return from_torch(_cast(model, dtype), _floating(_state_dict(twin, dtype)), table)
 
     back = to_torch(build(twin, "float64"), table)
     faults = [
@@ -168,17 +245,43 @@ def _of_module(
         for key, value in state_dict.items()
         if not np.array_equal(back[key], value, equal_nan=True)
     ]
-    return start(build=build, to_torch=partial(to_torch, layout=table), table=table), faults, []
+    problem = start(
+        build=build,
+        to_torch=partial(to_torch, layout=table),
+        gradient_to_torch=partial(gradient_by_table, table, state_dict),
+        table=table,
+    )
+    return problem, faults, []
+
+
+def gradient_by_table(
+    table: Table, state_dict: Mapping[str, np.ndarray], gradient: nnx.Module
+) -> dict[str, np.ndarray]:
+    """The gradient with respect to each key, by the derivative of the row that it is in.
+
+    A row that JAX cannot trace is taken for a rearrangement, whose derivative is its inverse.
+    """
+    params = {
+        ".".join(map(str, path)): np.asarray(param.get_value())
+        for path, param in nnx.to_flat_state(nnx.state(gradient))
+        if isinstance(param, nnx.Variable) and is_floating(param.get_value())
+    }
+    by_key = {}
+    for row in table:
+        given = tuple(params[path] for path in row.params)
+        keys = [in_dtype(state_dict[key], str(given[0].dtype)) for key in row.keys]
+        try:
+            gradients = jax.vjp(row.to_jax, *map(jnp.asarray, keys))[1](given)
+        except Exception:  # whatever NumPy says of what JAX traces
+            gradients = row.to_torch(*given)
+        by_key |= zip(row.keys, map(np.asarray, gradients), strict=True)
+    return by_key
 
 
 def _of_loader(
-    start: Start, twin: torch.nn.Module, model: Callable[..., Any], loader: Any, call: Any
+    start: Start, twin: torch.nn.Module, model: Callable[..., Any], loader: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A function with a loader: JAX differentiates through it, if it can be traced."""
-    if not callable(loader) or call is not None:
-        raise TypeError(
-            "model: a function of weights and inputs needs a loader as `weights`, and no `call`"
-        )
     owners = _owners(twin)
     reads = _Reads(_state_dict(twin, "float32"))
     loaded = loader(reads)
@@ -186,41 +289,80 @@ def _of_loader(
         checked_loaded(loaded)
     unread = () if loaded is reads else reads.unread
     read = {owners[key] for key in owners if key not in unread}
-    faults = [
-        f"weights: the loader does not read {key}" for key in unread if owners[key] not in read
-    ]
+    lost = [key for key in unread if key in owners and owners[key] not in read]
+    integers = {key: array for key, array in reads.arrays.items() if key not in owners}
+
+    def load(arrays: Mapping[str, Any]) -> Any:
+        return evaluating(loader({**arrays, **integers}))
+
     try:
-        jax.eval_shape(loader, dict(reads))
+        jax.eval_shape(
+            lambda arrays: [leaf for leaf in jax.tree.leaves(load(arrays)) if is_floating(leaf)],
+            _floating(reads.arrays),
+        )
     except Exception:  # whatever NumPy or torch say of what JAX traces
-        note = "weight gradients are not compared: the loader is not in JAX (np where jnp could be)"
+        notes = [
+            "weight gradients are not compared: the loader is not in JAX (np where jnp could be)"
+        ]
 
         def build(twin: torch.nn.Module, dtype: str) -> Any:
             return _cast(checked_loaded(loader(_state_dict(twin, dtype))), dtype)
 
-        return start(build=build, call=model, to_torch=None), faults, [note]
+        problem = start(build=build, call=model, to_torch=None)
+    else:
+        notes = []
 
-    def build_owned(twin: torch.nn.Module, dtype: str) -> dict[str, jax.Array]:
-        arrays = _state_dict(twin, dtype)
-        return {key: jnp.asarray(arrays[key]) for key in dict.fromkeys(owners.values())}
+        def build_owned(twin: torch.nn.Module, dtype: str) -> dict[str, jax.Array]:
+            arrays = _state_dict(twin, dtype)
+            return {key: jnp.asarray(arrays[key]) for key in dict.fromkeys(owners.values())}
 
-    def of_all(owned: dict[str, Any]) -> dict[str, Any]:
-        return {key: owned[owner] for key, owner in owners.items()}
+        def of_all(owned: dict[str, Any]) -> dict[str, Any]:
+            return {key: owned[owner] for key, owner in owners.items()}
 
-    problem = start(
-        build=build_owned,
-        call=lambda owned, *inputs: model(loader(of_all(owned)), *inputs),
-        to_torch=lambda gradient: jax.tree.map(np.asarray, of_all(gradient)),
-    )
-    return problem, faults, []
+        problem = start(
+            build=build_owned,
+            call=lambda owned, *inputs: model(load(of_all(owned)), *inputs),
+            to_torch=lambda gradient: jax.tree.map(np.asarray, of_all(gradient)),
+        )
+    unseen = [key for key in lost if not _shows(twin, key)]
+    matter = [key for key in unseen if changes_result(problem, [key])]
+    problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*unseen}))
+    return problem, [f"weights: the loader does not read {key}" for key in matter], notes
+
+
+def _shows(twin: torch.nn.Module, key: str) -> bool:
+    """Is it a buffer whose numbers JAX cannot have without reading or computing them?"""
+    value = twin.state_dict()[key]
+    is_trivial = bool((value == 0).all() or (value == 1).all())
+    return key not in dict(twin.named_parameters(remove_duplicate=False)) and not is_trivial
+
+
+def evaluating(weights: Any) -> Any:
+    """The same, of an `nnx.Module` for evaluation: without dropout, norms on their statistics."""
+    if not isinstance(weights, nnx.Module):
+        return weights
+    return nnx.view(weights, deterministic=True, use_running_average=True, raise_if_not_found=False)
 
 
 def checked_loaded(weights: Any) -> Any:
-    """What a loader returns: an `nnx.Module`, or a tree of arrays."""
-    return (
-        weights
-        if isinstance(weights, nnx.Module)
-        else checked_arrays("weights(state_dict)", weights)
-    )
+    """What a loader returns: an `nnx.Module`, or a tree with arrays.
+
+    Raises:
+        TypeError: there is no array.
+
+    """
+    if isinstance(weights, nnx.Module):
+        return weights
+
+    def array(leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return np.asarray(leaf)
+        return as_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    weights = jax.tree.map(array, weights, is_leaf=is_list_of_numbers)
+    if not any(hasattr(leaf, "dtype") or type(leaf) is float for leaf in jax.tree.leaves(weights)):
+        checked_arrays("weights(state_dict)", weights)
+    return weights
 
 
 def _owners(twin: torch.nn.Module) -> dict[str, str]:
@@ -229,7 +371,7 @@ def _owners(twin: torch.nn.Module) -> dict[str, str]:
     return {
         key: first.setdefault(id(weight), key)
         for key, weight in twin.state_dict(keep_vars=True).items()
-        if weight.is_floating_point()
+        if weight.is_floating_point() or weight.is_complex()
     }
 
 
@@ -253,13 +395,17 @@ class _Reads(Mapping[str, np.ndarray]):
 
 
 def _state_dict(twin: torch.nn.Module, dtype: str) -> dict[str, np.ndarray]:
-    """The weights of the twin in a dtype; integers, such as BatchNorm's counter, are none."""
-    torch_dtype = getattr(torch, dtype)
+    """The weights of the twin, the floating ones in a dtype."""
     return {
-        key: as_numpy(value.to(torch_dtype))
+        key: as_numpy(cast(value.detach(), dtype).resolve_conj())
         for key, value in twin.state_dict().items()
-        if value.is_floating_point()
+        if isinstance(value, torch.Tensor)
     }
+
+
+def _floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those that a table names: integers, such as BatchNorm's counter, are no weights."""
+    return {key: array for key, array in arrays.items() if is_floating(array)}
 
 
 def _cast(weights: Any, dtype: str) -> Any:
@@ -268,10 +414,37 @@ def _cast(weights: Any, dtype: str) -> Any:
     if isinstance(weights, nnx.Module):
         graphdef, weights = nnx.split(weights)
     weights = jax.tree.map(
-        lambda a: jnp.array(a, dtype) if jnp.issubdtype(jnp.result_type(a), jnp.floating) else a,
-        weights,
+        lambda a: jnp.array(in_dtype(jnp.asarray(a), dtype)) if is_number(a) else a, weights
     )
     if graphdef is None:
         return weights
-    model = nnx.merge(graphdef, weights, copy=True)
-    return nnx.view(model, deterministic=True, use_running_average=True, raise_if_not_found=False)
+    return evaluating(nnx.merge(graphdef, weights, copy=True))
+
+
+def is_number(leaf: Any) -> bool:
+    """Is it an array of real or complex numbers, or a float of Python's?"""
+    return is_floating(leaf) or type(leaf) is float
+
+
+def refuse_other_weights(problem: Problem) -> None:
+    """Refuse a model that was not given the twin's weights, and does not have them.
+
+    Raises:
+        ValueError: most numbers of the twin's weights are not among the model's.
+
+    """
+
+    def numbers(arrays: Iterable[Any]) -> np.ndarray:
+        flat = [np.asarray(array).astype(np.complex64).ravel() for array in arrays]
+        found = np.unique(np.concatenate([*flat, np.zeros(1, np.complex64)]))
+        return found[(found != 0) & (found != 1)]
+
+    theirs = numbers(_floating(_state_dict(problem.twin, "float32")).values())
+    built = problem.build(problem.twin, "float32")
+    ours = numbers(leaf for leaf in jax.tree.leaves(built) if is_floating(leaf))
+    if np.isin(theirs, ours).sum() < theirs.size / 2:
+        raise ValueError(
+            "weights: the model has other weights than the twin, so that nothing can be compared: "
+            "say by a table or a loader how the twin's become the model's, as in "
+            "weights=[*linear('out', 'fc')] or weights=lambda state_dict: …"
+        )
