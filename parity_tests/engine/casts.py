@@ -5,6 +5,7 @@ they cast to float32, so that a fault far below float32's rounding is seen.
 """
 
 import dataclasses
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ SCATTERS = {
 BIT_PATTERNS = ("bitcast_convert_type", "nextafter")
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 ENGINE = str(Path(__file__).parent)
+STANDARD = sysconfig.get_path("stdlib")
 SHORT = 6
 """Digits of a constant that somebody wrote, such as 1e-5: float64 has it more exactly."""
 
@@ -77,37 +79,55 @@ class Found:
     """Has an embedding a gradient in a row that torch leaves alone?"""
 
 
+def place_of(equation: Any) -> str:
+    """The line that an operation is from, and the user's that led to it; "" if nobody knows."""
+    nearest = str(summarize(equation.source_info)).removesuffix("unknown")
+    frames = getattr(equation.source_info.traceback, "frames", None) or ()
+    if is_library(nearest):
+        for frame in frames:
+            if not is_library(frame.file_name) and frame.file_name.endswith(".py"):
+                return f"{nearest}, from {frame.file_name}:{frame.line_num}"
+    return nearest
+
+
 def is_library(place: str) -> bool:
     """Is the code there installed, rather than the user's?"""
-    return "site-packages" in place or ENGINE in place
+    place, *_ = place.partition(", from ")
+    return any(part in place for part in ("site-packages", ENGINE, STANDARD))
 
 
 def look_into(closed: ClosedJaxpr, found: Found) -> None:
     """Find casts and random numbers, in all bodies."""
-    for equation, varies in _equations(closed.jaxpr, [True] * len(closed.jaxpr.invars)):
+    for equation, varies, place in _equations(closed.jaxpr, [True] * len(closed.jaxpr.invars)):
         name = equation.primitive.name
         if name == "convert_element_type" and varies:
             old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
             if str(old) in ("float64", "complex128") and str(new) in COARSER | WIDE:
-                found.casts.append(f"{old} to {new} at {summarize(equation.source_info)}")
+                found.casts.append(f"{old} to {new} at {place}")
         elif name in DRAWS:
-            found.draws.append(str(summarize(equation.source_info)))
+            found.draws.append(place)
     found.casts = [*dict.fromkeys(found.casts)]
     found.draws = [*dict.fromkeys(found.draws)]
 
 
-def _equations(jaxpr: Any, inputs_vary: Sequence[bool]) -> Iterator[tuple[Any, bool]]:
-    """Each equation of a body and of those within, and whether an argument reaches it."""
+def _equations(
+    jaxpr: Any, inputs_vary: Sequence[bool], place: str = ""
+) -> Iterator[tuple[Any, bool, str]]:
+    """Each equation of a body and of those within, whether an argument reaches it, and its place.
+
+    A body that JAX has kept from an earlier trace has no places; it is where it is called.
+    """
     vary = {v for v, varies in zip(jaxpr.invars, inputs_vary, strict=True) if varies}
     for equation in jaxpr.eqns:
         operands = [v in vary if not isinstance(v, Literal) else False for v in equation.invars]
         varies = any(operands)
         if varies:
             vary.update(equation.outvars)
-        yield equation, varies
+        here = place_of(equation) or place
+        yield equation, varies, here
         for body in _bodies(equation.params):
             exact = equation.primitive.name in CALLS and len(body.invars) == len(operands)
-            yield from _equations(body, operands if exact else [varies] * len(body.invars))
+            yield from _equations(body, operands if exact else [varies] * len(body.invars), here)
 
 
 def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
@@ -235,15 +255,14 @@ class Lift:
     def _coarse(self, body: Any) -> bool:
         return any(
             str(getattr(v.aval, "dtype", None)) in self._dtypes
-            for equation, _ in _equations(body, [True] * len(body.invars))
+            for equation, *_ in _equations(body, [True] * len(body.invars))
             for v in (*equation.invars, *equation.outvars)
         )
 
     def _as_it_is(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         """In the dtypes of before."""
         if equation.primitive.name not in BIT_PATTERNS:
-            place = summarize(equation.source_info)
-            self._found.stays.append(f"{equation.primitive.name} at {place}")
+            self._found.stays.append(f"{equation.primitive.name} at {place_of(equation)}")
         given = [
             lax.convert_element_type(x, atom.aval.dtype)
             if str(getattr(atom.aval, "dtype", None)) in self._dtypes

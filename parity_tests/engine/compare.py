@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
+from rich.console import Console
 
 from jax_models import from_torch, to_torch
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
 from jax_models.weights.transfer import as_numpy, weight_table
+from parity_tests.engine.edges import measure_edges
 from parity_tests.engine.frameworks import Foreign, Held, adapted, is_floating, weights_of
 from parity_tests.engine.locate import checked_names, find_departure
 from parity_tests.engine.measure import Report, measure
@@ -27,11 +29,11 @@ from parity_tests.engine.problem import (
     checked_dtypes,
     checked_int,
     checked_platform,
-    copy_of,
+    converted,
     in_dtype,
     is_list_of_numbers,
 )
-from parity_tests.engine.run import changes_result
+from parity_tests.engine.run import JaxSide, changes_result
 
 Loader = Callable[[Mapping[str, Any]], Any]
 """Makes the JAX side's weights, an `nnx.Module` or any tree of arrays, of a state_dict."""
@@ -50,6 +52,7 @@ def compare(
     locate: bool = False,
     names: Mapping[str, str] | None = None,
     kwargs: Mapping[str, Any] | None = None,
+    edge_inputs: bool = False,
 ) -> Report:
     """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
@@ -59,16 +62,19 @@ def compare(
 
     Args:
         twin: the torch module, with its weights. Random biases show more than zero ones.
-        model: an `nnx.Module`, or a function of weights and inputs (then `weights` is a loader).
+        model: an `nnx.Module`; a function of weights and inputs (then `weights` is a loader); or a
+            model of Linen, Equinox, haiku or Keras, alone or as (model, weights).
         inputs: arrays, or trees of arrays, for both sides; floating ones are cast to each dtype.
+            A bool, a number of Python's, a text or None is a flag, which both sides get as it is.
         weights: how the twin's weights become the model's: a weight table (`jax_models.weights`),
             the name of one of the model's own layouts, or a loader, a function of a `state_dict` of
-            arrays that returns an `nnx.Module` or what the function `model` takes. By default the
-            model's own layout; a foreign module without `weights` keeps those that it has, and its
-            weight gradients are not compared.
+            arrays that returns what the function `model` takes, or the weights of a model of
+            another framework. By default the model's own layout; a model without `weights` must
+            have the twin's already, and its weight gradients are not compared.
         call: how the JAX side is called with the inputs; by default `model(*inputs)`, or
             `model(weights, *inputs)` if it is a function. Both calls return an array, or a tree of
-            arrays whose leaves come in the same order; of a tuple, all but the first is state.
+            arrays, whose leaves belong together by name if both sides have names, else in order.
+            Of a tuple, all but the first is state.
         call_twin: the same of the torch side; by default `twin(*inputs)`.
         dtypes: those to compare in.
         platform: where JAX runs: "cpu", "gpu" or "tpu".
@@ -76,14 +82,19 @@ def compare(
         locate: say by submodule where a pair that fails first departs, if its JAX side is an
             `nnx.Module`. Submodules correspond that have the same weights, or the same name.
         names: the JAX path of a torch submodule, by name, where neither tells.
+        kwargs: further inputs, which both sides take by name.
+        edge_inputs: compare in float64 at inputs with exact zeros, ties and extremes, too, and with
+            masks that hide all or nothing.
 
     Raises:
-        ValueError: the weights do not fit the model; all faults are listed.
+        ValueError: the weights do not fit the model, all faults are listed; or a model without
+            `weights` has others than the twin.
         TypeError: a function without a loader, or a result that is no tree of arrays.
 
     """
     dtypes, seed = checked_dtypes(dtypes), checked_int("seed", seed, 0)
     platform, locate = checked_platform(platform), checked_bool("locate", locate)
+    checked_bool("edge_inputs", edge_inputs)
     check_functions({}, {"call": call, "call_twin": call_twin})
     inputs = checked_arrays("inputs", inputs, flags=True)
     if kwargs:
@@ -105,7 +116,13 @@ def compare(
             seed=seed,
         )
         names = checked_names(names, twin, model)
-        report = measure(problem, problem.dtypes, platform)
+        jax_side = JaxSide(problem, platform)
+        with progress() as say:
+            report = measure(problem, problem.dtypes, platform, jax_side=jax_side, say=say)
+            if edge_inputs:
+                say("edge inputs")
+                of_edges, about_edges = measure_edges(problem, platform, jax_side)
+                faults, notes = [*faults, *of_edges], [*notes, *about_edges]
         if weights is None and problem.to_torch is None and not report.passed:
             refuse_other_weights(problem)
         first = next(iter(report.failures), None)
@@ -137,6 +154,17 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's stderr that says what runs."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("comparing") as status:
+        yield lambda text: status.update(f"comparing: {text}")
+
+
 def assert_parity(*args: Any, **kwargs: Any) -> None:
     """Assert that `compare(…)` passes; its report is the message."""
     report = compare(*args, **kwargs)
@@ -163,7 +191,7 @@ def port(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
     ):
         raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
-    start = partial(Problem, twin=copy_of(twin).cpu().eval(), **fields)
+    start = partial(Problem, twin=converted(twin, torch.Tensor.cpu).eval(), **fields)
     if foreign is not None:
         return _of_foreign(start, twin, foreign, weights, call or _called)
     if isinstance(model, nnx.Module):

@@ -8,11 +8,13 @@ explains a difference if constants that are moved within that rounding make it v
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
 from parity_tests.engine.casts import short_decimal
+from parity_tests.engine.frameworks import words
 from parity_tests.engine.problem import Problem, twin_in
 from parity_tests.engine.run import GROUPS, JaxSide, Results, only_floating, run_oracle
 from parity_tests.engine.tolerance import CONSTANT_ULPS, ROUNDED_RUNS, finite, rms, ulp
@@ -125,12 +127,13 @@ def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[s
     for path, module in twin.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        held = {**vars(module), **module._buffers}
-        for name, tensor in held.items():
-            key = f"{path}.{name}" if path else name
+        plain = {name: value for name, value in vars(module).items() if name[:1] != "_"}
+        for at, tensor in jax.tree_util.tree_leaves_with_path({**plain, **module._buffers}):
+            key = ".".join(filter(None, (path, words(at))))
             if (
                 isinstance(tensor, torch.Tensor)
                 and tensor.is_floating_point()
+                and not isinstance(tensor, torch.nn.Parameter)
                 and key not in read
                 and id(tensor) not in seen
             ):

@@ -221,24 +221,39 @@ def copy_of(twin: torch.nn.Module) -> torch.nn.Module:
 
 def twin_in(twin: torch.nn.Module, dtype: str) -> torch.nn.Module:
     """A copy of the module in a dtype, with the tensors that it holds as plain attributes."""
-    copied = copy_of(twin)._apply(lambda tensor: cast(tensor, dtype))
+    return converted(twin, lambda tensor: cast(tensor, dtype))
+
+
+def converted(
+    twin: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    """A copy of the module whose tensors are all converted."""
+    copied = copy_of(twin)
+    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in copied.modules())
+    if not is_scripted:
+        copied._apply(convert)
     for module in copied.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            # a script computes with parameters of its own until it is given others
+            # a script computes with tensors of its own until it is given others
             for name, weight in [*module.named_parameters(recurse=False)]:
-                setattr(module, name, torch.nn.Parameter(weight.detach(), weight.requires_grad))
+                weight = torch.nn.Parameter(convert(weight.detach()), weight.requires_grad)
+                setattr(module, name, weight)
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                setattr(module, name, convert(buffer))
             continue
+        if is_scripted:
+            module._apply(convert, recurse=False)
         for name, value in vars(module).items():
             if name[:1] != "_" or isinstance(value, torch.Tensor):
-                vars(module)[name] = _attribute_in(value, dtype)
+                vars(module)[name] = _attribute(value, convert)
     return copied
 
 
-def _attribute_in(value: Any, dtype: str) -> Any:
+def _attribute(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value if isinstance(value, torch.nn.Parameter) else cast(value, dtype)
+        return value if isinstance(value, torch.nn.Parameter) else convert(value)
     if type(value) in (list, tuple):
-        return type(value)(_attribute_in(each, dtype) for each in value)
+        return type(value)(_attribute(each, convert) for each in value)
     if type(value) is dict:
-        return {key: _attribute_in(each, dtype) for key, each in value.items()}
+        return {key: _attribute(each, convert) for key, each in value.items()}
     return value
