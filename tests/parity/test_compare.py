@@ -92,7 +92,7 @@ def test_another_epsilon_is_found_where_it_is():
     model.norm.epsilon = 2e-5
     with pytest.raises(AssertionError, match=r"outputs .* FAIL, worst in y") as found:
         assert_parity(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS, locate=True)
-    assert str(found.value).endswith("first to depart: norm")
+    assert str(found.value).endswith("first to depart: norm, forward")
 
 
 class Squash(nnx.Module):
@@ -111,9 +111,9 @@ class MLP(nnx.Module):
         return self.second(self.squash(self.first(x)))
 
 
-@pytest.mark.parametrize(("names", "culprit"), [(None, ""), ({"1": "squash"}, "1")])
-def test_a_submodule_without_weights_is_found_by_its_name(names, culprit):
-    """Without the name, what its parent does between two others."""
+@pytest.mark.parametrize("names", [None, {"1": "squash"}])
+def test_a_submodule_without_weights_is_found(names):
+    """By its name; and without, as nothing else is between the two others."""
     sequential = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     report = compare(
         sequential,
@@ -123,7 +123,7 @@ def test_a_submodule_without_weights_is_found_by_its_name(names, culprit):
         locate=True,
         names=names,
     )
-    assert report.location.culprit == culprit, f"\n{report}"
+    assert report.location.culprit == "1", f"\n{report}"
 
 
 class TorchTwice(torch.nn.Module):
@@ -222,7 +222,7 @@ def test_a_weight_that_the_loader_does_not_read():
     )
     assert report.faults == ("weights: the loader does not read bias",)
     assert not report.passed
-    assert report.notes == ("submodules are not compared: the JAX side is no nnx.Module",)
+    assert not report.notes
 
 
 FAULTS = {
