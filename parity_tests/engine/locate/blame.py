@@ -148,6 +148,12 @@ class _Search:
     ):
         self.moments, self.before = moments, moments[:index]
         self.direction, self.evidence, self.innocent = direction, evidence, innocent
+        self.harmless = {
+            numbers(call, direction.taken, label)
+            for call in innocent
+            for label in call.slots[direction.taken]
+        }
+        """What calls get that give what is right, whether it was compared or not."""
 
     def blame(self, call: Call, slot: str) -> Blame:
         frame = call.parent if slot == self.direction.taken and call.parent else call
@@ -166,7 +172,7 @@ class _Search:
             return self._in(giver, departing, call)
         while not self.knows_taken(frame) and frame.parent is not None:
             frame = frame.parent
-        outer, frame = frame, self._inside(frame)
+        outer, (frame, is_clear) = frame, self._inside(frame)
         unknown = tuple(
             other
             for other, slot in self.before
@@ -187,10 +193,13 @@ class _Search:
         )
         is_known = after or frame is not outer or frame in self.evidence.compared
         is_sure = is_known or not any(other.weights for other in unknown)
-        return Blame(frame if is_sure else None, frame, after, None, unknown)
+        return Blame(frame if is_sure and is_clear else None, frame, after, None, unknown)
 
-    def _inside(self, frame: Call) -> Call:
-        """The call in the frame that gets what is right and after which nothing is."""
+    def _inside(self, frame: Call) -> tuple[Call, bool]:
+        """The call in the frame that gets what is right and after which nothing is.
+
+        And whether that is clear: no call gets something right and something unknown.
+        """
         direction, state = self.direction, self.evidence.state
         parts = [
             call for call, slot in self.moments if slot == direction.taken and call.parent is frame
@@ -198,12 +207,12 @@ class _Search:
         right = [i for i, part in enumerate(parts) if state(part, direction.given) == AGREES]
         for part in parts[right[-1] + 1 if right else 0 :]:
             if not self.knows_taken(part):
-                break
+                return frame, state(part, direction.taken) != AGREES
             if any(part in other.ancestors for other, _ in self.moments):
                 return self._inside(part)
             if part.weights or part in self.evidence.similar:
-                return part
-        return frame
+                return part, True
+        return frame, True
 
     def knows_taken(self, call: Call) -> bool:
         """Is all right that the call gets? The whole run gets what the user gave.
@@ -218,7 +227,7 @@ class _Search:
         return state == AGREES and (
             call in self.evidence.compared
             or all(
-                states[label] == AGREES
+                states[label] == AGREES or numbers(call, slot, label) in self.harmless
                 for label, array in taken.items()
                 if array.dtype.kind == "f" and not is_constant(array)
             )

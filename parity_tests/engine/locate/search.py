@@ -81,18 +81,19 @@ class Wanted:
     error: float = np.inf
     similar: bool = False
 
-    def __post_init__(self):
-        self.norm = float(np.linalg.norm(self.array))
-
 
 class Search:
     """Looks at arrays as they come by."""
 
     def __init__(self, wanted: Sequence[Wanted], bound: float):
-        self.wanted, self.bound = wanted, bound
-        self._by_size: dict[int, list[Wanted]] = {}
-        for each in self.wanted:
-            self._by_size.setdefault(each.array.size, []).append(each)
+        self.bound = bound
+        self._by_size: dict[int, list[tuple[Wanted, np.ndarray, float]]] = {}
+        for each in wanted:
+            for form in {
+                array.size: array for array in (each.array, without_repeats(each.array))
+            }.values():
+                norm = float(np.linalg.norm(form))
+                self._by_size.setdefault(form.size, []).append((each, form, norm))
 
     def see(self, value: np.ndarray) -> None:
         """Is it one of those that are wanted, or like one?"""
@@ -101,24 +102,32 @@ class Search:
             return
         value = np.asarray(value, float)
         norm = float(np.linalg.norm(value))
-        close = 1e3 * self.bound
-        matches = [
-            each
-            for each in candidates
-            if abs(norm - each.norm) <= close * each.norm and self._is(value, each)
-        ]
-        if not matches and np.isfinite(norm) and norm:
-            for each in candidates:
-                if each.givers and not each.similar and each.error > self.bound:
-                    least = SIMILAR * norm * each.norm
-                    each.similar = any(
-                        np.vdot(each.array, candidate) > least
-                        for _, candidate in layouts(value, each.array.shape)
-                    )
+        if not np.isfinite(norm):
+            return
+        is_known = False
+        for wanted, form, its_norm in candidates:
+            if abs(norm - its_norm) <= 1e3 * self.bound * its_norm:
+                found = difference(value, form, self.bound)
+                wanted.error = min(wanted.error, np.inf if found is None else found.error)
+                is_known |= found is not None and found.error <= self.bound
+        for wanted, form, its_norm in () if is_known else candidates:
+            if wanted.givers and not wanted.similar and wanted.error > self.bound:
+                least = SIMILAR * norm * its_norm
+                each = (np.vdot(form, candidate) for _, candidate in layouts(value, form.shape))
+                wanted.similar = any(product > least > 0 for product in each)
 
-    def _is(self, value: np.ndarray, wanted: Wanted) -> bool:
-        if wanted.error > self.bound:
-            found = difference(value, wanted.array, self.bound)
-            if found is not None:
-                wanted.error = min(wanted.error, found.error)
-        return wanted.error <= self.bound
+
+def without_repeats(x: np.ndarray) -> np.ndarray:
+    """One of several equal slices of an axis, and of equal halves or pairs of the last axis.
+
+    So a rotary embedding's cosines are the same for all rows, and for both halves of a head.
+    """
+    for axis in range(x.ndim):
+        first = x.take([0], axis)
+        x = first if (x == first).all() else x
+    if x.ndim and x.shape[-1] % 2 == 0:
+        middle = x.shape[-1] // 2
+        for half, other in ((x[..., :middle], x[..., middle:]), (x[..., ::2], x[..., 1::2])):
+            if (half == other).all():
+                return half
+    return x
