@@ -1,7 +1,6 @@
-"""Files: their faults in one line, and files that are there whole or not at all."""
+"""Files: their faults in one line, their blocks and their digests."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +18,6 @@ def faults_of(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CommandLineError(f"{error.filename or path}: {error.strerror}") from None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def blocks(path: Path) -> Iterator[bytes]:

@@ -17,13 +17,14 @@ from jax_models import LanguageModel
 from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig, from_json, to_json
-from train.files import faults_of, write_whole
+from train.files import faults_of
 from train.hosts import is_first
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import build_optimizer, forms, reformed
 from train.step import Trainer, TrainState
 from train.vocabulary import Vocabulary, from_fields
 from twinscan.command_line import CommandLineError
+from twinscan.files import write_whole
 
 T = TypeVar("T")
 Kind = Literal["evaluation", "training", "skipped"]

@@ -31,6 +31,7 @@ from parity_tests.report.record import (
 )
 from parity_tests.report.terminal import print_record
 from twinscan.command_line import CommandLineError, parse
+from twinscan.files import check_writable, write_whole
 
 PROG = "python -m parity_tests"
 
@@ -170,13 +171,10 @@ def naming(flag: str, path: Path) -> Iterator[None]:
 
 
 def check_files(arguments: Arguments) -> None:
-    """Refuse files that cannot be written before the work, and leave none behind."""
+    """Refuse files that cannot be written before the work."""
     for flag, path in arguments.kept.items():
         with naming(flag, path):
-            exists = path.exists()
-            path.open("a").close()
-            if not exists:
-                path.unlink()
+            check_writable(path)
     others = [path for path in (arguments.json, arguments.compare) if path is not None]
     if arguments.html is not None and arguments.html.resolve() in [p.resolve() for p in others]:
         raise CommandLineError(f"--html: {arguments.html}: expected a file of its own for the page")
@@ -206,5 +204,5 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
     texts = {"--json": Record.to_json, "--html": page}
     for flag, path in arguments.kept.items():
         with naming(flag, path):
-            path.write_text(texts[flag](record), encoding="utf-8")
+            write_whole(path, texts[flag](record))
     return 0 if record.passed else 1
