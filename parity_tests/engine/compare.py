@@ -43,6 +43,7 @@ def compare(
     seed: int = 0,
     locate: bool = False,
     names: Mapping[str, str] | None = None,
+    logits: str | bool = False,
 ) -> Report:
     """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
@@ -69,6 +70,8 @@ def compare(
         locate: say by submodule where a pair that fails first departs, if its JAX side is an
             `nnx.Module`. Submodules correspond that have the same weights, or the same name.
         names: the JAX path of a torch submodule, by name, where neither tells.
+        logits: True, or the name of an output as the report gives it (`y['logits']`): its last
+            axis is the vocabulary, and the report has KL, |Δ log p| and agreements of it, too.
 
     Raises:
         ValueError: the weights do not fit the model; all faults are listed.
@@ -88,6 +91,7 @@ def compare(
             inputs=checked_arrays("inputs", inputs),
             dtypes=dtypes,
             seed=seed,
+            logits=checked_logits(logits),
         )
         names = checked_names(names, twin, model)
         report = measure(problem, problem.dtypes, platform)
@@ -100,11 +104,24 @@ def compare(
     )
 
 
-def assert_parity(*args: Any, **kwargs: Any) -> None:
-    """Assert that `compare(…)` passes; its report is the message."""
-    report = compare(*args, **kwargs)
+def assert_parity(*args: Any, locate: bool = True, **kwargs: Any) -> None:
+    """Assert that `compare(…)` passes; the message has what fails, and where it begins."""
+    __tracebackhide__ = True
+    report = compare(*args, locate=locate, **kwargs)
     if not report.passed:
-        raise AssertionError(f"the two sides differ\n{report}")
+        raise AssertionError(f"the two sides differ\n{report.short}")
+
+
+def checked_logits(logits: str | bool) -> str | bool:
+    """`logits`, of the right type.
+
+    Raises:
+        TypeError: it is another.
+
+    """
+    if not isinstance(logits, str | bool):
+        raise TypeError(f"logits: expected True, False or a name, got {logits!r}")
+    return logits
 
 
 def port(

@@ -95,6 +95,48 @@ def test_another_epsilon_is_found_where_it_is():
     assert str(found.value).endswith("first to depart: norm")
 
 
+def test_each_tensor_has_its_error():
+    model = CNN(nnx.Rngs(0))
+    model.norm.epsilon = 2e-5
+    report = compare(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS)
+    named = report.tensors["float64"]["weight gradients"]
+    assert named.keys() == dict(TorchCNN().named_parameters()).keys()
+    assert {name for name, error in named.items() if error.passed} == {"norm.bias", "head.bias"}
+    assert report.errors["float64"]["weight gradients"] == max(
+        named.values(), key=lambda e: e.share
+    )
+    first, *rows = report.table(3).splitlines()
+    assert first.split() == ["torch", "JAX", "ratio", "bound", "/", "bound"]
+    assert all(row.startswith("float64") for row in rows)
+    assert len(rows) == 3
+    assert float(rows[0].split()[-2]) >= float(rows[1].split()[-2]) > 1e3
+
+
+def test_the_message_has_what_fails_and_where_it_begins():
+    model = CNN(nnx.Rngs(0))
+    model.norm.epsilon = 1.0001e-5
+    with pytest.raises(AssertionError) as found:
+        assert_parity(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS)
+    first, head, *rows, last = str(found.value).splitlines()
+    assert first == "the two sides differ"
+    assert head.split() == ["torch", "JAX", "ratio", "bound"]
+    assert len(rows) == 3, "float32 passes"
+    assert all(row.startswith("float64") and "FAIL, worst in " in row for row in rows)
+    assert last == "first to depart: norm"
+    model = CNN(nnx.Rngs(0))
+    with pytest.raises(AssertionError) as found:
+        assert_parity(
+            twin(TorchCNN),
+            model,
+            images(),
+            weights=CNN_WEIGHTS,
+            locate=False,
+            call=lambda model, x: model(x)[:1],
+        )
+    shape = "FAIL: outputs, y: shape (2, 5) in torch, (1, 5) in JAX"
+    assert str(found.value) == f"the two sides differ\n{shape}"
+
+
 class Squash(nnx.Module):
     """Not what torch's is."""
 
