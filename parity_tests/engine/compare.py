@@ -16,6 +16,7 @@ from jax_models import from_torch, to_torch
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
 from jax_models.weights.transfer import as_numpy, weight_table
+from parity_tests.engine.listeners import tell
 from parity_tests.engine.locate import checked_names, find_departure
 from parity_tests.engine.measure import Report, measure
 from parity_tests.engine.problem import (
@@ -99,9 +100,11 @@ def compare(
         location = find_departure(problem, first[0], names) if locate and first else None
         if locate and first and location is None:
             notes.append("submodules are not compared: the JAX side is no nnx.Module")
-    return dataclasses.replace(
+    report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
+    tell(report)
+    return report
 
 
 def assert_parity(*args: Any, locate: bool = True, **kwargs: Any) -> None:

@@ -97,14 +97,14 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 COLUMNS = {
-    "KL mean": "{0.kl_mean:.1e}",
-    "KL max": "{0.kl_max:.1e}",
-    "|Δ log p| mean": "{0.log_prob_mean:.1e}",
-    "|Δ log p| max": "{0.log_prob_max:.1e}",
-    "top-1": "{0.top_1:.2%}",
-    f"top-{TOP}": "{0.top_k:.2%}",
+    "KL mean": ("kl_mean", ".1e"),
+    "KL max": ("kl_max", ".1e"),
+    "|Δ log p| mean": ("log_prob_mean", ".1e"),
+    "|Δ log p| max": ("log_prob_max", ".1e"),
+    "top-1": ("top_1", ".2%"),
+    f"top-{TOP}": ("top_k", ".2%"),
 }
-"""A table of them: what a column shows of a `LogitsError`."""
+"""A table of `LogitsError`s: what a column shows, and how."""
 
 
 def logits_lines(logits: Mapping[str, Mapping[str, LogitsError]]) -> Iterator[str]:
@@ -113,5 +113,5 @@ def logits_lines(logits: Mapping[str, Mapping[str, LogitsError]]) -> Iterator[st
         yield f"\n{'logits':15}" + "".join(f"{column:>16}" for column in COLUMNS)
     for dtype, sides in logits.items():
         for side, error in sides.items():
-            cells = (form.format(error) for form in COLUMNS.values())
+            cells = (f"{getattr(error, name):{form}}" for name, form in COLUMNS.values())
             yield f"{dtype:9}{side:6}" + "".join(f"{cell:>16}" for cell in cells)

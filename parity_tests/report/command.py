@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
-import platform as machine
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +26,7 @@ from parity_tests.report.record import (
     PrecisionError,
     Record,
     moved,
+    versions,
 )
 from parity_tests.report.terminal import print_record
 from twinscan.command_line import CommandLineError, parse
@@ -152,12 +151,6 @@ def runs(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
     """What became of each platform."""
     absent = "not on this machine" if arguments.platform is None else "not asked for"
     return {name: "ran" if name in platforms else absent for name in PLATFORMS}
-
-
-def versions() -> dict[str, str]:
-    """What was measured with."""
-    packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
-    return {"python": machine.python_version(), **packages, "torch": torch.__version__}
 
 
 @contextlib.contextmanager

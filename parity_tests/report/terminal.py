@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from parity_tests.engine.logits import COLUMNS as LOGITS
 from parity_tests.engine.run import GROUPS
 from parity_tests.engine.tolerance import FLOAT64, FLOOR_ULPS, Error, K
-from parity_tests.report.record import Measurement, PrecisionError, Record
+from parity_tests.report.record import LogitsMeasurement, Measurement, PrecisionError, Record
 
 
 def print_record(record: Record, console: Console) -> None:
@@ -15,15 +17,23 @@ def print_record(record: Record, console: Console) -> None:
     console.print(table(record.measurements, console.width))
     if record.precision:
         console.print(precision_table(record.precision))
+    if record.logits:
+        console.print(logits_table(record.logits))
     for m in record.measurements:
         if not m.error.passed:
-            console.print(f"[red]{m.error.verdict}[/] {m.key}: worst in {m.error.tensor}")
+            console.print(
+                f"[red]{m.error.verdict}[/] {escape(f'{m.key}: worst in {m.error.tensor}')}"
+            )
     for fault in record.faults:
-        console.print(f"[red]FAIL[/] {fault}")
+        console.print(f"[red]FAIL[/] {escape(fault)}")
     for m in record.missed:
         console.print(f"[red]FAIL[/] {m.case}: {m.name}: not caught by {m.check or 'the twin'}")
     if total := len(record.mutations):
         console.print(f"planted faults: {total - len(record.missed)} of {total} caught")
+    for case, text in record.locations.items():
+        console.print(escape(f"{case}: {text.splitlines()[-1]}"))
+    for note in record.notes:
+        console.print(escape(f"note: {note}"))
     for platform, state in record.platforms.items():
         console.print(f"{platform}: {state}")
     for case, platforms in record.not_run.items():
@@ -46,7 +56,7 @@ def table(measurements: Iterable[Measurement], width: int) -> Table:
     separator = " " if width >= 150 else "\n           "
     for (case, platform, dtype), groups in rows.items():
         cells = [cell(groups.get(group), separator) for group in GROUPS]
-        result.add_row(case, platform, dtype, *cells, verdict(groups.values()))
+        result.add_row(escape(case), platform, dtype, *cells, verdict(groups.values()))
     return result
 
 
@@ -84,5 +94,20 @@ def precision_table(errors: Iterable[PrecisionError]) -> Table:
             for group in GROUPS
         )
         operands = f"{precision}, emulated" if emulated else precision
-        result.add_row(case, platform, operands, *cells)
+        result.add_row(escape(case), platform, operands, *cells)
+    return result
+
+
+def logits_table(measurements: Iterable[LogitsMeasurement]) -> Table:
+    """A row a case, platform, dtype and side."""
+    result = Table(
+        title="logits against the float64 torch twin's",
+        caption="KL in nats, |Δ log p| the largest of the vocabulary, each of all tokens",
+    )
+    result.add_column("case", overflow="fold")
+    for column in ("on", "dtype", "side", *LOGITS):
+        result.add_column(column, no_wrap=True)
+    for m in measurements:
+        cells = (f"{getattr(m.error, name):{form}}" for name, form in LOGITS.values())
+        result.add_row(escape(m.case), m.platform, m.dtype, m.side, *cells)
     return result

@@ -136,5 +136,5 @@ def test_logits_that_no_output_is(name, outputs, message):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_logits_is_a_name_or_a_truth():
-    with pytest.raises(TypeError, match="^logits: expected True, False or a name, got 3"):
+    with pytest.raises(TypeError, match=r"^logits: .* a name, got 3"):
         compared(logits=3)
