@@ -95,10 +95,10 @@ class Collector:
         """Write the files."""
         LISTENERS.remove(self.heard.append)
         if self.files:
-            from parity_tests.report.own import FORMS
+            from parity_tests.report.files import FORMS
             from parity_tests.report.record import Record, merged
 
-            record = merged(map(Record.from_json, self.records))
+            record = merged([*map(Record.from_json, self.records)])
             for form, path in self.files.items():
                 write_whole(path, FORMS[f".{form}"](record))
 

@@ -4,12 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from parity_tests.engine.measure import Report
-from parity_tests.report.html import page
+from parity_tests.report.files import FORMS
 from parity_tests.report.record import LogitsMeasurement, Measurement, Record, versions
 from twinscan.files import write_whole
-
-FORMS: dict[str, Callable[[Record], str]] = {".html": page, ".json": Record.to_json}
-"""What a file holds, by the end of its name."""
 
 
 def save(reports: Report | Mapping[str, Report], path: str | Path) -> None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import platform as machine
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
 from parity_tests.engine.logits import LogitsError
@@ -166,6 +166,12 @@ class Record:
     """What was not compared."""
     locations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Where failing cases first depart."""
+    done: tuple[str, ...] = ()
+    """What of it is measured, where it is not finished."""
+
+    def only(self, **fields: Any) -> "Record":
+        """A record of the same machine with nothing but these fields."""
+        return Record(self.versions, self.platforms, **{"measurements": (), **fields})
 
     @property
     def passed(self) -> bool:
@@ -212,6 +218,7 @@ class Record:
             "logits": [m.to_dict() for m in self.logits],
             "notes": list(self.notes),
             "locations": dict(self.locations),
+            "done": list(self.done),
         }
 
     def to_json(self) -> str:
@@ -244,6 +251,7 @@ class Record:
                 tuple(LogitsMeasurement.from_dict(m) for m in fields.get("logits", ())),
                 tuple(fields.get("notes", ())),
                 dict(fields.get("locations", {})),
+                tuple(fields.get("done", ())),
             )
             errors = (*record.measurements, *record.tensors, *record.logits)
             entries = (*errors, *record.precision, *record.over_time, *record.mutations)
@@ -262,10 +270,11 @@ def _check_types(entry: Any) -> None:
             raise TypeError(f"{name}: expected a {kind}, got {value!r:.40}")
 
 
-def merged(records: Iterable[Record]) -> Record:
+def merged(records: Sequence[Record]) -> Record:
     """One record of all, in their order."""
-    result: dict[str, Any] = dict(vars(Record(versions(), {}, ())))
-    for record in records:
+    first, *others = records or [Record(versions(), {}, ())]
+    result: dict[str, Any] = dict(vars(first))
+    for record in others:
         for name, value in vars(record).items():
             mine = result[name]
             result[name] = {**mine, **value} if isinstance(mine, Mapping) else mine + value

@@ -9,12 +9,12 @@ from rich.table import Table
 from parity_tests.engine.logits import COLUMNS as LOGITS
 from parity_tests.engine.run import GROUPS
 from parity_tests.engine.tolerance import FLOAT64, FLOOR_ULPS, Error, K
-from parity_tests.report.record import LogitsMeasurement, Measurement, PrecisionError, Record
+from parity_tests.report.record import LogitsMeasurement, PrecisionError, Record
 
 
 def print_record(record: Record, console: Console) -> None:
     """Print the tables, what fails, and what became of each platform."""
-    console.print(table(record.measurements, console.width))
+    console.print(table(record, console.width))
     if record.precision:
         console.print(precision_table(record.precision))
     if record.logits:
@@ -40,11 +40,13 @@ def print_record(record: Record, console: Console) -> None:
         console.print(f"not run: {case}, which runs on {' and '.join(platforms)} only")
 
 
-def table(measurements: Iterable[Measurement], width: int) -> Table:
+def table(record: Record, width: int) -> Table:
     """A row a case, platform and dtype; of two lines where the width is small."""
     rows: dict[tuple[str, str, str], dict[str, Error]] = {}
-    for m in measurements:
+    for m in record.measurements:
         rows.setdefault((m.case, m.platform, m.dtype), {})[m.group] = m.error
+    measured = {case for case, _, _ in rows}
+    rows |= {(case, "", ""): {} for case in record.cases if case in record.faulty - measured}
     result = Table(
         title="errors against the float64 torch twin: torch, JAX, ratio",
         caption=f"float64: JAX ≤ {FLOAT64:.0e}; else JAX ≤ {K:.0f} × torch or "
@@ -70,9 +72,9 @@ def cell(error: Error | None, separator: str) -> str:
 
 
 def verdict(errors: Iterable[Error]) -> str:
-    """What the errors of a row say together."""
+    """What the errors of a row say together; nothing is measured of what fails altogether."""
     verdicts = {e.verdict for e in errors}
-    worst = next(v for v in ("FAIL", "undetermined", "pass") if v in verdicts)
+    worst = next((v for v in ("FAIL", "undetermined", "pass") if v in verdicts), "FAIL")
     return f"[green]{worst}" if worst == "pass" else f"[red]{worst}"
 
 

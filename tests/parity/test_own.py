@@ -81,7 +81,7 @@ def test_what_is_not_finite_comes_back(tmp_path):
 
 def test_records_are_merged():
     both = {"a": report(), "b": FAILING}
-    assert merged(record_of({name: each}) for name, each in both.items()) == record_of(both)
+    assert merged([record_of({name: each}) for name, each in both.items()]) == record_of(both)
     assert merged([]).passed
     assert not merged([]).cases
 
