@@ -142,7 +142,7 @@ def test_a_file_without_pairs_is_refused_in_one_line(name, file, tmp_path):
 
 
 def test_a_name_that_no_pair_has(file):
-    with pytest.raises(CommandLineError, match="^--case: .* has no pair with nix in its name"):
+    with pytest.raises(CommandLineError, match=r"^--case: .* has no pair with nix in its name"):
         main([str(file), "--case", "nix"])
 
 
