@@ -28,6 +28,7 @@ from torch_ref.models.rnn import RNNLanguageModel
 from torch_ref.models.rwkv import RWKVLanguageModel
 from torch_ref.models.rwkv6 import RWKV6LanguageModel
 from torch_ref.models.rwkv7 import RWKV7LanguageModel
+from torch_ref.models.silero_vad import SileroVAD
 
 __all__ = [
     "RGLRU",
@@ -71,6 +72,7 @@ __all__ = [
     "RWKVLanguageModel",
     "RWKVTimeMix",
     "SelfAttentionBlock",
+    "SileroVAD",
     "Sin",
     "Window",
     "generate",
