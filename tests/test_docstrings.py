@@ -11,10 +11,11 @@ from flax import nnx
 import jax_models
 
 COMPUTED = {
-    "Constant", "from_torch", "generate", "project", "read_pth", "rwkv_from_torch", "stream",
-    "to_torch",
+    "Constant", "from_keras", "from_onnx", "from_torch", "generate", "keras_table", "onnx_table",
+    "project", "read_pth", "rwkv_from_torch", "stream", "to_torch",
 }  # fmt: skip
 """Examples that need values. All others are traced: their shapes are real, nothing is compiled."""
+NEEDED = {"from_keras": "keras", "from_onnx": "onnx"}
 NO_EXAMPLE = {"tune_allocator"}
 """It would change the process that runs the tests."""
 
@@ -29,6 +30,9 @@ def needs_example(name):
 @pytest.mark.parametrize("name", [*filter(needs_example, jax_models.__all__)])
 def test_example(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name])
     public = {each: getattr(jax_models, each) for each in jax_models.__all__}
     docstring = inspect.cleandoc(getattr(jax_models, name).__doc__)
     lines = docstring.splitlines()
@@ -43,7 +47,8 @@ def test_example(name, tmp_path, monkeypatch):
         doctest.DocTestRunner().run(example, out=report.append)
 
     if name in COMPUTED:
-        run()
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users
+            run()
     else:
         jax.eval_shape(run)
     assert not report, "".join(report)
