@@ -3,6 +3,13 @@
 from jax_models.allocator import tune_allocator
 from jax_models.layers.attention import SelfAttentionBlock, SelfAttentionState
 from jax_models.layers.bidirectional import Bidirectional, BidirectionalState
+from jax_models.layers.griffin import (
+    GriffinBlock,
+    GriffinRecurrence,
+    GriffinRecurrenceState,
+    LocalAttention,
+    LocalAttentionState,
+)
 from jax_models.layers.gru import GRU, GRUState
 from jax_models.layers.hawk import (
     RGLRU,
@@ -26,7 +33,7 @@ from jax_models.layers.hyper_lstm import HyperLSTM, HyperLSTMState
 from jax_models.layers.layer_norm_lstm import LayerNormLSTM
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.layers.min_rnn import MinGRU, MinLSTM, MinRNNState
-from jax_models.layers.norm import GroupNorm, LayerNorm, RMSNorm
+from jax_models.layers.norm import GroupNorm, LayerNorm, RMSNorm, ZeroCenteredRMSNorm
 from jax_models.layers.rnn import RNN, RNNState
 from jax_models.layers.rwkv import (
     RWKVBlock,
@@ -52,9 +59,10 @@ from jax_models.layers.rwkv7 import (
 from jax_models.layers.stack import Stack
 from jax_models.models.generation import generate, stream
 from jax_models.models.gp import GPModel, GPModelConfig
+from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
 from jax_models.models.hawk import HawkLanguageModel, HawkLanguageModelConfig
 from jax_models.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
-from jax_models.models.pretrained import rwkv_from_torch
+from jax_models.models.pretrained import griffin_from_weights, rwkv_from_torch
 from jax_models.models.rnn import RNNLanguageModel, RNNLanguageModelConfig
 from jax_models.models.rwkv import RWKVLanguageModel, RWKVLanguageModelConfig
 from jax_models.models.rwkv6 import RWKV6LanguageModel, RWKV6LanguageModelConfig
@@ -83,6 +91,11 @@ __all__ = [
     "GPModelConfig",
     "GRUState",
     "GatedMLP",
+    "GriffinBlock",
+    "GriffinLanguageModel",
+    "GriffinLanguageModelConfig",
+    "GriffinRecurrence",
+    "GriffinRecurrenceState",
     "GroupNorm",
     "Hawk",
     "HawkBlock",
@@ -100,6 +113,8 @@ __all__ = [
     "LanguageModelState",
     "LayerNorm",
     "LayerNormLSTM",
+    "LocalAttention",
+    "LocalAttentionState",
     "LongConvState",
     "MinGRU",
     "MinLSTM",
@@ -134,8 +149,10 @@ __all__ = [
     "SequenceLayer",
     "Stack",
     "WKVState",
+    "ZeroCenteredRMSNorm",
     "from_torch",
     "generate",
+    "griffin_from_weights",
     "project",
     "read_pth",
     "rwkv_from_torch",

@@ -2,6 +2,12 @@
 
 from torch_ref.layers.attention import CausalSelfAttention, SelfAttentionBlock
 from torch_ref.layers.bidirectional import RNNBidirectional
+from torch_ref.layers.griffin import (
+    GriffinBlock,
+    GriffinRecurrence,
+    LocalAttention,
+    ZeroCenteredRMSNorm,
+)
 from torch_ref.layers.gru import GRUScratch
 from torch_ref.layers.hawk import RGLRU, CausalConv1d, GatedMLP, Hawk, HawkBlock
 from torch_ref.layers.hyena import AuthenticHyenaBlock, HyenaBlock, Projection
@@ -23,6 +29,7 @@ from torch_ref.layers.rwkv6 import RWKV6Block, RWKV6ChannelMix, RWKV6TimeMix
 from torch_ref.layers.rwkv7 import RWKV7Block, RWKV7ChannelMix, RWKV7TimeMix
 from torch_ref.models.generation import generate
 from torch_ref.models.gp import GPModel
+from torch_ref.models.griffin import GriffinLanguageModel
 from torch_ref.models.hawk import HawkLanguageModel
 from torch_ref.models.rnn import RNNLanguageModel
 from torch_ref.models.rwkv import RWKVLanguageModel
@@ -40,6 +47,9 @@ __all__ = [
     "GPModel",
     "GRUScratch",
     "GatedMLP",
+    "GriffinBlock",
+    "GriffinLanguageModel",
+    "GriffinRecurrence",
     "Hawk",
     "HawkBlock",
     "HawkLanguageModel",
@@ -50,6 +60,7 @@ __all__ = [
     "LSTMProj",
     "LSTMScratch",
     "LayerNormLSTM",
+    "LocalAttention",
     "MinGRU",
     "MinLSTM",
     "PositionalEmbedding",
@@ -73,5 +84,6 @@ __all__ = [
     "SelfAttentionBlock",
     "Sin",
     "Window",
+    "ZeroCenteredRMSNorm",
     "generate",
 ]

@@ -81,6 +81,16 @@ def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     )
 
 
+def stacked(params: tuple[str, ...], key: str, axes: tuple[int, ...]) -> Weight:
+    """The parameters are the key's rows, without its axes of size 1."""
+    return Weight(
+        params,
+        (key,),
+        lambda a: tuple(np.squeeze(a, axes)),
+        lambda *arrays: (np.expand_dims(np.stack(arrays), axes),),
+    )
+
+
 def tied(param: str, keys: tuple[str, str]) -> Weight:
     """Both keys' arrays are the parameter; import refuses two that differ."""
 
@@ -98,14 +108,20 @@ def linear(param: str, key: str, *, bias: bool = True) -> Table:
     return [weight, same(f"{param}.bias", f"{key}.bias")] if bias else [weight]
 
 
+def dense(param: str, key: str, *, bias: bool = True) -> Table:
+    """`nnx.Linear` and Linen's `Dense`."""
+    weight = same(f"{param}.kernel", f"{key}.kernel")
+    return [weight, same(f"{param}.bias", f"{key}.bias")] if bias else [weight]
+
+
 def layer_norm(param: str, key: str) -> Table:
     """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
     return [same(f"{param}.scale", f"{key}.weight"), same(f"{param}.bias", f"{key}.bias")]
 
 
-def rms_norm(param: str, key: str) -> Table:
-    """`nnx.RMSNorm` and `torch.nn.RMSNorm`."""
-    return [same(f"{param}.scale", f"{key}.weight")]
+def rms_norm(param: str, key: str, name: str = "weight") -> Table:
+    """`nnx.RMSNorm` and `torch.nn.RMSNorm`, or one whose scale has another name."""
+    return [same(f"{param}.scale", f"{key}.{name}")]
 
 
 def embedding(param: str, key: str) -> Table:
