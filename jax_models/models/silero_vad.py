@@ -181,7 +181,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
 
         audio = mask_padding(jnp.atleast_2d(audio), lengths)
         audio = jnp.pad(audio, ((0, 0), (0, count * self.frame_length - samples)))
-        frames = audio.reshape(len(audio), count, self.frame_length)
+        frames = audio.reshape(audio.shape[0], count, self.frame_length)
         ends = None if lengths is None else -(-lengths // self.frame_length)
 
         y, last = self._frames(frames, state, ends, reset)

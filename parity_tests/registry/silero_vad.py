@@ -35,7 +35,7 @@ class SileroVADFrames(SileroVAD):
     def __call__(self, audio: Any, state=None, *, lengths: Any = None, reset=None):
         """(batch, frames, frame_length) → (batch, frames, 1); `lengths` count frames."""
         samples = None if lengths is None else lengths * self.frame_length
-        audio = audio.reshape(len(audio), -1)
+        audio = audio.reshape(audio.shape[0], -1)
         y, state = super().__call__(audio, state, lengths=samples, reset=reset)
         return y[..., None], state
 
