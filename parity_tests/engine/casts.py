@@ -157,7 +157,26 @@ def short_decimal(value: Any) -> float | None:
     if np.ndim(value):
         return None
     decimal = str(np.float32(value))
-    return float(decimal) if sum(map(str.isdigit, decimal.partition("e")[0])) <= SHORT else None
+    is_short = sum(map(str.isdigit, decimal.partition("e")[0])) <= SHORT
+    return float(decimal) if is_short and np.float32(value) == value else None
+
+
+def is_rounded(values: Any) -> np.ndarray:
+    """Which numbers are some of float32 that a shorter format has not, as 1/2 and 1 are?
+
+    In float64, too, where NumPy's float32 is promoted; integers are exact.
+    """
+    values = np.asarray(values, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        of_float32 = values.astype(np.float32) == values
+        exact = (values.astype(jnp.bfloat16) == values) | (values == np.round(values))
+    short = short_decimal(values)
+    return np.isfinite(values) & of_float32 & ~exact & (short is None or short != values)
+
+
+def is_real(dtype: Any) -> bool:
+    """Is it one of real numbers?"""
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 class Lift:
@@ -173,7 +192,7 @@ class Lift:
         constants = {
             id(atom): value
             for atom, value in _constants(closed.jaxpr, closed.consts)
-            if str(atom.aval.dtype) in dtypes and str(atom.aval.dtype) not in WIDE
+            if dtypes and is_real(atom.aval.dtype) and is_rounded(self._decimal(value)).any()
         }
         found.constants = [self._decimal(value) for value in constants.values()]
         self._moves = dict(zip(constants, moves, strict=True)) if moves else {}
@@ -204,13 +223,12 @@ class Lift:
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is None or isinstance(value, Tracer) or jnp.issubdtype(dtype, jax.dtypes.extended):
             return self._up(value)
-        if str(dtype) not in self._dtypes:
-            return jnp.asarray(value, dtype)
-        if str(dtype) in WIDE:
+        if not self._dtypes or not is_real(dtype):
             return self._up(jnp.asarray(value, dtype))
-        constant = jnp.asarray(self._decimal(value), self._dtypes[str(dtype)])
+        wide = self._dtypes.get(str(dtype), dtype)
+        constant = jnp.asarray(self._decimal(value), wide)
         move = self._moves.get(id(atom))
-        return constant if move is None else constant * (1 + move)
+        return constant if move is None else (constant * (1 + move)).astype(wide)
 
     def _decimal(self, value: Any) -> np.ndarray:
         """In float64; a short decimal, as somebody wrote it, with all its digits."""

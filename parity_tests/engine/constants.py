@@ -9,11 +9,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
-from parity_tests.engine.casts import short_decimal
+from parity_tests.engine.casts import is_rounded
 from parity_tests.engine.frameworks import words
 from parity_tests.engine.problem import Problem, twin_in
 from parity_tests.engine.run import GROUPS, JaxSide, Results, only_floating, run_oracle
@@ -139,12 +138,6 @@ def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[s
             ):
                 seen.add(id(tensor))
                 yield key, tensor
-
-
-def is_rounded(values: np.ndarray) -> np.ndarray:
-    """Which numbers are some of float32 that a shorter format has not, as 1/2 and 1 are?"""
-    exact = values.astype(jnp.bfloat16).astype(values.dtype) == values
-    return np.isfinite(values) & ~exact & (short_decimal(values) != values)
 
 
 def bounds_of_scatter(
