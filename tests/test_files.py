@@ -41,6 +41,13 @@ def test_a_text_that_cannot_be_written_leaves_the_file_of_before(tmp_path):
     assert path.read_text() == "before"
 
 
+def test_what_can_be_written_is_not_made_or_changed_before(tmp_path):
+    (tmp_path / "there").write_text("before")
+    for name in ("there", "new", 240 * "x"):
+        check_writable(tmp_path / name)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
+
+
 def test_a_link_and_a_pipe_stay_what_they_are(tmp_path):
     file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
     link.symlink_to(file)
