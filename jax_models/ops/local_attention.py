@@ -128,6 +128,8 @@ def _written(
     batch_size, time = steps.positions.shape
     position = at_end(state.position, steps.positions + 1, lengths)
     slots = state.keys.shape[1]
+    if not slots:
+        return state._replace(position=position)
     kept = steps.positions >= position[:, None] - slots
     active = active_steps(time, lengths)
     if active is not None:
@@ -139,7 +141,7 @@ def _written(
         carried = (last == 0)[:, None, None, None]
         cache = {name: jnp.where(carried, array, 0) for name, array in cache.items()}
     rows = jnp.arange(batch_size, dtype=position.dtype)[:, None]
-    index = jnp.where(kept, steps.positions % max(slots, 1), slots)
+    index = jnp.where(kept, steps.positions % slots, slots)
     for name, array in cache.items():
         new = getattr(steps, name).astype(array.dtype)
         cache[name] = array.at[rows, index].set(new, mode="drop")
