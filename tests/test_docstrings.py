@@ -11,8 +11,8 @@ from flax import nnx
 import jax_models
 
 COMPUTED = {
-    "Constant", "from_torch", "generate", "project", "read_pth", "rwkv_from_torch", "stream",
-    "to_torch",
+    "Constant", "from_torch", "generate", "griffin_from_weights", "project", "read_pth",
+    "rwkv_from_torch", "stream", "to_torch",
 }  # fmt: skip
 """Examples that need values. All others are traced: their shapes are real, nothing is compiled."""
 NO_EXAMPLE = {"tune_allocator"}
