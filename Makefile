@@ -54,8 +54,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 
-$(VENV)/.linters: $(VENV)/.installed
+$(VENV)/.linters: $(VENV)/.installed benchmarks/requirements.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	touch $@
 
 $(VENV)/tpu/.installed: $(VENV)/.installed
