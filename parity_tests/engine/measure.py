@@ -13,7 +13,7 @@ import torch
 from parity_tests.engine.casts import Found, is_library
 from parity_tests.engine.constants import Constants, bounds_of_scatter
 from parity_tests.engine.locate import Location
-from parity_tests.engine.problem import COMPLEX, DTYPES, Arrays, Problem
+from parity_tests.engine.problem import COMPLEX, DTYPES, Problem
 from parity_tests.engine.rounding import InFloat64
 from parity_tests.engine.run import (
     GROUPS,
@@ -160,7 +160,7 @@ class _Compared:
         self, ours: Results, least: Mapping[str, Mapping[str, float]] | None = None
     ) -> dict[str, Error]:
         """The error of each group; `least` are bounds that something else explains."""
-        scatter = Scatter(self.problem, self.dtype, self.mode.decisions)
+        scatter = Scatter(self.problem, self.dtype, self.mode.decisions, self.oracle)
         return {
             group: group_error(
                 jnp.dtype(self.dtype),
@@ -168,7 +168,7 @@ class _Compared:
                 torch=only_floating(self.theirs[group]),
                 jax=only_floating(ours[group]),
                 torch32=only_floating(self.torch32[group]),
-                scatter=partial(scatter.of, group),
+                scatter_errors=partial(scatter.of, group),
                 negligible="gradient" in group,
                 least=(least or {}).get(group),
             )
@@ -229,17 +229,26 @@ class Scatter:
     problem: Problem
     dtype: str
     decisions: list[torch.Tensor]
+    oracle: Results
 
-    def of(self, group: str) -> list[Arrays]:
-        """The group's tensors in each run."""
-        return [only_floating(run[group]) for run in self._runs]
+    def of(self, group: str) -> dict[str, float]:
+        """The largest error of each tensor of a group."""
+        return self._errors[group]
 
     @functools.cached_property
-    def _runs(self) -> list[Results]:
-        return [
-            run_torch_rounded(self.problem, self.dtype, seed, self.decisions)
-            for seed in range(ROUNDED_RUNS)
-        ]
+    def _errors(self) -> dict[str, dict[str, float]]:
+        largest: dict[str, dict[str, float]] = {group: {} for group in GROUPS}
+        for seed in range(ROUNDED_RUNS):
+            run = run_torch_rounded(self.problem, self.dtype, seed, self.decisions)
+            for group in run:
+                errors = relative_errors(
+                    only_floating(run[group]),
+                    only_floating(self.oracle[group]),
+                    negligible="gradient" in group,
+                )
+                for name, error in errors.items():
+                    largest[group][name] = max(error, largest[group].get(name, 0.0))
+        return largest
 
 
 def _nan(results: Results, dtype: str) -> list[str]:

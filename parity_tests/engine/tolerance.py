@@ -141,13 +141,15 @@ def group_error(
     torch: Tensors,
     jax: Tensors,
     torch32: Tensors,
-    scatter: Callable[[], Sequence[Tensors]],
+    scatter: Callable[[], Sequence[Tensors]] = tuple,
+    scatter_errors: Callable[[], Mapping[str, float]] = dict,
     negligible: bool = False,
     least: Mapping[str, float] | None = None,
 ) -> Error:
     """The error of a group in `dtype`; `torch32` is the twin in float32, for its stability.
 
-    `scatter` runs the twin with random rounding. `negligible`: as in `relative_errors`. `least` are
+    `scatter` runs the twin with random rounding, or `scatter_errors` tells the largest errors of such
+    runs, where they are too large to keep. `negligible`: as in `relative_errors`. `least` are
     bounds by tensor that something else explains.
     """
     ours, theirs, theirs32 = (
@@ -158,6 +160,8 @@ def group_error(
         for name, error in theirs.items()
     }
     if not all(ours[name] <= bound for name, bound in bounds.items()):
+        largest = scatter_errors()
+        bounds = {name: max(bound, largest.get(name, 0.0)) for name, bound in bounds.items()}
         for run in scatter():
             moved = relative_errors(run, oracle, negligible=negligible)
             bounds = {name: max(bound, moved[name]) for name, bound in bounds.items()}
