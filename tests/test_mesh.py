@@ -140,6 +140,21 @@ def test_one_cpu_becomes_the_devices_of_the_mesh(tmp_path):
     assert "mesh: expected data × model × sequence to divide the 2 devices" in told.stderr
 
 
+@pytest.mark.optimized
+def test_more_devices_than_cores_do_not_wait_for_each_other_forever(tmp_path):
+    """As compiled for users: many collectives of a device at once."""
+    text = tmp_path / "text"
+    text.write_text("To be, or not to be, that is the question.\n" * 200)
+    options = "--preset hawk --optimizer.warmup-steps 0 --batch-size 8 --eval-batches 1"
+    mesh = "--mesh.data 4 --mesh.model 2 --mesh.fully-sharded --num-steps 4 --eval-every 4"
+    command = [sys.executable, "-m", "train", "--text", str(text), "--out", str(tmp_path / "run")]
+    env = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    run = subprocess.run(
+        [*command, *options.split(), *mesh.split()], capture_output=True, text=True, env=env
+    )
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.parametrize(
     ("config", "sizes", "message"),
     [

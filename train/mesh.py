@@ -22,6 +22,9 @@ DATA, SEQUENCE, MODEL = "data", "sequence", "model"
 BATCH_AXES = (DATA, SEQUENCE)
 """The mesh axes over which a batch is divided: its rows, and their time."""
 HOST_DEVICES = "xla_force_host_platform_device_count"
+THREADS_OF_DEVICE = 4
+"""XLA's devices on a CPU share a pool of `NPROC` threads, in which collectives wait for each other.
+With one thread a device they wait forever, with two they did not."""
 
 COLUMNS, ROWS, UNITS = P(None, MODEL), P(MODEL, None), P(MODEL)
 WIDE = (
@@ -79,9 +82,12 @@ def provide_devices(config: MeshConfig) -> None:
     Not if the environment says how many it is, nor once JAX has started its devices.
     """
     count = (config.data or 1) * config.model * config.sequence
+    if count == 1:
+        return
+    threads = max(os.cpu_count() or 1, THREADS_OF_DEVICE * count)
+    os.environ.setdefault("NPROC", str(threads))
     flags = os.environ.get("XLA_FLAGS", "")
-    is_told = "JAX_NUM_CPU_DEVICES" in os.environ or HOST_DEVICES in flags
-    if count > 1 and not is_told:
+    if "JAX_NUM_CPU_DEVICES" not in os.environ and HOST_DEVICES not in flags:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
 
