@@ -189,8 +189,12 @@ def test_the_default_folder(tmp_path, monkeypatch, interrupted_at):
     assert Run.open(tmp_path / "runs" / "all-work-3").checkpoints.latest_step == STEPS
 
 
+HUGE = f'{{"step": 9, "loss": {"9" * 400}}}'
+
+
 @pytest.mark.parametrize(
-    "line", ["[1]", "null", '{"loss": 1}', '{"step": "x"}', '{"step": 3', "\xff\xfe", "NaN", ""]
+    "line",
+    ["[1]", "null", '{"loss": 1}', '{"step": "x"}', '{"step": 3', "\xff\xfe", "NaN", "", HUGE],
 )
 def test_an_odd_line_of_the_metrics_is_skipped(line, tmp_path):
     folder = tmp_path / "run"
@@ -199,6 +203,7 @@ def test_an_odd_line_of_the_metrics_is_skipped(line, tmp_path):
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(line.encode("latin-1") + b"\n")
     assert [record["step"] for record in Run.open(folder).metrics()] == steps == [0, 10, 20, 30]
+    Run.open(folder).draw_curve()
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.8, 1.5])

@@ -47,5 +47,5 @@ def _points(records: Records, name: str) -> Iterator[tuple[int, float]]:
     """The step and the loss of the records that have both."""
     for record in records:
         loss = record.get(name)
-        if isinstance(loss, int | float) and math.isfinite(loss):
+        if isinstance(loss, float) and math.isfinite(loss):
             yield record["step"], loss
