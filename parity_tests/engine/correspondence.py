@@ -45,16 +45,15 @@ class ByLoader:
     def __init__(
         self,
         load: Callable[[Mapping[str, Any]], Any],
-        state_dict: Mapping[str, np.ndarray],
+        state_dict: dict[str, np.ndarray],
         parameters: Collection[str],
     ):
         self._load = load
+        floating = {key: value for key, value in state_dict.items() if is_floating(value)}
         of_parameters, of_buffers = (
             self.of_torch(
-                {
-                    k: 0.7 * v + 0.1 if (k in parameters) == chosen else v
-                    for k, v in state_dict.items()
-                }
+                state_dict
+                | {k: 0.7 * v + 0.1 for k, v in floating.items() if (k in parameters) == chosen}
             )
             for chosen in (True, False)
         )
@@ -66,7 +65,7 @@ class ByLoader:
             or np.array_equal(array, of_buffers[path])
         }
         """All but what is made of buffers alone."""
-        numbers = np.concatenate([np.ravel(v) for v in state_dict.values()] or [np.empty(0)])
+        numbers = np.concatenate([np.ravel(v) for v in floating.values()] or [np.empty(0)])
         self.arranged = {path for path, array in known.items() if np.isin(array, numbers).all()}
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:

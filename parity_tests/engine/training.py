@@ -16,6 +16,7 @@ from flax import nnx
 
 from jax_models.ops.checks import checked_bool, described
 from jax_models.weights.transfer import as_numpy
+from jax_models.weights.trees import is_floating
 from parity_tests.engine.compare import _cast, _state_dict, port
 from parity_tests.engine.correspondence import ByLoader, ByTable
 from parity_tests.engine.masks import MasksDifferError
@@ -370,10 +371,9 @@ class Comparison:
 
     def _in_names(self, by_key: Arrays) -> Arrays:
         """Torch's gradients or moments, under the names that they have in JAX one by one."""
-        zeros = {key: np.zeros(a.shape) for key, a in self._oracle.weights().items()}
-        chosen = self._names.of_torch(
-            {key: np.full(a.shape, float(key in by_key)) for key, a in zeros.items()}
-        )
+        weights = self._oracle.weights()
+        zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_floating(a)}
+        chosen = self._names.of_torch(zeros | {k: np.ones(a.shape) for k, a in by_key.items()})
         given = {n for n, a in chosen.items() if a.all() and n in self._names.arranged}
         return only(self._names.of_torch(zeros | by_key), given)
 

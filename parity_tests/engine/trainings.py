@@ -129,15 +129,15 @@ class TorchTraining:
         return [*self.twin.named_parameters(remove_duplicate=False)]
 
     def weights(self) -> Arrays:
-        """The floating weights and buffers, by key."""
-        return floating(self.twin)
+        """The weights and buffers, by key."""
+        return numbers(self.twin)
 
     def average(self) -> Arrays:
         """Those of the averaged module, if there is one."""
         return (
             {}
             if self._average is None
-            else floating(getattr(self._average, "module", self._average))
+            else numbers(getattr(self._average, "module", self._average))
         )
 
     def moments(self) -> dict[str, Arrays]:
@@ -161,9 +161,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def floating(module: torch.nn.Module) -> Arrays:
-    """A copy of a module's floating weights and buffers in float64."""
-    return {k: copied(v) for k, v in module.state_dict().items() if v.is_floating_point()}
+def numbers(module: torch.nn.Module) -> Arrays:
+    """A copy of a module's weights and buffers, the floating ones in float64."""
+    return {
+        key: copied(value) if value.is_floating_point() else value.cpu().numpy().copy()
+        for key, value in module.state_dict().items()
+    }
 
 
 def copied(tensor: torch.Tensor) -> np.ndarray:
