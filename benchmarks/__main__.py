@@ -18,6 +18,7 @@ from benchmarks import families
 from benchmarks.compare import Session
 from benchmarks.environment import ALLOCATORS, Allocator
 from benchmarks.families.limits import measure_limits
+from benchmarks.pieces import OutOfTime, Pieces
 from benchmarks.report.page import write_page
 from benchmarks.report.plot import bars, draw
 from benchmarks.report.store import BrokenRecord, Record, plot_path, read_all, versions, write
@@ -30,6 +31,9 @@ RESULTS = Path(__file__).parent / "results"
 QUICK_RESULTS = Path("build/bench-quick")
 NOT_QUICK = ("limits", "memory")
 """Any run begins with the limits; programs that save memory compile for longer than they run."""
+
+UNFINISHED = 3
+"""The exit code where `--minutes` ran out."""
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -47,9 +51,17 @@ class Arguments:
     By default both, or `default` with --quick; the results of the other stay."""
     platform: Platform | None = None
     """Of JAX; by default what it finds."""
+    page: bool = False
+    """Measure nothing; write the page of the records that are there again."""
+    minutes: float | None = None
+    """Stop in so many minutes; the same command goes on. The exit code is then 3."""
     out: Path | None = None
     """The folder of the results; by default benchmarks/results, or build/bench-quick with
     --quick."""
+
+    def __post_init__(self) -> None:
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes: expected a number above 0, got {self.minutes}")
 
 
 def run(
@@ -59,26 +71,32 @@ def run(
     quick: bool,
     platform: str | None,
     allocators: Sequence[Allocator],
+    minutes: float | None = None,
 ) -> list[Record]:
     """Measure families, each with each allocator into its files.
 
     Raises:
+        OutOfTime: the minutes are over.
         Unsuitable: a worker has other threads or another allocator than it should have.
         BrokenRecord: the folder holds one.
 
     """
     folder.mkdir(parents=True, exist_ok=True)
     read_all(folder)
+    asked = [list(names), quick, platform, list(allocators), versions()]
+    pieces = None if minutes is None else Pieces(folder, minutes, asked)
     records = []
     console = Console(width=150)
     for allocator in allocators:
         with Workers(platform, allocator) as workers:
-            session = Session(workers, console, quick, measure_limits)
+            session = Session(workers, console, quick, measure_limits, pieces)
             if allocator == "tuned" and session.platform != "cpu":
                 console.print(f"tuned: left out, it is nothing to a {session.platform}")
                 continue
             assert session.limits is not None
             for name in names:
+                if pieces and pieces.has(f"{name}, {allocator}"):
+                    continue
                 console.rule(f"{families.title(name)}, {allocator} allocator")
                 outcome = families.measure(name, session)
                 record = Record(
@@ -96,6 +114,10 @@ def run(
                 draw_family(folder, record)
                 write_page(folder, families.FAMILIES)
                 records.append(record)
+                if pieces:
+                    pieces.end(f"{name}, {allocator}")
+    if pieces:
+        pieces.remove()
     for record in records:
         console.rule(f"{record.title}, {record.allocator} allocator")
         for check in record.outcome.checks:
@@ -115,12 +137,15 @@ def draw_family(folder: Path, record: Record) -> None:
     draw(plot(found, record.title), plot_path(folder, record))
 
 
-def main(args: Sequence[str], prog: str = PROG) -> None:
+def main(args: Sequence[str], prog: str = PROG) -> int:
     """Measure as the arguments say."""
     arguments = parse(Arguments, args, prog=prog)
     folder = arguments.out or (QUICK_RESULTS if arguments.quick else RESULTS)
     quick = [name for name in families.FAMILIES if name not in NOT_QUICK]
     names = arguments.only or (quick if arguments.quick else families.FAMILIES)
+    if arguments.page:
+        write_page(folder, families.FAMILIES)
+        return 0
     tunable = platform.libc_ver()[0] == "glibc" and not arguments.quick
     allocators = arguments.allocator or (ALLOCATORS if tunable else ALLOCATORS[:1])
     try:
@@ -130,9 +155,18 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             quick=arguments.quick,
             platform=arguments.platform,
             allocators=allocators,
+            minutes=arguments.minutes,
         )
+    except OutOfTime:
+        print(
+            f"{prog}: stopped after {arguments.minutes:g} minutes: what is measured is in "
+            f"{folder}; the same command goes on",
+            file=sys.stderr,
+        )
+        return UNFINISHED
     except (BrokenRecord, Unsuitable) as error:
         raise CommandLineError(str(error)) from None
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 
 from rich.console import Console
 
 from benchmarks.outcome import Outcome, Row, check_targets
+from benchmarks.pieces import Pieces
 from benchmarks.problem import OURS, Arrays, Contenders, LeftOut, Limits, Problem, relative_error
 from benchmarks.workers import Workers
 
@@ -19,6 +20,7 @@ class Session:
     console: Console
     quick: bool = False
     measure_limits: Callable[["Session"], Limits] | None = None
+    pieces: Pieces | None = None
 
     @cached_property
     def limits(self) -> Limits | None:
@@ -29,6 +31,12 @@ class Session:
     def platform(self) -> str:
         """Where JAX runs."""
         return self.workers.device("jax").split(":")[0]
+
+    def piece(self, name: str, measure: Callable[[], Outcome]) -> Outcome:
+        """A piece of a family, which an earlier call of a run in pieces may have measured."""
+        if self.pieces is None:
+            return measure()
+        return self.pieces.piece(f"{self.workers.allocator}: {name}", measure)
 
     @property
     def rounds(self) -> int:
@@ -49,15 +57,26 @@ def compare(
 
     outcome = Outcome()
     for problem in problems:
-        oracle = _oracle(problem, outcome)
-        found = Outcome()
-        for part in problem.parts:
-            found += compare_part(session, module, contenders, problem, part, oracle)
+        found = session.piece(
+            f"{module}: {problem.name}",
+            partial(compare_problem, session, module, contenders, problem),
+        )
         if shown:
             show(session.console, found)
         else:
             session.console.print(problem.name, style="dim")
         outcome += found
+    return outcome
+
+
+def compare_problem(
+    session: Session, module: str, contenders: Contenders, problem: Problem
+) -> Outcome:
+    """All contenders at all parts of a problem."""
+    outcome = Outcome()
+    oracle = _oracle(problem, outcome)
+    for part in problem.parts:
+        outcome += compare_part(session, module, contenders, problem, part, oracle)
     return outcome
 
 

@@ -1,19 +1,54 @@
 """Proof that JAX models equal their PyTorch twins.
 
 `python -m parity_tests` is the report on this package's; `compare`, `assert_parity` and
-`compare_training` take any, and `draft_table` drafts which weights are the same.
+`compare_training` take any, and `draft_table` drafts which weights are the same,
+and `tap` names a function's values.
+Names are imported when they are first used: pytest loads `parity_tests.plugin` wherever this
+package is installed.
 """
 
-from parity_tests.engine.compare import assert_parity, compare
-from parity_tests.engine.draft import draft_table
-from parity_tests.engine.measure import Report
-from parity_tests.engine.training import TrainingReport, compare_training
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parity_tests.engine.compare import assert_parity, compare
+    from parity_tests.engine.draft import draft_table
+    from parity_tests.engine.locate import tap
+    from parity_tests.engine.measure import Report
+    from parity_tests.engine.pair import Pair
+    from parity_tests.engine.training import TrainingReport, compare_training
+    from parity_tests.report.own import save
 
 __all__ = [
+    "Pair",
     "Report",
     "TrainingReport",
     "assert_parity",
     "compare",
     "compare_training",
     "draft_table",
+    "save",
+    "tap",
 ]
+ROOMS = {
+    "engine.compare": ("assert_parity", "compare"),
+    "engine.draft": ("draft_table",),
+    "engine.locate": ("tap",),
+    "engine.measure": ("Report",),
+    "engine.pair": ("Pair",),
+    "engine.training": ("TrainingReport", "compare_training"),
+    "report.own": ("save",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    room = next((room for room, names in ROOMS.items() if name in names), None)
+    if room is None:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    value = getattr(importlib.import_module(f"{__name__}.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 from benchmarks import families, workers
-from benchmarks.__main__ import main, run
+from benchmarks.__main__ import RESULTS, UNFINISHED, main, run
 from benchmarks.compare import Session
 from benchmarks.environment import Environment, without_malloc
 from benchmarks.families import gated, limits
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
+from benchmarks.pieces import FILE, OutOfTime, Pieces
 from benchmarks.problem import BOTH, FORWARD, OURS, LeftOut, Limits, Work
+from benchmarks.report.devices import devices
 from benchmarks.report.page import write_page
-from benchmarks.report.store import BrokenRecord, Record, read_all, write
+from benchmarks.report.store import BrokenRecord, Record, outcome_from, read_all, write
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
 from twinscan.command_line import CommandLineError
 
@@ -58,6 +60,80 @@ def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
     assert "RNN T5 B2 H4" in page
     assert json.loads((tmp_path / "gated-cpu-default.json").read_text())["platform"] == "cpu"
     assert "equinox (RNN T5 B2 H4): left out" in capsys.readouterr().out
+
+
+@pytest.mark.optimized
+def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
+    problems = [Gated("RNN", 5, 2, 4), Gated("RNN", 6, 2, 4)]
+    monkeypatch.setattr(gated, "problems", lambda quick: problems)
+    few = {name: gated.contenders[name] for name in (OURS, "torch.nn")}
+    monkeypatch.setattr(gated, "contenders", few)
+    monkeypatch.setattr(limits, "MATMUL", 64)
+    monkeypatch.setattr(limits, "TRIAD", 1024)
+    monkeypatch.setattr(Session, "rounds", 1)
+    args = ["--only", "gated", "--platform", "cpu", "--allocator", "default"]
+    args += ["--out", str(tmp_path), "--minutes", "0.0001"]
+    names = [limit.name for limit in limits.problems(True)] + [p.name for p in problems]
+    for count in range(1, len(names) + 1):
+        assert main(args) == (UNFINISHED if count < len(names) else 0)
+        if count < len(names):
+            found = json.loads((tmp_path / FILE).read_text())["pieces"]
+            assert [name.rpartition(": ")[2] for name in found] == names[:count]
+            assert not (tmp_path / "gated-cpu-default.json").exists()
+    (whole,) = read_all(tmp_path)
+    assert {row.problem for row in whole.outcome.rows} == {p.name for p in problems}
+    assert [row for row in whole.outcome.rows if row.problem == problems[0].name] == (
+        outcome_from(next(x for name, x in found.items() if problems[0].name in name)).rows
+    )
+    assert set(whole.environments) == {"jax", "torch"}
+    assert not (tmp_path / FILE).exists()
+    assert capsys.readouterr().err.count("the same command goes on") == len(names) - 1
+
+
+def outcome(name: str) -> Outcome:
+    check = Check(name, FORWARD, "ratio", 1.0, 1.5)
+    return Outcome([row(name, 3.0)], [check], {"a peer": "not installed"}, ["a note"])
+
+
+def test_pieces_come_back_from_their_file(tmp_path):
+    first = Pieces(tmp_path, 1e-9, ["a run"])
+    assert first.piece("a", lambda: outcome("a")) == outcome("a")
+    with pytest.raises(OutOfTime):
+        first.piece("b", lambda: pytest.fail("there is no time"))
+    again = Pieces(tmp_path, 9, ["a run"])
+    assert again.piece("a", lambda: pytest.fail("it was measured")) == outcome("a")
+    assert again.piece("b", lambda: outcome("b")) == outcome("b")
+    again.end("a family")
+    assert Pieces(tmp_path, 9, ["a run"]).has("a family")
+    other = Pieces(tmp_path, 9, ["another run"])
+    assert not other.has("a family")
+    assert other.piece("a", lambda: outcome("new")) == outcome("new")
+    other.remove()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_devices_with_a_record_are_listed(tmp_path):
+    passing = {"case": "LSTM", "verdict": "pass"}
+    parity = {
+        "platforms": {"cpu": "not asked for", "gpu": "ran"},
+        "versions": {"device": "H100"},
+        "cases": {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"},
+        "measurements": [passing, {"case": "GRU", "verdict": "FAIL"}],
+        "faults": ["RNN, gpu: outputs: empty"],
+        "done": ["errors: LSTM, gpu"],
+    }
+    (tmp_path / "parity-gpu.json").write_text(json.dumps(parity))
+    text = devices(tmp_path, [record("default"), record("tuned", measured_with={"device": "cpu"})])
+    assert text.splitlines()[-3:] == [
+        "| cpu | cpu | 1 family of benchmarks |",
+        "| cpu | unknown | 1 family of benchmarks |",
+        "| gpu | H100 | [parity: 1 of 3 pairs agree, unfinished](parity-gpu.json) |",
+    ]
+
+
+def test_the_page_lists_the_devices_that_have_a_record():
+    """`python -m benchmarks --page` writes it again."""
+    assert devices(RESULTS, read_all(RESULTS)) in (RESULTS / "README.md").read_text()
 
 
 @pytest.mark.optimized
@@ -172,6 +248,7 @@ def test_a_broken_record_is_named_before_anything_is_measured(tmp_path, text):
     [
         (["--platform", "foo"], "--platform"),
         (["--only", "foo"], "--only"),
+        (["--minutes", "0"], "--minutes: expected a number above 0, got 0"),
         (["--allocator", "foo"], "--allocator"),
         (["--platform", "tpu", "--only", "wkv"], "--platform: expected one that JAX finds"),
     ],

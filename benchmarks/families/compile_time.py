@@ -7,6 +7,7 @@ layer at 8 × 128 × 192.
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -90,13 +91,29 @@ def measure(session: Session) -> Outcome:
     """By turns."""
     outcome = Outcome()
     session.workers.device("jax")
-    for name in ("LSTM",) if session.quick else CONFIGS:
-        configs = [dataclasses.replace(CONFIGS[name], num_layers=count) for count in LAYERS]
-        found, seconds = by_turns(session, compiled_model, configs, [name] * 2, LAYERS)
-        ratio = seconds[1] / seconds[0]
-        found.checks.append(Check(name, PART, "compilation, 12 layers / 2", ratio, MOST))
+    parts = {
+        name: partial(measure_model, session, name)
+        for name in (("LSTM",) if session.quick else CONFIGS)
+    }
+    parts["single layers"] = partial(measure_layers, session)
+    for name, measure_part in parts.items():
+        found = session.piece(f"{__name__}: {name}", measure_part)
         show(session.console, found)
         outcome += found
+    return outcome
+
+
+def measure_model(session: Session, name: str) -> Outcome:
+    """A model of two and of twelve layers."""
+    configs = [dataclasses.replace(CONFIGS[name], num_layers=count) for count in LAYERS]
+    found, seconds = by_turns(session, compiled_model, configs, [name] * 2, LAYERS)
+    ratio = seconds[1] / seconds[0]
+    found.checks.append(Check(name, PART, "compilation, 12 layers / 2", ratio, MOST))
+    return found
+
+
+def measure_layers(session: Session) -> Outcome:
+    """Single layers."""
     names = ["LSTM layer"] if session.quick else [*SINGLE]
     found, seconds = by_turns(session, compiled_layer, names, names, [1] * len(names))
     for name, compile_s in zip(names, seconds, strict=True):
@@ -104,9 +121,7 @@ def measure(session: Session) -> Outcome:
             ratio = compile_s / seconds[0]
             what = "compilation / LSTM layer"
             found.checks.append(Check(name, PART, what, ratio, MOST_OF_LSTM[name]))
-    show(session.console, found)
-    outcome += found
-    return outcome
+    return found
 
 
 def by_turns(

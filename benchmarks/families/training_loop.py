@@ -8,7 +8,7 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -132,7 +132,7 @@ def measure(session: Session) -> Outcome:
     """By turns."""
     outcome = Outcome()
     for preset in ("lstm",) if session.quick else PRESET_STEPS:
-        found = measure_preset(session, preset)
+        found = session.piece(f"{__name__}: {preset}", partial(measure_preset, session, preset))
         show(session.console, found)
         outcome += found
     return outcome

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.problem import OURS, Framework
+from benchmarks.report.devices import devices
 from benchmarks.report.store import Record, plot_path, read_all
 from benchmarks.report.table import compile_cell, other_cells, time_cells
+from twinscan.files import write_whole
 
 INTRODUCTION = """\
 # Results
@@ -30,7 +32,10 @@ def write_page(folder: Path, order: list[str]) -> None:
     records.sort(key=lambda record: (record.platform, order.index(record.family)))
     groups = groupby(records, key=lambda record: (record.platform, record.family))
     sections = [section(folder, list(group)) for _, group in groups]
-    (folder / "README.md").write_text("\n".join([INTRODUCTION, verdicts(records), *sections]))
+    write_whole(
+        folder / "README.md",
+        "\n".join([INTRODUCTION, devices(folder, records), verdicts(records), *sections]),
+    )
 
 
 def verdicts(records: list[Record]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.environment import ALLOCATORS, Allocator, Environment, processor
 from benchmarks.outcome import Check, Outcome, Row
 from benchmarks.problem import Framework, Limits
+from twinscan.files import write_whole
 
 PACKAGES = (
     *("jax", "flax", "optax", "torch", "numpy"),
@@ -61,10 +62,25 @@ def plot_path(folder: Path, record: Record) -> Path:
 def write(folder: Path, record: Record) -> None:
     """As JSON, in place of what the family had on this platform with this allocator."""
     fields = dataclasses.asdict(record)
-    fields["outcome"]["checks"] = [
-        {**dataclasses.asdict(check), "verdict": check.verdict} for check in record.outcome.checks
-    ]
-    path(folder, record).write_text(json.dumps(fields, indent=1) + "\n")
+    fields["outcome"] = outcome_fields(record.outcome)
+    write_whole(path(folder, record), json.dumps(fields, indent=1) + "\n")
+
+
+def outcome_fields(outcome: Outcome) -> dict[str, Any]:
+    """An outcome for JSON."""
+    checks = [{**dataclasses.asdict(c), "verdict": c.verdict} for c in outcome.checks]
+    return dataclasses.asdict(outcome) | {"checks": checks}
+
+
+def outcome_from(fields: dict[str, Any]) -> Outcome:
+    """The outcome that `outcome_fields` described."""
+    checks = [{key: c[key] for key in c if key != "verdict"} for c in fields["checks"]]
+    return Outcome(
+        rows=[Row(**row) for row in fields["rows"]],
+        checks=[Check(**check) for check in checks],
+        left_out=dict(fields["left_out"]),
+        notes=list(fields["notes"]),
+    )
 
 
 def read_all(folder: Path) -> list[Record]:
@@ -88,17 +104,10 @@ def read_all(folder: Path) -> list[Record]:
 
 
 def _record(fields: dict[str, Any]) -> Record:
-    outcome = fields.pop("outcome")
-    checks = [{key: c[key] for key in c if key != "verdict"} for c in outcome["checks"]]
     environments = fields.pop("environments")
     return Record(
         limits=Limits(**fields.pop("limits")),
         environments={name: Environment(**found) for name, found in environments.items()},
-        outcome=Outcome(
-            rows=[Row(**row) for row in outcome["rows"]],
-            checks=[Check(**check) for check in checks],
-            left_out=outcome["left_out"],
-            notes=outcome["notes"],
-        ),
+        outcome=outcome_from(fields.pop("outcome")),
         **fields,
     )

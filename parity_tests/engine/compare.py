@@ -16,7 +16,8 @@ from jax_models import from_torch, to_torch
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
 from jax_models.weights.transfer import as_numpy, gradients_to_torch, weight_table
-from parity_tests.engine.locate import checked_names, find_departure
+from parity_tests.engine.listeners import tell
+from parity_tests.engine.locate import checked_names, find_departure, where_it_raises
 from parity_tests.engine.measure import Report, measure
 from parity_tests.engine.problem import (
     Problem,
@@ -43,6 +44,7 @@ def compare(
     seed: int = 0,
     locate: bool = False,
     names: Mapping[str, str] | None = None,
+    logits: str | bool = False,
 ) -> Report:
     """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
@@ -66,9 +68,13 @@ def compare(
         dtypes: those to compare in.
         platform: where JAX runs: "cpu", "gpu" or "tpu".
         seed: of the cotangents.
-        locate: say by submodule where a pair that fails first departs, if its JAX side is an
-            `nnx.Module`. Submodules correspond that have the same weights, or the same name.
-        names: the JAX path of a torch submodule, by name, where neither tells.
+        locate: say by submodule where a pair that fails first departs, forward or else backward.
+            Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch submodules
+            that have the same weights, name or place, and values with those that `tap` names; what
+            is left is looked for among all numbers that JAX computes.
+        names: the JAX path of a torch submodule, by name, where that does not tell.
+        logits: True, or the name of an output as the report gives it (`y['logits']`): its last
+            axis is the vocabulary, and the report has KL, |Δ log p| and agreements of it, too.
 
     Raises:
         ValueError: the weights do not fit the model; all faults are listed.
@@ -88,23 +94,47 @@ def compare(
             inputs=checked_arrays("inputs", inputs),
             dtypes=dtypes,
             seed=seed,
+            logits=checked_logits(logits),
         )
         names = checked_names(names, twin, model)
-        report = measure(problem, problem.dtypes, platform)
-        first = next(iter(report.failures), None)
-        location = find_departure(problem, first[0], names) if locate and first else None
-        if locate and first and location is None:
-            notes.append("submodules are not compared: the JAX side is no nnx.Module")
-    return dataclasses.replace(
+        try:
+            report = measure(problem, problem.dtypes, platform)
+        except Exception as error:
+            where = where_it_raises(problem, problem.dtypes[0]) if locate else None
+            if where is not None:
+                error.add_note(f"in JAX's {where or 'outermost module'}")
+            raise
+        location = None
+        if locate and not report.passed:
+            fallback = (problem.dtypes[0], "", None)
+            dtype, _, error = next(report.failures, fallback)
+            bound = error.bound if error is not None and dtype == "float64" else 0.0
+            location = find_departure(problem, dtype, names, bound)
+    report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
+    tell(report)
+    return report
 
 
-def assert_parity(*args: Any, **kwargs: Any) -> None:
-    """Assert that `compare(…)` passes; its report is the message."""
-    report = compare(*args, **kwargs)
+def assert_parity(*args: Any, locate: bool = True, **kwargs: Any) -> None:
+    """Assert that `compare(…)` passes; the message has what fails, and where it begins."""
+    __tracebackhide__ = True
+    report = compare(*args, locate=locate, **kwargs)
     if not report.passed:
-        raise AssertionError(f"the two sides differ\n{report}")
+        raise AssertionError(f"the two sides differ\n{report.short}")
+
+
+def checked_logits(logits: str | bool) -> str | bool:
+    """`logits`, of the right type.
+
+    Raises:
+        TypeError: it is another.
+
+    """
+    if not isinstance(logits, str | bool):
+        raise TypeError(f"logits: expected True, False or a name, got {logits!r}")
+    return logits
 
 
 def port(

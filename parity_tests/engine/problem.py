@@ -42,6 +42,8 @@ class Problem:
     seed: int = 0
     table: Table | None = None
     """The weight table, which says what submodules correspond."""
+    logits: str | bool = False
+    """The name of the output that is logits; True is the only one."""
 
 
 def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ A group of tensors (all weight gradients, say) is judged by the one that takes m
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -116,7 +117,7 @@ def relative_errors(
     return errors
 
 
-def group_error(
+def tensor_errors(
     dtype,
     *,
     oracle: Tensors,
@@ -125,8 +126,8 @@ def group_error(
     torch32: Tensors,
     scatter: Callable[[], Sequence[Tensors]],
     negligible: bool = False,
-) -> Error:
-    """The error of a group in `dtype`; `torch32` is the twin in float32, for its stability.
+) -> dict[str, Error]:
+    """The errors of a group in `dtype`; `torch32` is the twin in float32, for its stability.
 
     `scatter` runs the twin with random rounding. `negligible`: as in `relative_errors`.
     """
@@ -138,8 +139,8 @@ def group_error(
         for run in scatter():
             moved = relative_errors(run, oracle, negligible=negligible)
             bounds = {name: max(bound, moved[name]) for name, bound in bounds.items()}
-    errors = (
-        Error(
+    return {
+        name: Error(
             ours[name],
             theirs[name],
             min(bound, UNDETERMINED),
@@ -147,8 +148,17 @@ def group_error(
             tensor=name,
         )
         for name, bound in bounds.items()
-    )
-    return max(errors, key=lambda error: error.share)
+    }
+
+
+def worst(errors: Mapping[str, Error]) -> Error:
+    """The error of a group: that of the tensor which takes most of its bound."""
+    return max(errors.values(), key=lambda error: error.share)
+
+
+def group_error(dtype, **tensors: Any) -> Error:
+    """The worst of `tensor_errors`."""
+    return worst(tensor_errors(dtype, **tensors))
 
 
 def assert_same(actual, expected, what: str) -> None:

@@ -68,5 +68,5 @@ MUTATIONS = [
     of_attention(
         "epsilon doubled", plant=epsilon_doubled("layers.layers.1.ln1"), culprit="layers.1.ln1"
     ),
-    of_attention("gelu by tanh", plant=gelu_by_tanh(), culprit="layers.0.mlp"),
+    of_attention("gelu by tanh", plant=gelu_by_tanh(), culprit="layers.0.mlp.1"),
 ]

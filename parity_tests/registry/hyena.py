@@ -88,7 +88,7 @@ MUTATIONS = [
         "AuthenticHyenaBlock, implicit, order 2",
         "weights",
         zeroed("filter.biases.0"),
-        culprit="filter",
+        culprit="filter.mlp.0",
     ),
     Mutation(
         "gates not normalised",

@@ -53,7 +53,7 @@ MUTATIONS = [
         "HyperLSTM 2 layers",
         "weights",
         zeroed("cells.1.z_bias"),
-        culprit="",
+        culprit="cells.1",
     ),
     *(
         forward(

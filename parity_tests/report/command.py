@@ -2,66 +2,59 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
-import platform as machine
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import torch
 import tyro
-from rich.console import Console
-from rich.progress import track
 
 from parity_tests.checks import is_caught
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
 from parity_tests.registry import CASES, MUTATIONS
-from parity_tests.report.html import page
+from parity_tests.registry.mutation import Mutation
+from parity_tests.report import pairs
+from parity_tests.report.files import Files, progress
 from parity_tests.report.over_time import errors_over_time
 from parity_tests.report.precision import precision_errors
-from parity_tests.report.record import (
-    ErrorOverTime,
-    Measurement,
-    MutationResult,
-    PrecisionError,
-    Record,
-    moved,
-)
-from parity_tests.report.terminal import print_record
+from parity_tests.report.record import Measurement, MutationResult, Record, merged, versions
 from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m parity_tests"
+UNFINISHED = 3
+"""The exit code where `--minutes` ran out."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class Arguments(Files):
     """Run every twin pair forward and backward and compare both with the torch twin in float64.
 
     A cell shows torch's error, JAX's error and their ratio, each relative to the result's size.
+    With the name of a file, FILE.py, the pairs that it defines are compared instead.
     """
 
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Only the cases with this in their names; may be given several times."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where JAX runs; by default every platform that this machine has."""
-    json: Path | None = None
-    """Write the measurements to this file, too (docs/parity-report.md)."""
-    html: Path | None = None
-    """Write them as a page to look at, too, which needs no network."""
-    compare: Path | None = None
-    """Say what has moved since another run wrote this file by --json."""
     precision: bool = False
     """Measure, too, what matrix products in a TPU's or a GPU's default precision would cost."""
     mutations: bool = False
     """Also plant faults in the cases, each of which a check must catch."""
+    minutes: float | None = None
+    """Stop in so many minutes, with what is measured in the file of --json, from which the same
+    command goes on. The exit code is then 3."""
 
-    @property
-    def kept(self) -> dict[str, Path]:
-        """The files to write, by flag."""
-        files = {"--json": self.json, "--html": self.html}
-        return {flag: path for flag, path in files.items() if path is not None}
+    def __post_init__(self) -> None:
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes: expected a number above 0, got {self.minutes}")
+        if self.minutes is not None and self.json is None:
+            raise ValueError("minutes: expected --json FILE beside it, to go on from")
 
 
 def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
@@ -90,61 +83,107 @@ def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
     return names, platforms
 
 
-def measured(arguments: Arguments, names: Sequence[str], platforms: Sequence[str]) -> Record:
-    """Measure all that the arguments ask for in these cases on these platforms."""
+Work = Callable[[Record], Record]
+"""Measures one thing and returns it as a record; takes that of all before it."""
+
+
+def works(
+    arguments: Arguments, names: Sequence[str], platforms: Sequence[str]
+) -> Iterator[tuple[str, Work]]:
+    """All that the arguments ask for in these cases on these platforms, by name."""
     pairs = [(name, p) for name in names for p in platforms if p in CASES[name].platforms]
-    measurements, faults = [], []
-    for name, platform in progress(pairs, "measuring"):
-        # TPUs have no float64 of their own and are measured without
-        dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
-        report = measure(CASES[name].problem(), dtypes, platform)
-        faults += [f"{name}, {platform}: {fault}" for fault in report.faults]
-        measurements += [
+    kinds: dict[str, Callable[[str, str, Record], Record]] = {"errors": errors}
+    if arguments.precision:
+        kinds["precision"] = precision
+    if arguments.kept:
+        kinds["over time"] = over_time
+    for kind, work in kinds.items():
+        for name, platform in pairs:
+            yield f"{kind}: {name}, {platform}", partial(work, name, platform)
+    for m in MUTATIONS if arguments.mutations else ():
+        if m.case in names:
+            yield f"planted: {m.name}: {m.case}", partial(planted, m)
+
+
+def errors(name: str, platform: str, so_far: Record) -> Record:
+    """How far both sides of a case are from float64."""
+    # TPUs have no float64 of their own and are measured without
+    dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
+    report = measure(CASES[name].problem(), dtypes, platform)
+    return so_far.only(
+        measurements=tuple(
             Measurement(name, platform, dtype, group, error)
             for dtype, groups in report.errors.items()
             for group, error in groups.items()
-        ]
-    ran = dict.fromkeys(name for name, _ in pairs)
-    record = Record(
-        versions(),
-        runs(arguments, platforms),
-        tuple(measurements),
-        tuple(faults),
-        cases={name: CASES[name].architecture for name in ran},
-        not_run={name: CASES[name].platforms for name in names if name not in ran},
+        ),
+        faults=tuple(f"{name}, {platform}: {fault}" for fault in report.faults),
+        cases={name: CASES[name].architecture},
     )
-    sound = [(name, platform) for name, platform in pairs if name not in record.faulty]
-    if arguments.precision:
-        record = dataclasses.replace(record, precision=tuple(precision(sound)))
-    if arguments.kept:
-        record = dataclasses.replace(record, over_time=tuple(over_time(sound)))
-    if arguments.mutations:
-        record = dataclasses.replace(record, mutations=tuple(planted(names)))
-    return record
 
 
-def planted(names: Sequence[str]) -> Iterator[MutationResult]:
-    """Was each fault caught that was planted in these cases?"""
-    for m in progress([m for m in MUTATIONS if m.case in names], "planting faults"):
-        yield MutationResult(m.name, m.case, m.kind, m.check, is_caught(m))
+def precision(name: str, platform: str, so_far: Record) -> Record:
+    """What coarser matrix products cost a case that has no fault."""
+    if name in so_far.faulty or "cpu" not in CASES[name].platforms:
+        return so_far.only()
+    found = precision_errors(name, CASES[name].problem(), platform)
+    return so_far.only(precision=tuple(found))
 
 
-def precision(pairs: Sequence[tuple[str, str]]) -> Iterator[PrecisionError]:
-    """What coarser matrix products cost each pair."""
-    emulable = [(name, platform) for name, platform in pairs if "cpu" in CASES[name].platforms]
-    for name, platform in progress(emulable, "precision"):
-        yield from precision_errors(name, CASES[name].problem(), platform)
+def over_time(name: str, platform: str, so_far: Record) -> Record:
+    """How the errors of a case that has no fault grow along a sequence."""
+    if name in so_far.faulty:
+        return so_far.only()
+    return so_far.only(over_time=tuple(errors_over_time(CASES[name], platform)))
 
 
-def over_time(pairs: Sequence[tuple[str, str]]) -> Iterator[ErrorOverTime]:
-    """How each pair's errors grow along a sequence."""
-    for name, platform in progress(pairs, "over time"):
-        yield from errors_over_time(CASES[name], platform)
+def planted(m: Mutation, so_far: Record) -> Record:
+    """Was a fault caught that was planted?"""
+    result = MutationResult(m.name, m.case, m.kind, m.check, is_caught(m))
+    return so_far.only(mutations=(result,))
 
 
-def progress(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """The items, with a bar on the terminal."""
-    return track(items, what, console=Console(stderr=True), transient=True)
+def measured(arguments: Arguments, names: Sequence[str], platforms: Sequence[str]) -> Record:
+    """Measure all that the arguments ask for, or as much as there is time for."""
+    todo = dict(works(arguments, names, platforms))
+    record = begun(arguments, names, platforms, todo)
+    deadline = time.monotonic() + 60 * (arguments.minutes or float("inf"))
+    longest = 0.0
+    left = [name for name in todo if name not in record.done]
+    for name in progress(left, "measuring"):
+        start = time.monotonic()
+        if longest and start + longest > deadline:
+            return record
+        with jax.enable_x64(True):
+            record = merged([record, todo[name](record)])
+        record = dataclasses.replace(record, done=(*record.done, name))
+        if arguments.minutes is not None:
+            arguments.write(record, ["--json"])
+        longest = max(longest, time.monotonic() - start)
+    return dataclasses.replace(record, done=())
+
+
+def begun(
+    arguments: Arguments, names: Sequence[str], platforms: Sequence[str], todo: dict[str, Work]
+) -> Record:
+    """The record that an unfinished run of the same command left on this machine, or a new one."""
+    kinds = ", ".join(jax.devices(platform)[0].device_kind for platform in platforms)
+    new = Record(
+        versions() | {"device": kinds},
+        runs(arguments, platforms),
+        (),
+        not_run={
+            name: CASES[name].platforms
+            for name in names
+            if not {*platforms} & {*CASES[name].platforms}
+        },
+    )
+    old = new
+    if arguments.minutes is not None and arguments.json and arguments.json.exists():
+        with contextlib.suppress(ValueError):
+            old = Record.from_json(arguments.json.read_bytes())
+    places = ("versions", "platforms", "not_run")
+    fits = all(getattr(old, name) == getattr(new, name) for name in places)
+    return old if old.done and fits and {*old.done} <= todo.keys() else new
 
 
 def runs(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
@@ -153,58 +192,21 @@ def runs(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
     return {name: "ran" if name in platforms else absent for name in PLATFORMS}
 
 
-def versions() -> dict[str, str]:
-    """What was measured with."""
-    packages = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
-    return {"python": machine.python_version(), **packages, "torch": torch.__version__}
-
-
-@contextlib.contextmanager
-def naming(flag: str, path: Path) -> Iterator[None]:
-    """Name the flag whose file cannot be read or written."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CommandLineError(f"{flag}: {path}: {reason}") from error
-
-
-def check_files(arguments: Arguments) -> None:
-    """Refuse files that cannot be written before the work, and leave none behind."""
-    for flag, path in arguments.kept.items():
-        with naming(flag, path):
-            exists = path.exists()
-            path.open("a").close()
-            if not exists:
-                path.unlink()
-    others = [path for path in (arguments.json, arguments.compare) if path is not None]
-    if arguments.html is not None and arguments.html.resolve() in [p.resolve() for p in others]:
-        raise CommandLineError(f"--html: {arguments.html}: expected a file of its own for the page")
-
-
 def main(args: Sequence[str], prog: str = PROG) -> int:
     """Print the table; 1 if a row fails, or a planted fault is not caught."""
+    if any(Path(arg).suffix == ".py" for arg in args):
+        return pairs.main(args, prog)
     arguments = parse(Arguments, args, prog=prog)
-    old = None
-    if arguments.compare is not None:
-        with naming("--compare", arguments.compare):
-            old = Record.from_json(arguments.compare.read_bytes())
     names, platforms = choose(arguments)
-    check_files(arguments)
+    old = arguments.before()
     torch.set_num_threads(1)  # the tensors are small
-    with jax.enable_x64(True):
-        record = measured(arguments, names, platforms)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    print_record(record, console)
-    if old is not None:
-        lines = moved(old, record)
-        console.print(
-            f"since {arguments.compare}: {len(lines) or 'nothing'} moved", *lines, sep="\n"
+    record = measured(arguments, names, platforms)
+    if record.done:
+        total = len(dict(works(arguments, names, platforms)))
+        print(
+            f"{prog}: stopped after {arguments.minutes:g} minutes: {len(record.done)} of {total} "
+            f"measurements are in {arguments.json}; the same command goes on",
+            file=sys.stderr,
         )
-    texts = {"--json": Record.to_json, "--html": page}
-    for flag, path in arguments.kept.items():
-        with naming(flag, path):
-            path.write_text(texts[flag](record), encoding="utf-8")
-    return 0 if record.passed else 1
+        return UNFINISHED
+    return arguments.after(record, old)

@@ -11,8 +11,15 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.resources import files
 
+from parity_tests.engine.logits import COLUMNS as LOGITS
 from parity_tests.engine.tolerance import FLOAT64, FLOOR_ULPS, UNSTABLE, K
-from parity_tests.report.record import Measurement, MutationResult, PrecisionError, Record
+from parity_tests.report.record import (
+    LogitsMeasurement,
+    Measurement,
+    MutationResult,
+    PrecisionError,
+    Record,
+)
 
 COLUMNS = (
     "Case",
@@ -47,7 +54,7 @@ def page(record: Record) -> str:
         "state": "pass" if record.passed else "fail",
         "verdict": _verdict(record),
         "measurements": f"{len(record.measurements):,}",
-        "faults": _faults([*record.faults, *map(_missed, record.missed)]),
+        "faults": _list([*record.faults, *map(_missed, record.missed)], "faults", "Faults"),
         "planted": _planted(record),
         "platforms": _terms({**record.platforms, **_not_run(record)}),
         "versions": _terms(record.versions),
@@ -58,10 +65,18 @@ def page(record: Record) -> str:
         "unstable": f"{UNSTABLE:g}",
         "head": _head(COLUMNS),
         "rows": "\n".join(_row(m, record.cases) for m in record.measurements),
+        "notes": _list(record.notes, "notes", "Notes"),
+        "located": _located(record),
+        "tensors": _tensors(record),
+        "logits": _logits(record),
         "precision": _precision(record),
         "over_time": _over_time(record),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _file("page.html"))
+    return _filled("page.html", parts)
+
+
+def _filled(name: str, parts: Mapping[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file(name))
 
 
 def _file(name: str) -> str:
@@ -86,9 +101,16 @@ def _missed(m: MutationResult) -> str:
     return f"{m.case}: the planted fault “{m.name}” is not caught by {m.check or 'the twin'}"
 
 
-def _faults(faults: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(fault)}</li>" for fault in faults)
-    return f'<ul class="faults" aria-label="Faults">{items}</ul>' if items else ""
+def _list(lines: Iterable[str], kind: str, label: str) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<ul class="{kind}" aria-label="{label}">{items}</ul>' if items else ""
+
+
+def _located(record: Record) -> str:
+    return "".join(
+        f"<details open><summary>{escape(case)}</summary><pre>{escape(text)}</pre></details>"
+        for case, text in record.locations.items()
+    )
 
 
 def _terms(terms: Mapping[str, str]) -> str:
@@ -165,13 +187,62 @@ def _number(x: float | None, form: str = ".1e", after: str = "") -> str:
     return f'<td class="number" data-value="{x!r}">{x:{form}}{after}</td>'
 
 
+def _section(
+    name: str, title: str, label: str, text: str, columns: Iterable[str], rows: Iterable[str]
+) -> str:
+    """A section with a table; nothing if that has no rows."""
+    body = "\n".join(rows)
+    table = f"{_head(columns)}<tbody>\n{body}</tbody>"
+    parts = {"id": name, "title": title, "label": label, "text": text, "table": table}
+    return _filled("section.html", parts) if body else ""
+
+
+def _tensors(record: Record) -> str:
+    return _section(
+        "tensors",
+        "Tensors",
+        "Errors of every tensor",
+        "The same of every tensor, those first that take most of their bounds.",
+        (*COLUMNS[:-1], "Tensor"),
+        (
+            _row(m, record.cases)
+            for m in sorted(record.tensors, key=lambda m: m.error.share, reverse=True)
+        ),
+    )
+
+
+def _logits(record: Record) -> str:
+    return _section(
+        "logits",
+        "Logits",
+        "Errors of the logits",
+        "How far the next token’s distribution is from PyTorch’s in float64: the divergence in "
+        "nats, the largest |Δ log p| of the vocabulary, each a token’s mean and the largest of "
+        "all, and the share of the likeliest tokens that are the same.",
+        ("Case", "Platform", "Dtype", "Side", *LOGITS),
+        (_logits_row(m, record.cases) for m in record.logits),
+    )
+
+
+def _logits_row(m: LogitsMeasurement, cases: Mapping[str, str]) -> str:
+    return (
+        _tr(cases, m.case, platform=m.platform, dtype=m.dtype, check="outputs")
+        + "".join(f"<td>{escape(text)}</td>" for text in (m.platform, m.dtype, m.side))
+        + "".join(_number(getattr(m.error, name), form) for name, form in LOGITS.values())
+        + "</tr>"
+    )
+
+
 def _precision(record: Record) -> str:
-    """The section on coarser products; nothing if they were not measured."""
-    if not record.precision:
-        return ""
-    rows = "\n".join(_precision_row(p, record.cases) for p in record.precision)
-    return _file("precision.html").replace(
-        "{{table}}", f"{_head(PRECISION_COLUMNS)}<tbody>{rows}</tbody>"
+    return _section(
+        "precision",
+        "Precision of matrix products",
+        "Errors by precision of matrix products",
+        "What products of coarser operands cost in float32: errors against PyTorch in float64. The "
+        "report itself is measured with products in full float32, the highest. “Emulated”: the "
+        "platform’s own products do not round, so the operands were rounded before them.",
+        PRECISION_COLUMNS,
+        (_precision_row(p, record.cases) for p in record.precision),
     )
 
 

@@ -1,12 +1,15 @@
 """The report as JSON, and what moved between two reports."""
 
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import math
-from collections.abc import Mapping
+import platform as machine
+from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
+from parity_tests.engine.logits import LogitsError
 from parity_tests.engine.tolerance import Error
 
 SCHEMA = 2
@@ -103,6 +106,30 @@ class ErrorOverTime:
 
 
 @dataclasses.dataclass(frozen=True)
+class LogitsMeasurement:
+    """How far one side's logits are in a dtype."""
+
+    case: str
+    platform: str
+    dtype: str
+    side: str
+    """"torch" or "JAX"."""
+    error: LogitsError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement for JSON; null where a number is not finite."""
+        numbers = {name: _number(x) for name, x in vars(self.error).items()}
+        return {name: x for name, x in vars(self).items() if name != "error"} | numbers
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "LogitsMeasurement":
+        """The measurement that `to_dict` wrote."""
+        names = [field.name for field in dataclasses.fields(LogitsError)]
+        error = LogitsError(**{name: _or_nan(fields[name]) for name in names})
+        return cls(error=error, **{n: x for n, x in fields.items() if n not in names})
+
+
+@dataclasses.dataclass(frozen=True)
 class MutationResult:
     """Was a planted fault caught?"""
 
@@ -132,6 +159,19 @@ class Record:
     mutations: tuple[MutationResult, ...] = ()
     not_run: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """The cases that run on none of these platforms, and those that they run on."""
+    tensors: tuple[Measurement, ...] = ()
+    """Every tensor of a person's own pairs."""
+    logits: tuple[LogitsMeasurement, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was not compared."""
+    locations: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Where failing cases first depart."""
+    done: tuple[str, ...] = ()
+    """What of it is measured, where it is not finished."""
+
+    def only(self, **fields: Any) -> "Record":
+        """A record of the same machine with nothing but these fields."""
+        return Record(self.versions, self.platforms, **{"measurements": (), **fields})
 
     @property
     def passed(self) -> bool:
@@ -174,6 +214,11 @@ class Record:
             "over_time": [e.to_dict() for e in self.over_time],
             "mutations": [vars(m) for m in self.mutations],
             "not_run": {case: list(platforms) for case, platforms in self.not_run.items()},
+            "tensors": [m.to_dict() for m in self.tensors],
+            "logits": [m.to_dict() for m in self.logits],
+            "notes": list(self.notes),
+            "locations": dict(self.locations),
+            "done": list(self.done),
         }
 
     def to_json(self) -> str:
@@ -202,10 +247,15 @@ class Record:
                 tuple(ErrorOverTime.from_dict(e) for e in fields["over_time"]),
                 tuple(MutationResult(**m) for m in fields["mutations"]),
                 {case: tuple(names) for case, names in fields.get("not_run", {}).items()},
+                tuple(Measurement.from_dict(m) for m in fields.get("tensors", ())),
+                tuple(LogitsMeasurement.from_dict(m) for m in fields.get("logits", ())),
+                tuple(fields.get("notes", ())),
+                dict(fields.get("locations", {})),
+                tuple(fields.get("done", ())),
             )
-            measurements = record.measurements
-            entries = (*measurements, *record.precision, *record.over_time, *record.mutations)
-            for entry in (*entries, *(m.error for m in measurements)):
+            errors = (*record.measurements, *record.tensors, *record.logits)
+            entries = (*errors, *record.precision, *record.over_time, *record.mutations)
+            for entry in (*entries, *(m.error for m in errors)):
                 _check_types(entry)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a record of --json ({type(error).__name__}: {error})") from error
@@ -218,6 +268,24 @@ def _check_types(entry: Any) -> None:
         value = getattr(entry, name)
         if kind in (str, bool, str | None) and not isinstance(value, kind):
             raise TypeError(f"{name}: expected a {kind}, got {value!r:.40}")
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """One record of all, in their order."""
+    first, *others = records or [Record(versions(), {}, ())]
+    result: dict[str, Any] = dict(vars(first))
+    for record in others:
+        for name, value in vars(record).items():
+            mine = result[name]
+            result[name] = {**mine, **value} if isinstance(mine, Mapping) else mine + value
+    return Record(**result)
+
+
+def versions() -> dict[str, str]:
+    """What is measured with."""
+    packages = ("jax", "flax", "numpy", "torch")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": machine.python_version(), **found}
 
 
 def moved(old: Record, new: Record) -> list[str]:

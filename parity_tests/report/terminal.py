@@ -3,38 +3,50 @@
 from collections.abc import Iterable
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from parity_tests.engine.logits import COLUMNS as LOGITS
 from parity_tests.engine.run import GROUPS
 from parity_tests.engine.tolerance import FLOAT64, FLOOR_ULPS, Error, K
-from parity_tests.report.record import Measurement, PrecisionError, Record
+from parity_tests.report.record import LogitsMeasurement, PrecisionError, Record
 
 
 def print_record(record: Record, console: Console) -> None:
     """Print the tables, what fails, and what became of each platform."""
-    console.print(table(record.measurements, console.width))
+    console.print(table(record, console.width))
     if record.precision:
         console.print(precision_table(record.precision))
+    if record.logits:
+        console.print(logits_table(record.logits))
     for m in record.measurements:
         if not m.error.passed:
-            console.print(f"[red]{m.error.verdict}[/] {m.key}: worst in {m.error.tensor}")
+            console.print(
+                f"[red]{m.error.verdict}[/] {escape(f'{m.key}: worst in {m.error.tensor}')}"
+            )
     for fault in record.faults:
-        console.print(f"[red]FAIL[/] {fault}")
+        console.print(f"[red]FAIL[/] {escape(fault)}")
     for m in record.missed:
         console.print(f"[red]FAIL[/] {m.case}: {m.name}: not caught by {m.check or 'the twin'}")
     if total := len(record.mutations):
         console.print(f"planted faults: {total - len(record.missed)} of {total} caught")
+    for case, text in record.locations.items():
+        console.print(escape(f"{case}: {text.splitlines()[-1]}"))
+    for note in record.notes:
+        console.print(escape(f"note: {note}"))
     for platform, state in record.platforms.items():
         console.print(f"{platform}: {state}")
     for case, platforms in record.not_run.items():
         console.print(f"not run: {case}, which runs on {' and '.join(platforms)} only")
 
 
-def table(measurements: Iterable[Measurement], width: int) -> Table:
+def table(record: Record, width: int) -> Table:
     """A row a case, platform and dtype; of two lines where the width is small."""
     rows: dict[tuple[str, str, str], dict[str, Error]] = {}
-    for m in measurements:
+    for m in record.measurements:
         rows.setdefault((m.case, m.platform, m.dtype), {})[m.group] = m.error
+    measured = {case for case, _, _ in rows}
+    rows |= {(case, "", ""): {} for case in record.cases if case in record.faulty - measured}
     result = Table(
         title="errors against the float64 torch twin: torch, JAX, ratio",
         caption=f"float64: JAX ≤ {FLOAT64:.0e}; else JAX ≤ {K:.0f} × torch or "
@@ -46,7 +58,7 @@ def table(measurements: Iterable[Measurement], width: int) -> Table:
     separator = " " if width >= 150 else "\n           "
     for (case, platform, dtype), groups in rows.items():
         cells = [cell(groups.get(group), separator) for group in GROUPS]
-        result.add_row(case, platform, dtype, *cells, verdict(groups.values()))
+        result.add_row(escape(case), platform, dtype, *cells, verdict(groups.values()))
     return result
 
 
@@ -60,9 +72,9 @@ def cell(error: Error | None, separator: str) -> str:
 
 
 def verdict(errors: Iterable[Error]) -> str:
-    """What the errors of a row say together."""
+    """What the errors of a row say together; nothing is measured of what fails altogether."""
     verdicts = {e.verdict for e in errors}
-    worst = next(v for v in ("FAIL", "undetermined", "pass") if v in verdicts)
+    worst = next((v for v in ("FAIL", "undetermined", "pass") if v in verdicts), "FAIL")
     return f"[green]{worst}" if worst == "pass" else f"[red]{worst}"
 
 
@@ -84,5 +96,20 @@ def precision_table(errors: Iterable[PrecisionError]) -> Table:
             for group in GROUPS
         )
         operands = f"{precision}, emulated" if emulated else precision
-        result.add_row(case, platform, operands, *cells)
+        result.add_row(escape(case), platform, operands, *cells)
+    return result
+
+
+def logits_table(measurements: Iterable[LogitsMeasurement]) -> Table:
+    """A row a case, platform, dtype and side."""
+    result = Table(
+        title="logits against the float64 torch twin's",
+        caption="KL in nats, |Δ log p| the largest of the vocabulary, each of all tokens",
+    )
+    result.add_column("case", overflow="fold")
+    for column in ("on", "dtype", "side", *LOGITS):
+        result.add_column(column, no_wrap=True)
+    for m in measurements:
+        cells = (f"{getattr(m.error, name):{form}}" for name, form in LOGITS.values())
+        result.add_row(escape(m.case), m.platform, m.dtype, m.side, *cells)
     return result

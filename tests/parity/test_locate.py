@@ -1,14 +1,446 @@
 """A fault on purpose: the report must name the submodule that has it."""
 
-import pytest
+import os
+from functools import partial
 
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jax_models.weights import layer_norm, linear, same
+from parity_tests import Report, compare, tap
 from parity_tests.engine.locate import find_departure
+from parity_tests.engine.locate.agree import difference
 from parity_tests.registry import CASES, MUTATIONS
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # before Keras is imported
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+NUM_TOKENS, FEATURES, NUM_BLOCKS = 7, 4, 2
+TOKENS = np.random.default_rng(0).integers(0, NUM_TOKENS, (3, 5))
+
+
+class TorchBlock(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(FEATURES)
+        self.up = torch.nn.Linear(FEATURES, 6)
+        self.act = torch.nn.GELU()
+        self.down = torch.nn.Linear(6, FEATURES)
+
+    def forward(self, x):
+        return {"hidden": x + self.down(self.act(self.up(self.norm(x))))}
+
+
+class TorchModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(NUM_TOKENS, FEATURES)
+        self.blocks = torch.nn.ModuleList(TorchBlock() for _ in range(NUM_BLOCKS))
+        self.head = torch.nn.Linear(FEATURES, 3)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x=x)["hidden"]
+        return self.head(x.mean(1))
+
+
+@jax.custom_vjp
+def gelu_with_a_wrong_gradient(x):
+    return jax.nn.gelu(x, approximate=False)
+
+
+gelu_with_a_wrong_gradient.defvjp(
+    lambda x: (gelu_with_a_wrong_gradient(x), x), lambda x, gradient: (gradient * (x > 0),)
+)
+
+
+FAULTS = {
+    "another epsilon": ("blocks.1.norm", "forward"),
+    "gelu by tanh": ("blocks.1.act", "forward"),
+    "another residual": ("blocks.1", "forward"),
+    "first instead of mean": ("", "forward"),
+    "gelu's gradient": ("blocks.1.act", "backward"),
+    "stopped gradient": ("blocks.1", "backward"),
+}
+"""Whose code it is in, and what shows it first."""
+
+
+def epsilon(fault):
+    return 2e-5 if fault == "another epsilon" else 1e-5
+
+
+def run_block(fault, norm, up, down, x):
+    act = partial(jax.nn.gelu, approximate=fault == "gelu by tanh")
+    if fault == "gelu's gradient":
+        act = gelu_with_a_wrong_gradient
+    h = norm(x)
+    y = down(act(up(h)))
+    if fault == "stopped gradient":
+        x = 0.5 * x + 0.5 * jax.lax.stop_gradient(x)
+    return (h if fault == "another residual" else x) + y
+
+
+def run_model(fault, embed, blocks, head, tokens):
+    x = embed(tokens)
+    for block in blocks:
+        x = block(x)
+    return head(x[..., 0, :] if fault == "first instead of mean" else x.mean(-2))
+
+
+def faults_of_blocks(fault):
+    """Only the last has one."""
+    return (None,) * (NUM_BLOCKS - 1) + (fault,)
+
+
+class Block(nnx.Module):
+    def __init__(self, fault, rngs):
+        self.norm = nnx.LayerNorm(FEATURES, epsilon=epsilon(fault), rngs=rngs)
+        self.up, self.down = (nnx.Linear(*n, rngs=rngs) for n in ((FEATURES, 6), (6, FEATURES)))
+        self.fault = fault
+
+    def __call__(self, x):
+        return run_block(self.fault, self.norm, self.up, self.down, x)
+
+
+def called(block, x):
+    return block(x)
+
+
+TRANSFORMS = {
+    "as it is": lambda block: block,
+    "nnx.jit": lambda block: partial(nnx.jit(called), block),
+    "nnx.remat": lambda block: partial(nnx.remat(called), block),
+    "nnx.vmap": lambda block: partial(nnx.vmap(called, in_axes=(None, 0)), block),
+}
+
+
+class Model(nnx.Module):
+    def __init__(self, fault, transform="as it is"):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(NUM_TOKENS, FEATURES, rngs=rngs)
+        self.embed.dtype = None
+        self.blocks = nnx.List([Block(each, rngs) for each in faults_of_blocks(fault)])
+        self.head = nnx.Linear(FEATURES, 3, rngs=rngs)
+        self.fault, self.transform = fault, transform
+
+    def __call__(self, tokens):
+        blocks = map(TRANSFORMS[self.transform], self.blocks)
+        return run_model(self.fault, self.embed, blocks, self.head, tokens)
+
+
+TABLE = [
+    same("embed.embedding", "embed.weight"),
+    *(
+        weight
+        for i in range(NUM_BLOCKS)
+        for part, rows in (("norm", layer_norm), ("up", linear), ("down", linear))
+        for weight in rows(f"blocks.{i}.{part}", f"blocks.{i}.{part}")
+    ),
+    *linear("head", "head"),
+]
+
+
+def of_nnx(fault, transform="as it is"):
+    return Model(fault, transform), TABLE
+
+
+def of_nnx_scan(fault):
+    """All blocks in one, whose weights have an axis of layers; each has the fault."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Block(fault, nnx.Rngs(0))))
+    keys = {"scale": "weight", "kernel": "weight", "bias": "bias"}
+
+    def load(weights):
+        def stack(part, name):
+            each = [weights[f"blocks.{i}.{part}.{keys[name]}"] for i in range(NUM_BLOCKS)]
+            return jnp.stack([jnp.asarray(weight).T for weight in each])
+
+        paths = [path for path, _ in nnx.to_flat_state(state)]
+        return {**weights, "blocks": {".".join(path): stack(*path) for path in paths}}
+
+    def function(weights, tokens):
+        values = [
+            (path, variable.replace(weights["blocks"][".".join(path)]))
+            for path, variable in nnx.to_flat_state(state)
+        ]
+        block = nnx.merge(graphdef, nnx.from_flat_state(values))
+        blocks = nnx.scan(called, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        embed, head = embed_and_head(weights)
+        return run_model(fault, embed, [partial(blocks, block)], head, tokens)
+
+    return function, load
+
+
+def embed_and_head(weights, named=lambda name, x: x):
+    return (
+        lambda tokens: named("embed", weights["embed.weight"][tokens]),
+        lambda x: named("head", x @ weights["head.weight"].T + weights["head.bias"]),
+    )
+
+
+def of_function(fault, named=lambda name, x: x):
+    def norm(weights, prefix, fault, x):
+        mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+        y = (x - mean) / jnp.sqrt(var + epsilon(fault))
+        return named(prefix, y * weights[f"{prefix}.weight"] + weights[f"{prefix}.bias"])
+
+    def dense(weights, prefix, x):
+        return named(prefix, x @ weights[f"{prefix}.weight"].T + weights[f"{prefix}.bias"])
+
+    def function(weights, tokens):
+        def block(i, fault, x):
+            parts = (
+                partial(norm, weights, f"blocks.{i}.norm", fault),
+                *(partial(dense, weights, f"blocks.{i}.{part}") for part in ("up", "down")),
+            )
+            return named(f"blocks.{i}", jax.checkpoint(partial(run_block, fault, *parts))(x))
+
+        embed, head = embed_and_head(weights, named)
+        blocks = [partial(block, i, each) for i, each in enumerate(faults_of_blocks(fault))]
+        return run_model(fault, embed, blocks, head, tokens)
+
+    return function, dict
+
+
+class LinenBlock(flax.linen.Module):
+    fault: str | None
+
+    @flax.linen.compact
+    def __call__(self, x):
+        norm = flax.linen.LayerNorm(epsilon=epsilon(self.fault), name="norm")
+        up, down = (flax.linen.Dense(n, name=name) for n, name in ((6, "up"), (FEATURES, "down")))
+        return run_block(self.fault, norm, up, down, x)
+
+
+class LinenModel(flax.linen.Module):
+    fault: str | None
+
+    @flax.linen.compact
+    def __call__(self, tokens):
+        cls = flax.linen.remat(LinenBlock)
+        return run_model(
+            self.fault,
+            flax.linen.Embed(NUM_TOKENS, FEATURES, name="embed"),
+            [cls(each, name=f"block_{i}") for i, each in enumerate(faults_of_blocks(self.fault))],
+            flax.linen.Dense(3, name="head"),
+            tokens,
+        )
+
+
+def loaded(weights, embed, norm, dense, join):
+    """The weights as a tree of a framework's names."""
+
+    def part(name, names):
+        kernel, bias = names
+        value = jnp.asarray(weights[f"{name}.weight"])
+        value = value.T if names == dense else value
+        return {kernel: value} | ({bias: weights[f"{name}.bias"]} if bias else {})
+
+    return {
+        "embed": part("embed", (embed, None)),
+        **{
+            join(i, each): part(f"blocks.{i}.{each}", norm if each == "norm" else dense)
+            for i in range(NUM_BLOCKS)
+            for each in ("norm", "up", "down")
+        },
+        "head": part("head", dense),
+    }
+
+
+def of_linen(fault):
+    def load(weights):
+        flat = loaded(
+            weights, "embedding", ("scale", "bias"), ("kernel", "bias"), lambda i, n: (i, n)
+        )
+        for i in range(NUM_BLOCKS):
+            flat[f"block_{i}"] = {n: flat.pop((i, n)) for n in ("norm", "up", "down")}
+        return {"params": flat}
+
+    return LinenModel(fault).apply, load
+
+
+def of_haiku(fault):
+    haiku = pytest.importorskip("haiku")
+
+    class HaikuBlock(haiku.Module):
+        def __init__(self, fault, name):
+            super().__init__(name=name)
+            self.fault = fault
+
+        def __call__(self, x):
+            norm = haiku.LayerNorm(-1, True, True, eps=epsilon(self.fault), name="norm")
+            up, down = haiku.Linear(6, name="up"), haiku.Linear(FEATURES, name="down")
+            return run_block(self.fault, norm, up, down, x)
+
+    def model(tokens):
+        blocks = [HaikuBlock(f, name=f"block_{i}") for i, f in enumerate(faults_of_blocks(fault))]
+        return run_model(
+            fault,
+            haiku.Embed(NUM_TOKENS, FEATURES, name="embed"),
+            [haiku.remat(block) for block in blocks],
+            haiku.Linear(3, name="head"),
+            tokens,
+        )
+
+    return haiku.without_apply_rng(haiku.transform(model)).apply, lambda weights: loaded(
+        weights, "embeddings", ("scale", "offset"), ("w", "b"), lambda i, n: f"block_{i}/{n}"
+    )
+
+
+def of_equinox(fault):
+    equinox = pytest.importorskip("equinox")
+    key = jax.random.key(0)
+
+    class EquinoxBlock(equinox.Module):
+        norm: equinox.nn.LayerNorm
+        up: equinox.nn.Linear
+        down: equinox.nn.Linear
+        fault: str | None = equinox.field(static=True)
+
+        def __call__(self, x):
+            parts = map(jax.vmap, (self.norm, self.up, self.down))
+            return run_block(self.fault, *parts, x)
+
+    class EquinoxModel(equinox.Module):
+        embed: equinox.nn.Embedding
+        blocks: list[EquinoxBlock]
+        head: equinox.nn.Linear
+
+        def __call__(self, tokens):
+            blocks = map(equinox.filter_checkpoint, self.blocks)
+            return run_model(fault, jax.vmap(self.embed), blocks, self.head, tokens)
+
+    def block(fault):
+        sizes = (FEATURES, 6), (6, FEATURES)
+        dense = (equinox.nn.Linear(*size, key=key) for size in sizes)
+        return EquinoxBlock(equinox.nn.LayerNorm(FEATURES, eps=epsilon(fault)), *dense, fault)
+
+    model = EquinoxModel(
+        equinox.nn.Embedding(NUM_TOKENS, FEATURES, key=key),
+        [*map(block, faults_of_blocks(fault))],
+        equinox.nn.Linear(FEATURES, 3, key=key),
+    )
+
+    def function(weights, tokens):
+        leaves, tree = jax.tree_util.tree_flatten_with_path(model)
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+        filled = jax.tree.unflatten(tree, [weights[name] for name in names])
+        return jax.vmap(filled)(tokens)
+
+    return function, dict
+
+
+def of_keras(fault):
+    keras = pytest.importorskip("keras")
+    layers = partial(getattr, keras.layers)
+
+    class KerasNorm(keras.layers.Layer):
+        """With the epsilon's place and the dtype of torch's."""
+
+        def __init__(self, fault):
+            super().__init__(name="norm", dtype="float64")
+            self.fault = fault
+
+        def build(self, shape):
+            self.scale, self.bias = (self.add_weight(shape=shape[-1:]) for _ in range(2))
+
+        def call(self, x):
+            mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+            return (x - mean) / jnp.sqrt(var + epsilon(self.fault)) * self.scale + self.bias
+
+    class KerasBlock(keras.layers.Layer):
+        def __init__(self, fault):
+            super().__init__(dtype="float64")
+            self.norm, self.fault = KerasNorm(fault), fault
+            self.up, self.down = (layers("Dense")(n, dtype="float64") for n in (6, FEATURES))
+
+        def call(self, x):
+            return run_block(self.fault, self.norm, self.up, self.down, x)
+
+    class KerasModel(keras.Model):
+        def __init__(self):
+            super().__init__(dtype="float64")
+            self.embed = layers("Embedding")(NUM_TOKENS, FEATURES, dtype="float64")
+            self.blocks = [*map(KerasBlock, faults_of_blocks(fault))]
+            self.head = layers("Dense")(3, dtype="float64")
+
+        def call(self, tokens):
+            return run_model(fault, self.embed, self.blocks, self.head, tokens)
+
+    model = KerasModel()
+    model(TOKENS)
+
+    def load(weights):
+        return [
+            jnp.asarray(weight).T if is_kernel(key) else weight for key, weight in weights.items()
+        ]
+
+    def is_kernel(key):
+        return key.endswith("weight") and "embed" not in key
+
+    return lambda weights, tokens: model.stateless_call(weights, [], tokens)[0], load
+
+
+FRAMEWORKS = {
+    **{f"NNX, {name}": partial(of_nnx, transform=name) for name in TRANSFORMS},
+    "NNX, nnx.scan": of_nnx_scan,
+    "Linen": of_linen,
+    "Equinox": of_equinox,
+    "haiku": of_haiku,
+    "Keras": of_keras,
+    "function": of_function,
+    "function with taps": partial(of_function, named=tap),
+}
+
+
+def report_of(framework, fault) -> Report:
+    torch.manual_seed(0)
+    function, weights = FRAMEWORKS[framework](fault)
+    return compare(TorchModel(), function, TOKENS, weights=weights, dtypes=["float64"], locate=True)
+
+
+EVERY = ["NNX, as it is", "function"]
+"""Those in which every fault is planted in the quick tests; in the others one is."""
+
+
+@pytest.mark.parametrize(
+    ("framework", "fault"),
+    [
+        pytest.param(
+            framework,
+            fault,
+            marks=[] if framework in EVERY or fault == "gelu's gradient" else pytest.mark.slow,
+        )
+        for framework in FRAMEWORKS
+        for fault in FAULTS
+    ],
+)
+def test_a_fault_is_found_in_each_framework(framework, fault):
+    report = report_of(framework, fault)
+    culprit, direction = FAULTS[fault]
+    if framework == "NNX, nnx.scan":  # all blocks have the fault
+        first = "blocks.0" if direction == "forward" else "blocks.1"
+        culprit = culprit.replace("blocks.1", first)
+    assert report.location.culprit == culprit, f"\n{report}"
+    assert f"{culprit or 'the module itself'}, {direction}" in report.location.verdict
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_pairs_agree_without_a_fault(framework):
+    report = report_of(framework, None)
+    assert report.passed, f"\n{report}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is not None], ids=str)
-def test_a_fault_is_found_where_it_is(mutation):
+def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
     with mutation.plant():
         location = find_departure(CASES[mutation.case].problem(), "float64", {})
     assert location.culprit == mutation.culprit, f"\n{location}"
@@ -18,4 +450,184 @@ def test_a_fault_is_found_where_it_is(mutation):
 def test_no_fault_is_found_where_there_is_none(name):
     location = find_departure(CASES[name].problem(), "float32", {})
     assert location.culprit is None, f"\n{location}"
-    assert str(location).endswith("first to depart: none, the forward pass agrees")
+    assert str(location).endswith("first to depart: none, all that was compared agrees")
+
+
+class Part(nnx.Module):
+    """A part without weights."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+class Parts(nnx.Module):
+    def __init__(self, call, **parts):
+        self.call = call
+        for name, function in parts.items():
+            setattr(self, name, Part(function))
+
+    def __call__(self, *inputs):
+        return self.call(self, *inputs)
+
+
+class TorchPart(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+class TorchParts(torch.nn.Module):
+    def __init__(self, call, **parts):
+        super().__init__()
+        self.call = call
+        for name, function in parts.items():
+            self.add_module(name, TorchPart(function))
+
+    def forward(self, *inputs):
+        return self.call(self, *inputs)
+
+
+def located(torch_side, jax_side, *inputs):
+    twin, model = TorchParts(**torch_side), Parts(**jax_side)
+    return compare(twin, model, *inputs, dtypes=["float64"], locate=True).location
+
+
+X = np.random.default_rng(0).standard_normal((3, 4))
+INDICES = np.arange(3)
+
+
+def test_an_integer_input_that_departs_is_of_the_caller():
+    location = located(
+        {"call": lambda m, x, i: m.a(x, i), "a": lambda x, i: x[i]},
+        {"call": lambda m, x, i: m.a(x, i[::-1]), "a": lambda x, i: x[i]},
+        X,
+        INDICES,
+    )
+    assert location.culprit == ""
+    assert location.verdict.endswith("before a")
+
+
+def test_a_module_in_two_places_is_compared_place_by_place():
+    def twice(factor):
+        return lambda m, x: m.a(factor * m.a(x[:2]))
+
+    parts = {"a": lambda x: x**3}
+    location = located({"call": twice(1), **parts}, {"call": twice(1.5), **parts}, X)
+    assert location.culprit == ""
+
+
+def test_a_shape_that_departs():
+    location = located(
+        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x[:, :3], "b": lambda x: 2 * x},
+        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x[:, :2], "b": lambda x: 2 * x},
+        X,
+    )
+    assert location.culprit == "a"
+    assert "shape (3, 2), not (3, 3)" in str(location)
+
+
+def test_a_dtype_that_departs_though_the_numbers_agree():
+    location = located(
+        {"call": lambda m, x: m.a(x).sum() * x, "a": lambda x: x.round()},
+        {"call": lambda m, x: m.a(x).sum() * x, "a": lambda x: x.round().astype(jnp.float32)},
+        X,
+    )
+    assert location is None, "numbers of the dtype asked for come out"
+    location = located(
+        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x.round(), "b": lambda x: 2 * x},
+        {
+            "call": lambda m, x: m.b(m.a(x)),
+            "a": lambda x: x.round().astype(jnp.float32),
+            "b": lambda x: 2 * x,
+        },
+        X,
+    )
+    assert location.culprit == "a"
+    assert location.verdict == "a, by its dtype"
+
+
+def test_keyword_arguments_and_trees_of_results():
+    def call(m, x):
+        first, rest = m.a(x=x, scale=2.0)
+        return m.b(first, rest["mean"])
+
+    location = located(
+        {"call": call, "a": lambda x, scale: (scale * x, {"mean": x.mean(1)}), "b": torch_gate},
+        {"call": call, "a": lambda x, scale: (scale * x, {"mean": x.mean(0)}), "b": gate},
+        X[:, :3],
+    )
+    assert location.culprit == "a"
+
+
+def torch_gate(x, gate):
+    return x * torch.sigmoid(gate)
+
+
+def gate(x, gate):
+    return x * jax.nn.sigmoid(gate)
+
+
+def test_a_module_that_raises_is_named():
+    model = Parts(lambda m, x: m.a(x), a=lambda x: x @ x)
+    with pytest.raises(TypeError) as found:
+        compare(TorchParts(lambda m, x: m.a(x), a=lambda x: x @ x.T), model, X, locate=True)
+    assert found.value.__notes__[-1] == "in JAX's a"
+
+
+def test_nothing_compared_is_not_agreement():
+    """Of a function that computes in another way, and of a module that is no part of it."""
+    twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    report = compare(
+        twin,
+        lambda w, x: (
+            1.5 * (x @ (w["0.weight"].T @ w["1.weight"].T))
+            + w["1.bias"]
+            + w["0.bias"] @ w["1.weight"].T
+        ),
+        X,
+        weights=dict,
+        dtypes=["float64"],
+        locate=True,
+    )
+    assert report.location.verdict.startswith(("not known", "0,")), f"\n{report}"
+
+
+@pytest.mark.parametrize(
+    ("actual", "layout"),
+    [
+        (X, ""),
+        (X[None], ""),
+        (X.T, "axes (1, 0)"),
+        (X.reshape(-1), "reshaped"),
+    ],
+)
+def test_layouts(actual, layout):
+    found = difference(actual, X, 1e-12)
+    assert (found.error, found.layout) == (0, layout)
+
+
+def test_a_square_matrix_is_compared_as_it_is_first():
+    square = X[:, :3]
+    assert difference(square + 1, square, 1e-12).layout == ""
+
+
+@pytest.mark.parametrize("ours", [-np.inf, -1e9, np.finfo(np.float64).min])
+def test_masks_leave_out_the_same(ours):
+    kept = X > 0
+    expected = np.where(kept, 0, np.finfo(np.float32).min)
+    assert difference(np.where(kept, 0, ours), expected, 1e-12).error == 0
+    assert difference(kept, expected, 1e-12).error == 0
+    assert difference(np.where(~kept, 0, ours), expected, 1e-12).error > 0.1
+    assert difference(np.where(kept, 0, -1.0), expected, 1e-12).error > 0.1
+
+
+def test_a_tap_does_nothing_outside_of_a_comparison():
+    assert tap("a", X) is X
+    with pytest.raises(TypeError, match=r"^name: expected the name of a torch submodule, got 3"):
+        tap(3, X)

@@ -1,0 +1,69 @@
+"""A run in pieces: what is measured stays in a file, from which the same command goes on."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.outcome import Outcome
+from benchmarks.report.store import outcome_fields, outcome_from
+from twinscan.files import write_whole
+
+FILE = "unfinished.json"
+
+
+class OutOfTime(Exception):  # noqa: N818
+    """The next piece would take longer than there is time for."""
+
+
+class Pieces:
+    """The pieces of a run in a folder, at least one of which is measured in each call.
+
+    Args:
+        folder: of the results.
+        minutes: to stop in.
+        run: says what is measured and on what; the pieces of another run are not gone on with.
+
+    """
+
+    def __init__(self, folder: Path, minutes: float, run: Any) -> None:
+        self.path, self.deadline = folder / FILE, time.monotonic() + 60 * minutes
+        self.measured = 0
+        self.fields = {"run": run, "longest": 0.0, "families": [], "pieces": {}}
+        if self.path.exists():
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            self.fields = found if found["run"] == run else self.fields
+
+    def piece(self, name: str, measure: Callable[[], Outcome]) -> Outcome:
+        """A piece as it was measured, or as it is measured now.
+
+        Raises:
+            OutOfTime: there is no time for the longest piece so far.
+
+        """
+        if name not in self.fields["pieces"]:
+            start = time.monotonic()
+            if self.measured and start + self.fields["longest"] > self.deadline:
+                raise OutOfTime
+            self.fields["pieces"][name] = outcome_fields(measure())
+            self.fields["longest"] = max(self.fields["longest"], time.monotonic() - start)
+            self.measured += 1
+            self._write()
+        return outcome_from(self.fields["pieces"][name])
+
+    def has(self, family: str) -> bool:
+        """Is the record of a family written?"""
+        return family in self.fields["families"]
+
+    def end(self, family: str) -> None:
+        """Say that the record of a family is written."""
+        self.fields["families"].append(family)
+        self._write()
+
+    def _write(self) -> None:
+        write_whole(self.path, json.dumps(self.fields) + "\n")
+
+    def remove(self) -> None:
+        """Forget the pieces of a run that is finished."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,248 @@
+"""Whose code is it that first departs?"""
+
+import dataclasses
+
+import numpy as np
+
+from parity_tests.engine.locate.record import Call, Trace
+
+AGREES, DEPARTS, UNKNOWN = "agrees", "departs", "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction:
+    """Forward, a call gets inputs and gives outputs; backward, gradients the other way."""
+
+    name: str
+    taken: str
+    given: str
+
+    def __str__(self) -> str:
+        """As in a sentence."""
+        return self.name
+
+
+FORWARD = Direction("forward", "inputs", "outputs")
+BACKWARD = Direction("backward", "output gradients", "input gradients")
+
+
+class Evidence:
+    """What is known of the arrays of torch's calls: each agrees, departs, or was not compared."""
+
+    def __init__(self):
+        self.of: dict[tuple[Call, str], dict[str, str]] = {}
+        self.compared: set[Call] = set()
+        """The calls that have counterparts which are modules or taps."""
+        self.similar: set[Call] = set()
+        """The calls beside which JAX computes something similar to what they give."""
+
+    def state(self, call: Call, slot: str) -> str:
+        """Of all arrays of a slot."""
+        states = [s for s in self.of.get((call, slot), {}).values() if s != UNKNOWN]
+        if DEPARTS in states:
+            return DEPARTS
+        return AGREES if states else UNKNOWN
+
+    def spread(self, trace: Trace) -> None:
+        """What is known of an array holds where torch passes the same numbers on.
+
+        Of several such places, the last before tells; of those after, the first.
+        """
+        when: dict[tuple[Call, str], float] = {}
+        for index, event in enumerate(trace.events):
+            when.setdefault(event, index)
+        known: dict[bytes, list[tuple[float, str]]] = {}
+        for (call, slot), states in self.of.items():
+            at = when.get((call, slot), -1 if slot == "inputs" else np.inf)
+            for label, state in states.items():
+                if state != UNKNOWN:
+                    known.setdefault(numbers(call, slot, label), []).append((at, state))
+        for places in known.values():
+            places.sort(key=lambda place: place[0])
+        for call in trace.calls:
+            for slot, rows in call.slots.items():
+                states, at = self.of.setdefault((call, slot), {}), when.get((call, slot), np.inf)
+                for label in rows:
+                    if states.get(label, UNKNOWN) != UNKNOWN:
+                        continue
+                    places = known.get(numbers(call, slot, label), [])
+                    before = [state for time, state in places if time <= at]
+                    after = [state for time, state in places if time > at]
+                    states[label] = (before[-1:] or after[:1] or [UNKNOWN])[0]
+
+
+def numbers(call: Call, slot: str, label: str) -> bytes:
+    """What tells an array from all others, whatever its shape; a mask of zeros is no such."""
+    array = call.slots[slot][label]
+    if is_constant(array):
+        return repr((id(call), slot, label)).encode()
+    return slot.endswith("gradients").to_bytes() + array.tobytes()
+
+
+def is_constant(array: np.ndarray) -> bool:
+    """Is it one number, once or everywhere?"""
+    return array.size < 2 or bool((array == array.flat[0]).all())
+
+
+@dataclasses.dataclass(frozen=True)
+class Blame:
+    """The call whose own code first departs, between which others, and what was not compared."""
+
+    call: Call | None
+    """None where that cannot be told from what was compared."""
+    within: Call
+    after: Call | None
+    before: Call | None
+    unknown: tuple[Call, ...] = ()
+
+
+def timeline(trace: Trace, direction: Direction) -> list[tuple[Call, str]]:
+    """When each call got its first and gave its last array."""
+    first: dict[Call, int] = {}
+    last: dict[Call, int] = {}
+    for when, (call, slot) in enumerate(trace.events):
+        if slot == direction.taken:
+            first.setdefault(call, when)
+        elif slot == direction.given:
+            last[call] = when
+    for call in trace.calls:
+        if call in first or call in last:
+            first.setdefault(call, last.get(call, 0))
+            last[call] = max(last.get(call, 0), first[call])
+    for call in reversed(trace.calls):  # a call ends after those in it, and begins before them
+        if call in last and call.parent in last:
+            last[call.parent] = max(last[call.parent], last[call])
+            first[call.parent] = min(first[call.parent], first[call])
+    depth = {call: len([*call.ancestors]) for call in first}
+    moments = [(when, 0, depth[call], call, direction.taken) for call, when in first.items()]
+    moments += [(when, 1, -depth[call], call, direction.given) for call, when in last.items()]
+    return [(call, slot) for *_, call, slot in sorted(moments, key=lambda m: m[:3])]
+
+
+def find(trace: Trace, direction: Direction, evidence: Evidence) -> Blame | None:
+    """The first departure of the run in this direction."""
+    innocent = {
+        call
+        for call in trace.calls
+        if evidence.state(call, direction.given) == AGREES and call.slots[direction.given]
+    }
+    moments = timeline(trace, direction)
+    for index, (call, slot) in enumerate(moments):
+        if call in innocent or any(outer in innocent for outer in call.ancestors):
+            continue
+        if evidence.state(call, slot) == DEPARTS:
+            return _Search(moments, index, direction, evidence, innocent).blame(call, slot)
+    return None
+
+
+class _Search:
+    """Looks back from the first moment that departs."""
+
+    def __init__(
+        self,
+        moments: list[tuple[Call, str]],
+        index: int,
+        direction: Direction,
+        evidence: Evidence,
+        innocent: set[Call],
+    ):
+        self.moments, self.before = moments, moments[:index]
+        self.direction, self.evidence, self.innocent = direction, evidence, innocent
+        self.harmless = {
+            numbers(call, direction.taken, label)
+            for call in innocent
+            for label in call.slots[direction.taken]
+        }
+        """What calls get that give what is right, whether it was compared or not."""
+
+    def blame(self, call: Call, slot: str) -> Blame:
+        frame = call.parent if slot == self.direction.taken and call.parent else call
+        departing = {
+            numbers(call, slot, label)
+            for label, state in self.evidence.of[call, slot].items()
+            if state == DEPARTS
+        }
+        blame = self._in(frame, departing, call)
+        return dataclasses.replace(blame, before=call if call is not blame.call else None)
+
+    def _in(self, frame: Call, departing: set[bytes], call: Call) -> Blame:
+        """The culprit is a call in the frame that gives what departs, or the frame's own code."""
+        giver = self._giver(frame, departing)
+        if giver is not None and self.knows_taken(giver):
+            return self._in(giver, departing, call)
+        while not self.knows_taken(frame) and frame.parent is not None:
+            frame = frame.parent
+        outer, (frame, is_clear) = frame, self._inside(frame)
+        unknown = tuple(
+            other
+            for other, slot in self.before
+            if slot == self.direction.given
+            and frame in other.ancestors
+            and not any(outer in self.innocent for outer in (other, *other.ancestors))
+            and self.evidence.state(other, slot) == UNKNOWN
+        )
+        after = next(
+            (
+                other
+                for other, slot in reversed(self.before)
+                if slot == self.direction.given
+                and other.parent is frame
+                and self.evidence.state(other, slot) == AGREES
+            ),
+            None,
+        )
+        is_known = after or frame is not outer or frame in self.evidence.compared
+        is_sure = is_known or not any(other.weights for other in unknown)
+        return Blame(frame if is_sure and is_clear else None, frame, after, None, unknown)
+
+    def _inside(self, frame: Call) -> tuple[Call, bool]:
+        """The call in the frame that gets what is right and after which nothing is.
+
+        And whether that is clear: no call gets something right and something unknown.
+        """
+        direction, state = self.direction, self.evidence.state
+        parts = [
+            call for call, slot in self.moments if slot == direction.taken and call.parent is frame
+        ]
+        right = [i for i, part in enumerate(parts) if state(part, direction.given) == AGREES]
+        for part in parts[right[-1] + 1 if right else 0 :]:
+            if not self.knows_taken(part):
+                return frame, state(part, direction.taken) != AGREES
+            if any(part in other.ancestors for other, _ in self.moments):
+                return self._inside(part)
+            if part.weights or part in self.evidence.similar:
+                return part, True
+        return frame, True
+
+    def knows_taken(self, call: Call) -> bool:
+        """Is all right that the call gets? The whole run gets what the user gave.
+
+        JAX's counterpart may get less than torch's module, and compute the rest.
+        """
+        taken, slot = call.slots[self.direction.taken], self.direction.taken
+        if call.parent is None or not taken:
+            return True
+        state = self.evidence.state(call, slot)
+        states = self.evidence.of[call, slot]
+        return state == AGREES and (
+            call in self.evidence.compared
+            or all(
+                states[label] == AGREES or numbers(call, slot, label) in self.harmless
+                for label, array in taken.items()
+                if array.dtype.kind == "f" and not is_constant(array)
+            )
+        )
+
+    def _giver(self, frame: Call, departing: set[bytes]) -> Call | None:
+        """The last call in the frame that gives these numbers and was not compared by itself."""
+        for other, slot in reversed(self.before):
+            if slot != self.direction.given or frame not in other.ancestors:
+                continue
+            given = {numbers(other, slot, label) for label in other.slots[slot]}
+            taken = {
+                numbers(other, self.direction.taken, label)
+                for label in other.slots[self.direction.taken]
+            }
+            if given & departing and not given & taken:
+                return other if other not in self.innocent else None
+        return None

@@ -1,0 +1,117 @@
+"""How far logits are off, in the units of language models."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from parity_tests.engine.run import GROUPS, Results, only_floating
+
+TOP = 5
+BLOCK = 2**22
+"""Logits that are looked at a time, in float64."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsError:
+    """How far the next token's distribution is from the float64 torch side's.
+
+    p are the probabilities of the float64 torch side and q those that are measured, over the last
+    axis. Each number is a token's, over all tokens.
+    """
+
+    kl_mean: float
+    """KL(p ‖ q), in nats."""
+    kl_max: float
+    log_prob_mean: float
+    """The largest |log p − log q| of the vocabulary."""
+    log_prob_max: float
+    top_1: float
+    """The share of the tokens whose likeliest one is also q's."""
+    top_k: float
+    """The share of the `TOP` likeliest ones that are also among q's."""
+
+
+def logits_array(logits: str | bool, results: Results) -> tuple[str, str]:
+    """The group and the name of the logits; True is the only floating array of the outputs.
+
+    Raises:
+        ValueError: there is none of this name, or none or several that could be meant.
+
+    """
+    named = {
+        name: group
+        for group in (GROUPS[:1] if logits is True else GROUPS[:2])
+        for name, array in only_floating(results.get(group, {})).items()
+        if array.ndim
+    }
+    name = next(iter(named), "") if logits is True and len(named) == 1 else logits
+    if not isinstance(name, str) or name not in named:
+        given = f"True, for {len(named)} outputs" if logits is True else repr(logits)
+        raise ValueError(f"logits: expected one of {', '.join(named) or 'none'}, got {given}")
+    return named[name], name
+
+
+def logits_error(logits: np.ndarray, oracle: np.ndarray) -> LogitsError:
+    """How far logits (…, vocabulary) are from the oracle's, in float64."""
+    vocabulary = oracle.shape[-1]
+    rows = max(BLOCK // vocabulary, 1)
+    theirs, ours = (a.reshape(-1, vocabulary) for a in (oracle, logits))
+    blocks = [
+        _by_token(ours[i : i + rows].astype(np.float64), theirs[i : i + rows])
+        for i in range(0, len(theirs), rows)
+    ]
+    kl, log_prob, top_1, top_k = np.concatenate(blocks, axis=1)
+    return LogitsError(
+        float(kl.mean()),
+        float(kl.max()),
+        float(log_prob.mean()),
+        float(log_prob.max()),
+        float(top_1.mean()),
+        float(top_k.mean()),
+    )
+
+
+def _by_token(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """KL, largest |Δ log p| and both agreements of each token, (4, tokens)."""
+    log_p, log_q = _log_softmax(theirs), _log_softmax(ours)
+    with np.errstate(invalid="ignore", over="ignore"):
+        off = np.where(log_p == log_q, 0.0, log_p - log_q)  # −∞ on both sides is equal
+        # Σ p·off, without its cancellation: p and q both sum to one
+        terms = np.where(np.exp(log_p) > 0, np.exp(log_p) * (np.expm1(-off) + off), np.exp(log_q))
+    kl = np.where(np.isnan(off).any(-1), np.nan, terms.sum(-1))
+    return np.stack([kl, abs(off).max(-1), _agreement(ours, theirs, 1), _agreement(ours, theirs)])
+
+
+def _agreement(ours: np.ndarray, theirs: np.ndarray, k: int = TOP) -> np.ndarray:
+    """The share of their k largest that are not below our k-th largest."""
+    k = min(k, theirs.shape[-1])
+    theirs_first = np.argpartition(-theirs, k - 1, axis=-1)[:, :k]
+    least = -np.partition(-ours, k - 1, axis=-1)[:, k - 1, None]
+    return (np.take_along_axis(ours, theirs_first, axis=-1) >= least).mean(-1)
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+COLUMNS = {
+    "KL mean": ("kl_mean", ".1e"),
+    "KL max": ("kl_max", ".1e"),
+    "|Δ log p| mean": ("log_prob_mean", ".1e"),
+    "|Δ log p| max": ("log_prob_max", ".1e"),
+    "top-1": ("top_1", ".2%"),
+    f"top-{TOP}": ("top_k", ".2%"),
+}
+"""A table of `LogitsError`s: what a column shows, and how."""
+
+
+def logits_lines(logits: Mapping[str, Mapping[str, LogitsError]]) -> Iterator[str]:
+    """A table of the errors by dtype and side; no line where there are none."""
+    if logits:
+        yield f"\n{'logits':15}" + "".join(f"{column:>16}" for column in COLUMNS)
+    for dtype, sides in logits.items():
+        for side, error in sides.items():
+            cells = (f"{getattr(error, name):{form}}" for name, form in COLUMNS.values())
+            yield f"{dtype:9}{side:6}" + "".join(f"{cell:>16}" for cell in cells)

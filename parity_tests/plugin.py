@@ -1,0 +1,108 @@
+"""What pytest has of this package: the mark `parity`, `--parity-json` and `--parity-html`.
+
+A test's reports travel with pytest's own report of the test, from a worker of pytest-xdist to its
+controller, too. JAX and torch are imported by tests that compare, and where files are written.
+"""
+
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from parity_tests.engine.listeners import LISTENERS
+from twinscan.files import check_writable, write_whole
+
+if TYPE_CHECKING:
+    from parity_tests.engine.measure import Report
+
+ATTRIBUTE = "twinscan_record"
+"""Of pytest's report of a test: the record of its comparisons, as JSON."""
+COUNT = pytest.StashKey[int]()
+"""Of a test: its comparisons so far."""
+FORMS = {"json": "JSON", "html": "a page"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--parity-json` and `--parity-html`."""
+    group = parser.getgroup("parity", "parity of JAX with PyTorch (twinscan)")
+    for form, what in FORMS.items():
+        group.addoption(
+            f"--parity-{form}",
+            metavar="FILE",
+            help=f"write every report of `assert_parity` and `compare` to FILE as {what}",
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark and, if files are asked for, what collects reports."""
+    config.addinivalue_line("markers", "parity: compares a JAX port with its torch module")
+    files = {form: Path(name) for form in FORMS if (name := config.getoption(f"parity_{form}"))}
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist
+    for form, path in files.items() if not is_worker else ():
+        try:
+            check_writable(path)
+        except OSError as error:
+            raise pytest.UsageError(f"--parity-{form}: {path}: {error.strerror}") from None
+    if files:
+        config.pluginmanager.register(Collector({} if is_worker else files), "twinscan-collector")
+
+
+class Collector:
+    """Gathers the reports of a session, and writes them at its end; a worker has no files."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = files
+        self.heard: list[Report] = []
+        """In the running phase of a test."""
+        self.records: list[str] = []
+        """As JSON."""
+
+    def pytest_sessionstart(self) -> None:
+        """Begin to listen."""
+        LISTENERS.append(self.heard.append)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Forget what was compared outside of tests."""
+        self.heard.clear()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put what was heard into pytest's report, under the test's name and, later, a number."""
+        report = yield
+        if self.heard:
+            from parity_tests.report.own import record_of
+
+            first = item.stash.get(COUNT, 0) + 1
+            item.stash[COUNT] = first + len(self.heard) - 1
+            named = {
+                item.nodeid if i == 1 else f"{item.nodeid} ({i})": heard
+                for i, heard in enumerate(self.heard, first)
+            }
+            setattr(report, ATTRIBUTE, record_of(named).to_json())
+            self.heard.clear()
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep a test's record, whichever process it comes from."""
+        if self.files and hasattr(report, ATTRIBUTE):
+            self.records.append(getattr(report, ATTRIBUTE))
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the files."""
+        LISTENERS.remove(self.heard.append)
+        if self.files:
+            from parity_tests.report.files import FORMS
+            from parity_tests.report.record import Record, merged
+
+            record = merged([*map(Record.from_json, self.records)])
+            for form, path in self.files.items():
+                write_whole(path, FORMS[f".{form}"](record))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say where they are."""
+        for path in self.files.values():
+            terminalreporter.write_sep("-", f"parity: {path}")

@@ -1,0 +1,129 @@
+"""The command on a file that defines pairs: `twinscan parity FILE.py`."""
+
+import dataclasses
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from parity_tests.engine.measure import Report
+from parity_tests.engine.pair import Pair
+from parity_tests.report.files import Files, progress
+from parity_tests.report.own import record_of
+from twinscan.command_line import CommandLineError, parse
+
+EXPECTED = "expected a parity_tests.Pair at module level, or a function `-> Pair` without arguments"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(Files):
+    """Compare the pairs that FILE.py defines.
+
+    A pair is a `parity_tests.Pair` at module level, or what a function `-> Pair` without arguments
+    returns. Names that begin with an underscore are passed over.
+    """
+
+    file: tyro.conf.Positional[Path]
+    """The file."""
+    case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Only the pairs with this in their names; may be given several times."""
+    dtypes: tuple[Literal["float64", "float32", "bfloat16"], ...] = ()
+    """Those to compare in, in the place of the pairs' own."""
+    platform: Literal["cpu", "gpu", "tpu"] | None = None
+    """Where JAX runs, in the place of the pairs' own."""
+    locate: bool = False
+    """Say where the pairs that fail first depart."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What takes the place of a pair's own options."""
+        given = {"dtypes": self.dtypes, "platform": self.platform, "locate": self.locate}
+        return {name: value for name, value in given.items() if value}
+
+
+def load(file: Path) -> ModuleType:
+    """Import a file.
+
+    Raises:
+        CommandLineError: there is none, or an exception ends its import.
+
+    """
+    file.open("rb").close()
+    spec = importlib.util.spec_from_file_location(f"pairs_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise CommandLineError(f"{file}: {described(error, file)}") from error
+    return module
+
+
+def described(error: BaseException, file: Path) -> str:
+    """An exception in one line: its type, its message and, if it came from there, FILE's line."""
+    lines = str(error).strip().splitlines()
+    message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    numbers = [f.lineno for f in frames if Path(f.filename).resolve() == file.resolve()]
+    if isinstance(error, SyntaxError):
+        message, numbers = f"{type(error).__name__}: {error.msg}", [error.lineno]
+    return f"{message} (line {numbers[-1]})" if numbers else message
+
+
+def pairs_of(module: ModuleType) -> dict[str, Callable[[], Any]]:
+    """What makes each pair of a module, by name."""
+    found: dict[str, Callable[[], Any]] = {}
+    for name, value in vars(module).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, Pair):
+            found[name] = lambda value=value: value
+        elif inspect.isfunction(value) and _makes_a_pair(value):
+            found[name] = value
+    return found
+
+
+def _makes_a_pair(function: Callable[..., Any]) -> bool:
+    signature = inspect.signature(function)
+    returned = signature.return_annotation  # text, under `from __future__ import annotations`
+    needed = (p for p in signature.parameters.values() if p.default is p.empty)
+    return (returned is Pair or str(returned).rpartition(".")[2] == "Pair") and not any(needed)
+
+
+def compared(make: Callable[[], Any], arguments: Arguments) -> Report:
+    """The report of a pair; what ends its making or its comparison is a fault."""
+    try:
+        pair = make()
+        if not isinstance(pair, Pair):
+            raise TypeError(f"expected a parity_tests.Pair, got {pair!r:.40}")
+        return pair.compare(**arguments.options)
+    except Exception as error:
+        return Report({}, (described(error, arguments.file),), platform=arguments.platform or "cpu")
+
+
+def main(args: Sequence[str], prog: str) -> int:
+    """Print a row for each pair and dtype; 1 if one fails."""
+    arguments = parse(Arguments, args, prog=prog)
+    old = arguments.before()
+    makers = pairs_of(load(arguments.file))
+    if not makers:
+        raise CommandLineError(f"{arguments.file}: {EXPECTED}")
+    for part in arguments.case:
+        if not any(part.lower() in name.lower() for name in makers):
+            raise CommandLineError(f"--case: {arguments.file} has no pair with {part} in its name")
+    names = [
+        name
+        for name in makers
+        if not arguments.case or any(part.lower() in name.lower() for part in arguments.case)
+    ]
+    reports = {name: compared(makers[name], arguments) for name in progress(names, "comparing")}
+    return arguments.after(record_of(reports), old)

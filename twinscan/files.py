@@ -1,0 +1,42 @@
+"""Files that are there whole or not at all."""
+
+import contextlib
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all; a device or a pipe gets the text as it comes."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    partial = _partial(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before the work, what `write_whole` cannot write; no file of a name is made.
+
+    Raises:
+        OSError: what the system says.
+
+    """
+    path = path.resolve()
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with contextlib.suppress(FileNotFoundError):
+        _partial(path).stat()  # the name may be too long
+    if path.is_file() or not path.exists():
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
