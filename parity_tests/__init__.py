@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from parity_tests.engine.compare import assert_parity, compare
     from parity_tests.engine.draft import draft_table
     from parity_tests.engine.locate import tap
-    from parity_tests.engine.measure import Report
     from parity_tests.engine.pair import Pair
+    from parity_tests.engine.report import Report
     from parity_tests.engine.training import TrainingReport, compare_training
     from parity_tests.report.own import save
 
@@ -34,7 +34,7 @@ ROOMS = {
     "engine.compare": ("assert_parity", "compare"),
     "engine.draft": ("draft_table",),
     "engine.locate": ("tap",),
-    "engine.measure": ("Report",),
+    "engine.report": ("Report",),
     "engine.pair": ("Pair",),
     "engine.training": ("TrainingReport", "compare_training"),
     "report.own": ("save",),

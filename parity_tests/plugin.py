@@ -14,7 +14,7 @@ from parity_tests.engine.listeners import LISTENERS
 from twinscan.files import check_writable, write_whole
 
 if TYPE_CHECKING:
-    from parity_tests.engine.measure import Report
+    from parity_tests.engine.report import Report
 
 ATTRIBUTE = "twinscan_record"
 """Of pytest's report of a test: the record of its comparisons, as JSON."""

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from parity_tests.checks import CHECKS, Subject
-from parity_tests.engine.measure import Report, measure
+from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import available_platforms
+from parity_tests.engine.report import Report
 from parity_tests.registry import CASES, TIME
 
 

@@ -24,7 +24,7 @@ class Weight(NamedTuple):
     to_jax: Callable[..., tuple[Any, ...]]
     to_torch: Callable[..., tuple[Any, ...]]
     gradients: Callable[..., tuple[Any, ...]] | None = None
-    """The keys' gradients, of the parameters' gradients. None: they go as the weights do."""
+    """The keys' gradients, of the parameters' gradients. None: by the derivative of `to_jax`."""
     exact: bool = True
     """Do the keys' arrays come back from the parameters as they were?"""
 
@@ -123,7 +123,10 @@ def tied(param: str, keys: tuple[str, str]) -> Weight:
             raise ValueError("two different arrays, where the model has one for both")
         return (a,)
 
-    return Weight((param,), keys, one, lambda a: (a, a))
+    def both(a):
+        return a, a
+
+    return Weight((param,), keys, one, both, gradients=both)
 
 
 def unused(key: str, value: np.ndarray) -> Weight:

@@ -119,17 +119,6 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
         ValueError: this layer has no such layout, or its parameters have no values.
 
     """
-    return _exported(layer, layout, lambda row: row.to_torch)
-
-
-def gradients_to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndarray]:
-    """As `to_torch`, of a layer that holds gradients in the places of its weights."""
-    return _exported(layer, layout, lambda row: row.gradients or row.to_torch)
-
-
-def _exported(
-    layer: Any, layout: str | Table | None, direction: Callable[[Weight], Callable]
-) -> dict[str, np.ndarray]:
     params = {path: param.get_value() for path, param in _params(layer).items()}
     if any(isinstance(value, jax.ShapeDtypeStruct | Tracer) for value in params.values()):
         raise ValueError(
@@ -139,7 +128,6 @@ def _exported(
     _, table = weight_table(layer, layout)
     state_dict = {}
     for row in table:
-        row = row._replace(to_torch=direction(row))
         values = transformed(row, "to_torch", [np.asarray(params[path]) for path in row.params])
         state_dict |= {
             key: np.array(value, order="C") for key, value in zip(row.keys, values, strict=True)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from parity_tests.engine.compare import compare
-from parity_tests.engine.measure import Report
+from parity_tests.engine.report import Report
 
 
 class Pair:

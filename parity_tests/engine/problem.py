@@ -1,6 +1,8 @@
 """What a comparison runs: a torch module, its JAX port, and their inputs."""
 
+import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from typing import Any
@@ -16,6 +18,8 @@ from jax_models.weights import Table
 from jax_models.weights.transfer import as_numpy
 
 DTYPES = ("float64", "float32", "bfloat16")
+COMPLEX = {"float64": "complex128", "float32": "complex64", "bfloat16": "complex64"}
+"""The dtype of complex numbers in a comparison; there are none of bfloat16."""
 PLATFORMS = ("cpu", "gpu", "tpu")
 Arrays = dict[str, np.ndarray]
 
@@ -34,7 +38,11 @@ class Problem:
     call: Callable[..., Any]
     """`call(weights, *inputs)`: the JAX side's result."""
     to_torch: Callable[[Any], Arrays] | None
-    """Names a gradient with respect to the weights as the twin does; None where nobody can."""
+    """Names weights as the twin does; None where nobody can."""
+    gradient_to_torch: Callable[[Any], Arrays] | None = None
+    """The same of a gradient with respect to them, where that is another function."""
+    constants: frozenset[str] = frozenset()
+    """The twin's buffers that the JAX side does not read: it has numbers of its own for them."""
     call_twin: Callable[..., Any] = lambda twin, *inputs: twin(*inputs)
     """`call_twin(twin, *inputs)`: the torch side's result."""
     inputs: tuple[Any, ...] = ()
@@ -100,19 +108,19 @@ def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> N
             raise TypeError(f"{name}: expected a function, got {described(value)}")
 
 
-def checked_arrays(name: str, tree: Any) -> Any:
+def checked_arrays(name: str, tree: Any, *, flags: bool = False) -> Any:
     """A tree of arrays as NumPy's, the floating ones in float64; a list of numbers is an array.
 
+    With `flags`, a bool, a number of Python's and a text stay as they are.
+
     Raises:
-        TypeError: a leaf is no array of numbers.
+        TypeError: a leaf is no array of numbers, and no flag.
 
     """
 
-    def is_list_of_numbers(node: Any) -> bool:
-        leaves = jax.tree.leaves(node) if isinstance(node, list) else []
-        return bool(leaves) and all(isinstance(leaf, int | float) for leaf in leaves)
-
-    def array(path: Any, value: Any) -> np.ndarray:
+    def array(path: Any, value: Any) -> Any:
+        if flags and is_flag(value):
+            return value
         try:
             result = as_numpy(value)
         except (TypeError, ValueError, RuntimeError):
@@ -122,9 +130,29 @@ def checked_arrays(name: str, tree: Any) -> Any:
                 f"{name}{jax.tree_util.keystr(path)}: expected an array of numbers, "
                 f"got {described(value)}"
             )
-        return result.astype(float) if jnp.issubdtype(result.dtype, jnp.floating) else result
+        return in_dtype(result, "float64")
 
-    return jax.tree_util.tree_map_with_path(array, tree, is_leaf=is_list_of_numbers)
+    return jax.tree_util.tree_map_with_path(array, plain(tree), is_leaf=is_list_of_numbers)
+
+
+def is_list_of_numbers(node: Any) -> bool:
+    """Is it a list of Python's numbers, or of such lists?"""
+    leaves = jax.tree.leaves(node) if isinstance(node, list) else []
+    return bool(leaves) and all(isinstance(leaf, int | float) for leaf in leaves)
+
+
+def plain(tree: Any) -> Any:
+    """The tree with each mapping of another class, as transformers' tokenizers make, as a dict."""
+    if isinstance(tree, Mapping) and type(tree) is not OrderedDict:
+        return {key: plain(value) for key, value in tree.items()}
+    if type(tree) is tuple:
+        return tuple(map(plain, tree))
+    return [*map(plain, tree)] if type(tree) is list else tree
+
+
+def is_flag(value: Any) -> bool:
+    """Is it no array but a value of Python's, for both sides to decide by?"""
+    return isinstance(value, str) or type(value) in (bool, int, float)
 
 
 def checked_int(name: str, value: int, least: int) -> int:
@@ -142,28 +170,92 @@ def checked_int(name: str, value: int, least: int) -> int:
 def tensors(tree: Any, dtype: str) -> Any:
     """A tree of arrays as tensors, the floating ones in a dtype."""
 
-    def tensor(array: Any) -> torch.Tensor:
-        result = torch.tensor(np.asarray(array))
-        return result.to(getattr(torch, dtype)) if result.is_floating_point() else result
+    def tensor(array: Any) -> Any:
+        return array if is_flag(array) else cast(torch.tensor(np.asarray(array)), dtype)
 
     return jax.tree.map(tensor, tree)
 
 
+def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The tensor in a dtype if it is floating; a complex one in the dtype that goes with it."""
+    if tensor.is_complex():
+        return tensor.to(getattr(torch, COMPLEX[dtype]))
+    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+
+
 def in_double(tree: Any) -> Any:
     """The floating tensors of a tree in float64."""
-    return jax.tree.map(lambda t: t.double() if t.is_floating_point() else t, tree)
+    return jax.tree.map(lambda leaf: leaf if is_flag(leaf) else cast(leaf, "float64"), tree)
 
 
 def arrays(tree: Any, dtype: str) -> Any:
     """A tree of arrays as JAX's, the floating ones in a dtype."""
 
-    def array(values: Any) -> jax.Array:
-        values = np.asarray(values)
-        return jnp.asarray(values, dtype if np.issubdtype(values.dtype, np.floating) else None)
+    def array(values: Any) -> Any:
+        return values if is_flag(values) else jnp.asarray(in_dtype(np.asarray(values), dtype))
 
     return jax.tree.map(array, tree)
+
+
+def in_dtype(array: Any, dtype: str) -> Any:
+    """An array in a dtype if it is floating; a complex one in the dtype that goes with it."""
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return array.astype(COMPLEX[dtype])
+    return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def in_every_dtype(x: np.ndarray) -> np.ndarray:
     """The numbers rounded to bfloat16, so that every dtype starts from the same."""
     return x.astype(jnp.bfloat16).astype(np.float64)
+
+
+def copy_of(twin: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the module, with the tensors that it has computed and holds as attributes."""
+    memo = {
+        id(value): value.detach().clone()
+        for module in twin.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(twin, memo)
+
+
+def twin_in(twin: torch.nn.Module, dtype: str) -> torch.nn.Module:
+    """A copy of the module in a dtype, with the tensors that it holds as plain attributes."""
+    return converted(twin, lambda tensor: cast(tensor, dtype))
+
+
+def converted(
+    twin: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    """A copy of the module whose tensors are all converted."""
+    copied = copy_of(twin)
+    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in copied.modules())
+    if not is_scripted:
+        copied._apply(convert)
+    for module in copied.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            # a script computes with tensors of its own until it is given others
+            for name, weight in [*module.named_parameters(recurse=False)]:
+                weight = torch.nn.Parameter(convert(weight.detach()), weight.requires_grad)
+                setattr(module, name, weight)
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                setattr(module, name, convert(buffer))
+            continue
+        if is_scripted:
+            module._apply(convert, recurse=False)
+        for name, value in vars(module).items():
+            if name[:1] != "_" or isinstance(value, torch.Tensor):
+                vars(module)[name] = _attribute(value, convert)
+    return copied
+
+
+def _attribute(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if isinstance(value, torch.nn.Parameter) else convert(value)
+    if type(value) in (list, tuple):
+        return type(value)(_attribute(each, convert) for each in value)
+    if type(value) is dict:
+        return {key: _attribute(each, convert) for key, each in value.items()}
+    return value

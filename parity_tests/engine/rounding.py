@@ -14,11 +14,16 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from parity_tests.engine.tolerance import OPERATION_ULPS, ulp
 
-COARSER = (torch.float32, torch.bfloat16, torch.float16)
+COARSER = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
 
 aten = torch.ops.aten
 FUSED = get_decompositions(
@@ -35,7 +40,48 @@ FUSED = get_decompositions(
 """Operations that are several, each with a rounding of its own: a GELU cancels far from zero."""
 
 
-class InFloat64(TorchDispatchMode):
+class Float64Mode(TorchDispatchMode):
+    """Within it, what a module makes without saying in which dtype is in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self._before: list[torch.dtype] = []
+
+    def __enter__(self):
+        """Begin."""
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        """End."""
+        torch.set_default_dtype(self._before.pop())
+        return super().__exit__(*exception)
+
+
+def widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of an operation, in float64 where some are and the others are in less."""
+    if kwargs.get("dtype") in COARSER:
+        kwargs = {**kwargs, "dtype": COARSER[kwargs["dtype"]]}
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if {t.dtype for t in tensors}.isdisjoint(COARSER) or not any(True for _ in _floating(tensors)):
+        return args, kwargs
+    written = [
+        args[i]
+        for i, argument in enumerate(func._schema.arguments[: len(args)])
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def widen(leaf: Any) -> Any:
+        is_coarse = isinstance(leaf, torch.Tensor) and leaf.dtype in COARSER and leaf.ndim
+        if not is_coarse or any(leaf is each for each in written):
+            return leaf
+        return leaf.to(COARSER[leaf.dtype])
+
+    return tree_map(widen, (args, kwargs))
+
+
+class InFloat64(Float64Mode):
     """Within it, a module in float64 stays there: casts to a coarser dtype are counted and ignored.
 
     So the oracle has float64's accuracy where the module computes a norm, say, in float32. What the
@@ -45,20 +91,28 @@ class InFloat64(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.casts = 0
+        self.cast_to: set[str] = set()
+        """The dtypes of casts, as JAX calls them."""
+        self.draws: set[str] = set()
+        """Operations that draw random numbers."""
         self.decisions: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operation, in float64 if it is to be in less."""
         kwargs = kwargs or {}
         if kwargs.get("dtype") in COARSER:
-            kwargs = {**kwargs, "dtype": torch.float64}
-            self.casts += func is aten._to_copy.default and args[0].dtype == torch.float64
+            if func is aten._to_copy.default and args[0].dtype in COARSER.values():
+                self.casts += 1
+            self.cast_to.add(str(kwargs["dtype"]).removeprefix("torch."))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.add(str(func).split(".")[1])
+        args, kwargs = widened(func, args, kwargs)
         results = func(*args, **kwargs)
         self.decisions += [decision.clone() for decision in decided(args, results)]
         return results
 
 
-class RandomRounding(TorchDispatchMode):
+class RandomRounding(Float64Mode):
     """Within it, the results of operations on float64 tensors are rounded to a dtype at random.
 
     Results that are numbers of the dtype count as exact; of float64 itself those of bfloat16 do, if
@@ -78,8 +132,7 @@ class RandomRounding(TorchDispatchMode):
         if func in FUSED:
             with self:
                 return FUSED[func](*args, **kwargs)
-        if kwargs.get("dtype") in COARSER:
-            kwargs = {**kwargs, "dtype": torch.float64}
+        args, kwargs = widened(func, args, kwargs)
         exact_operands = self._dtype == torch.float64 and all(map(_is_short, _floating(args)))
         results = func(*args, **kwargs)
         for decision in decided(args, results):

@@ -17,9 +17,9 @@ from flax import nnx
 from jax_models.ops.checks import checked_bool, described
 from jax_models.weights.transfer import as_numpy
 from jax_models.weights.trees import is_floating
-from parity_tests.engine.compare import _cast, _state_dict, port
 from parity_tests.engine.correspondence import ByLoader, ByTable
 from parity_tests.engine.masks import MasksDifferError
+from parity_tests.engine.port import port, state_dict_of, weights_in
 from parity_tests.engine.problem import (
     Arrays,
     Problem,
@@ -35,6 +35,7 @@ from parity_tests.engine.tolerance import (
     K,
     floor,
     group_error,
+    largest_errors,
     relative_errors,
     rms,
 )
@@ -243,10 +244,10 @@ def correspondence(
         return jax.tree.map(lambda a: as_numpy(a) if isinstance(a, torch.Tensor) else a, loaded)
 
     def build(dtype: str) -> Any:
-        loaded = load(_state_dict(twin, dtype))
-        return in_mode(_cast(loaded, dtype)) if isinstance(loaded, nnx.Module) else loaded
+        loaded = load(state_dict_of(twin, dtype))
+        return in_mode(weights_in(loaded, dtype)) if isinstance(loaded, nnx.Module) else loaded
 
-    return ByLoader(load, _state_dict(twin, "float64"), parameters), build
+    return ByLoader(load, state_dict_of(twin, "float64"), parameters), build
 
 
 def left_out(faults: Iterable[str], twin: torch.nn.Module) -> tuple[list[str], list[str]]:
@@ -309,7 +310,7 @@ class Comparison:
                     torch=only(self._compared(self._twins[dtype]), shown),
                     jax=only(ours, shown),
                     torch32=only(self._compared(self._twins["float32"]), shown),
-                    scatter=partial(self._scatter, dtype, step, shown),
+                    scatter=partial(self._scatter, dtype, step, only(oracle, shown)),
                 )
                 self._errors[dtype].append(error)
                 if not error.passed and dtype not in self._departures:
@@ -358,11 +359,12 @@ class Comparison:
             **(averaged(only(of_torch(mean), trained)) if mean else {}),
         }
 
-    def _scatter(self, dtype: str, step: int, shown: set[str]) -> list[Arrays]:
-        return [
-            only(self._compared(run.after(self._batches[:step])), shown)
+    def _scatter(self, dtype: str, step: int, oracle: Arrays) -> dict[str, float]:
+        runs = (
+            only(self._compared(run.after(self._batches[:step])), {*oracle})
             for run in self._rounded[dtype]
-        ]
+        )
+        return largest_errors(runs, oracle)
 
     def _norms_of(self, gradients: Arrays) -> tuple[float, float]:
         """The norms of torch's gradient and of JAX's, over the weights that torch trains."""

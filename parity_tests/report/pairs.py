@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from parity_tests.engine.measure import Report
 from parity_tests.engine.pair import Pair
+from parity_tests.engine.report import Report
 from parity_tests.report.files import Files, progress
 from parity_tests.report.own import record_of
 from twinscan.command_line import CommandLineError, parse

@@ -1,0 +1,344 @@
+"""What a JAX computation in float64 does in less, and the same computation without that.
+
+`rounding.InFloat64` is the counterpart of torch: both sides then have float64's accuracy, wherever
+they cast to float32, so that a fault far below float32's rounding is seen.
+"""
+
+import dataclasses
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.source_info_util import summarize
+
+from parity_tests.engine.problem import COMPLEX
+
+COARSER = {"float32": "float64", "bfloat16": "float64", "float16": "float64"}
+WIDE = {COMPLEX["float32"]: COMPLEX["float64"]}
+BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+)
+"""What only runs a body. Derivatives are taken before a computation is rewritten."""
+SCATTERS = {
+    "scatter": lax.scatter,
+    "scatter-add": lax.scatter_add,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+    "scatter-sub": getattr(lax, "scatter_sub", None),
+}
+BIT_PATTERNS = ("bitcast_convert_type", "nextafter")
+DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+ENGINE = str(Path(__file__).parent)
+STANDARD = sysconfig.get_path("stdlib")
+SHORT = 6
+"""Digits of a constant that somebody wrote, such as 1e-5: float64 has it more exactly."""
+
+
+def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
+    """What a dtype becomes: float32 float64, and a coarser one if the torch side casts to it."""
+    return {
+        dtype: to
+        for dtype, to in (COARSER | WIDE).items()
+        if dtype in ("float32", "complex64") or dtype in casts_of_torch
+    }
+
+
+@dataclasses.dataclass
+class Found:
+    """What a traced computation does that its reader should know."""
+
+    casts: list[str] = dataclasses.field(default_factory=list)
+    """Where numbers that depend on the arguments are cast from float64 to less."""
+    draws: list[str] = dataclasses.field(default_factory=list)
+    """Where random numbers are drawn."""
+    stays: list[str] = dataclasses.field(default_factory=list)
+    """What computes in less than float64 whatever it is given, a kernel say."""
+    dtypes: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
+    """Of the results by group and name, as they are without rewriting."""
+    constants: list[np.ndarray] = dataclasses.field(default_factory=list)
+    """Those in less than float64, in float64."""
+    padding: bool = False
+    """Has an embedding a gradient in a row that torch leaves alone?"""
+
+
+def place_of(equation: Any) -> str:
+    """The line that an operation is from, and the user's that led to it; "" if nobody knows."""
+    nearest = str(summarize(equation.source_info)).removesuffix("unknown")
+    frames = getattr(equation.source_info.traceback, "frames", None) or ()
+    if is_library(nearest):
+        for frame in frames:
+            if not is_library(frame.file_name) and frame.file_name.endswith(".py"):
+                return f"{nearest}, from {frame.file_name}:{frame.line_num}"
+    return nearest
+
+
+def is_library(place: str) -> bool:
+    """Is the code there installed, rather than the user's?"""
+    place, *_ = place.partition(", from ")
+    return any(part in place for part in ("site-packages", ENGINE, STANDARD))
+
+
+def look_into(closed: ClosedJaxpr, found: Found) -> None:
+    """Find casts and random numbers, in all bodies."""
+    for equation, varies, place in _equations(closed.jaxpr, [True] * len(closed.jaxpr.invars)):
+        name = equation.primitive.name
+        if name == "convert_element_type" and varies:
+            old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
+            if str(old) in ("float64", "complex128") and str(new) in COARSER | WIDE:
+                found.casts.append(f"{old} to {new} at {place}")
+        elif name in DRAWS:
+            found.draws.append(place)
+    found.casts = [*dict.fromkeys(found.casts)]
+    found.draws = [*dict.fromkeys(found.draws)]
+
+
+def _equations(
+    jaxpr: Any, inputs_vary: Sequence[bool], place: str = ""
+) -> Iterator[tuple[Any, bool, str]]:
+    """Each equation of a body and of those within, whether an argument reaches it, and its place.
+
+    A body that JAX has kept from an earlier trace has no places; it is where it is called.
+    """
+    vary = {v for v, varies in zip(jaxpr.invars, inputs_vary, strict=True) if varies}
+    for equation in jaxpr.eqns:
+        operands = [v in vary if not isinstance(v, Literal) else False for v in equation.invars]
+        varies = any(operands)
+        if varies:
+            vary.update(equation.outvars)
+        here = place_of(equation) or place
+        yield equation, varies, here
+        for body in _bodies(equation.params):
+            exact = equation.primitive.name in CALLS and len(body.invars) == len(operands)
+            yield from _equations(body, operands if exact else [varies] * len(body.invars), here)
+
+
+def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
+    for leaf in jax.tree.leaves(params, is_leaf=lambda p: hasattr(p, "eqns")):
+        if hasattr(leaf, "eqns"):
+            yield getattr(leaf, "jaxpr", leaf)
+
+
+def _constants(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """What a body and those within have of numbers, in order."""
+    yield from (
+        (atom, value)
+        for atom, value in zip(jaxpr.constvars, consts, strict=False)
+        if not isinstance(value, Tracer) and hasattr(atom.aval, "dtype")
+    )
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if isinstance(atom, Literal) and hasattr(atom.aval, "dtype"):
+                yield atom, atom.val
+        for leaf in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns")):
+            if hasattr(leaf, "eqns"):
+                yield from _constants(getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ()))
+
+
+def short_decimal(value: Any) -> float | None:
+    """The number of so few digits that is this one in float32, as 1e-5; None if there is none."""
+    if np.ndim(value):
+        return None
+    decimal = str(np.float32(value))
+    is_short = sum(map(str.isdigit, decimal.partition("e")[0])) <= SHORT
+    return float(decimal) if is_short and np.float32(value) == value else None
+
+
+def is_rounded(values: Any) -> np.ndarray:
+    """Which numbers are some of float32 that a shorter format has not, as 1/2 and 1 are?
+
+    In float64, too, where NumPy's float32 is promoted; integers are exact.
+    """
+    values = np.asarray(values, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        of_float32 = values.astype(np.float32) == values
+        exact = (values.astype(jnp.bfloat16) == values) | (values == np.round(values))
+    short = short_decimal(values)
+    return np.isfinite(values) & of_float32 & ~exact & (short is None or short != values)
+
+
+def is_real(dtype: Any) -> bool:
+    """Is it one of real numbers?"""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+class Lift:
+    """Evaluates a computation with its numbers of some dtypes in others.
+
+    `moves` are by how much of its size each constant of these dtypes is to be another.
+    """
+
+    def __init__(
+        self, closed: ClosedJaxpr, dtypes: Mapping[str, str], found: Found, moves: Sequence[Any]
+    ):
+        self._closed, self._dtypes, self._found = closed, dtypes, found
+        constants = {
+            id(atom): value
+            for atom, value in _constants(closed.jaxpr, closed.consts)
+            if dtypes and is_real(atom.aval.dtype) and is_rounded(self._decimal(value)).any()
+        }
+        found.constants = [self._decimal(value) for value in constants.values()]
+        self._moves = dict(zip(constants, moves, strict=True)) if moves else {}
+
+    def evaluate(self, args: Sequence[Any]) -> list[Any]:
+        """The results."""
+        return self._run(self._closed.jaxpr, self._closed.consts, args)
+
+    def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        values = dict(zip(jaxpr.invars, map(self._up, args), strict=True))
+        for atom, value in zip(jaxpr.constvars, consts, strict=True):
+            values[atom] = self._constant(atom, value)
+
+        def read(atom: Any) -> Any:
+            return self._constant(atom, atom.val) if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            results = self._equation(equation, operands)
+            values |= zip(equation.outvars, map(self._up, results), strict=True)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _up(self, x: Any) -> Any:
+        dtype = self._dtypes.get(str(getattr(x, "dtype", None)))
+        return x if dtype is None else lax.convert_element_type(x, dtype)
+
+    def _constant(self, atom: Any, value: Any) -> Any:
+        dtype = getattr(atom.aval, "dtype", None)
+        if dtype is None or isinstance(value, Tracer) or jnp.issubdtype(dtype, jax.dtypes.extended):
+            return self._up(value)
+        if not self._dtypes or not is_real(dtype):
+            return self._up(jnp.asarray(value, dtype))
+        wide = self._dtypes.get(str(dtype), dtype)
+        constant = jnp.asarray(self._decimal(value), wide)
+        move = self._moves.get(id(atom))
+        return constant if move is None else (constant * (1 + move)).astype(wide)
+
+    def _decimal(self, value: Any) -> np.ndarray:
+        """In float64; a short decimal, as somebody wrote it, with all its digits."""
+        short = short_decimal(value)
+        return np.asarray(value if short is None else short, np.float64)
+
+    def _body(self, closed: Any) -> Callable[..., list[Any]]:
+        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        return lambda *args: self._run(jaxpr, consts, args)
+
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        name, params = equation.primitive.name, equation.params
+        touched = any(
+            str(getattr(v.aval, "dtype", None)) in self._dtypes
+            for v in (*equation.invars, *equation.outvars)
+        )
+        if name in CALLS and (key := next((key for key in BODIES if key in params), None)):
+            return self._body(params[key])(*operands)
+        if name == "scan":
+            return self._scan(params, operands)
+        if name == "while":
+            return self._while(params, operands)
+        if name == "cond":
+            index, *rest = operands
+            return lax.switch(index, [self._body(branch) for branch in params["branches"]], *rest)
+        if not touched and not any(self._coarse(body) for body in _bodies(params)):
+            return self._bind(equation, operands, params)
+        if name in SCATTERS and SCATTERS[name] is not None:
+            keep = ("indices_are_sorted", "unique_indices", "mode")
+            options = {key: params[key] for key in keep}
+            return [SCATTERS[name](*operands, params["dimension_numbers"], **options)]
+        if name == "reduce_precision" and self._keeps(equation):
+            return operands
+        if name not in BIT_PATTERNS and not any(True for _ in _bodies(params)):
+            lifted = {key: self._param(value) for key, value in params.items()}
+            try:
+                return self._bind(equation, operands, lifted)
+            except (TypeError, ValueError, NotImplementedError):
+                pass
+        return self._as_it_is(equation, operands)
+
+    def _coarse(self, body: Any) -> bool:
+        return any(
+            str(getattr(v.aval, "dtype", None)) in self._dtypes
+            for equation, *_ in _equations(body, [True] * len(body.invars))
+            for v in (*equation.invars, *equation.outvars)
+        )
+
+    def _as_it_is(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        """In the dtypes of before."""
+        if equation.primitive.name not in BIT_PATTERNS:
+            self._found.stays.append(f"{equation.primitive.name} at {place_of(equation)}")
+        given = [
+            lax.convert_element_type(x, atom.aval.dtype)
+            if str(getattr(atom.aval, "dtype", None)) in self._dtypes
+            else x
+            for x, atom in zip(operands, equation.invars, strict=True)
+        ]
+        return self._bind(equation, given, equation.params)
+
+    def _bind(self, equation: Any, operands: list[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
+        return results if equation.primitive.multiple_results else [results]
+
+    def _param(self, value: Any) -> Any:
+        """The dtype that an operation is to compute in, or return."""
+        is_dtype = isinstance(value, np.dtype | type) and str(np.dtype(value)) in self._dtypes
+        return np.dtype(self._dtypes[str(np.dtype(value))]) if is_dtype else value
+
+    def _keeps(self, equation: Any) -> bool:
+        """Does it round to the dtype that its operand has already?"""
+        info = jnp.finfo(equation.invars[0].aval.dtype)
+        bits = equation.params["exponent_bits"], equation.params["mantissa_bits"]
+        return bits == (info.nexp, info.nmant)
+
+    def _scan(self, params: Mapping[str, Any], operands: list[Any]) -> Sequence[Any]:
+        at, carried = params["num_consts"], params["num_carry"]
+        consts, init, xs = operands[:at], operands[at : at + carried], operands[at + carried :]
+        body = self._body(params["jaxpr"])
+
+        def step(carry, x):
+            results = body(*consts, *carry, *x)
+            return results[:carried], results[carried:]
+
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        last, ys = lax.scan(step, init, xs, **options)
+        return [*last, *ys]
+
+    def _while(self, params: Mapping[str, Any], operands: list[Any]) -> Sequence[Any]:
+        at = params["cond_nconsts"]
+        to = at + params["body_nconsts"]
+        of_cond, of_body, init = operands[:at], operands[at:to], operands[to:]
+        condition, body = self._body(params["cond_jaxpr"]), self._body(params["body_jaxpr"])
+        return lax.while_loop(
+            lambda state: condition(*of_cond, *state)[0],
+            lambda state: body(*of_body, *state),
+            [*init],
+        )
+
+
+def rewritten(
+    function: Callable[..., Any], dtypes: Mapping[str, str], found: Found, moves: Sequence[Any] = ()
+) -> Callable[..., Any]:
+    """The function with its numbers of some dtypes in others; tells what it found on the way."""
+
+    def run(*args):
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        look_into(closed, found)
+        leaves = jax.tree.leaves(args)
+        results = Lift(closed, dtypes, found, moves).evaluate(leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run

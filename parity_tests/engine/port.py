@@ -1,0 +1,310 @@
+"""What is compared: a torch module and any JAX port of it, as a problem."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+
+from jax_models import from_torch, to_torch
+from jax_models.weights.transfer import as_numpy, weight_table
+from parity_tests.engine.frameworks import Foreign, Held, adapted, is_floating, weights_of
+from parity_tests.engine.gradients import gradients_by_table
+from parity_tests.engine.problem import (
+    Problem,
+    cast,
+    checked_arrays,
+    converted,
+    in_dtype,
+    is_list_of_numbers,
+)
+from parity_tests.engine.run import changes_result
+
+
+def port(
+    twin: torch.nn.Module, model: Any, weights: Any, call: Any = None, **fields: Any
+) -> tuple[Problem, list[str], list[str]]:
+    """The problem with these fields, the faults of the weights, and what cannot be compared."""
+    if not isinstance(twin, torch.nn.Module):
+        raise TypeError(f"twin: expected a torch.nn.Module, got {_kind(twin)}")
+    foreign = adapted(model)
+    is_function = callable(model) and not isinstance(model, type | torch.nn.Module)
+    if foreign is None and not isinstance(model, nnx.Module) and not is_function:
+        raise TypeError(
+            "model: expected an nnx.Module, a model of Linen, Equinox, haiku or Keras, or a "
+            f"function of weights, got {_kind(model)}"
+        )
+    if any(weight.is_meta for weight in twin.state_dict().values()):
+        raise ValueError("twin: expected weights, got a module on the device meta, which has none")
+    if isinstance(model, nnx.Module) and any(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
+    ):
+        raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
+    start = partial(Problem, twin=converted(twin, torch.Tensor.cpu).eval(), **fields)
+    if foreign is not None:
+        return _of_foreign(start, twin, foreign, weights, call or called)
+    if isinstance(model, nnx.Module):
+        return _of_module(start, twin, model, weights, call or called)
+    if weights is None and not twin.state_dict():
+        return _of_loader(start, twin, lambda _, *inputs: model(*inputs), dict)
+    if not callable(weights) or call is not None:
+        raise TypeError(
+            "model: a function of weights and inputs needs a loader as `weights`, and no `call`"
+        )
+    return _of_loader(start, twin, model, weights)
+
+
+def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
+    return model(*inputs, **kwargs)
+
+
+def _kind(value: Any) -> str:
+    kind = value if isinstance(value, type) else type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return f"the class {name}" if isinstance(value, type) else name
+
+
+Start = Callable[..., Problem]
+"""A `Problem` but for its JAX side."""
+
+
+def _of_foreign(
+    start: Start, twin: torch.nn.Module, foreign: Foreign, weights: Any, call: Any
+) -> tuple[Problem, list[str], list[str]]:
+    """A model of another framework, with a loader, a table, or the weights that it has."""
+    if callable(weights):
+        return _of_loader(
+            start,
+            twin,
+            lambda loaded, *inputs: foreign.run(call, loaded, inputs),
+            lambda state_dict: foreign.loaded(weights(state_dict)),
+        )
+    if foreign.weights is None:
+        raise TypeError(
+            "model: it has no weights: give it with them, as (model, weights), or a loader as "
+            "`weights`"
+        )
+    return _of_module(
+        start,
+        twin,
+        Held(foreign),
+        weights,
+        lambda held, *inputs: foreign.run(call, weights_of(held, foreign), inputs),
+    )
+
+
+def _of_module(
+    start: Start, twin: torch.nn.Module, model: nnx.Module, weights: Any, call: Any
+) -> tuple[Problem, list[str], list[str]]:
+    """A module with a table, or with the weights that it has."""
+    if callable(weights):
+        raise TypeError(
+            "weights: a loader makes the weights itself: give it with a function as `model`, "
+            "`lambda weights, *inputs: …`"
+        )
+    start = partial(start, call=call)
+    if weights is None and not hasattr(model, "torch_layouts"):
+        note = "weight gradients are not compared: `weights` does not say which is which"
+        notes = [note] if any(True for _ in twin.parameters()) else []
+        return start(build=lambda _, dtype: weights_in(model, dtype), to_torch=None), [], notes
+    state_dict = _floating(state_dict_of(twin, "float64"))
+    try:
+        _, table = weight_table(model, weights, state_dict)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"weights: {error}") from None
+
+    def build(twin: torch.nn.Module, dtype: str) -> nnx.Module:
+        return from_torch(weights_in(model, dtype), _floating(state_dict_of(twin, dtype)), table)
+
+    back = to_torch(build(twin, "float64"), table)
+    faults = [
+        f"weights: {key} comes back changed: the JAX module cannot hold it"
+        for row in table
+        if row.exact
+        for key in row.keys
+        if not np.array_equal(back[key], state_dict[key], equal_nan=True)
+    ]
+    problem = start(
+        build=build,
+        to_torch=partial(to_torch, layout=table),
+        gradient_to_torch=partial(gradients_by_table, table, state_dict),
+        table=table,
+    )
+    return problem, faults, []
+
+
+def _of_loader(
+    start: Start, twin: torch.nn.Module, model: Callable[..., Any], loader: Any
+) -> tuple[Problem, list[str], list[str]]:
+    """A function with a loader: JAX differentiates through it, if it can be traced."""
+    owners = _owners(twin)
+    reads = _Reads(state_dict_of(twin, "float32"))
+    loaded = loader(reads)
+    if loaded is not reads:
+        checked_loaded(loaded)
+    unread = () if loaded is reads else reads.unread
+    read = {owners[key] for key in owners if key not in unread}
+    lost = [key for key in unread if key in owners and owners[key] not in read]
+    integers = {key: array for key, array in reads.arrays.items() if key not in owners}
+
+    def load(arrays: Mapping[str, Any]) -> Any:
+        return evaluating(loader({**arrays, **integers}))
+
+    try:
+        jax.eval_shape(
+            lambda arrays: [leaf for leaf in jax.tree.leaves(load(arrays)) if is_floating(leaf)],
+            _floating(reads.arrays),
+        )
+    except Exception:  # whatever NumPy or torch say of what JAX traces
+        notes = [
+            "weight gradients are not compared: the loader is not in JAX (np where jnp could be)"
+        ]
+
+        def build(twin: torch.nn.Module, dtype: str) -> Any:
+            return weights_in(checked_loaded(loader(state_dict_of(twin, dtype))), dtype)
+
+        problem = start(build=build, call=model, to_torch=None)
+    else:
+        notes = []
+
+        def build_owned(twin: torch.nn.Module, dtype: str) -> dict[str, jax.Array]:
+            arrays = state_dict_of(twin, dtype)
+            return {key: jnp.asarray(arrays[key]) for key in dict.fromkeys(owners.values())}
+
+        def of_all(owned: dict[str, Any]) -> dict[str, Any]:
+            return {key: owned[owner] for key, owner in owners.items()}
+
+        problem = start(
+            build=build_owned,
+            call=lambda owned, *inputs: model(load(of_all(owned)), *inputs),
+            to_torch=lambda gradient: jax.tree.map(np.asarray, of_all(gradient)),
+        )
+    unseen = [key for key in lost if not _shows(twin, key)]
+    matter = [key for key in unseen if changes_result(problem, [key])]
+    problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*unseen}))
+    return problem, [f"weights: the loader does not read {key}" for key in matter], notes
+
+
+def _shows(twin: torch.nn.Module, key: str) -> bool:
+    """Is it a buffer whose numbers JAX cannot have without reading or computing them?"""
+    value = twin.state_dict()[key]
+    is_trivial = bool((value == 0).all() or (value == 1).all())
+    return key not in dict(twin.named_parameters(remove_duplicate=False)) and not is_trivial
+
+
+def evaluating(weights: Any) -> Any:
+    """The same, of an `nnx.Module` for evaluation: without dropout, norms on their statistics."""
+    if not isinstance(weights, nnx.Module):
+        return weights
+    return nnx.view(weights, deterministic=True, use_running_average=True, raise_if_not_found=False)
+
+
+def checked_loaded(weights: Any) -> Any:
+    """What a loader returns: an `nnx.Module`, or a tree with arrays.
+
+    Raises:
+        TypeError: there is no array.
+
+    """
+    if isinstance(weights, nnx.Module):
+        return weights
+
+    def array(leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return np.asarray(leaf)
+        return as_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    weights = jax.tree.map(array, weights, is_leaf=is_list_of_numbers)
+    if not any(hasattr(leaf, "dtype") or type(leaf) is float for leaf in jax.tree.leaves(weights)):
+        checked_arrays("weights(state_dict)", weights)
+    return weights
+
+
+def _owners(twin: torch.nn.Module) -> dict[str, str]:
+    """The key of each weight, or the first of the keys that share it."""
+    first: dict[int, str] = {}
+    return {
+        key: first.setdefault(id(weight), key)
+        for key, weight in twin.state_dict(keep_vars=True).items()
+        if weight.is_floating_point() or weight.is_complex()
+    }
+
+
+class _Reads(Mapping[str, np.ndarray]):
+    """A state_dict that knows which of its arrays have been read."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays, self.unread = arrays, dict.fromkeys(arrays)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        if key not in self.arrays:
+            raise KeyError(f"weights: the twin has no {key}, it has {', '.join(self.arrays)}")
+        self.unread.pop(key, None)
+        return self.arrays[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+
+def state_dict_of(twin: torch.nn.Module, dtype: str) -> dict[str, np.ndarray]:
+    """The weights of the twin, the floating ones in a dtype."""
+    return {
+        key: as_numpy(cast(value.detach(), dtype).resolve_conj())
+        for key, value in twin.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those that a table names: integers, such as BatchNorm's counter, are no weights."""
+    return {key: array for key, array in arrays.items() if is_floating(array)}
+
+
+def weights_in(weights: Any, dtype: str) -> Any:
+    """A copy of the weights, their floating arrays in a dtype; of a module, for evaluation."""
+    graphdef = None
+    if isinstance(weights, nnx.Module):
+        graphdef, weights = nnx.split(weights)
+    weights = jax.tree.map(
+        lambda a: jnp.array(in_dtype(jnp.asarray(a), dtype)) if is_number(a) else a, weights
+    )
+    if graphdef is None:
+        return weights
+    return evaluating(nnx.merge(graphdef, weights, copy=True))
+
+
+def is_number(leaf: Any) -> bool:
+    """Is it an array of real or complex numbers, or a float of Python's?"""
+    return is_floating(leaf) or type(leaf) is float
+
+
+def refuse_other_weights(problem: Problem) -> None:
+    """Refuse a model that was not given the twin's weights, and does not have them.
+
+    Raises:
+        ValueError: most numbers of the twin's weights are not among the model's.
+
+    """
+
+    def numbers(arrays: Iterable[Any]) -> np.ndarray:
+        flat = [np.asarray(array).astype(np.complex64).ravel() for array in arrays]
+        found = np.unique(np.concatenate([*flat, np.zeros(1, np.complex64)]))
+        return found[(found != 0) & (found != 1)]
+
+    theirs = numbers(_floating(state_dict_of(problem.twin, "float32")).values())
+    built = problem.build(problem.twin, "float32")
+    ours = numbers(leaf for leaf in jax.tree.leaves(built) if is_floating(leaf))
+    if np.isin(theirs, ours).sum() < theirs.size / 2:
+        raise ValueError(
+            "weights: the model has other weights than the twin, so that nothing can be compared: "
+            "say by a table or a loader how the twin's become the model's, as in "
+            "weights=[*linear('out', 'fc')] or weights=lambda state_dict: …"
+        )

@@ -1,0 +1,96 @@
+"""What a comparison found."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from parity_tests.engine.locate import Location
+from parity_tests.engine.logits import LogitsError, logits_lines
+from parity_tests.engine.tolerance import Error, worst
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """How far the JAX port and the torch module are from the torch module in float64.
+
+    `tensors` are the errors by dtype, group and tensor; `faults` are what no error can say, each a
+    failure; `notes` are what was not compared.
+    """
+
+    tensors: dict[str, dict[str, dict[str, Error]]]
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    location: Location | None = None
+    """Where a failing pair first departs, if that was asked for."""
+    logits: dict[str, dict[str, LogitsError]] = dataclasses.field(default_factory=dict)
+    """By dtype and side, if that was asked for."""
+    twin: str = ""
+    """The class of the torch module."""
+    platform: str = "cpu"
+    """Where JAX ran."""
+
+    @functools.cached_property
+    def errors(self) -> dict[str, dict[str, Error]]:
+        """By dtype and group: the error of the tensor that takes most of its bound."""
+        return {
+            dtype: {group: worst(named) for group, named in groups.items()}
+            for dtype, groups in self.tensors.items()
+        }
+
+    @property
+    def failures(self) -> Iterator[tuple[str, str, Error]]:
+        """The dtype, group and error of each that is over its bound."""
+        for dtype, groups in self.errors.items():
+            yield from ((dtype, group, e) for group, e in groups.items() if not e.passed)
+
+    @property
+    def passed(self) -> bool:
+        """Was something compared, and is all of it equal?"""
+        return bool(self.errors) and not self.faults and not any(self.failures)
+
+    def __str__(self) -> str:
+        """A table, and what is wrong."""
+        lines = [*self._rows(failing=False), *self._faults, *(f"note: {n}" for n in self.notes)]
+        lines += logits_lines(self.logits)
+        lines += [] if self.location is None else [f"\n{self.location}"]
+        return "\n".join(lines)
+
+    @property
+    def short(self) -> str:
+        """The rows that fail, what else is wrong, and where the pair first departs."""
+        lines = [*(self._rows(failing=True) if any(self.failures) else ()), *self._faults]
+        lines += [] if self.location is None else str(self.location).splitlines()[-1:]
+        return "\n".join(lines)
+
+    def table(self, worst: int = 20) -> str:
+        """The tensors that take most of their bounds, a line each."""
+        errors = [
+            (dtype, group, error)
+            for dtype, groups in self.tensors.items()
+            for group, named in groups.items()
+            for error in named.values()
+        ]
+        errors.sort(key=lambda row: row[2].share, reverse=True)
+        rows = (f"{_row(*row)}{row[2].share:9.3g}  {row[2].tensor}" for row in errors[:worst])
+        return "\n".join([f"{HEAD}{'/ bound':>9}", *rows])
+
+    def _rows(self, *, failing: bool) -> Iterator[str]:
+        yield HEAD
+        for dtype, groups in self.errors.items():
+            for group, e in groups.items():
+                if not (failing and e.passed):
+                    verdict = "pass" if e.passed else f"{e.verdict}, worst in {e.tensor}"
+                    unstable = ", unstable reference" if e.unstable else ""
+                    yield f"{_row(dtype, group, e)}  {verdict}{unstable}"
+
+    @property
+    def _faults(self) -> list[str]:
+        return [f"FAIL: {fault}" for fault in self.faults]
+
+
+HEAD = f"{'':9}{'':18}{'torch':>9}{'JAX':>9}{'ratio':>9}{'bound':>9}"
+
+
+def _row(dtype: str, group: str, e: Error) -> str:
+    ratio = "–" if e.ratio is None else f"{e.ratio:.3g}"
+    return f"{dtype:9}{group:18}{e.torch:9.1e}{e.jax:9.1e}{ratio:>9}{e.bound:9.1e}"

@@ -1,0 +1,169 @@
+"""Float32 is float32; in float64, what JAX casts to less is left out, wherever it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax import lax
+
+from parity_tests import compare
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def in_a_scan(x):
+    last, _ = lax.scan(lambda h, _: (jnp.tanh(h), None), x.astype(jnp.float32), length=3)
+    return last
+
+
+def in_a_while(x):
+    return lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h), x.astype(jnp.float32))
+
+
+def in_a_branch(x):
+    x = x.astype(jnp.float32)
+    return three(lax.cond(x.sum() > 9, lambda x: 2 * x, lambda x: x, x))
+
+
+def three(x):
+    return jnp.tanh(jnp.tanh(jnp.tanh(x)))
+
+
+@jax.custom_vjp
+def by_rule(x):
+    return three(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def rule(residual, gradient):
+    _, pullback = jax.vjp(three, residual)
+    return (pullback(gradient.astype(jnp.float32))[0].astype(gradient.dtype),)
+
+
+by_rule.defvjp(lambda x: (by_rule(x), x.astype(jnp.float32)), rule)
+
+
+@jax.custom_jvp
+def by_tangent(x):
+    return three(x.astype(jnp.float32)).astype(x.dtype)
+
+
+@by_tangent.defjvp
+def _(primals, tangents):
+    return by_tangent(*primals), jax.jvp(three, primals, tangents)[1]
+
+
+def scattered(x):
+    return jnp.zeros(x.shape, jnp.float32).at[jnp.arange(len(x))].add(three(x).astype(jnp.float32))
+
+
+PLACES = {
+    "scan": in_a_scan,
+    "while": in_a_while,
+    "cond": in_a_branch,
+    "custom_vjp": by_rule,
+    "custom_jvp": by_tangent,
+    "jit": jax.jit(lambda x: three(x.astype(jnp.float32))),
+    "remat": jax.checkpoint(lambda x: three(x.astype(jnp.float32))),
+    "scatter": scattered,
+    "vmap": jax.vmap(lambda x: three(x.astype(jnp.float32))),
+}
+
+
+def of_torch(twin, x):
+    return torch.tanh(torch.tanh(torch.tanh(twin(x))))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("scale", [1.0, 1 + 1e-10])
+def test_a_fault_below_float32_is_seen_beside_casts(place, scale):
+    def port(w, x):
+        return PLACES[place](scale * (x @ w["weight"].T + w["bias"])).astype(x.dtype)
+
+    x = np.random.default_rng(0).standard_normal((5, 4))
+    report = compare(torch.nn.Linear(4, 4), port, x, weights=dict, call_twin=of_torch)
+    assert report.passed == (scale == 1), f"\n{report}"
+    notes = [note for note in report.notes if note.startswith("JAX casts to less than float64")]
+    assert __file__ in notes[0]
+
+
+def test_a_cast_of_what_is_constant_is_no_news():
+    def port(w, x):
+        y = x @ w["weight"].T + w["bias"]
+        return y * jnp.arange(4, dtype=jnp.float32).astype(y.dtype) + jnp.zeros(4, jnp.float32)
+
+    x = np.random.default_rng(0).standard_normal((5, 4))
+    report = compare(
+        torch.nn.Linear(4, 4), port, x, weights=dict, call_twin=lambda t, x: t(x) * torch.arange(4)
+    )
+    assert report.passed, f"\n{report}"
+    assert not report.notes
+
+
+def test_what_only_x64_makes_exact_is_seen_in_float32():
+    """NumPy's float64 scalars and jnp.zeros promote under x64, which no user has."""
+
+    def cancelling(w, x):
+        x = x * np.sqrt(4.0) / 2 + jnp.zeros(64)
+        mean = x.mean(-1, keepdims=True)
+        variance = (x * x).mean(-1, keepdims=True) - mean * mean
+        return (x - mean) / jnp.sqrt(variance + 1e-5) * w["weight"] + w["bias"]
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4, 64)) + 30
+    report = compare(torch.nn.LayerNorm(64), cancelling, x, weights=dict)
+    assert report.errors["float64"]["outputs"].passed, f"\n{report}"
+    assert report.errors["float32"]["outputs"].share > 2
+
+
+@pytest.mark.parametrize("twin_too", [False, True])
+def test_a_result_in_another_dtype_is_a_fault_unless_it_is_torchs(twin_too):
+    report = compare(
+        torch.nn.Linear(4, 4),
+        lambda w, x: (x @ w["weight"].T + w["bias"]).astype(jnp.float32),
+        np.random.default_rng(0).standard_normal((5, 4)),
+        weights=dict,
+        call_twin=lambda twin, x: twin(x).float() if twin_too else twin(x),
+        dtypes=("float64", "float32", "bfloat16"),
+    )
+    assert report.passed == twin_too, f"\n{report}"
+    if not twin_too:
+        asked = ("float64", "bfloat16")
+        expected = [f"outputs, y: JAX computes in float32 where {d} was asked for" for d in asked]
+        assert [*report.faults] == expected
+
+
+def test_a_cast_to_less_than_torchs_is_no_excuse():
+    def port(w, x):
+        y = x @ w["weight"].T + w["bias"]
+        return jax.nn.softmax(y.astype(jnp.bfloat16), -1).astype(x.dtype)
+
+    report = compare(
+        torch.nn.Linear(4, 4),
+        port,
+        np.random.default_rng(0).standard_normal((5, 4)),
+        weights=dict,
+        call_twin=lambda twin, x: torch.softmax(twin(x), -1, dtype=torch.float32).to(x.dtype),
+    )
+    assert {failure[0] for failure in report.failures} == {"float64", "float32"}
+
+
+def test_what_stays_in_less_is_said():
+    """A solver computes in the dtype that it was traced for: its bound is that of float32."""
+
+    def port(w, x):
+        y = x @ w["weight"].T + w["bias"]
+        matrix = (jnp.eye(4) + 0.1 * w["weight"]).astype(jnp.float32)
+        return jnp.linalg.solve(matrix, y.T.astype(jnp.float32)).T.astype(x.dtype)
+
+    report = compare(
+        torch.nn.Linear(4, 4),
+        port,
+        np.random.default_rng(0).standard_normal((5, 4)),
+        weights=dict,
+        call_twin=lambda t, x: (
+            torch.linalg.solve(torch.eye(4).to(x.dtype) + 0.1 * t.weight, t(x).T).T
+        ),
+    )
+    assert report.passed, f"\n{report}"
+    assert any("JAX computes in less than float64" in note for note in report.notes)
