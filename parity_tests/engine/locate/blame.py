@@ -201,11 +201,7 @@ class _Search:
         And whether that is clear: no call gets something right and something unknown.
         """
         direction, state = self.direction, self.evidence.state
-        parts = [
-            call for call, slot in self.moments if slot == direction.taken and call.parent is frame
-        ]
-        right = [i for i, part in enumerate(parts) if state(part, direction.given) == AGREES]
-        for part in parts[right[-1] + 1 if right else 0 :]:
+        for part in self._not_shown_right(frame):
             if not self.knows_taken(part):
                 return frame, state(part, direction.taken) != AGREES
             if any(part in other.ancestors for other, _ in self.moments):
@@ -213,6 +209,32 @@ class _Search:
             if part.weights or part in self.evidence.similar:
                 return part, True
         return frame, True
+
+    def _not_shown_right(self, frame: Call) -> list[Call]:
+        """The calls in the frame that do not give what is right, and on which nothing right is.
+
+        What is right and gets only what was known before shows nothing of the calls before it: so a
+        decoder's embedding says nothing of the encoder.
+        """
+        direction = self.direction
+        left: list[Call] = []
+        known = self._numbers(frame, direction.taken)
+        for part, slot in self.moments:
+            if slot != direction.taken or part.parent is not frame:
+                continue
+            if self.evidence.state(part, direction.given) != AGREES:
+                left.append(part)
+                continue
+            if not self._numbers(part, direction.taken) <= known:
+                left.clear()
+            known |= self._numbers(part, direction.given)
+        return left
+
+    @staticmethod
+    def _numbers(call: Call, slot: str) -> set[bytes]:
+        """What tells the arrays of a slot from all others, but for constants."""
+        arrays = call.slots[slot].items()
+        return {numbers(call, slot, label) for label, a in arrays if not is_constant(a)}
 
     def knows_taken(self, call: Call) -> bool:
         """Is all right that the call gets? The whole run gets what the user gave.
