@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from parity_tests.engine.locate.agree import kept
 from parity_tests.engine.locate.record import Call, Trace
 
 AGREES, DEPARTS, UNKNOWN = "agrees", "departs", "unknown"
@@ -24,6 +25,7 @@ class Direction:
 
 FORWARD = Direction("forward", "inputs", "outputs")
 BACKWARD = Direction("backward", "output gradients", "input gradients")
+GIVEN = (FORWARD.given, BACKWARD.given)
 
 
 class Evidence:
@@ -37,11 +39,19 @@ class Evidence:
         """The calls beside which JAX computes something similar to what they give."""
 
     def state(self, call: Call, slot: str) -> str:
-        """Of all arrays of a slot."""
-        states = [s for s in self.of.get((call, slot), {}).values() if s != UNKNOWN]
-        if DEPARTS in states:
+        """Of all arrays of a slot.
+
+        Of what a call without a counterpart gives, nothing may be unknown: that JAX computes a
+        layer's attention weights somewhere says nothing of the layer's other output.
+        """
+        states = self.of.get((call, slot), {})
+        if DEPARTS in states.values():
             return DEPARTS
-        return AGREES if states else UNKNOWN
+        if slot in GIVEN and call not in self.compared:
+            arrays = call.slots[slot]
+            states = {label: s for label, s in states.items() if is_telling(arrays[label])}
+            return AGREES if states and {*states.values()} == {AGREES} else UNKNOWN
+        return AGREES if AGREES in states.values() else UNKNOWN
 
     def spread(self, trace: Trace) -> None:
         """What is known of an array holds where torch passes the same numbers on.
@@ -82,6 +92,11 @@ def numbers(call: Call, slot: str, label: str) -> bytes:
 def is_constant(array: np.ndarray) -> bool:
     """Is it one number, once or everywhere?"""
     return array.size < 2 or bool((array == array.flat[0]).all())
+
+
+def is_telling(array: np.ndarray) -> bool:
+    """Has it numbers that are computed alone? A mask is also applied without being made."""
+    return array.dtype.kind == "f" and not is_constant(array) and kept(array) is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +207,7 @@ class _Search:
             None,
         )
         is_known = after or frame is not outer or frame in self.evidence.compared
-        is_sure = is_known or not any(other.weights for other in unknown)
+        is_sure = is_known or sum(bool(other.weights) for other in unknown) <= 1
         return Blame(frame if is_sure and is_clear else None, frame, after, None, unknown)
 
     def _inside(self, frame: Call) -> tuple[Call, bool]:
@@ -251,7 +266,7 @@ class _Search:
             or all(
                 states[label] == AGREES or numbers(call, slot, label) in self.harmless
                 for label, array in taken.items()
-                if array.dtype.kind == "f" and not is_constant(array)
+                if is_telling(array)
             )
         )
 
