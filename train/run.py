@@ -27,7 +27,7 @@ from train.optimizer import build_optimizer, forms, reformed
 from train.step import Trainer, TrainState
 from train.vocabulary import Vocabulary
 from train.vocabulary import from_fields as vocabulary_from_fields
-from twinscan.command_line import CommandLineError
+from twinscan.command_line import CommandLineError, with_flag
 
 T = TypeVar("T")
 Kind = Literal["evaluation", "training", "skipped", "finished"]
@@ -275,7 +275,10 @@ def build_trainer(
     """
 
     def build() -> LanguageModel:
-        return config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+        try:
+            return config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+        except (TypeError, ValueError) as error:
+            raise CommandLineError(with_flag(str(error), "model")) from None
 
     try:
         mesh = build_mesh(
@@ -296,7 +299,7 @@ def build_trainer(
             end_of_text=None if vocabulary is None else vocabulary.end_of_text,
         )
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise CommandLineError(str(error)) from None
+        raise CommandLineError(with_flag(str(error))) from None
 
 
 def _without_parameters(build: Callable[[], LanguageModel]) -> LanguageModel:
