@@ -12,6 +12,7 @@ import torch
 
 import torch_ref
 from jax_models import RWKV7LanguageModelConfig
+from train.__main__ import main as train
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,6 +47,18 @@ def test_the_blocks_on_sharding_run_on_eight_devices():
     assert done.returncode == 0, done.stderr
     comments = re.findall(r"^print\(.*\)  # (.*)$", "\n".join(blocks), flags=re.MULTILINE)
     assert done.stdout.splitlines() == comments
+
+
+def test_the_readme_shows_what_training_prints(capsys, tmp_path):
+    """But for the numbers."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"```\n( +step .*?)```", text, flags=re.DOTALL)
+    train(["--out", str(tmp_path / "run"), "--num-steps", "2", "--eval-batches", "1"])
+    printed = {
+        re.sub(r"[\d.e+-]+", "0", line).strip() for line in capsys.readouterr().out.split("\n")
+    }
+    for line in shown.splitlines():
+        assert line == "…" or re.sub(r"[\d.e+-]+", "0", line).strip() in printed
 
 
 def test_the_readme_is_short():
