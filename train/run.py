@@ -66,14 +66,12 @@ class Run:
     def create(
         cls, folder: Path, config: TrainConfig, vocabulary: Vocabulary, text_digest: str
     ) -> "Run":
-        """A new run in a folder that is empty, does not exist, or has a run that never began.
+        """A new run in a folder that `locked` keeps for it, or that does not exist.
 
         Raises:
-            CommandLineError: the folder has something in it, or cannot be made.
+            CommandLineError: the folder cannot be made or written.
 
         """
-        check_path(folder)
-        check_content(folder)
         with faults_of(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             run = cls(folder, config, vocabulary, text_digest, secrets.token_hex(8))
@@ -248,7 +246,7 @@ def check_path(folder: Path) -> None:
 
 def check_content(folder: Path) -> None:
     """Refuse a folder with something else than a run."""
-    if not folder.exists() or Run.is_in(folder):
+    if not folder.exists():
         return
     with faults_of(folder):
         names = {path.name for path in folder.iterdir()}
