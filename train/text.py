@@ -152,7 +152,10 @@ class Text:
 
 def default_cache() -> Path:
     """`twinscan` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinscan"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinscan"
+    except RuntimeError:
+        raise CommandLineError("--cache: expected a folder, since the user has no home") from None
 
 
 def _files(path: Path) -> list[Path]:
