@@ -63,6 +63,7 @@ def test_initialisers_draw_the_parameters():
         6,
         proj_features=3,
         proj_bias=True,
+        use_peepholes=True,
         kernel_init=nnx.initializers.constant(2),
         recurrent_kernel_init=nnx.initializers.constant(3),
         bias_init=nnx.initializers.constant(4),
@@ -71,7 +72,7 @@ def test_initialisers_draw_the_parameters():
     drawn = {name: set(w.ravel().tolist()) for name, w in layer.cells[0].arrays().items()}
     assert drawn == {
         "kernel_ih": {2}, "kernel_hr": {2}, "kernel_hh": {3},
-        "bias_ih": {4}, "bias_hh": {4}, "bias_hr": {4},
+        "bias_ih": {4}, "bias_hh": {4}, "bias_hr": {4}, "peephole": {4},
     }  # fmt: skip
 
 
