@@ -27,6 +27,7 @@ from jax_models.layers.layer_norm_lstm import LayerNormLSTM
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.layers.min_rnn import MinGRU, MinLSTM, MinRNNState
 from jax_models.layers.norm import GroupNorm, LayerNorm, RMSNorm
+from jax_models.layers.reversed import Reversed
 from jax_models.layers.rnn import RNN, RNNState
 from jax_models.layers.rwkv import (
     RWKVBlock,
@@ -129,6 +130,7 @@ __all__ = [
     "RWKVLanguageModelConfig",
     "RWKVTimeMix",
     "RWKVTimeMixState",
+    "Reversed",
     "SelfAttentionBlock",
     "SelfAttentionState",
     "SequenceLayer",

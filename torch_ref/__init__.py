@@ -17,6 +17,7 @@ from torch_ref.layers.hyper_lstm import HyperLSTM, HyperLSTMCell
 from torch_ref.layers.layer_norm_lstm import LayerNormLSTM
 from torch_ref.layers.lstm import LSTMProj, LSTMScratch
 from torch_ref.layers.min_rnn import MinGRU, MinLSTM
+from torch_ref.layers.reversed import Reversed
 from torch_ref.layers.rnn import RNN, RNNDeep, RNNScratch
 from torch_ref.layers.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
 from torch_ref.layers.rwkv6 import RWKV6Block, RWKV6ChannelMix, RWKV6TimeMix
@@ -70,6 +71,7 @@ __all__ = [
     "RWKVChannelMix",
     "RWKVLanguageModel",
     "RWKVTimeMix",
+    "Reversed",
     "SelfAttentionBlock",
     "Sin",
     "Window",
