@@ -60,6 +60,7 @@ from jax_models.models.rnn import RNNLanguageModel, RNNLanguageModelConfig
 from jax_models.models.rwkv import RWKVLanguageModel, RWKVLanguageModelConfig
 from jax_models.models.rwkv6 import RWKV6LanguageModel, RWKV6LanguageModelConfig
 from jax_models.models.rwkv7 import RWKV7LanguageModel, RWKV7LanguageModelConfig
+from jax_models.models.silero_vad import SileroVAD, SileroVADState
 from jax_models.sequence import SequenceLayer, state_batch_axes
 from jax_models.weights.bounds import project
 from jax_models.weights.constant import Constant
@@ -134,6 +135,8 @@ __all__ = [
     "SelfAttentionBlock",
     "SelfAttentionState",
     "SequenceLayer",
+    "SileroVAD",
+    "SileroVADState",
     "Stack",
     "WKVState",
     "from_torch",

@@ -29,6 +29,7 @@ from torch_ref.models.rnn import RNNLanguageModel
 from torch_ref.models.rwkv import RWKVLanguageModel
 from torch_ref.models.rwkv6 import RWKV6LanguageModel
 from torch_ref.models.rwkv7 import RWKV7LanguageModel
+from torch_ref.models.silero_vad import SileroVAD
 
 __all__ = [
     "RGLRU",
@@ -73,6 +74,7 @@ __all__ = [
     "RWKVTimeMix",
     "Reversed",
     "SelfAttentionBlock",
+    "SileroVAD",
     "Sin",
     "Window",
     "generate",
