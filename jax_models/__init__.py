@@ -1,6 +1,8 @@
 """Recurrent sequence models in Flax NNX, each with a PyTorch twin."""
 
 from jax_models.allocator import tune_allocator
+from jax_models.importers.keras import from_keras, keras_table
+from jax_models.importers.onnx import from_onnx, onnx_table
 from jax_models.layers.attention import SelfAttentionBlock, SelfAttentionState
 from jax_models.layers.bidirectional import Bidirectional, BidirectionalState
 from jax_models.layers.gru import GRU, GRUState
@@ -139,8 +141,12 @@ __all__ = [
     "SileroVADState",
     "Stack",
     "WKVState",
+    "from_keras",
+    "from_onnx",
     "from_torch",
     "generate",
+    "keras_table",
+    "onnx_table",
     "project",
     "read_pth",
     "rwkv_from_torch",

@@ -24,7 +24,7 @@ BLOCKS = {
         re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     )
 }
-NEEDED = {"silero_vad": '("silero-vad")'}
+NEEDED = {"keras": "import keras", "onnx": "import onnx", "silero_vad": '("silero-vad")'}
 """Packages that not every installation has, and how a block shows that it needs one."""
 
 
@@ -35,10 +35,11 @@ def test_a_block_runs(name, tmp_path, monkeypatch):
     small = RWKV7LanguageModelConfig(vocab_size=30, features=8, num_layers=2, head_size=4)
     rwkv7 = torch_ref.RWKV7LanguageModel.from_config(small)
     torch.save(rwkv7.state_dict(), "RWKV-x070-World-0.1B.pth")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
     for package, sign in NEEDED.items():
         if sign in BLOCKS[name] and find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    with jax.numpy_dtype_promotion("standard"):  # flax's norm needs it
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users
         exec(BLOCKS[name], {"__name__": "block"})
 
 
