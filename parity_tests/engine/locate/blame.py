@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from parity_tests.engine.locate.agree import kept
+from parity_tests.engine.locate.agree import mask_of
 from parity_tests.engine.locate.record import Call, Trace
 
 AGREES, DEPARTS, UNKNOWN = "agrees", "departs", "unknown"
@@ -25,14 +25,20 @@ class Direction:
 
 FORWARD = Direction("forward", "inputs", "outputs")
 BACKWARD = Direction("backward", "output gradients", "input gradients")
-GIVEN = (FORWARD.given, BACKWARD.given)
+TAKEN, GIVEN = (FORWARD.taken, BACKWARD.taken), (FORWARD.given, BACKWARD.given)
 
 
 class Evidence:
     """What is known of the arrays of torch's calls: each agrees, departs, or was not compared."""
 
-    def __init__(self):
+    def __init__(self, trace: Trace):
         self.of: dict[tuple[Call, str], dict[str, str]] = {}
+        self._taken = {
+            numbers(call, slot, label)
+            for call in trace.calls
+            for slot in TAKEN
+            for label in call.slots[slot]
+        }
         self.compared: set[Call] = set()
         """The calls that have counterparts which are modules or taps."""
         self.similar: set[Call] = set()
@@ -41,16 +47,18 @@ class Evidence:
     def state(self, call: Call, slot: str) -> str:
         """Of all arrays of a slot.
 
-        Of what a call without a counterpart gives, nothing may be unknown: that JAX computes a
-        layer's attention weights somewhere says nothing of the layer's other output.
+        Of what a call without a counterpart gives, the first array and those that another call
+        takes may not be unknown: that JAX computes a layer's attention weights somewhere says
+        nothing of the layer's own output.
         """
         states = self.of.get((call, slot), {})
         if DEPARTS in states.values():
             return DEPARTS
         if slot in GIVEN and call not in self.compared:
-            arrays = call.slots[slot]
-            states = {label: s for label, s in states.items() if is_telling(arrays[label])}
-            return AGREES if states and {*states.values()} == {AGREES} else UNKNOWN
+            telling = [label for label in states if is_telling(call.slots[slot][label])]
+            used = [n for n in telling if numbers(call, slot, n) in self._taken]
+            known = all(states[label] == AGREES for label in (*telling[:1], *used))
+            return AGREES if telling and known else UNKNOWN
         return AGREES if AGREES in states.values() else UNKNOWN
 
     def spread(self, trace: Trace) -> None:
@@ -96,7 +104,7 @@ def is_constant(array: np.ndarray) -> bool:
 
 def is_telling(array: np.ndarray) -> bool:
     """Has it numbers that are computed alone? A mask is also applied without being made."""
-    return array.dtype.kind == "f" and not is_constant(array) and kept(array) is None
+    return array.dtype.kind == "f" and not is_constant(array) and mask_of(array) is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,16 +221,20 @@ class _Search:
     def _inside(self, frame: Call) -> tuple[Call, bool]:
         """The call in the frame that gets what is right and after which nothing is.
 
-        And whether that is clear: no call gets something right and something unknown.
+        And whether that is clear: no call gets something right and something unknown, and no two
+        get the same and give nothing right, as keys and values of other numbers do.
         """
         direction, state = self.direction, self.evidence.state
-        for part in self._not_shown_right(frame):
+        left = self._not_shown_right(frame)
+        for part in left:
             if not self.knows_taken(part):
                 return frame, state(part, direction.taken) != AGREES
             if any(part in other.ancestors for other, _ in self.moments):
                 return self._inside(part)
             if part.weights or part in self.evidence.similar:
-                return part, True
+                taken = [self._numbers(each, direction.taken) for each in left if each.weights]
+                is_alone = taken.count(self._numbers(part, direction.taken)) < 2
+                return (part, True) if is_alone else (frame, False)
         return frame, True
 
     def _not_shown_right(self, frame: Call) -> list[Call]:

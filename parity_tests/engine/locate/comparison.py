@@ -87,7 +87,7 @@ class Comparison:
 
     def evidence(self, direction: Direction) -> Evidence:
         """What agrees and what departs in this direction."""
-        evidence = Evidence()
+        evidence = Evidence(self.oracle.trace)
         whole = self.oracle.whole
         evidence.of[whole, "inputs"] = dict.fromkeys(whole.slots["inputs"], AGREES)
         stacked: dict[tuple[Call, ...], list[Call]] = {}
