@@ -158,6 +158,11 @@ def find(trace: Trace, direction: Direction, evidence: Evidence) -> Blame | None
     return None
 
 
+def _feeds(call: Call, other: Call) -> bool:
+    """Backward, a call gets its gradients from those that its outputs feed."""
+    return other.depends_on(call)
+
+
 class _Search:
     """Looks back from the first moment that departs."""
 
@@ -221,8 +226,9 @@ class _Search:
     def _inside(self, frame: Call) -> tuple[Call, bool]:
         """The call in the frame that gets what is right and after which nothing is.
 
-        And whether that is clear: no call gets something right and something unknown, and no two
-        get the same and give nothing right, as keys and values of other numbers do.
+        And whether that is clear: no call gets something right and something unknown. If several
+        calls get the same and give nothing right, it is rather what they get: from the frame, or
+        from outside of it.
         """
         direction, state = self.direction, self.evidence.state
         left = self._not_shown_right(frame)
@@ -232,30 +238,25 @@ class _Search:
             if any(part in other.ancestors for other, _ in self.moments):
                 return self._inside(part)
             if part.weights or part in self.evidence.similar:
-                taken = [self._numbers(each, direction.taken) for each in left if each.weights]
-                is_alone = taken.count(self._numbers(part, direction.taken)) < 2
-                return (part, True) if is_alone else (frame, False)
+                taken = self._numbers(part, direction.taken)
+                others = [p for p in left if p.weights and p is not part]
+                if not any(self._numbers(p, direction.taken) == taken for p in others):
+                    return part, True
+                return frame, not taken <= self._numbers(frame, direction.taken)
         return frame, True
 
     def _not_shown_right(self, frame: Call) -> list[Call]:
-        """The calls in the frame that do not give what is right, and on which nothing right is.
-
-        What is right and gets only what was known before shows nothing of the calls before it: so a
-        decoder's embedding says nothing of the encoder.
-        """
-        direction = self.direction
-        left: list[Call] = []
-        known = self._numbers(frame, direction.taken)
-        for part, slot in self.moments:
-            if slot != direction.taken or part.parent is not frame:
-                continue
-            if self.evidence.state(part, direction.given) != AGREES:
-                left.append(part)
-                continue
-            if not self._numbers(part, direction.taken) <= known:
-                left.clear()
-            known |= self._numbers(part, direction.given)
-        return left
+        """The calls in the frame that do not give what is right, and which nothing right needs."""
+        parts = [
+            call
+            for call, slot in self.moments
+            if slot == self.direction.taken and call.parent is frame
+        ]
+        right = [p for p in parts if self.evidence.state(p, self.direction.given) == AGREES]
+        needs = Call.depends_on if self.direction is FORWARD else _feeds
+        return [
+            part for part in parts if part not in right and not any(needs(r, part) for r in right)
+        ]
 
     @staticmethod
     def _numbers(call: Call, slot: str) -> set[bytes]:

@@ -30,7 +30,7 @@ CALLS = (
     "custom_lin",
 )
 """What only runs a body."""
-SIMILAR = 0.7
+SIMILAR = 0.9
 """The cosine from which an array may be another with a fault."""
 
 
