@@ -1,21 +1,23 @@
 """Compare any torch module with any JAX port of it."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
-import torch
 from flax import nnx
 from rich.console import Console
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
-from parity_tests.engine.edges import measure_edges
 from parity_tests.engine.frameworks import adapted
+from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.listeners import tell
-from parity_tests.engine.locate import Location, checked_names, find_departure, where_it_raises
+from parity_tests.engine.locate.location import Location
 from parity_tests.engine.measure import measure
 from parity_tests.engine.port import called, port, refuse_other_weights
 from parity_tests.engine.problem import (
@@ -27,7 +29,10 @@ from parity_tests.engine.problem import (
     checked_platform,
 )
 from parity_tests.engine.report import Report
-from parity_tests.engine.run import JaxSide
+from parity_tests.engine.source import opened
+
+if TYPE_CHECKING:
+    import torch
 
 Loader = Callable[[Mapping[str, Any]], Any]
 """Makes the JAX side's weights, an `nnx.Module` or any tree of arrays, of a state_dict."""
@@ -103,38 +108,38 @@ def compare(
             call = _with_kwargs(call or called)
         elif callable(model) and not isinstance(model, type):
             model = _with_kwargs(model) if weights is not None else _all_kwargs(model)
-    with jax.enable_x64(True), one_torch_thread():
-        problem, faults, notes = port(
-            twin,
-            model,
-            weights,
-            call,
-            **({} if call_twin is None else {"call_twin": call_twin}),
+    with jax.enable_x64(True), opened(twin) as source, progress() as say:
+        start = partial(
+            Problem,
+            twin=source.twin,
+            call_twin=call_twin or called,
             inputs=inputs,
             dtypes=dtypes,
             seed=seed,
             logits=checked_logits(logits),
         )
-        names = checked_names(names, twin, model)
+        problem, faults, notes = port(start, source.known, model, weights, call)
+        names = {} if names is None else _checked_names(names, twin, model)
         jax_side = JaxSide(problem, platform)
-        with progress() as say:
-            try:
-                report = measure(problem, problem.dtypes, platform, jax_side=jax_side, say=say)
-            except Exception as error:
-                where = where_it_raises(problem, problem.dtypes[0]) if locate else None
-                if where is not None:
-                    error.add_note(f"in JAX's {where or 'outermost module'}")
-                raise
-            if edge_inputs:
-                say("edge inputs")
-                of_edges, about_edges = measure_edges(problem, platform, jax_side)
-                faults, notes = [*faults, *of_edges], [*notes, *about_edges]
-            if weights is None and problem.to_torch is None and not report.passed:
-                refuse_other_weights(problem)
-            location = None
-            if locate and not report.passed:
-                say("where the two sides part")
-                location = _departure(problem, report, names)
+        try:
+            reference = source.reference(problem, say)
+            report = measure(problem, reference, dtypes, platform, jax_side=jax_side, say=say)
+        except Exception as error:
+            if locate:
+                _note_where(error, problem)
+            raise
+        if edge_inputs:
+            from parity_tests.engine.edges import measure_edges
+
+            say("edge inputs")
+            of_edges, about_edges = measure_edges(problem, platform, jax_side)
+            faults, notes = [*faults, *of_edges], [*notes, *about_edges]
+        if weights is None and problem.to_torch is None and not report.passed:
+            refuse_other_weights(problem)
+        location = None
+        if locate and not report.passed:
+            say("where the two sides part")
+            location = _departure(problem, report, names)
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
@@ -142,8 +147,25 @@ def compare(
     return report
 
 
+def _checked_names(names: Any, twin: Any, model: Any) -> Mapping[str, str]:
+    from parity_tests.engine.locate.find import checked_names
+
+    return checked_names(names, twin, model)
+
+
+def _note_where(error: Exception, problem: Problem) -> None:
+    """Add to an error the JAX module that raised it."""
+    from parity_tests.engine.locate.find import where_it_raises
+
+    where = where_it_raises(problem, problem.dtypes[0])
+    if where is not None:
+        error.add_note(f"in JAX's {where or 'outermost module'}")
+
+
 def _departure(problem: Problem, report: Report, names: Mapping[str, str]) -> Location:
     """Where a pair first departs, in the dtype of its first failure."""
+    from parity_tests.engine.locate.find import find_departure
+
     dtype, _, error = next(report.failures, (problem.dtypes[0], "", None))
     bound = error.bound if error is not None and dtype == "float64" else 0.0
     return find_departure(problem, dtype, names, bound)
@@ -156,17 +178,6 @@ def _with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _all_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs: function(*inputs[:-1], **inputs[-1])
-
-
-@contextlib.contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """JAX has the other cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

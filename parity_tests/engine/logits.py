@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from parity_tests.engine.run import GROUPS, Results, only_floating
+from parity_tests.engine.results import GROUPS, Results, only_floating
 
 TOP = 5
 BLOCK = 2**22

@@ -1,14 +1,13 @@
-"""What is compared: a torch module and any JAX port of it, as a problem."""
+"""A JAX port, of whatever framework, as a problem."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from flax import nnx
 
 from jax_models import from_torch, to_torch
@@ -16,54 +15,63 @@ from jax_models.weights.transfer import as_numpy, weight_table
 from parity_tests.engine.frameworks import Foreign, Held, adapted, is_floating, weights_of
 from parity_tests.engine.gradients import gradients_by_table
 from parity_tests.engine.problem import (
+    Arrays,
     Problem,
-    cast,
+    all_in_dtype,
     checked_arrays,
-    converted,
     in_dtype,
     is_list_of_numbers,
+    is_torch_module,
 )
-from parity_tests.engine.run import changes_result
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What is known of the weights that a port is to have."""
+
+    arrays: Arrays
+    """By key, in their own dtypes."""
+    owners: Mapping[str, str]
+    """The key of each floating one, or the first of the keys that share it."""
+    parameters: Collection[str]
+    """The keys that torch would train."""
+    matters: Callable[[Problem, str], bool]
+    """Does the result depend on a key?"""
 
 
 def port(
-    twin: torch.nn.Module, model: Any, weights: Any, call: Any = None, **fields: Any
+    start: "Start", known: Known, model: Any, weights: Any, call: Any = None
 ) -> tuple[Problem, list[str], list[str]]:
-    """The problem with these fields, the faults of the weights, and what cannot be compared."""
-    if not isinstance(twin, torch.nn.Module):
-        raise TypeError(f"twin: expected a torch.nn.Module, got {_kind(twin)}")
+    """The problem, the faults of the weights, and what cannot be compared."""
     foreign = adapted(model)
-    is_function = callable(model) and not isinstance(model, type | torch.nn.Module)
+    is_function = callable(model) and not isinstance(model, type) and not is_torch_module(model)
     if foreign is None and not isinstance(model, nnx.Module) and not is_function:
         raise TypeError(
             "model: expected an nnx.Module, a model of Linen, Equinox, haiku or Keras, or a "
-            f"function of weights, got {_kind(model)}"
+            f"function of weights, got {kind_of(model)}"
         )
-    if any(weight.is_meta for weight in twin.state_dict().values()):
-        raise ValueError("twin: expected weights, got a module on the device meta, which has none")
     if isinstance(model, nnx.Module) and any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
     ):
         raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
-    start = partial(Problem, twin=converted(twin, torch.Tensor.cpu).eval(), **fields)
     if foreign is not None:
-        return _of_foreign(start, twin, foreign, weights, call or called)
+        return _of_foreign(start, known, foreign, weights, call or called)
     if isinstance(model, nnx.Module):
-        return _of_module(start, twin, model, weights, call or called)
-    if weights is None and not twin.state_dict():
-        return _of_loader(start, twin, lambda _, *inputs: model(*inputs), dict)
+        return _of_module(start, known, model, weights, call or called)
+    if weights is None and not known.arrays:
+        return _of_loader(start, known, lambda _, *inputs: model(*inputs), dict)
     if not callable(weights) or call is not None:
         raise TypeError(
             "model: a function of weights and inputs needs a loader as `weights`, and no `call`"
         )
-    return _of_loader(start, twin, model, weights)
+    return _of_loader(start, known, model, weights)
 
 
 def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
     return model(*inputs, **kwargs)
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     return f"the class {name}" if isinstance(value, type) else name
@@ -74,13 +82,13 @@ Start = Callable[..., Problem]
 
 
 def _of_foreign(
-    start: Start, twin: torch.nn.Module, foreign: Foreign, weights: Any, call: Any
+    start: Start, known: Known, foreign: Foreign, weights: Any, call: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A model of another framework, with a loader, a table, or the weights that it has."""
     if callable(weights):
         return _of_loader(
             start,
-            twin,
+            known,
             lambda loaded, *inputs: foreign.run(call, loaded, inputs),
             lambda state_dict: foreign.loaded(weights(state_dict)),
         )
@@ -91,7 +99,7 @@ def _of_foreign(
         )
     return _of_module(
         start,
-        twin,
+        known,
         Held(foreign),
         weights,
         lambda held, *inputs: foreign.run(call, weights_of(held, foreign), inputs),
@@ -99,7 +107,7 @@ def _of_foreign(
 
 
 def _of_module(
-    start: Start, twin: torch.nn.Module, model: nnx.Module, weights: Any, call: Any
+    start: Start, known: Known, model: nnx.Module, weights: Any, call: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A module with a table, or with the weights that it has."""
     if callable(weights):
@@ -110,18 +118,19 @@ def _of_module(
     start = partial(start, call=call)
     if weights is None and not hasattr(model, "torch_layouts"):
         note = "weight gradients are not compared: `weights` does not say which is which"
-        notes = [note] if any(True for _ in twin.parameters()) else []
+        notes = [note] if known.parameters else []
         return start(build=lambda _, dtype: weights_in(model, dtype), to_torch=None), [], notes
-    state_dict = _floating(state_dict_of(twin, "float64"))
+    state_dict = _floating(all_in_dtype(known.arrays, "float64"))
     try:
         _, table = weight_table(model, weights, state_dict)
     except (TypeError, ValueError) as error:
         raise type(error)(f"weights: {error}") from None
 
-    def build(twin: torch.nn.Module, dtype: str) -> nnx.Module:
-        return from_torch(weights_in(model, dtype), _floating(state_dict_of(twin, dtype)), table)
+    def build(state_dict: Arrays, dtype: str) -> nnx.Module:
+        weights = _floating(all_in_dtype(state_dict, dtype))
+        return from_torch(weights_in(model, dtype), weights, table)
 
-    back = to_torch(build(twin, "float64"), table)
+    back = to_torch(build(known.arrays, "float64"), table)
     faults = [
         f"weights: {key} comes back changed: the JAX module cannot hold it"
         for row in table
@@ -139,11 +148,11 @@ def _of_module(
 
 
 def _of_loader(
-    start: Start, twin: torch.nn.Module, model: Callable[..., Any], loader: Any
+    start: Start, known: Known, model: Callable[..., Any], loader: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A function with a loader: JAX differentiates through it, if it can be traced."""
-    owners = _owners(twin)
-    reads = _Reads(state_dict_of(twin, "float32"))
+    owners = known.owners
+    reads = _Reads(all_in_dtype(known.arrays, "float32"))
     loaded = loader(reads)
     if loaded is not reads:
         checked_loaded(loaded)
@@ -165,16 +174,18 @@ def _of_loader(
             "weight gradients are not compared: the loader is not in JAX (np where jnp could be)"
         ]
 
-        def build(twin: torch.nn.Module, dtype: str) -> Any:
-            return weights_in(checked_loaded(loader(state_dict_of(twin, dtype))), dtype)
+        def build(state_dict: Arrays, dtype: str) -> Any:
+            return weights_in(checked_loaded(loader(all_in_dtype(state_dict, dtype))), dtype)
 
         problem = start(build=build, call=model, to_torch=None)
     else:
         notes = []
 
-        def build_owned(twin: torch.nn.Module, dtype: str) -> dict[str, jax.Array]:
-            arrays = state_dict_of(twin, dtype)
-            return {key: jnp.asarray(arrays[key]) for key in dict.fromkeys(owners.values())}
+        def build_owned(state_dict: Arrays, dtype: str) -> dict[str, jax.Array]:
+            return {
+                key: jnp.asarray(in_dtype(state_dict[key], dtype))
+                for key in dict.fromkeys(owners.values())
+            }
 
         def of_all(owned: dict[str, Any]) -> dict[str, Any]:
             return {key: owned[owner] for key, owner in owners.items()}
@@ -184,17 +195,17 @@ def _of_loader(
             call=lambda owned, *inputs: model(load(of_all(owned)), *inputs),
             to_torch=lambda gradient: jax.tree.map(np.asarray, of_all(gradient)),
         )
-    unseen = [key for key in lost if not _shows(twin, key)]
-    matter = [key for key in unseen if changes_result(problem, [key])]
+    unseen = [key for key in lost if not _shows(known, key)]
+    matter = [key for key in unseen if known.matters(problem, key)]
     problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*unseen}))
     return problem, [f"weights: the loader does not read {key}" for key in matter], notes
 
 
-def _shows(twin: torch.nn.Module, key: str) -> bool:
+def _shows(known: Known, key: str) -> bool:
     """Is it a buffer whose numbers JAX cannot have without reading or computing them?"""
-    value = twin.state_dict()[key]
+    value = known.arrays[key]
     is_trivial = bool((value == 0).all() or (value == 1).all())
-    return key not in dict(twin.named_parameters(remove_duplicate=False)) and not is_trivial
+    return key not in known.parameters and not is_trivial
 
 
 def evaluating(weights: Any) -> Any:
@@ -217,22 +228,12 @@ def checked_loaded(weights: Any) -> Any:
     def array(leaf: Any) -> Any:
         if isinstance(leaf, list):
             return np.asarray(leaf)
-        return as_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        return as_numpy(leaf) if hasattr(leaf, "detach") else leaf
 
     weights = jax.tree.map(array, weights, is_leaf=is_list_of_numbers)
     if not any(hasattr(leaf, "dtype") or type(leaf) is float for leaf in jax.tree.leaves(weights)):
         checked_arrays("weights(state_dict)", weights)
     return weights
-
-
-def _owners(twin: torch.nn.Module) -> dict[str, str]:
-    """The key of each weight, or the first of the keys that share it."""
-    first: dict[int, str] = {}
-    return {
-        key: first.setdefault(id(weight), key)
-        for key, weight in twin.state_dict(keep_vars=True).items()
-        if weight.is_floating_point() or weight.is_complex()
-    }
 
 
 class _Reads(Mapping[str, np.ndarray]):
@@ -252,15 +253,6 @@ class _Reads(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.arrays)
-
-
-def state_dict_of(twin: torch.nn.Module, dtype: str) -> dict[str, np.ndarray]:
-    """The weights of the twin, the floating ones in a dtype."""
-    return {
-        key: as_numpy(cast(value.detach(), dtype).resolve_conj())
-        for key, value in twin.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    }
 
 
 def _floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -299,8 +291,8 @@ def refuse_other_weights(problem: Problem) -> None:
         found = np.unique(np.concatenate([*flat, np.zeros(1, np.complex64)]))
         return found[(found != 0) & (found != 1)]
 
-    theirs = numbers(_floating(state_dict_of(problem.twin, "float32")).values())
-    built = problem.build(problem.twin, "float32")
+    theirs = numbers(_floating(all_in_dtype(problem.state_dict, "float32")).values())
+    built = problem.build(problem.state_dict, "float32")
     ours = numbers(leaf for leaf in jax.tree.leaves(built) if is_floating(leaf))
     if np.isin(theirs, ours).sum() < theirs.size / 2:
         raise ValueError(
