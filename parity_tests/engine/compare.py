@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
-from rich.console import Console
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
@@ -18,18 +16,18 @@ from parity_tests.engine.frameworks import adapted
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.listeners import tell
 from parity_tests.engine.locate.location import Location
+from parity_tests.engine.logits import checked_logits
 from parity_tests.engine.measure import measure
 from parity_tests.engine.port import called, port, refuse_other_weights
 from parity_tests.engine.problem import (
     Problem,
     check_functions,
-    checked_arrays,
-    checked_dtypes,
-    checked_int,
     checked_platform,
+    is_torch_module,
 )
+from parity_tests.engine.progress import progress
 from parity_tests.engine.report import Report
-from parity_tests.engine.source import opened
+from parity_tests.engine.source import asked_for, opened, with_kwargs
 
 if TYPE_CHECKING:
     import torch
@@ -39,15 +37,15 @@ Loader = Callable[[Mapping[str, Any]], Any]
 
 
 def compare(
-    twin: torch.nn.Module,
+    twin: torch.nn.Module | str | os.PathLike[str],
     model: nnx.Module | Callable[..., Any],
     *inputs: Any,
     weights: Table | Loader | str | None = None,
     call: Callable[..., Any] | None = None,
     call_twin: Callable[..., Any] | None = None,
-    dtypes: Iterable[str] = ("float64", "float32"),
+    dtypes: Iterable[str] | None = None,
     platform: str = "cpu",
-    seed: int = 0,
+    seed: int | None = None,
     locate: bool = False,
     names: Mapping[str, str] | None = None,
     logits: str | bool = False,
@@ -61,7 +59,8 @@ def compare(
     elsewhere by 4 times what torch errs, or by what its conditioning explains (`docs/bound.md`).
 
     Args:
-        twin: the torch module, with its weights. Random biases show more than zero ones.
+        twin: the torch module, with its weights, or the path of a file that `record` wrote: then
+            inputs, dtypes and seed are the record's. Random biases show more than zero ones.
         model: an `nnx.Module`; a function of weights and inputs (then `weights` is a loader); or a
             model of Linen, Equinox, haiku or Keras, alone or as (model, weights).
         inputs: arrays, or trees of arrays, for both sides; floating ones are cast to each dtype.
@@ -76,13 +75,13 @@ def compare(
             arrays, whose leaves belong together by name if both sides have names, else in order.
             Of a tuple, all but the first is state.
         call_twin: the same of the torch side; by default `twin(*inputs)`.
-        dtypes: those to compare in.
+        dtypes: those to compare in; by default float64 and float32, or all that a record has.
         platform: where JAX runs: "cpu", "gpu" or "tpu".
         seed: of the cotangents.
         locate: say by submodule where a pair that fails first departs, forward or else backward.
             Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch submodules
             that have the same weights, name or place, and values with those that `tap` names; what
-            is left is looked for among all numbers that JAX computes.
+            is left is looked for among all numbers that JAX computes. A record has no submodules.
         names: the JAX path of a torch submodule, by name, where that does not tell.
         logits: True, or the name of an output as the report gives it (`y['logits']`): its last
             axis is the vocabulary, and the report has KL, |Δ log p| and agreements of it, too.
@@ -96,34 +95,28 @@ def compare(
         TypeError: a function without a loader, or a result that is no tree of arrays.
 
     """
-    dtypes, seed = checked_dtypes(dtypes), checked_int("seed", seed, 0)
     platform, locate = checked_platform(platform), checked_bool("locate", locate)
     checked_bool("edge_inputs", edge_inputs)
-    check_functions({}, {"call": call, "call_twin": call_twin})
-    inputs = checked_arrays("inputs", inputs, flags=True)
-    if kwargs:
-        inputs = (*inputs, checked_arrays("kwargs", dict(kwargs), flags=True))
-        call_twin = _with_kwargs(call_twin or called)
-        if isinstance(model, nnx.Module) or adapted(model) is not None:
-            call = _with_kwargs(call or called)
-        elif callable(model) and not isinstance(model, type):
-            model = _with_kwargs(model) if weights is not None else _all_kwargs(model)
-    with jax.enable_x64(True), opened(twin) as source, progress() as say:
-        start = partial(
-            Problem,
-            twin=source.twin,
-            call_twin=call_twin or called,
-            inputs=inputs,
-            dtypes=dtypes,
-            seed=seed,
-            logits=checked_logits(logits),
-        )
+    check_functions({}, {"call": call})
+    asked = asked_for(inputs, kwargs, dtypes, seed, call_twin)
+    with jax.enable_x64(True), opened(twin) as source, progress("comparing") as say:
+        asked = source.settled(asked)
+        if asked.has_kwargs:
+            if isinstance(model, nnx.Module) or adapted(model) is not None:
+                call = with_kwargs(call or called)
+            elif callable(model) and not isinstance(model, type):
+                model = with_kwargs(model) if weights is not None else _all_kwargs(model)
+        start = source.start(asked, checked_logits(logits))
         problem, faults, notes = port(start, source.known, model, weights, call)
+        if locate or names or edge_inputs:
+            source.check_runs()
         names = {} if names is None else _checked_names(names, twin, model)
         jax_side = JaxSide(problem, platform)
         try:
             reference = source.reference(problem, say)
-            report = measure(problem, reference, dtypes, platform, jax_side=jax_side, say=say)
+            report = measure(
+                problem, reference, problem.dtypes, platform, jax_side=jax_side, say=say
+            )
         except Exception as error:
             if locate:
                 _note_where(error, problem)
@@ -171,41 +164,17 @@ def _departure(problem: Problem, report: Report, names: Mapping[str, str]) -> Lo
     return find_departure(problem, dtype, names, bound)
 
 
-def _with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The last input has the arguments by name."""
-    return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
-
-
 def _all_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs: function(*inputs[:-1], **inputs[-1])
 
 
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal's stderr that says what runs."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("comparing") as status:
-        yield lambda text: status.update(f"comparing: {text}")
+def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:
+    """Assert that `compare(…)` passes; the message has what fails, and where it begins.
 
-
-def assert_parity(*args: Any, locate: bool = True, **kwargs: Any) -> None:
-    """Assert that `compare(…)` passes; the message has what fails, and where it begins."""
+    Where `locate` is not given, it is on if the twin is a torch module.
+    """
     __tracebackhide__ = True
-    report = compare(*args, locate=locate, **kwargs)
+    locate = is_torch_module(twin) if locate is None else locate
+    report = compare(twin, *args, locate=locate, **kwargs)
     if not report.passed:
         raise AssertionError(f"the two sides differ\n{report.short}")
-
-
-def checked_logits(logits: str | bool) -> str | bool:
-    """`logits`, of the right type.
-
-    Raises:
-        TypeError: it is another.
-
-    """
-    if not isinstance(logits, str | bool):
-        raise TypeError(f"logits: expected True, False or a name, got {logits!r}")
-    return logits

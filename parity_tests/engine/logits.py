@@ -32,6 +32,18 @@ class LogitsError:
     """The share of the `TOP` likeliest ones that are also among q's."""
 
 
+def checked_logits(logits: str | bool) -> str | bool:
+    """`logits`, of the right type.
+
+    Raises:
+        TypeError: it is another.
+
+    """
+    if not isinstance(logits, str | bool):
+        raise TypeError(f"logits: expected True, False or a name, got {logits!r}")
+    return logits
+
+
 def logits_array(logits: str | bool, results: Results) -> tuple[str, str]:
     """The group and the name of the logits; True is the only floating array of the outputs.
 

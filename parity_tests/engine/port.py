@@ -203,9 +203,12 @@ def _of_loader(
 
 def _shows(known: Known, key: str) -> bool:
     """Is it a buffer whose numbers JAX cannot have without reading or computing them?"""
-    value = known.arrays[key]
-    is_trivial = bool((value == 0).all() or (value == 1).all())
-    return key not in known.parameters and not is_trivial
+    return key not in known.parameters and not is_trivial(known.arrays[key])
+
+
+def is_trivial(value: np.ndarray) -> bool:
+    """Is it all zeros, or all ones?"""
+    return bool((value == 0).all() or (value == 1).all())
 
 
 def evaluating(weights: Any) -> Any:
