@@ -23,6 +23,7 @@ from parity_tests.engine.problem import (
     Problem,
     check_functions,
     checked_platform,
+    checked_precision,
     is_torch_module,
 )
 from parity_tests.engine.progress import progress
@@ -32,19 +33,22 @@ from parity_tests.engine.source import asked_for, opened, with_kwargs
 if TYPE_CHECKING:
     import torch
 
+JaxModel = nnx.Module | Callable[..., Any] | tuple[Any, Any]
+"""Of another framework, too; with its weights as a pair."""
 Loader = Callable[[Mapping[str, Any]], Any]
 """Makes the JAX side's weights, an `nnx.Module` or any tree of arrays, of a state_dict."""
 
 
 def compare(
-    twin: torch.nn.Module | str | os.PathLike[str],
-    model: nnx.Module | Callable[..., Any],
+    twin: torch.nn.Module | JaxModel | str | os.PathLike[str],
+    model: JaxModel,
     *inputs: Any,
     weights: Table | Loader | str | None = None,
     call: Callable[..., Any] | None = None,
     call_twin: Callable[..., Any] | None = None,
     dtypes: Iterable[str] | None = None,
     platform: str = "cpu",
+    precision: str = "highest",
     seed: int | None = None,
     locate: bool = False,
     names: Mapping[str, str] | None = None,
@@ -59,17 +63,19 @@ def compare(
     elsewhere by 4 times what torch errs, or by what its conditioning explains (`docs/bound.md`).
 
     Args:
-        twin: the torch module, with its weights, or the path of a file that `record` wrote: then
-            inputs, dtypes and seed are the record's. Random biases show more than zero ones.
+        twin: the torch module, with its weights; the path of a file that `record` wrote: then
+            inputs, dtypes and seed are the record's; or another JAX model, which runs on the CPU.
+            Random biases show more than zero ones.
         model: an `nnx.Module`; a function of weights and inputs (then `weights` is a loader); or a
-            model of Linen, Equinox, haiku or Keras, alone or as (model, weights).
+            model of Linen, Equinox, haiku or Keras, or a function, alone or as (model, weights).
         inputs: arrays, or trees of arrays, for both sides; floating ones are cast to each dtype.
             A bool, a number of Python's, a text or None is a flag, which both sides get as it is.
         weights: how the twin's weights become the model's: a weight table (`jax_models.weights`),
             the name of one of the model's own layouts, or a loader, a function of a `state_dict` of
             arrays that returns what the function `model` takes, or the weights of a model of
             another framework. By default the model's own layout; a model without `weights` must
-            have the twin's already, and its weight gradients are not compared.
+            have the twin's already, and its weight gradients are not compared. Beside a JAX model
+            it keeps its own, and gradients are compared by name.
         call: how the JAX side is called with the inputs; by default `model(*inputs)`, or
             `model(weights, *inputs)` if it is a function. Both calls return an array, or a tree of
             arrays, whose leaves belong together by name if both sides have names, else in order.
@@ -77,6 +83,8 @@ def compare(
         call_twin: the same of the torch side; by default `twin(*inputs)`.
         dtypes: those to compare in; by default float64 and float32, or all that a record has.
         platform: where JAX runs: "cpu", "gpu" or "tpu".
+        precision: of the model's matrix products: "highest", "high" or "default", as in
+            `jax.default_matmul_precision`.
         seed: of the cotangents.
         locate: say by submodule where a pair that fails first departs, forward or else backward.
             Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch submodules
@@ -98,6 +106,9 @@ def compare(
     platform, locate = checked_platform(platform), checked_bool("locate", locate)
     checked_bool("edge_inputs", edge_inputs)
     check_functions({}, {"call": call})
+    checked_precision(precision)
+    if (locate or names or edge_inputs) and not is_torch_module(twin):
+        raise ValueError("locate, names, edge_inputs: expected a torch module as `twin`")
     asked = asked_for(inputs, kwargs, dtypes, seed, call_twin)
     with jax.enable_x64(True), opened(twin) as source, progress("comparing") as say:
         asked = source.settled(asked)
@@ -108,10 +119,8 @@ def compare(
                 model = with_kwargs(model) if weights is not None else _all_kwargs(model)
         start = source.start(asked, checked_logits(logits))
         problem, faults, notes = port(start, source.known, model, weights, call)
-        if locate or names or edge_inputs:
-            source.check_runs()
         names = {} if names is None else _checked_names(names, twin, model)
-        jax_side = JaxSide(problem, platform)
+        jax_side = JaxSide(problem, platform, precision=precision)
         try:
             reference = source.reference(problem, say)
             report = measure(
@@ -127,7 +136,8 @@ def compare(
             say("edge inputs")
             of_edges, about_edges = measure_edges(problem, platform, jax_side)
             faults, notes = [*faults, *of_edges], [*notes, *about_edges]
-        if weights is None and problem.to_torch is None and not report.passed:
+        has_others = weights is None and problem.to_torch is None and not source.known.is_jax
+        if has_others and not report.passed:
             refuse_other_weights(problem)
         location = None
         if locate and not report.passed:

@@ -12,20 +12,20 @@ from parity_tests.engine.problem import COMPLEX
 from parity_tests.engine.results import GROUPS, Results, only_floating
 
 
-def not_a_number(results: Results, dtype: str) -> list[str]:
-    """NaN on the torch side."""
+def not_a_number(results: Results, side: str) -> list[str]:
+    """NaN on the side of the reference."""
     return [
-        f"{group}, {name}: {count} of {array.size} numbers of the {dtype} torch side are not finite"
+        f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
         for group, named in results.items()
         for name, array in named.items()
         if (count := np.count_nonzero(np.isnan(array)))
     ]
 
 
-def overflows(oracle: Results, theirs: Results, dtype: str) -> list[str]:
-    """Numbers of the torch side that are finite in float64 and not in the dtype."""
+def overflows(oracle: Results, theirs: Results, side: str) -> list[str]:
+    """Numbers of the reference's side that are finite in float64 and not in less."""
     return [
-        f"{group}, {name}: {count} of {array.size} numbers of the {dtype} torch side are not finite"
+        f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
         for group, named in theirs.items()
         for name, array in named.items()
         if (count := np.count_nonzero(~np.isfinite(array) & np.isfinite(oracle[group][name])))
@@ -63,8 +63,10 @@ def kind(array: np.ndarray) -> str:
     return next((k for k, t in kinds.items() if jnp.issubdtype(array.dtype, t)), "integer")
 
 
-def other_dtypes(theirs: Mapping[Any, Any], found: Found, dtype: str) -> list[str]:
-    """Results in another dtype than was asked for, if torch's have not the same.
+def other_dtypes(
+    theirs: Mapping[Any, Any], found: Found, dtype: str, sides: tuple[str, str]
+) -> list[str]:
+    """Results in another dtype than was asked for, if the reference's have not the same.
 
     In float64 a layer of a framework may have another, as `nnx.Embed` has: nobody asked it. A final
     state may be carried in more.
@@ -73,7 +75,7 @@ def other_dtypes(theirs: Mapping[Any, Any], found: Found, dtype: str) -> list[st
     if dtype == "float64" and found.casts and all(map(is_library, found.casts)):
         return []
     return [
-        f"{group}, {name}: JAX computes in {actual} where {dtype} was asked for"
+        f"{group}, {name}: {sides[1]} computes in {actual} where {dtype} was asked for"
         for (group, name), actual in found.dtypes.items()
         if jnp.issubdtype(actual, jnp.inexact)
         and str(actual) not in asked
@@ -82,21 +84,22 @@ def other_dtypes(theirs: Mapping[Any, Any], found: Found, dtype: str) -> list[st
     ]
 
 
-def notes_on(jax_side: JaxSide) -> Iterator[str]:
+def notes_on(jax_side: JaxSide, sides: tuple[str, str]) -> Iterator[str]:
     """What float64 ran without, what stays in less, and what was not compared."""
+    theirs, us = sides
     found = jax_side.found.get("float64")
     if found is not None and found.casts:
         yield (
-            f"JAX casts to less than float64: float64 is compared without these casts: "
+            f"{us} casts to less than float64: float64 is compared without these casts: "
             f"{'; '.join(found.casts)}"
         )
     if found is not None and found.stays:
         yield (
-            "JAX computes in less than float64 whatever it is given, so that a fault below that "
+            f"{us} computes in less than float64 whatever it is given, so that a fault below that "
             f"rounding cannot be told: {'; '.join(dict.fromkeys(found.stays))}"
         )
     draws = dict.fromkeys(place for each in jax_side.found.values() for place in each.draws)
-    if draws:
+    if draws and theirs == "torch":
         yield f"JAX draws random numbers, which are not torch's: {'; '.join(draws)}"
     if any(each.padding for each in jax_side.found.values()):
         yield (

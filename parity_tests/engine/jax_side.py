@@ -1,8 +1,10 @@
 """Run a JAX side, forward and backward."""
 
+import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +13,8 @@ import numpy as np
 from flax import nnx
 
 from jax_models.weights.constant import Constant
-from parity_tests.engine.casts import Found, lifted_dtypes, rewritten
+from parity_tests.engine.casts import Found, Lift, lifted_dtypes, look_into, rewritten
+from parity_tests.engine.jax_rounding import Rounded
 from parity_tests.engine.problem import Problem, arrays, in_dtype, is_flag
 from parity_tests.engine.results import (
     GROUPS,
@@ -73,7 +76,8 @@ class JaxSide:
 
     `transform` rewrites the function of the whole forward and backward pass before it is compiled.
     float64 runs with JAX's x64, and without the casts to float32 inside; all else runs without x64,
-    where nothing is promoted to more than a user has.
+    where nothing is promoted to more than a user has. `rounding`: the dtype to which the results of
+    operations in float64 are rounded at random.
     """
 
     def __init__(
@@ -83,8 +87,9 @@ class JaxSide:
         *,
         precision: str = "highest",
         transform: Callable[[Callable], Callable] = lambda function: function,
+        rounding: str | None = None,
     ):
-        self._call, self._transform = problem.call, transform
+        self._call, self._transform, self._rounding = problem.call, transform, rounding
         self._to_torch = problem.gradient_to_torch or problem.to_torch
         self._device, self._precision = jax.devices(platform)[0], precision
         self._compiled = jax.jit(self._forward_and_backward, static_argnums=0)
@@ -98,34 +103,27 @@ class JaxSide:
         oracle: Results,
         casts_of_torch: Sequence[str] = (),
         moves: Sequence[np.ndarray] = (),
+        noise: int = 0,
     ) -> Results:
         """The result under the oracle's names, and the gradients of the same random cotangents.
 
         The problem is the one that was compiled, with any weights, inputs and seed. There are no
         gradients where the result's shapes are others than the oracle's, or where it has none.
         `casts_of_torch`: the dtypes that the torch side casts to in float64. `moves`: by how much
-        of its size each of `constants_of(problem)` is to be another.
+        of its size each of `constants_of(problem)` is to be another. `noise`: the seed of random
+        rounding.
         """
-        is_double = dtype == "float64"
-        with (
-            jax.enable_x64(is_double),
-            jax.default_device(self._device),
-            jax.default_matmul_precision(self._precision),
-        ):
-            weights, rest = _split(problem.build(problem.state_dict, dtype))
-            rest, moves = _moved(rest, moves)
-            floating, others = _partition(fixed(arrays(problem.inputs, dtype)))
-            differentiated = (None if self._to_torch is None else weights, floating)
-            given = (weights if self._to_torch is None else None, rest, others)
+        with self._settings(dtype):
+            differentiated, given, moves = self._arguments(problem, dtype, moves)
             given_back = [jnp.asarray(in_dtype(c, dtype)) for c in cotangents(problem.seed, oracle)]
             traced = Traced(
                 dtype,
                 tuple((group, name) for group in GROUPS[:2] for name in oracle.get(group, {})),
-                tuple(lifted_dtypes(set(casts_of_torch)).items()) if is_double else (),
+                tuple(lifted_dtypes({*casts_of_torch}).items()) if dtype == "float64" else (),
                 "input gradient" in oracle,
             )
             groups, gradients = jax.device_get(
-                self._compiled(traced, [*moves], differentiated, given, given_back)
+                self._compiled(traced, [*moves], noise, differentiated, given, given_back)
             )
         results = Results({group: dict(named) for group, named in groups.items()})
         if gradients is None:
@@ -135,11 +133,45 @@ class JaxSide:
             zip(oracle["input gradient"], jax.tree.leaves(input_gradients), strict=True)
         )
         if self._to_torch is not None:
-            by_key = self._to_torch(_merge(weight_gradients, rest))
+            by_key = self._to_torch(_merge(weight_gradients, given[1]))
             names = oracle["weight gradients"]
             results["weight gradients"] = {name: by_key[name] for name in names}
             self.found[dtype].padding |= without_padding(results, oracle.padding)
         return results
+
+    def shapes(self, problem: Problem) -> tuple[Results, Found]:
+        """Zeros in the shapes of the float64 result, and what was found on the way."""
+        with self._settings("float64"):
+            differentiated, given, _ = self._arguments(problem, "float64", ())
+            found, traced = Found(), Traced("float64", (), (), backward=False)
+            forward = partial(self._forward, traced=traced, found=found)
+            make = jax.make_jaxpr(forward, return_shape=True)
+            closed, (_, groups) = make(differentiated, given)
+            look_into(closed, found)
+        zeros = {
+            group: {n: np.broadcast_to(np.zeros((), s.dtype), s.shape) for n, s in named.items()}
+            for group, named in groups.items()
+        }
+        return Results(zeros), found
+
+    @contextlib.contextmanager
+    def _settings(self, dtype: str) -> Iterator[None]:
+        with (
+            jax.enable_x64(dtype == "float64"),
+            jax.default_device(self._device),
+            jax.default_matmul_precision(self._precision),
+        ):
+            yield
+
+    def _arguments(
+        self, problem: Problem, dtype: str, moves: Sequence[Any]
+    ) -> tuple[tuple[Any, Any], tuple[Any, Any, Any], Sequence[Any]]:
+        """What is differentiated, what is given, and the moves of constants in the code."""
+        weights, rest = _split(problem.build(problem.state_dict, dtype))
+        rest, moves = _moved(rest, moves)
+        floating, others = _partition(fixed(arrays(problem.inputs, dtype)))
+        differentiated = (None if self._to_torch is None else weights, floating)
+        return differentiated, (weights if self._to_torch is None else None, rest, others), moves
 
     def constants_of(self, problem: Problem) -> list[np.ndarray]:
         """The constants of the float64 run: those that a module holds, then those of its code."""
@@ -147,8 +179,9 @@ class JaxSide:
             held = _held(_split(problem.build(problem.state_dict, "float64"))[1])
         return [*map(np.asarray, held), *self.found["float64"].constants]
 
-    def _forward_and_backward(self, traced: Traced, moves: list[Any], *args):
+    def _forward_and_backward(self, traced: Traced, moves: list[Any], noise: Any, *args):
         found = self.found[traced.dtype] = Found()
+        evaluator = Lift if self._rounding is None else partial(Rounded, self._rounding, noise)
 
         def function(differentiated, given, cotangents):
             def forward(differentiated):
@@ -168,7 +201,9 @@ class JaxSide:
             ]
             return groups, jax.tree.map(jnp.conj, pullback(cast)[0])
 
-        return rewritten(self._transform(function), dict(traced.lifted), found, moves)(*args)
+        return rewritten(self._transform(function), dict(traced.lifted), found, moves, evaluator)(
+            *args
+        )
 
     def _forward(self, differentiated, given, traced: Traced, found: Found):
         """The floating leaves of the result, and all of it by group and name."""

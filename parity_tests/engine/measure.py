@@ -59,7 +59,7 @@ def measure(
         if in_kind := theirs.overflows or mismatches(oracle, ours, sides):
             faults += in_kind
             continue
-        faults += other_dtypes(theirs.dtypes, jax_side.found[dtype], dtype)
+        faults += other_dtypes(theirs.dtypes, jax_side.found[dtype], dtype, sides)
         say(f"the errors in {dtype}")
         stays = dtype == "float64" and bool(jax_side.found[dtype].stays)
         compared = _Compared(reference, "float32" if stays else dtype)
@@ -79,7 +79,7 @@ def measure(
             error = logits_error(ours[group][name], oracle[group][name])
             logits[dtype] = dict(zip(sides, (theirs.logits, error), strict=True))
     if not reference.faults:
-        notes += [*reference.notes, *notes_on(jax_side)]
+        notes += [*reference.notes, *notes_on(jax_side, sides)]
     return Report(
         tensors,
         tuple(dict.fromkeys(faults)),

@@ -1,7 +1,7 @@
 """A JAX port, of whatever framework, as a problem."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,32 +11,19 @@ import numpy as np
 from flax import nnx
 
 from jax_models import from_torch, to_torch
-from jax_models.weights.transfer import as_numpy, weight_table
+from jax_models.weights.transfer import weight_table
 from parity_tests.engine.frameworks import Foreign, Held, adapted, is_floating, weights_of
 from parity_tests.engine.gradients import gradients_by_table
+from parity_tests.engine.known import Known, is_trivial, named_table, own_weights
+from parity_tests.engine.loaded import Reads, checked_loaded, evaluating, weights_in
 from parity_tests.engine.problem import (
     Arrays,
     Problem,
     all_in_dtype,
-    checked_arrays,
     in_dtype,
-    is_list_of_numbers,
     is_torch_module,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """What is known of the weights that a port is to have."""
-
-    arrays: Arrays
-    """By key, in their own dtypes."""
-    owners: Mapping[str, str]
-    """The key of each floating one, or the first of the keys that share it."""
-    parameters: Collection[str]
-    """The keys that torch would train."""
-    matters: Callable[[Problem, str], bool]
-    """Does the result depend on a key?"""
+from parity_tests.engine.tolerance import relative_errors
 
 
 def port(
@@ -116,6 +103,8 @@ def _of_module(
             "`lambda weights, *inputs: …`"
         )
     start = partial(start, call=call)
+    if weights is None and known.is_jax:
+        return _of_named(start, known, model)
     if weights is None and not hasattr(model, "torch_layouts"):
         note = "weight gradients are not compared: `weights` does not say which is which"
         notes = [note] if known.parameters else []
@@ -147,12 +136,39 @@ def _of_module(
     return problem, faults, []
 
 
+def _of_named(
+    start: Start, known: Known, model: nnx.Module
+) -> tuple[Problem, list[str], list[str]]:
+    """A module with the weights that it has, beside a JAX model's of the same names."""
+    ours, _ = own_weights(model)
+    start = partial(start, build=lambda _, dtype: weights_in(model, dtype))
+    if any(key not in ours or ours[key].shape != known.arrays[key].shape for key in known.arrays):
+        note = "weight gradients are not compared: the two models' weights have other names"
+        return start(to_torch=None), [], [note]
+    table = named_table(ours)
+    errors = relative_errors(
+        all_in_dtype({key: ours[key] for key in known.arrays}, "float64"),
+        all_in_dtype(known.arrays, "float64"),
+    )
+    others = [key for key, error in errors.items() if error]
+    notes = []
+    if others:
+        most = max(others, key=lambda key: errors[key])
+        notes = [
+            f"{len(others)} of {len(errors)} weights differ, {most} by {errors[most]:.1e}: give "
+            "`weights` to compare with the reference's"
+        ]
+    gradient_to_torch = partial(gradients_by_table, table, ours)
+    to_torch_named = partial(to_torch, layout=table)
+    return start(to_torch=to_torch_named, gradient_to_torch=gradient_to_torch), [], notes
+
+
 def _of_loader(
     start: Start, known: Known, model: Callable[..., Any], loader: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A function with a loader: JAX differentiates through it, if it can be traced."""
     owners = known.owners
-    reads = _Reads(all_in_dtype(known.arrays, "float32"))
+    reads = Reads(all_in_dtype(known.arrays, "float32"))
     loaded = loader(reads)
     if loaded is not reads:
         checked_loaded(loaded)
@@ -206,79 +222,9 @@ def _shows(known: Known, key: str) -> bool:
     return key not in known.parameters and not is_trivial(known.arrays[key])
 
 
-def is_trivial(value: np.ndarray) -> bool:
-    """Is it all zeros, or all ones?"""
-    return bool((value == 0).all() or (value == 1).all())
-
-
-def evaluating(weights: Any) -> Any:
-    """The same, of an `nnx.Module` for evaluation: without dropout, norms on their statistics."""
-    if not isinstance(weights, nnx.Module):
-        return weights
-    return nnx.view(weights, deterministic=True, use_running_average=True, raise_if_not_found=False)
-
-
-def checked_loaded(weights: Any) -> Any:
-    """What a loader returns: an `nnx.Module`, or a tree with arrays.
-
-    Raises:
-        TypeError: there is no array.
-
-    """
-    if isinstance(weights, nnx.Module):
-        return weights
-
-    def array(leaf: Any) -> Any:
-        if isinstance(leaf, list):
-            return np.asarray(leaf)
-        return as_numpy(leaf) if hasattr(leaf, "detach") else leaf
-
-    weights = jax.tree.map(array, weights, is_leaf=is_list_of_numbers)
-    if not any(hasattr(leaf, "dtype") or type(leaf) is float for leaf in jax.tree.leaves(weights)):
-        checked_arrays("weights(state_dict)", weights)
-    return weights
-
-
-class _Reads(Mapping[str, np.ndarray]):
-    """A state_dict that knows which of its arrays have been read."""
-
-    def __init__(self, arrays: dict[str, np.ndarray]):
-        self.arrays, self.unread = arrays, dict.fromkeys(arrays)
-
-    def __getitem__(self, key: str) -> np.ndarray:
-        if key not in self.arrays:
-            raise KeyError(f"weights: the twin has no {key}, it has {', '.join(self.arrays)}")
-        self.unread.pop(key, None)
-        return self.arrays[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-
 def _floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Those that a table names: integers, such as BatchNorm's counter, are no weights."""
     return {key: array for key, array in arrays.items() if is_floating(array)}
-
-
-def weights_in(weights: Any, dtype: str) -> Any:
-    """A copy of the weights, their floating arrays in a dtype; of a module, for evaluation."""
-    graphdef = None
-    if isinstance(weights, nnx.Module):
-        graphdef, weights = nnx.split(weights)
-    weights = jax.tree.map(
-        lambda a: jnp.array(in_dtype(jnp.asarray(a), dtype)) if is_number(a) else a, weights
-    )
-    if graphdef is None:
-        return weights
-    return evaluating(nnx.merge(graphdef, weights, copy=True))
-
-
-def is_number(leaf: Any) -> bool:
-    """Is it an array of real or complex numbers, or a float of Python's?"""
-    return is_floating(leaf) or type(leaf) is float
 
 
 def refuse_other_weights(problem: Problem) -> None:

@@ -21,6 +21,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 COMPLEX = {"float64": "complex128", "float32": "complex64", "bfloat16": "complex64"}
 """The dtype of complex numbers in a comparison; there are none of bfloat16."""
 PLATFORMS = ("cpu", "gpu", "tpu")
+PRECISIONS = ("highest", "high", "default")
 Arrays = dict[str, np.ndarray]
 
 
@@ -119,6 +120,18 @@ def checked_platform(platform: str) -> str:
     if platform not in here:
         raise ValueError(f"platform: this machine has no {platform}, only {', '.join(here)}")
     return platform
+
+
+def checked_precision(precision: str) -> str:
+    """A precision of matrix products.
+
+    Raises:
+        ValueError: it is none.
+
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+    return precision
 
 
 def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from parity_tests.engine.known import Known, is_trivial
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array
-from parity_tests.engine.port import Known, called, is_trivial
+from parity_tests.engine.port import called
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.progress import progress
 from parity_tests.engine.reference import Place, Reference, Said
@@ -34,13 +35,13 @@ def record(
     seed: int = 0,
     logits: str | bool = False,
 ) -> None:
-    """Run the torch side alone, and write what `compare(path, model)` needs of it.
+    """Run one side alone, and write what `compare(path, model)` needs of it.
 
-    The file has the weights, the inputs, results and gradients in float64, and how far torch errs
-    in each dtype. It is there whole or not at all. Where it is compared, torch is not needed.
+    The file has the weights, the inputs, results and gradients in float64, and how far the side
+    errs in each dtype. It is there whole or not at all. Where it is compared, torch is not needed.
 
     Args:
-        twin: what is recorded, as in `compare`.
+        twin: a torch module, a `torch.jit.ScriptModule`, or a JAX model, as in `compare`.
         inputs: as in `compare`; flags and arrays, in tuples, lists and dicts.
         path: the file to write, a `.safetensors`.
         call_twin: how it is called; by default `twin(*inputs)`.
@@ -67,8 +68,10 @@ def record(
             raise ValueError(f"twin: {reference.faults[0]}")
         facts = _facts(problem, reference, source.known)
         buffers = frozenset(source.known.owners) - {*source.known.parameters}
-        all_moved = source.reference(dataclasses.replace(problem, constants=buffers), say)
-        facts["constants"] = [_of_constants(each) for each in (reference, all_moved)]
+        moving = reference
+        if buffers and not source.known.is_jax:
+            moving = source.reference(dataclasses.replace(problem, constants=buffers), say)
+        facts["constants"] = [_of_constants(each) for each in (reference, moving)]
     facts |= {"inputs": structure, "has_kwargs": asked.has_kwargs}
     owned = {k: a for k, a in source.known.arrays.items() if source.known.owners.get(k, k) == k}
     results = {
@@ -96,6 +99,7 @@ def _facts(problem: Problem, reference: Reference, known: Known) -> dict[str, An
         "sides": reference.sides,
         "keys": [*known.arrays],
         "owners": known.owners,
+        "is_jax": known.is_jax,
         "parameters": [*known.parameters],
         "idle": [*idle_keys(problem, known, oracle)],
         "names": {group: [*named] for group, named in oracle.items()},
@@ -197,18 +201,6 @@ class RecordSource(Source):
     facts: Mapping[str, Any]
     inputs: tuple[Any, ...]
 
-    def check_runs(self) -> None:
-        """Refuse what needs the torch module itself.
-
-        Raises:
-            ValueError: always.
-
-        """
-        raise ValueError(
-            "locate, names, edge_inputs: a record has no calls of submodules and no other inputs: "
-            "compare with the torch module itself"
-        )
-
     def settled(self, asked: Asked) -> Asked:
         """The record's inputs, dtypes and seed, if no others are asked for."""
         recorded, seed = self.facts["dtypes"], self.facts["seed"]
@@ -259,7 +251,11 @@ def source_of(path: str | os.PathLike[str]) -> RecordSource:
     )
     idle = {*facts["idle"]}
     known = Known(
-        weights, owners, facts["parameters"], lambda problem, key: owners[key] not in idle
+        weights,
+        owners,
+        facts["parameters"],
+        matters=lambda problem, key: owners[key] not in idle,
+        is_jax=facts["is_jax"],
     )
     inputs = unpacked(facts["inputs"], [arrays[name] for name in given])
     return RecordSource(

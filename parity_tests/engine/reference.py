@@ -36,8 +36,8 @@ class Said:
     logits: LogitsError | None = None
 
 
-def said(results: Results, oracle: Results, dtype: str, logits: Place | None) -> Said:
-    """What these results say; `logits` is their place."""
+def said(results: Results, oracle: Results, side: str, logits: Place | None) -> Said:
+    """What these results say; `logits` is their place, `side` what they are called."""
     error = None
     if logits is not None:
         group, name = logits
@@ -45,7 +45,7 @@ def said(results: Results, oracle: Results, dtype: str, logits: Place | None) ->
     return Said(
         errors_of(results, oracle),
         dtypes_of(results),
-        tuple(overflows(oracle, results, dtype)),
+        tuple(overflows(oracle, results, side)),
         error,
     )
 

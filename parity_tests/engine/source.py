@@ -7,7 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from parity_tests.engine.port import Known, Start, called
+from flax import nnx
+
+from parity_tests.engine.frameworks import adapted
+from parity_tests.engine.known import Known
+from parity_tests.engine.port import Start, called, kind_of
 from parity_tests.engine.problem import (
     DTYPES,
     Problem,
@@ -15,6 +19,7 @@ from parity_tests.engine.problem import (
     checked_arrays,
     checked_dtypes,
     checked_int,
+    is_torch_module,
 )
 from parity_tests.engine.progress import Say
 from parity_tests.engine.reference import Reference
@@ -46,9 +51,6 @@ class Source:
     """What the problem gets as its twin."""
     known: Known
     reference: Opener
-
-    def check_runs(self) -> None:
-        """Refuse what runs the reference anew, if it cannot be run."""
 
     def settled(self, asked: Asked) -> Asked:
         """What is asked for, where the reference has something to say of it."""
@@ -96,12 +98,27 @@ def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def opened(twin: Any) -> Iterator[Source]:
-    """The source that a user names: a torch module, or the path of a record."""
+    """The source that a user names: a torch module, the path of a record, or a JAX model."""
     if isinstance(twin, str | os.PathLike):
         from parity_tests.engine.record import source_of
 
         yield source_of(twin)
         return
+    is_class = isinstance(twin, type)
+    if (
+        isinstance(twin, nnx.Module)
+        or adapted(twin) is not None
+        or (callable(twin) and not is_class and not is_torch_module(twin))
+    ):
+        from parity_tests.engine.jax_reference import source_of
+
+        yield source_of(twin)
+        return
+    if not is_torch_module(twin):
+        raise TypeError(
+            "twin: expected a torch.nn.Module, a JAX model or the path of a record, got "
+            f"{kind_of(twin)}"
+        )
     from parity_tests.engine.torch_port import checked_twin, weights_known
     from parity_tests.engine.torch_reference import TorchReference
     from parity_tests.engine.torch_side import one_thread

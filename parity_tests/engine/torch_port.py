@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from parity_tests.engine.port import Known, kind_of, port
+from parity_tests.engine.known import Known
+from parity_tests.engine.port import kind_of, port
 from parity_tests.engine.problem import Problem, arrays_of
 from parity_tests.engine.torch_module import converted
 from parity_tests.engine.torch_side import changes_result

@@ -48,7 +48,7 @@ class TorchReference(Reference):
         self.oracle, self._mode = run_oracle(problem)
         self.cast_to = sorted(self._mode.cast_to)
         self.faults = [
-            *not_a_number(self.oracle, "float64"),
+            *not_a_number(self.oracle, "float64 torch"),
             *random_results(problem, self.oracle, self._mode),
         ]
         self.notes = [*self._notes()]
@@ -66,7 +66,7 @@ class TorchReference(Reference):
         self._say(f"torch in {dtype}")
         logits = logits_array(self.problem.logits, self.oracle) if self.problem.logits else None
         results = self.oracle if dtype == "float64" else run_torch(self.problem, dtype)
-        found = said(results, self.oracle, dtype, logits)
+        found = said(results, self.oracle, f"{dtype} torch", logits)
         if dtype == "float64" and self.cast_to:
             found = dataclasses.replace(found, dtypes=result_dtypes(self.problem, dtype))
         return found

@@ -18,8 +18,8 @@ from jax_models.ops.checks import checked_bool, described
 from jax_models.weights.transfer import as_numpy
 from jax_models.weights.trees import is_floating
 from parity_tests.engine.correspondence import ByLoader, ByTable
+from parity_tests.engine.loaded import weights_in
 from parity_tests.engine.masks import MasksDifferError
-from parity_tests.engine.port import weights_in
 from parity_tests.engine.problem import (
     Arrays,
     Problem,

@@ -293,8 +293,8 @@ X = np.random.default_rng(0).standard_normal((2, 5, 4))
         ((), {"dtypes": "bfloat16"}, "dtypes: the record has float64, float32, got"),
         ((), {"call_twin": lambda twin, x: twin(x)}, "call_twin: a record has the results"),
         ((), {"logits": True}, "logits: the record has none, got y"),
-        ((), {"locate": True}, "locate, names, edge_inputs: a record has no"),
-        ((), {"edge_inputs": True}, "locate, names, edge_inputs: a record has no"),
+        ((), {"locate": True}, "locate, names, edge_inputs: expected a torch"),
+        ((), {"edge_inputs": True}, "locate, names, edge_inputs: expected a torch"),
     ],
 )
 def test_what_a_record_cannot_do_is_refused(inputs, options, message, whole_file):
