@@ -23,9 +23,9 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.report.store import versions
-from parity_tests.engine.measure import measure
+from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.problem import DTYPES, Problem, in_every_dtype
-from parity_tests.engine.run import JaxSide
+from parity_tests.engine.torch_reference import measure_twin
 from parity_tests.registry import CASES, MUTATIONS, Case, Mutation
 
 matplotlib.use("Agg")
@@ -92,7 +92,7 @@ def shares(architecture: str, count: int) -> Shares:
     for turn, (case, time) in enumerate(turns):
         jax_side = JaxSide(case.problem())
         for one in configurations(case, time, iter(range(turn, count, len(turns)))):
-            report = measure(one, DTYPES, jax_side=jax_side)
+            report = measure_twin(one, DTYPES, jax_side=jax_side)
             result.configurations += 1
             name = f"{case.name}, seed {one.seed}"
             overflows = [fault for fault in report.faults if "torch side are not finite" in fault]
@@ -134,7 +134,7 @@ def fault_shares() -> dict[str, float]:
 def fault_share(mutation: Mutation) -> float:
     """The largest share of the groups, in the dtype in which it is smallest."""
     with mutation.plant():
-        report = measure(CASES[mutation.case].problem(), mutation.dtypes)
+        report = measure_twin(CASES[mutation.case].problem(), mutation.dtypes)
     return min(max(error.share for error in groups.values()) for groups in report.errors.values())
 
 

@@ -1,8 +1,8 @@
 """Proof that JAX models equal their PyTorch twins.
 
 `python -m parity_tests` is the report on this package's; `compare`, `assert_parity` and
-`compare_training` take any, and `draft_table` drafts which weights are the same,
-and `tap` names a function's values.
+`compare_training` take any. `record` writes a torch side to a file for where torch is not
+installed, `draft_table` drafts which weights are the same, and `tap` names a function's values.
 Names are imported when they are first used: pytest loads `parity_tests.plugin` wherever this
 package is installed.
 """
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from parity_tests.engine.draft import draft_table
     from parity_tests.engine.locate import tap
     from parity_tests.engine.pair import Pair
+    from parity_tests.engine.record import record
     from parity_tests.engine.report import Report
     from parity_tests.engine.training import TrainingReport, compare_training
     from parity_tests.report.own import save
@@ -27,6 +28,7 @@ __all__ = [
     "compare",
     "compare_training",
     "draft_table",
+    "record",
     "save",
     "tap",
 ]
@@ -34,6 +36,7 @@ ROOMS = {
     "engine.compare": ("assert_parity", "compare"),
     "engine.draft": ("draft_table",),
     "engine.locate": ("tap",),
+    "engine.record": ("record",),
     "engine.report": ("Report",),
     "engine.pair": ("Pair",),
     "engine.training": ("TrainingReport", "compare_training"),

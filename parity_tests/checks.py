@@ -21,8 +21,8 @@ from jax_models import (
     state_batch_axes,
     to_torch,
 )
-from parity_tests.engine.measure import measure
 from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.torch_reference import measure_twin
 from parity_tests.registry import BATCH, CASES, TIME, Case, Mutation
 
 CHECKS: dict[str, Callable[["Subject"], None]] = {}
@@ -381,7 +381,7 @@ def is_caught(mutation: Mutation) -> bool:
     case = CASES[mutation.case]
     with mutation.plant(), jax.default_device(jax.devices("cpu")[0]):
         if mutation.check is None:
-            report = measure(case.problem(), mutation.dtypes)
+            report = measure_twin(case.problem(), mutation.dtypes)
             return {dtype for dtype, _, _ in report.failures} == {*mutation.dtypes}
         try:
             CHECKS[mutation.check](Subject(case))

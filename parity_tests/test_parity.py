@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from parity_tests.checks import CHECKS, Subject
-from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import available_platforms
 from parity_tests.engine.report import Report
+from parity_tests.engine.torch_reference import measure_twin
 from parity_tests.registry import CASES, TIME
 
 
@@ -38,20 +38,20 @@ def platform_here(name) -> str:
 @rows(CASES)
 def test_agrees_with_twin(name):
     dtypes = ("float64", "float32")
-    assert_within_bounds(measure(CASES[name].problem(), dtypes, platform_here(name)))
+    assert_within_bounds(measure_twin(CASES[name].problem(), dtypes, platform_here(name)))
 
 
 @pytest.mark.optimized
 @rows(CASES)
 def test_agrees_with_twin_as_compiled_for_users(name):
-    assert_within_bounds(measure(CASES[name].problem(), platform=platform_here(name)))
+    assert_within_bounds(measure_twin(CASES[name].problem(), platform=platform_here(name)))
 
 
 @rows(name for name, case in CASES.items() if case.packs)
 def test_agrees_with_twin_on_rows_of_several_lengths(name):
     lengths = np.array([3, TIME, 1])
     padded = CASES[name].problem(given_state=False, lengths=lengths)
-    assert_within_bounds(measure(padded, CASES[name].dtypes[:1], platform_here(name)))
+    assert_within_bounds(measure_twin(padded, CASES[name].dtypes[:1], platform_here(name)))
 
 
 OF_ALL = (

@@ -4,7 +4,21 @@ import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file that is there under its own name once all of it is written."""
+    path = path.resolve()
+    partial = _partial(path)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -13,13 +27,8 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    partial = _partial(path)
-    try:
+    with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def check_writable(path: Path) -> None:

@@ -62,7 +62,7 @@ def from_torch(
     foreign_format = getattr(layer, "foreign_format", None)
     if foreign_format is not None and (foreign := foreign_format(state_dict)):
         raise ValueError(f"state_dict: {foreign}")
-    params = _params(layer)
+    params = params_of(layer)
     name, table = weight_table(layer, layout, state_dict)
 
     placeholders = {path: _placeholder(param.get_value()) for path, param in params.items()}
@@ -119,7 +119,7 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
         ValueError: this layer has no such layout, or its parameters have no values.
 
     """
-    params = {path: param.get_value() for path, param in _params(layer).items()}
+    params = {path: param.get_value() for path, param in params_of(layer).items()}
     if any(isinstance(value, jax.ShapeDtypeStruct | Tracer) for value in params.values()):
         raise ValueError(
             "layer: its parameters have no values, as under nnx.eval_shape or jax.jit: "
@@ -160,7 +160,7 @@ def weight_table(
             )
         layouts = {layout: layouts[layout]}
     for name, table in layouts.items():
-        check_rows(table, _params(layer), type(layer).__name__, f"layout {name!r}")
+        check_rows(table, params_of(layer), type(layer).__name__, f"layout {name!r}")
     name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer)
     return name, layouts[name]
 
@@ -281,7 +281,8 @@ def _misfit(param: nnx.Variable, value: np.ndarray) -> str | None:
     return f"{count} of {value.size} values outside [{low:g}, {high:g}]" if count else None
 
 
-def _params(layer) -> dict[str, nnx.Variable]:
+def params_of(layer) -> dict[str, nnx.Variable]:
+    """What a weight table names: parameters, statistics and constants, by path."""
     if not isinstance(layer, nnx.Module):
         name = f"the class {layer.__name__}" if isinstance(layer, type) else type(layer).__name__
         raise TypeError(f"layer: expected an nnx.Module, got {name}")

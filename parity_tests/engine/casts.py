@@ -180,6 +180,13 @@ def is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
+def called_body(equation: Any) -> Any:
+    """The body that an operation only runs; None if it is another."""
+    if equation.primitive.name not in CALLS:
+        return None
+    return next((equation.params[key] for key in BODIES if key in equation.params), None)
+
+
 class Lift:
     """Evaluates a computation with its numbers of some dtypes in others.
 
@@ -246,8 +253,8 @@ class Lift:
             str(getattr(v.aval, "dtype", None)) in self._dtypes
             for v in (*equation.invars, *equation.outvars)
         )
-        if name in CALLS and (key := next((key for key in BODIES if key in params), None)):
-            return self._body(params[key])(*operands)
+        if (body := called_body(equation)) is not None:
+            return self._body(body)(*operands)
         if name == "scan":
             return self._scan(params, operands)
         if name == "while":
@@ -331,7 +338,11 @@ class Lift:
 
 
 def rewritten(
-    function: Callable[..., Any], dtypes: Mapping[str, str], found: Found, moves: Sequence[Any] = ()
+    function: Callable[..., Any],
+    dtypes: Mapping[str, str],
+    found: Found,
+    moves: Sequence[Any] = (),
+    evaluator: Callable[..., Lift] = Lift,
 ) -> Callable[..., Any]:
     """The function with its numbers of some dtypes in others; tells what it found on the way."""
 
@@ -339,7 +350,7 @@ def rewritten(
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         look_into(closed, found)
         leaves = jax.tree.leaves(args)
-        results = Lift(closed, dtypes, found, moves).evaluate(leaves)
+        results = evaluator(closed, dtypes, found, moves).evaluate(leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run

@@ -1,48 +1,55 @@
 """Compare any torch module with any JAX port of it."""
 
-import contextlib
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
-import torch
 from flax import nnx
-from rich.console import Console
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
-from parity_tests.engine.edges import measure_edges
 from parity_tests.engine.frameworks import adapted
+from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.listeners import tell
-from parity_tests.engine.locate import Location, checked_names, find_departure, where_it_raises
+from parity_tests.engine.locate.location import Location
+from parity_tests.engine.logits import checked_logits
 from parity_tests.engine.measure import measure
 from parity_tests.engine.port import called, port, refuse_other_weights
 from parity_tests.engine.problem import (
     Problem,
     check_functions,
-    checked_arrays,
-    checked_dtypes,
-    checked_int,
     checked_platform,
+    checked_precision,
+    is_torch_module,
 )
+from parity_tests.engine.progress import progress
 from parity_tests.engine.report import Report
-from parity_tests.engine.run import JaxSide
+from parity_tests.engine.source import asked_for, opened, with_kwargs
 
+if TYPE_CHECKING:
+    import torch
+
+JaxModel = nnx.Module | Callable[..., Any] | tuple[Any, Any]
+"""Of another framework, too; with its weights as a pair."""
 Loader = Callable[[Mapping[str, Any]], Any]
 """Makes the JAX side's weights, an `nnx.Module` or any tree of arrays, of a state_dict."""
 
 
 def compare(
-    twin: torch.nn.Module,
-    model: nnx.Module | Callable[..., Any],
+    twin: torch.nn.Module | JaxModel | str | os.PathLike[str],
+    model: JaxModel,
     *inputs: Any,
     weights: Table | Loader | str | None = None,
     call: Callable[..., Any] | None = None,
     call_twin: Callable[..., Any] | None = None,
-    dtypes: Iterable[str] = ("float64", "float32"),
+    dtypes: Iterable[str] | None = None,
     platform: str = "cpu",
-    seed: int = 0,
+    precision: str = "highest",
+    seed: int | None = None,
     locate: bool = False,
     names: Mapping[str, str] | None = None,
     logits: str | bool = False,
@@ -56,28 +63,33 @@ def compare(
     elsewhere by 4 times what torch errs, or by what its conditioning explains (`docs/bound.md`).
 
     Args:
-        twin: the torch module, with its weights. Random biases show more than zero ones.
+        twin: the torch module, with its weights; the path of a file that `record` wrote: then
+            inputs, dtypes and seed are the record's; or another JAX model, which runs on the CPU.
+            Random biases show more than zero ones.
         model: an `nnx.Module`; a function of weights and inputs (then `weights` is a loader); or a
-            model of Linen, Equinox, haiku or Keras, alone or as (model, weights).
+            model of Linen, Equinox, haiku or Keras, or a function, alone or as (model, weights).
         inputs: arrays, or trees of arrays, for both sides; floating ones are cast to each dtype.
             A bool, a number of Python's, a text or None is a flag, which both sides get as it is.
         weights: how the twin's weights become the model's: a weight table (`jax_models.weights`),
             the name of one of the model's own layouts, or a loader, a function of a `state_dict` of
             arrays that returns what the function `model` takes, or the weights of a model of
             another framework. By default the model's own layout; a model without `weights` must
-            have the twin's already, and its weight gradients are not compared.
+            have the twin's already, and its weight gradients are not compared. Beside a JAX model
+            it keeps its own, and gradients are compared by name.
         call: how the JAX side is called with the inputs; by default `model(*inputs)`, or
             `model(weights, *inputs)` if it is a function. Both calls return an array, or a tree of
             arrays, whose leaves belong together by name if both sides have names, else in order.
             Of a tuple, all but the first is state.
         call_twin: the same of the torch side; by default `twin(*inputs)`.
-        dtypes: those to compare in.
+        dtypes: those to compare in; by default float64 and float32, or all that a record has.
         platform: where JAX runs: "cpu", "gpu" or "tpu".
+        precision: of the model's matrix products: "highest", "high" or "default", as in
+            `jax.default_matmul_precision`.
         seed: of the cotangents.
         locate: say by submodule where a pair that fails first departs, forward or else backward.
             Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch submodules
             that have the same weights, name or place, and values with those that `tap` names; what
-            is left is looked for among all numbers that JAX computes.
+            is left is looked for among all numbers that JAX computes. A record has no submodules.
         names: the JAX path of a torch submodule, by name, where that does not tell.
         logits: True, or the name of an output as the report gives it (`y['logits']`): its last
             axis is the vocabulary, and the report has KL, |Δ log p| and agreements of it, too.
@@ -91,50 +103,46 @@ def compare(
         TypeError: a function without a loader, or a result that is no tree of arrays.
 
     """
-    dtypes, seed = checked_dtypes(dtypes), checked_int("seed", seed, 0)
     platform, locate = checked_platform(platform), checked_bool("locate", locate)
     checked_bool("edge_inputs", edge_inputs)
-    check_functions({}, {"call": call, "call_twin": call_twin})
-    inputs = checked_arrays("inputs", inputs, flags=True)
-    if kwargs:
-        inputs = (*inputs, checked_arrays("kwargs", dict(kwargs), flags=True))
-        call_twin = _with_kwargs(call_twin or called)
-        if isinstance(model, nnx.Module) or adapted(model) is not None:
-            call = _with_kwargs(call or called)
-        elif callable(model) and not isinstance(model, type):
-            model = _with_kwargs(model) if weights is not None else _all_kwargs(model)
-    with jax.enable_x64(True), one_torch_thread():
-        problem, faults, notes = port(
-            twin,
-            model,
-            weights,
-            call,
-            **({} if call_twin is None else {"call_twin": call_twin}),
-            inputs=inputs,
-            dtypes=dtypes,
-            seed=seed,
-            logits=checked_logits(logits),
-        )
-        names = checked_names(names, twin, model)
-        jax_side = JaxSide(problem, platform)
-        with progress() as say:
-            try:
-                report = measure(problem, problem.dtypes, platform, jax_side=jax_side, say=say)
-            except Exception as error:
-                where = where_it_raises(problem, problem.dtypes[0]) if locate else None
-                if where is not None:
-                    error.add_note(f"in JAX's {where or 'outermost module'}")
-                raise
-            if edge_inputs:
-                say("edge inputs")
-                of_edges, about_edges = measure_edges(problem, platform, jax_side)
-                faults, notes = [*faults, *of_edges], [*notes, *about_edges]
-            if weights is None and problem.to_torch is None and not report.passed:
-                refuse_other_weights(problem)
-            location = None
-            if locate and not report.passed:
-                say("where the two sides part")
-                location = _departure(problem, report, names)
+    check_functions({}, {"call": call})
+    checked_precision(precision)
+    if (locate or names or edge_inputs) and not is_torch_module(twin):
+        raise ValueError("locate, names, edge_inputs: expected a torch module as `twin`")
+    asked = asked_for(inputs, kwargs, dtypes, seed, call_twin)
+    with jax.enable_x64(True), opened(twin) as source, progress("comparing") as say:
+        asked = source.settled(asked)
+        if asked.has_kwargs:
+            if isinstance(model, nnx.Module) or adapted(model) is not None:
+                call = with_kwargs(call or called)
+            elif callable(model) and not isinstance(model, type):
+                model = with_kwargs(model) if weights is not None else _all_kwargs(model)
+        start = source.start(asked, checked_logits(logits))
+        problem, faults, notes = port(start, source.known, model, weights, call)
+        names = {} if names is None else _checked_names(names, twin, model)
+        jax_side = JaxSide(problem, platform, precision=precision)
+        try:
+            reference = source.reference(problem, say)
+            report = measure(
+                problem, reference, problem.dtypes, platform, jax_side=jax_side, say=say
+            )
+        except Exception as error:
+            if locate:
+                _note_where(error, problem)
+            raise
+        if edge_inputs:
+            from parity_tests.engine.edges import measure_edges
+
+            say("edge inputs")
+            of_edges, about_edges = measure_edges(problem, platform, jax_side)
+            faults, notes = [*faults, *of_edges], [*notes, *about_edges]
+        has_others = weights is None and problem.to_torch is None and not source.known.is_jax
+        if has_others and not report.passed:
+            refuse_other_weights(problem)
+        location = None
+        if locate and not report.passed:
+            say("where the two sides part")
+            location = _departure(problem, report, names)
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
@@ -142,59 +150,41 @@ def compare(
     return report
 
 
+def _checked_names(names: Any, twin: Any, model: Any) -> Mapping[str, str]:
+    from parity_tests.engine.locate.find import checked_names
+
+    return checked_names(names, twin, model)
+
+
+def _note_where(error: Exception, problem: Problem) -> None:
+    """Add to an error the JAX module that raised it."""
+    from parity_tests.engine.locate.find import where_it_raises
+
+    where = where_it_raises(problem, problem.dtypes[0])
+    if where is not None:
+        error.add_note(f"in JAX's {where or 'outermost module'}")
+
+
 def _departure(problem: Problem, report: Report, names: Mapping[str, str]) -> Location:
     """Where a pair first departs, in the dtype of its first failure."""
+    from parity_tests.engine.locate.find import find_departure
+
     dtype, _, error = next(report.failures, (problem.dtypes[0], "", None))
     bound = error.bound if error is not None and dtype == "float64" else 0.0
     return find_departure(problem, dtype, names, bound)
-
-
-def _with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The last input has the arguments by name."""
-    return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
 
 
 def _all_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs: function(*inputs[:-1], **inputs[-1])
 
 
-@contextlib.contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """JAX has the other cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:
+    """Assert that `compare(…)` passes; the message has what fails, and where it begins.
 
-
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal's stderr that says what runs."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("comparing") as status:
-        yield lambda text: status.update(f"comparing: {text}")
-
-
-def assert_parity(*args: Any, locate: bool = True, **kwargs: Any) -> None:
-    """Assert that `compare(…)` passes; the message has what fails, and where it begins."""
+    Where `locate` is not given, it is on if the twin is a torch module.
+    """
     __tracebackhide__ = True
-    report = compare(*args, locate=locate, **kwargs)
+    locate = is_torch_module(twin) if locate is None else locate
+    report = compare(twin, *args, locate=locate, **kwargs)
     if not report.passed:
         raise AssertionError(f"the two sides differ\n{report.short}")
-
-
-def checked_logits(logits: str | bool) -> str | bool:
-    """`logits`, of the right type.
-
-    Raises:
-        TypeError: it is another.
-
-    """
-    if not isinstance(logits, str | bool):
-        raise TypeError(f"logits: expected True, False or a name, got {logits!r}")
-    return logits

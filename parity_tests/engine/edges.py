@@ -9,9 +9,11 @@ import jax
 import numpy as np
 import torch
 
-from parity_tests.engine.measure import measure
-from parity_tests.engine.problem import Problem, is_flag, twin_in
-from parity_tests.engine.run import JaxSide, run_oracle
+from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.problem import Problem, is_flag
+from parity_tests.engine.torch_module import twin_in
+from parity_tests.engine.torch_reference import measure_twin
+from parity_tests.engine.torch_side import run_oracle
 
 LARGE = 1024.0
 """Beyond what exp can take of usual inputs, in float64 too."""
@@ -121,7 +123,7 @@ def measure_edges(
     faults, compared, told = [], [], []
     for name, edge in edge_problems(problem):
         try:
-            report = measure(edge, ["float64"], platform, jax_side=jax_side)
+            report = measure_twin(edge, ["float64"], platform, jax_side=jax_side)
         except Exception as error:  # a module may refuse such inputs
             told.append(f"edge inputs, {name}: not compared, {type(error).__name__}")
             continue

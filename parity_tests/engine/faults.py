@@ -1,6 +1,5 @@
 """What no error can say: faults in kind, and notes on what was not compared."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,64 +7,48 @@ import jax.numpy as jnp
 import numpy as np
 
 from parity_tests.engine.casts import Found, is_library
-from parity_tests.engine.problem import COMPLEX, Problem
-from parity_tests.engine.rounding import InFloat64
-from parity_tests.engine.run import GROUPS, JaxSide, Results, only_floating, run_oracle
+from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.problem import COMPLEX
+from parity_tests.engine.results import GROUPS, Results, only_floating
 
 
-def not_a_number(results: Results, dtype: str) -> list[str]:
-    """NaN on the torch side."""
+def not_a_number(results: Results, side: str) -> list[str]:
+    """NaN on the side of the reference."""
     return [
-        f"{group}, {name}: {count} of {array.size} numbers of the {dtype} torch side are not finite"
+        f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
         for group, named in results.items()
         for name, array in named.items()
         if (count := np.count_nonzero(np.isnan(array)))
     ]
 
 
-def overflows(oracle: Results, theirs: Results, dtype: str) -> list[str]:
-    """Numbers of the torch side that are finite in float64 and not in the dtype."""
+def overflows(oracle: Results, theirs: Results, side: str) -> list[str]:
+    """Numbers of the reference's side that are finite in float64 and not in less."""
     return [
-        f"{group}, {name}: {count} of {array.size} numbers of the {dtype} torch side are not finite"
+        f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
         for group, named in theirs.items()
         for name, array in named.items()
         if (count := np.count_nonzero(~np.isfinite(array) & np.isfinite(oracle[group][name])))
     ]
 
 
-def random_results(problem: Problem, oracle: Results, mode: InFloat64) -> list[str]:
-    """Does the torch side give something else with other random numbers?"""
-    if not mode.draws:
-        return []
-    again, _ = run_oracle(dataclasses.replace(problem, seed=problem.seed + 1))
-    if all(
-        np.array_equal(array, again[group][name], equal_nan=True)
-        for group in GROUPS[:2]
-        for name, array in oracle.get(group, {}).items()
-    ):
-        return []
-    return [
-        f"torch: the results are random, by {', '.join(sorted(mode.draws))}: compare without, or "
-        "give both sides the same random numbers"
-    ]
-
-
-def mismatches(oracle: Results, ours: Results) -> list[str]:
-    """What is wrong in kind with our results."""
+def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[str]:
+    """What is wrong in kind with our results; `sides` are what theirs and ours are called."""
+    theirs, us = sides
     faults = []
     if not any(like.size for like in oracle.get("outputs", {}).values()):
         faults.append("outputs: all of them are empty, there is nothing to compare")
     for group in GROUPS[:2]:
         expected, actual = oracle.get(group, {}), ours.get(group, {})
         if expected.keys() != actual.keys():
-            faults.append(f"{group}: torch returns {[*expected]}, JAX {[*actual]}")
+            faults.append(f"{group}: {theirs} returns {[*expected]}, {us} {[*actual]}")
             continue
         for name, like in expected.items():
             array = actual[name]
             if array.shape != like.shape:
-                fault = f"shape {like.shape} in torch, {array.shape} in JAX"
+                fault = f"shape {like.shape} in {theirs}, {array.shape} in {us}"
             elif kind(array) != kind(like):
-                fault = f"{like.dtype} in torch, {array.dtype} in JAX"
+                fault = f"{like.dtype} in {theirs}, {array.dtype} in {us}"
             elif not only_floating({"": like}) and (count := np.count_nonzero(array != like)):
                 fault = f"{count} of {array.size} {like.dtype} differ"
             else:
@@ -80,8 +63,10 @@ def kind(array: np.ndarray) -> str:
     return next((k for k, t in kinds.items() if jnp.issubdtype(array.dtype, t)), "integer")
 
 
-def other_dtypes(theirs: Mapping[Any, Any], found: Found, dtype: str) -> list[str]:
-    """Results in another dtype than was asked for, if torch's have not the same.
+def other_dtypes(
+    theirs: Mapping[Any, Any], found: Found, dtype: str, sides: tuple[str, str]
+) -> list[str]:
+    """Results in another dtype than was asked for, if the reference's have not the same.
 
     In float64 a layer of a framework may have another, as `nnx.Embed` has: nobody asked it. A final
     state may be carried in more.
@@ -90,7 +75,7 @@ def other_dtypes(theirs: Mapping[Any, Any], found: Found, dtype: str) -> list[st
     if dtype == "float64" and found.casts and all(map(is_library, found.casts)):
         return []
     return [
-        f"{group}, {name}: JAX computes in {actual} where {dtype} was asked for"
+        f"{group}, {name}: {sides[1]} computes in {actual} where {dtype} was asked for"
         for (group, name), actual in found.dtypes.items()
         if jnp.issubdtype(actual, jnp.inexact)
         and str(actual) not in asked
@@ -99,31 +84,25 @@ def other_dtypes(theirs: Mapping[Any, Any], found: Found, dtype: str) -> list[st
     ]
 
 
-def notes_on(oracle: Results, mode: InFloat64, jax_side: JaxSide) -> Iterator[str]:
+def notes_on(jax_side: JaxSide, sides: tuple[str, str]) -> Iterator[str]:
     """What float64 ran without, what stays in less, and what was not compared."""
-    if mode.casts:
-        yield (
-            f"torch casts to less than float64, {mode.casts} times: float64 is compared without "
-            "these casts"
-        )
+    theirs, us = sides
     found = jax_side.found.get("float64")
     if found is not None and found.casts:
         yield (
-            f"JAX casts to less than float64: float64 is compared without these casts: "
+            f"{us} casts to less than float64: float64 is compared without these casts: "
             f"{'; '.join(found.casts)}"
         )
     if found is not None and found.stays:
         yield (
-            "JAX computes in less than float64 whatever it is given, so that a fault below that "
+            f"{us} computes in less than float64 whatever it is given, so that a fault below that "
             f"rounding cannot be told: {'; '.join(dict.fromkeys(found.stays))}"
         )
     draws = dict.fromkeys(place for each in jax_side.found.values() for place in each.draws)
-    if draws:
+    if draws and theirs == "torch":
         yield f"JAX draws random numbers, which are not torch's: {'; '.join(draws)}"
     if any(each.padding for each in jax_side.found.values()):
         yield (
             "torch drops the gradient of an embedding's padding_idx and JAX does not: these rows "
             "are not compared"
         )
-    if "input gradient" not in oracle:
-        yield "gradients are not compared: no output of the torch side has one"

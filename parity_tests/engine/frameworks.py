@@ -8,11 +8,14 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from parity_tests.engine.problem import is_torch_module
 
 Call = Callable[..., Any]
 
@@ -72,7 +75,10 @@ def words(path: Any) -> str:
 
 
 def adapted(model: Any) -> Foreign | None:
-    """The model if it is of another framework than NNX, or a pair of such a model and weights."""
+    """The model if it is of another framework than NNX, or a pair of such a model and weights.
+
+    A function of weights and inputs, beside weights, is such a pair, too.
+    """
     if isinstance(model, nnx.Module | type):
         return None
     parts = model if type(model) is tuple and len(model) == 2 else (model, None)
@@ -81,7 +87,12 @@ def adapted(model: Any) -> Foreign | None:
         foreign = None if module is None else adapter(module, *parts)
         if foreign is not None:
             return foreign
-    return None
+    function: Any
+    function, weights = parts
+    is_function = callable(function) and not isinstance(function, type | nnx.Module)
+    if weights is None or not is_function or is_torch_module(function):
+        return None
+    return Foreign(weights, lambda call, weights, inputs: call(partial(function, weights), *inputs))
 
 
 def _linen(linen: Any, model: Any, variables: Any) -> Foreign | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from parity_tests.engine.run import GROUPS, Results, only_floating
+from parity_tests.engine.results import GROUPS, Results, only_floating
 
 TOP = 5
 BLOCK = 2**22
@@ -30,6 +30,18 @@ class LogitsError:
     """The share of the tokens whose likeliest one is also q's."""
     top_k: float
     """The share of the `TOP` likeliest ones that are also among q's."""
+
+
+def checked_logits(logits: str | bool) -> str | bool:
+    """`logits`, of the right type.
+
+    Raises:
+        TypeError: it is another.
+
+    """
+    if not isinstance(logits, str | bool):
+        raise TypeError(f"logits: expected True, False or a name, got {logits!r}")
+    return logits
 
 
 def logits_array(logits: str | bool, results: Results) -> tuple[str, str]:

@@ -1,12 +1,13 @@
 """A pair, compared when it is asked for."""
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from parity_tests.engine.compare import compare
 from parity_tests.engine.report import Report
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Pair:
@@ -17,7 +18,7 @@ class Pair:
     """
 
     def __init__(
-        self, twin: torch.nn.Module, model: Callable[..., Any], *inputs: Any, **options: Any
+        self, twin: "torch.nn.Module", model: Callable[..., Any], *inputs: Any, **options: Any
     ) -> None:
         self.twin, self.model, self.inputs, self.options = twin, model, inputs, options
 

@@ -1,69 +1,64 @@
-"""What is compared: a torch module and any JAX port of it, as a problem."""
+"""A JAX port, of whatever framework, as a problem."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from flax import nnx
 
 from jax_models import from_torch, to_torch
-from jax_models.weights.transfer import as_numpy, weight_table
+from jax_models.weights.transfer import weight_table
 from parity_tests.engine.frameworks import Foreign, Held, adapted, is_floating, weights_of
 from parity_tests.engine.gradients import gradients_by_table
+from parity_tests.engine.known import Known, is_trivial, named_table, own_weights
+from parity_tests.engine.loaded import Reads, checked_loaded, evaluating, weights_in
 from parity_tests.engine.problem import (
+    Arrays,
     Problem,
-    cast,
-    checked_arrays,
-    converted,
+    all_in_dtype,
     in_dtype,
-    is_list_of_numbers,
+    is_torch_module,
 )
-from parity_tests.engine.run import changes_result
+from parity_tests.engine.tolerance import relative_errors
 
 
 def port(
-    twin: torch.nn.Module, model: Any, weights: Any, call: Any = None, **fields: Any
+    start: "Start", known: Known, model: Any, weights: Any, call: Any = None
 ) -> tuple[Problem, list[str], list[str]]:
-    """The problem with these fields, the faults of the weights, and what cannot be compared."""
-    if not isinstance(twin, torch.nn.Module):
-        raise TypeError(f"twin: expected a torch.nn.Module, got {_kind(twin)}")
+    """The problem, the faults of the weights, and what cannot be compared."""
     foreign = adapted(model)
-    is_function = callable(model) and not isinstance(model, type | torch.nn.Module)
+    is_function = callable(model) and not isinstance(model, type) and not is_torch_module(model)
     if foreign is None and not isinstance(model, nnx.Module) and not is_function:
         raise TypeError(
             "model: expected an nnx.Module, a model of Linen, Equinox, haiku or Keras, or a "
-            f"function of weights, got {_kind(model)}"
+            f"function of weights, got {kind_of(model)}"
         )
-    if any(weight.is_meta for weight in twin.state_dict().values()):
-        raise ValueError("twin: expected weights, got a module on the device meta, which has none")
     if isinstance(model, nnx.Module) and any(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
     ):
         raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
-    start = partial(Problem, twin=converted(twin, torch.Tensor.cpu).eval(), **fields)
     if foreign is not None:
-        return _of_foreign(start, twin, foreign, weights, call or called)
+        return _of_foreign(start, known, foreign, weights, call or called)
     if isinstance(model, nnx.Module):
-        return _of_module(start, twin, model, weights, call or called)
-    if weights is None and not twin.state_dict():
-        return _of_loader(start, twin, lambda _, *inputs: model(*inputs), dict)
+        return _of_module(start, known, model, weights, call or called)
+    if weights is None and not known.arrays:
+        return _of_loader(start, known, lambda _, *inputs: model(*inputs), dict)
     if not callable(weights) or call is not None:
         raise TypeError(
             "model: a function of weights and inputs needs a loader as `weights`, and no `call`"
         )
-    return _of_loader(start, twin, model, weights)
+    return _of_loader(start, known, model, weights)
 
 
 def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
     return model(*inputs, **kwargs)
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     return f"the class {name}" if isinstance(value, type) else name
@@ -74,13 +69,13 @@ Start = Callable[..., Problem]
 
 
 def _of_foreign(
-    start: Start, twin: torch.nn.Module, foreign: Foreign, weights: Any, call: Any
+    start: Start, known: Known, foreign: Foreign, weights: Any, call: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A model of another framework, with a loader, a table, or the weights that it has."""
     if callable(weights):
         return _of_loader(
             start,
-            twin,
+            known,
             lambda loaded, *inputs: foreign.run(call, loaded, inputs),
             lambda state_dict: foreign.loaded(weights(state_dict)),
         )
@@ -91,7 +86,7 @@ def _of_foreign(
         )
     return _of_module(
         start,
-        twin,
+        known,
         Held(foreign),
         weights,
         lambda held, *inputs: foreign.run(call, weights_of(held, foreign), inputs),
@@ -99,7 +94,7 @@ def _of_foreign(
 
 
 def _of_module(
-    start: Start, twin: torch.nn.Module, model: nnx.Module, weights: Any, call: Any
+    start: Start, known: Known, model: nnx.Module, weights: Any, call: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A module with a table, or with the weights that it has."""
     if callable(weights):
@@ -108,20 +103,23 @@ def _of_module(
             "`lambda weights, *inputs: …`"
         )
     start = partial(start, call=call)
+    if weights is None and known.is_jax:
+        return _of_named(start, known, model)
     if weights is None and not hasattr(model, "torch_layouts"):
         note = "weight gradients are not compared: `weights` does not say which is which"
-        notes = [note] if any(True for _ in twin.parameters()) else []
+        notes = [note] if known.parameters else []
         return start(build=lambda _, dtype: weights_in(model, dtype), to_torch=None), [], notes
-    state_dict = _floating(state_dict_of(twin, "float64"))
+    state_dict = _floating(all_in_dtype(known.arrays, "float64"))
     try:
         _, table = weight_table(model, weights, state_dict)
     except (TypeError, ValueError) as error:
         raise type(error)(f"weights: {error}") from None
 
-    def build(twin: torch.nn.Module, dtype: str) -> nnx.Module:
-        return from_torch(weights_in(model, dtype), _floating(state_dict_of(twin, dtype)), table)
+    def build(state_dict: Arrays, dtype: str) -> nnx.Module:
+        weights = _floating(all_in_dtype(state_dict, dtype))
+        return from_torch(weights_in(model, dtype), weights, table)
 
-    back = to_torch(build(twin, "float64"), table)
+    back = to_torch(build(known.arrays, "float64"), table)
     faults = [
         f"weights: {key} comes back changed: the JAX module cannot hold it"
         for row in table
@@ -138,12 +136,39 @@ def _of_module(
     return problem, faults, []
 
 
+def _of_named(
+    start: Start, known: Known, model: nnx.Module
+) -> tuple[Problem, list[str], list[str]]:
+    """A module with the weights that it has, beside a JAX model's of the same names."""
+    ours, _ = own_weights(model)
+    start = partial(start, build=lambda _, dtype: weights_in(model, dtype))
+    if any(key not in ours or ours[key].shape != known.arrays[key].shape for key in known.arrays):
+        note = "weight gradients are not compared: the two models' weights have other names"
+        return start(to_torch=None), [], [note]
+    table = named_table(ours)
+    errors = relative_errors(
+        all_in_dtype({key: ours[key] for key in known.arrays}, "float64"),
+        all_in_dtype(known.arrays, "float64"),
+    )
+    others = [key for key, error in errors.items() if error]
+    notes = []
+    if others:
+        most = max(others, key=lambda key: errors[key])
+        notes = [
+            f"{len(others)} of {len(errors)} weights differ, {most} by {errors[most]:.1e}: give "
+            "`weights` to compare with the reference's"
+        ]
+    gradient_to_torch = partial(gradients_by_table, table, ours)
+    to_torch_named = partial(to_torch, layout=table)
+    return start(to_torch=to_torch_named, gradient_to_torch=gradient_to_torch), [], notes
+
+
 def _of_loader(
-    start: Start, twin: torch.nn.Module, model: Callable[..., Any], loader: Any
+    start: Start, known: Known, model: Callable[..., Any], loader: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A function with a loader: JAX differentiates through it, if it can be traced."""
-    owners = _owners(twin)
-    reads = _Reads(state_dict_of(twin, "float32"))
+    owners = known.owners
+    reads = Reads(all_in_dtype(known.arrays, "float32"))
     loaded = loader(reads)
     if loaded is not reads:
         checked_loaded(loaded)
@@ -165,16 +190,18 @@ def _of_loader(
             "weight gradients are not compared: the loader is not in JAX (np where jnp could be)"
         ]
 
-        def build(twin: torch.nn.Module, dtype: str) -> Any:
-            return weights_in(checked_loaded(loader(state_dict_of(twin, dtype))), dtype)
+        def build(state_dict: Arrays, dtype: str) -> Any:
+            return weights_in(checked_loaded(loader(all_in_dtype(state_dict, dtype))), dtype)
 
         problem = start(build=build, call=model, to_torch=None)
     else:
         notes = []
 
-        def build_owned(twin: torch.nn.Module, dtype: str) -> dict[str, jax.Array]:
-            arrays = state_dict_of(twin, dtype)
-            return {key: jnp.asarray(arrays[key]) for key in dict.fromkeys(owners.values())}
+        def build_owned(state_dict: Arrays, dtype: str) -> dict[str, jax.Array]:
+            return {
+                key: jnp.asarray(in_dtype(state_dict[key], dtype))
+                for key in dict.fromkeys(owners.values())
+            }
 
         def of_all(owned: dict[str, Any]) -> dict[str, Any]:
             return {key: owned[owner] for key, owner in owners.items()}
@@ -184,106 +211,20 @@ def _of_loader(
             call=lambda owned, *inputs: model(load(of_all(owned)), *inputs),
             to_torch=lambda gradient: jax.tree.map(np.asarray, of_all(gradient)),
         )
-    unseen = [key for key in lost if not _shows(twin, key)]
-    matter = [key for key in unseen if changes_result(problem, [key])]
+    unseen = [key for key in lost if not _shows(known, key)]
+    matter = [key for key in unseen if known.matters(problem, key)]
     problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*unseen}))
     return problem, [f"weights: the loader does not read {key}" for key in matter], notes
 
 
-def _shows(twin: torch.nn.Module, key: str) -> bool:
+def _shows(known: Known, key: str) -> bool:
     """Is it a buffer whose numbers JAX cannot have without reading or computing them?"""
-    value = twin.state_dict()[key]
-    is_trivial = bool((value == 0).all() or (value == 1).all())
-    return key not in dict(twin.named_parameters(remove_duplicate=False)) and not is_trivial
-
-
-def evaluating(weights: Any) -> Any:
-    """The same, of an `nnx.Module` for evaluation: without dropout, norms on their statistics."""
-    if not isinstance(weights, nnx.Module):
-        return weights
-    return nnx.view(weights, deterministic=True, use_running_average=True, raise_if_not_found=False)
-
-
-def checked_loaded(weights: Any) -> Any:
-    """What a loader returns: an `nnx.Module`, or a tree with arrays.
-
-    Raises:
-        TypeError: there is no array.
-
-    """
-    if isinstance(weights, nnx.Module):
-        return weights
-
-    def array(leaf: Any) -> Any:
-        if isinstance(leaf, list):
-            return np.asarray(leaf)
-        return as_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-    weights = jax.tree.map(array, weights, is_leaf=is_list_of_numbers)
-    if not any(hasattr(leaf, "dtype") or type(leaf) is float for leaf in jax.tree.leaves(weights)):
-        checked_arrays("weights(state_dict)", weights)
-    return weights
-
-
-def _owners(twin: torch.nn.Module) -> dict[str, str]:
-    """The key of each weight, or the first of the keys that share it."""
-    first: dict[int, str] = {}
-    return {
-        key: first.setdefault(id(weight), key)
-        for key, weight in twin.state_dict(keep_vars=True).items()
-        if weight.is_floating_point() or weight.is_complex()
-    }
-
-
-class _Reads(Mapping[str, np.ndarray]):
-    """A state_dict that knows which of its arrays have been read."""
-
-    def __init__(self, arrays: dict[str, np.ndarray]):
-        self.arrays, self.unread = arrays, dict.fromkeys(arrays)
-
-    def __getitem__(self, key: str) -> np.ndarray:
-        if key not in self.arrays:
-            raise KeyError(f"weights: the twin has no {key}, it has {', '.join(self.arrays)}")
-        self.unread.pop(key, None)
-        return self.arrays[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-
-def state_dict_of(twin: torch.nn.Module, dtype: str) -> dict[str, np.ndarray]:
-    """The weights of the twin, the floating ones in a dtype."""
-    return {
-        key: as_numpy(cast(value.detach(), dtype).resolve_conj())
-        for key, value in twin.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    }
+    return key not in known.parameters and not is_trivial(known.arrays[key])
 
 
 def _floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Those that a table names: integers, such as BatchNorm's counter, are no weights."""
     return {key: array for key, array in arrays.items() if is_floating(array)}
-
-
-def weights_in(weights: Any, dtype: str) -> Any:
-    """A copy of the weights, their floating arrays in a dtype; of a module, for evaluation."""
-    graphdef = None
-    if isinstance(weights, nnx.Module):
-        graphdef, weights = nnx.split(weights)
-    weights = jax.tree.map(
-        lambda a: jnp.array(in_dtype(jnp.asarray(a), dtype)) if is_number(a) else a, weights
-    )
-    if graphdef is None:
-        return weights
-    return evaluating(nnx.merge(graphdef, weights, copy=True))
-
-
-def is_number(leaf: Any) -> bool:
-    """Is it an array of real or complex numbers, or a float of Python's?"""
-    return is_floating(leaf) or type(leaf) is float
 
 
 def refuse_other_weights(problem: Problem) -> None:
@@ -299,8 +240,8 @@ def refuse_other_weights(problem: Problem) -> None:
         found = np.unique(np.concatenate([*flat, np.zeros(1, np.complex64)]))
         return found[(found != 0) & (found != 1)]
 
-    theirs = numbers(_floating(state_dict_of(problem.twin, "float32")).values())
-    built = problem.build(problem.twin, "float32")
+    theirs = numbers(_floating(all_in_dtype(problem.state_dict, "float32")).values())
+    built = problem.build(problem.state_dict, "float32")
     ours = numbers(leaf for leaf in jax.tree.leaves(built) if is_floating(leaf))
     if np.isin(theirs, ours).sum() < theirs.size / 2:
         raise ValueError(

@@ -1,7 +1,8 @@
 """What a comparison runs: a torch module, its JAX port, and their inputs."""
 
-import copy
 import dataclasses
+import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
@@ -10,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from flax import nnx
 
 from jax_models.ops.checks import described
@@ -21,6 +21,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 COMPLEX = {"float64": "complex128", "float32": "complex64", "bfloat16": "complex64"}
 """The dtype of complex numbers in a comparison; there are none of bfloat16."""
 PLATFORMS = ("cpu", "gpu", "tpu")
+PRECISIONS = ("highest", "high", "default")
 Arrays = dict[str, np.ndarray]
 
 
@@ -32,9 +33,10 @@ class Problem:
     rest the final state. Both sides' leaves come in the same order.
     """
 
-    twin: torch.nn.Module
-    build: Callable[[torch.nn.Module, str], Any]
-    """`build(twin, dtype)`: the JAX side's weights, those of the twin."""
+    twin: Any
+    """The torch module, or what else has a `state_dict()`."""
+    build: Callable[[Arrays, str], Any]
+    """`build(state_dict, dtype)`: the JAX side's weights, those of the twin."""
     call: Callable[..., Any]
     """`call(weights, *inputs)`: the JAX side's result."""
     to_torch: Callable[[Any], Arrays] | None
@@ -52,6 +54,31 @@ class Problem:
     """The weight table, which says what submodules correspond."""
     logits: str | bool = False
     """The name of the output that is logits; True is the only one."""
+
+    @functools.cached_property
+    def state_dict(self) -> Arrays:
+        """The weights of the twin in its own dtypes."""
+        return arrays_of(self.twin.state_dict())
+
+
+def arrays_of(state_dict: Mapping[str, Any]) -> Arrays:
+    """The tensors of a `state_dict` as arrays."""
+    return {
+        key: as_numpy(value.resolve_conj() if hasattr(value, "resolve_conj") else value)
+        for key, value in state_dict.items()
+        if hasattr(value, "shape")
+    }
+
+
+def all_in_dtype(arrays: Mapping[str, np.ndarray], dtype: str) -> Arrays:
+    """The arrays, the floating ones in a dtype."""
+    return {key: in_dtype(array, dtype) for key, array in arrays.items()}
+
+
+def is_torch_module(value: Any) -> bool:
+    """Is it a torch module? Imports no torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
@@ -95,6 +122,18 @@ def checked_platform(platform: str) -> str:
     return platform
 
 
+def checked_precision(precision: str) -> str:
+    """A precision of matrix products.
+
+    Raises:
+        ValueError: it is none.
+
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+    return precision
+
+
 def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
     """Refuse what is no function, as a class or a module is none; an optional one may be None.
 
@@ -104,7 +143,8 @@ def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> N
     """
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {**needed, **given}.items():
-        if not callable(value) or isinstance(value, type | nnx.Module | torch.nn.Module):
+        is_model = isinstance(value, type | nnx.Module) or is_torch_module(value)
+        if is_model or not callable(value):
             raise TypeError(f"{name}: expected a function, got {described(value)}")
 
 
@@ -167,27 +207,6 @@ def checked_int(name: str, value: int, least: int) -> int:
     return int(value)
 
 
-def tensors(tree: Any, dtype: str) -> Any:
-    """A tree of arrays as tensors, the floating ones in a dtype."""
-
-    def tensor(array: Any) -> Any:
-        return array if is_flag(array) else cast(torch.tensor(np.asarray(array)), dtype)
-
-    return jax.tree.map(tensor, tree)
-
-
-def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor in a dtype if it is floating; a complex one in the dtype that goes with it."""
-    if tensor.is_complex():
-        return tensor.to(getattr(torch, COMPLEX[dtype]))
-    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
-
-
-def in_double(tree: Any) -> Any:
-    """The floating tensors of a tree in float64."""
-    return jax.tree.map(lambda leaf: leaf if is_flag(leaf) else cast(leaf, "float64"), tree)
-
-
 def arrays(tree: Any, dtype: str) -> Any:
     """A tree of arrays as JAX's, the floating ones in a dtype."""
 
@@ -207,55 +226,3 @@ def in_dtype(array: Any, dtype: str) -> Any:
 def in_every_dtype(x: np.ndarray) -> np.ndarray:
     """The numbers rounded to bfloat16, so that every dtype starts from the same."""
     return x.astype(jnp.bfloat16).astype(np.float64)
-
-
-def copy_of(twin: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the module, with the tensors that it has computed and holds as attributes."""
-    memo = {
-        id(value): value.detach().clone()
-        for module in twin.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-        for value in vars(module).values()
-        if isinstance(value, torch.Tensor) and not value.is_leaf
-    }
-    return copy.deepcopy(twin, memo)
-
-
-def twin_in(twin: torch.nn.Module, dtype: str) -> torch.nn.Module:
-    """A copy of the module in a dtype, with the tensors that it holds as plain attributes."""
-    return converted(twin, lambda tensor: cast(tensor, dtype))
-
-
-def converted(
-    twin: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.nn.Module:
-    """A copy of the module whose tensors are all converted."""
-    copied = copy_of(twin)
-    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in copied.modules())
-    if not is_scripted:
-        copied._apply(convert)
-    for module in copied.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            # a script computes with tensors of its own until it is given others
-            for name, weight in [*module.named_parameters(recurse=False)]:
-                weight = torch.nn.Parameter(convert(weight.detach()), weight.requires_grad)
-                setattr(module, name, weight)
-            for name, buffer in [*module.named_buffers(recurse=False)]:
-                setattr(module, name, convert(buffer))
-            continue
-        if is_scripted:
-            module._apply(convert, recurse=False)
-        for name, value in vars(module).items():
-            if name[:1] != "_" or isinstance(value, torch.Tensor):
-                vars(module)[name] = _attribute(value, convert)
-    return copied
-
-
-def _attribute(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if isinstance(value, torch.nn.Parameter) else convert(value)
-    if type(value) in (list, tuple):
-        return type(value)(_attribute(each, convert) for each in value)
-    if type(value) is dict:
-        return {key: _attribute(each, convert) for key, each in value.items()}
-    return value

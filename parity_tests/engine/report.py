@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from parity_tests.engine.locate import Location
+from parity_tests.engine.locate.location import Location
 from parity_tests.engine.logits import LogitsError, logits_lines
 from parity_tests.engine.tolerance import Error, worst
 
@@ -28,6 +28,8 @@ class Report:
     """The class of the torch module."""
     platform: str = "cpu"
     """Where JAX ran."""
+    sides: tuple[str, str] = ("torch", "JAX")
+    """What is compared: the reference, and what is measured."""
 
     @functools.cached_property
     def errors(self) -> dict[str, dict[str, Error]]:
@@ -72,10 +74,10 @@ class Report:
         ]
         errors.sort(key=lambda row: row[2].share, reverse=True)
         rows = (f"{_row(*row)}{row[2].share:9.3g}  {row[2].tensor}" for row in errors[:worst])
-        return "\n".join([f"{HEAD}{'/ bound':>9}", *rows])
+        return "\n".join([f"{self._head}{'/ bound':>9}", *rows])
 
     def _rows(self, *, failing: bool) -> Iterator[str]:
-        yield HEAD
+        yield self._head
         for dtype, groups in self.errors.items():
             for group, e in groups.items():
                 if not (failing and e.passed):
@@ -84,11 +86,13 @@ class Report:
                     yield f"{_row(dtype, group, e)}  {verdict}{unstable}"
 
     @property
+    def _head(self) -> str:
+        theirs, ours = self.sides
+        return f"{'':9}{'':18}{theirs:>9}{ours:>9}{'ratio':>9}{'bound':>9}"
+
+    @property
     def _faults(self) -> list[str]:
         return [f"FAIL: {fault}" for fault in self.faults]
-
-
-HEAD = f"{'':9}{'':18}{'torch':>9}{'JAX':>9}{'ratio':>9}{'bound':>9}"
 
 
 def _row(dtype: str, group: str, e: Error) -> str:

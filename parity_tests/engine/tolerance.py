@@ -22,7 +22,6 @@ A group of tensors (all weight gradients, say) is judged by the one that takes m
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -150,22 +149,17 @@ def largest_errors(
 def tensor_errors(
     dtype,
     *,
-    oracle: Tensors,
-    torch: Tensors,
-    jax: Tensors,
-    torch32: Tensors,
+    ours: Mapping[str, float],
+    theirs: Mapping[str, float],
+    theirs32: Mapping[str, float],
     scatter: Callable[[], Mapping[str, float]],
-    negligible: bool = False,
     least: Mapping[str, float] | None = None,
 ) -> dict[str, Error]:
-    """The errors of a group in `dtype`; `torch32` is the twin in float32, for its stability.
+    """The errors of a group in `dtype`; `theirs32` are the twin's in float32, for its stability.
 
-    `scatter` runs the twin with random rounding, and gives the largest errors. `negligible`: as in
-    `relative_errors`. `least` are bounds by tensor that something else explains.
+    `scatter` runs the twin with random rounding, and gives the largest errors. `least` are bounds
+    by tensor that something else explains.
     """
-    ours, theirs, theirs32 = (
-        relative_errors(tensors, oracle, negligible=negligible) for tensors in (jax, torch, torch32)
-    )
     bounds = {
         name: max(floor(dtype), K * error, (least or {}).get(name, 0.0))
         for name, error in theirs.items()
@@ -190,9 +184,21 @@ def worst(errors: Mapping[str, Error]) -> Error:
     return max(errors.values(), key=lambda error: error.share)
 
 
-def group_error(dtype, **tensors: Any) -> Error:
-    """The worst of `tensor_errors`."""
-    return worst(tensor_errors(dtype, **tensors))
+def group_error(
+    dtype,
+    *,
+    oracle: Tensors,
+    torch: Tensors,
+    jax: Tensors,
+    torch32: Tensors,
+    scatter: Callable[[], Mapping[str, float]],
+    negligible: bool = False,
+) -> Error:
+    """The worst of `tensor_errors`, of tensors; `negligible`: as in `relative_errors`."""
+    ours, theirs, theirs32 = (
+        relative_errors(tensors, oracle, negligible=negligible) for tensors in (jax, torch, torch32)
+    )
+    return worst(tensor_errors(dtype, ours=ours, theirs=theirs, theirs32=theirs32, scatter=scatter))
 
 
 def assert_same(actual, expected, what: str) -> None:

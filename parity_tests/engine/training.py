@@ -18,11 +18,13 @@ from jax_models.ops.checks import checked_bool, described
 from jax_models.weights.transfer import as_numpy
 from jax_models.weights.trees import is_floating
 from parity_tests.engine.correspondence import ByLoader, ByTable
+from parity_tests.engine.loaded import weights_in
 from parity_tests.engine.masks import MasksDifferError
-from parity_tests.engine.port import port, state_dict_of, weights_in
 from parity_tests.engine.problem import (
     Arrays,
     Problem,
+    all_in_dtype,
+    arrays_of,
     check_functions,
     checked_arrays,
     checked_dtypes,
@@ -39,6 +41,7 @@ from parity_tests.engine.tolerance import (
     relative_errors,
     rms,
 )
+from parity_tests.engine.torch_port import port_of
 from parity_tests.engine.trainings import MOMENTS, JaxTraining, TorchTraining, made_optimizer
 
 
@@ -185,7 +188,7 @@ def compare_training(
         training=training,
     )
     with x64(True), jax.default_matmul_precision("highest"):
-        problem, faults, notes = port(twin, model, weights)
+        problem, faults, notes = port_of(twin, model, weights)
         if isinstance(model, nnx.Module) and problem.table is None:
             raise ValueError(notes[0])
         names, build = correspondence(problem, twin, weights, training)
@@ -234,8 +237,10 @@ def correspondence(
         return nnx.view(built, **modes, raise_if_not_found=False)
 
     if problem.table is not None:
-        build = lambda dtype: in_mode(problem.build(problem.twin, dtype))  # noqa: E731
+        build = lambda dtype: in_mode(problem.build(problem.state_dict, dtype))  # noqa: E731
         return ByTable(problem.table, parameters), build
+
+    state_dict = arrays_of(twin.state_dict())
 
     def load(state_dict: Any) -> Any:
         loaded = weights(state_dict)
@@ -244,10 +249,10 @@ def correspondence(
         return jax.tree.map(lambda a: as_numpy(a) if isinstance(a, torch.Tensor) else a, loaded)
 
     def build(dtype: str) -> Any:
-        loaded = load(state_dict_of(twin, dtype))
+        loaded = load(all_in_dtype(state_dict, dtype))
         return in_mode(weights_in(loaded, dtype)) if isinstance(loaded, nnx.Module) else loaded
 
-    return ByLoader(load, state_dict_of(twin, "float64"), parameters), build
+    return ByLoader(load, all_in_dtype(state_dict, "float64"), parameters), build
 
 
 def left_out(faults: Iterable[str], twin: torch.nn.Module) -> tuple[list[str], list[str]]:

@@ -18,9 +18,10 @@ from jax_models.ops.checks import described
 from jax_models.weights.trees import is_floating, path_of
 from parity_tests.engine.correspondence import ByLoader, ByTable
 from parity_tests.engine.masks import TorchMasks, jax_masks
-from parity_tests.engine.problem import Arrays, arrays, in_double, tensors
+from parity_tests.engine.problem import Arrays, arrays
 from parity_tests.engine.rounding import InFloat64, RandomRounding
 from parity_tests.engine.tolerance import ulp
+from parity_tests.engine.torch_module import in_double, tensors
 
 MOMENTS = {
     "exp_avg": "mu",

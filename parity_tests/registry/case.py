@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from jax_models import LanguageModel, SequenceLayer, from_torch, to_torch
 from jax_models.weights.transfer import weight_table
-from parity_tests.engine.problem import DTYPES, PLATFORMS, Problem, in_every_dtype
+from parity_tests.engine.problem import (
+    DTYPES,
+    PLATFORMS,
+    Arrays,
+    Problem,
+    all_in_dtype,
+    arrays_of,
+    in_every_dtype,
+)
 from torch_ref.layers.torch_nn import run_recurrence
 
 BATCH, TIME = 3, 7
@@ -80,9 +88,12 @@ class Case:
 
     def build_layer(self, twin: nn.Module, dtype=jnp.float64):
         """The JAX layer in `dtype` with the twin's weights."""
-        torch_dtype = getattr(torch, jnp.dtype(dtype).name)
-        weights = {key: value.to(torch_dtype) for key, value in twin.state_dict().items()}
-        return from_torch(self.abstract(dtype), weights, self.layout)
+        return self.load(arrays_of(twin.state_dict()), jnp.dtype(dtype).name)
+
+    def load(self, state_dict: Arrays, dtype: str):
+        """The JAX layer in `dtype` with these weights."""
+        weights = all_in_dtype(state_dict, dtype)
+        return from_torch(self.abstract(jnp.dtype(dtype)), weights, self.layout)
 
     def inputs(self, seed: int = 1, batch: int = BATCH, time: int = TIME) -> np.ndarray:
         """Random inputs: features exact in bfloat16, or tokens."""
@@ -131,7 +142,7 @@ class Case:
         return Problem(
             twin=twin,
             call_twin=call_twin,
-            build=lambda twin, dtype: self.build_layer(twin, jnp.dtype(dtype)),
+            build=self.load,
             call=call,
             to_torch=functools.partial(to_torch, layout=table),
             table=table,

@@ -14,8 +14,8 @@ import torch
 import tyro
 
 from parity_tests.checks import is_caught
-from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
+from parity_tests.engine.torch_reference import measure_twin
 from parity_tests.registry import CASES, MUTATIONS
 from parity_tests.registry.mutation import Mutation
 from parity_tests.report import pairs
@@ -109,7 +109,7 @@ def errors(name: str, platform: str, so_far: Record) -> Record:
     """How far both sides of a case are from float64."""
     # TPUs have no float64 of their own and are measured without
     dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
-    report = measure(CASES[name].problem(), dtypes, platform)
+    report = measure_twin(CASES[name].problem(), dtypes, platform)
     return so_far.only(
         measurements=tuple(
             Measurement(name, platform, dtype, group, error)

@@ -13,8 +13,8 @@ from flax import nnx
 
 from jax_models.weights import layer_norm, linear, same
 from parity_tests import Report, compare, tap
-from parity_tests.engine.locate import find_departure
 from parity_tests.engine.locate.agree import difference
+from parity_tests.engine.locate.find import find_departure
 from parity_tests.registry import CASES, MUTATIONS
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before Keras is imported

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.rounding import RandomRounding
 from parity_tests.engine.tolerance import OPERATION_ULPS, ulp
+from parity_tests.engine.torch_reference import measure_twin
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -69,7 +69,7 @@ def logistic(steps: int, factor: float = 1.0) -> Problem:
 
     return Problem(
         twin=Logistic(steps).double(),
-        build=lambda twin, dtype: np.asarray(twin.rate.detach(), dtype),
+        build=lambda state_dict, dtype: np.asarray(state_dict["rate"], dtype),
         call=call,
         to_torch=None,
         inputs=(np.random.default_rng(0).uniform(0.1, 0.9, (7,)),),
@@ -77,13 +77,13 @@ def logistic(steps: int, factor: float = 1.0) -> Problem:
 
 
 def test_an_ill_conditioned_pair_agrees_as_far_as_it_is_determined():
-    report = measure(logistic(steps=12), ["float64", "float32"])
+    report = measure_twin(logistic(steps=12), ["float64", "float32"])
     assert report.passed, str(report)
     assert report.errors["float32"]["outputs"].jax < 1e-3
 
 
 def test_a_fault_in_an_ill_conditioned_pair_is_found():
-    report = measure(logistic(steps=12, factor=1 + 1e-9), ["float64"])
+    report = measure_twin(logistic(steps=12, factor=1 + 1e-9), ["float64"])
     error = report.errors["float64"]["outputs"]
     assert error.verdict == "FAIL"
     assert error.share > 100
@@ -92,7 +92,7 @@ def test_a_fault_in_an_ill_conditioned_pair_is_found():
 @pytest.mark.parametrize("factor", [0, 1])
 def test_nothing_is_shown_where_nothing_is_determined(factor):
     right = logistic(steps=70)
-    report = measure(
+    report = measure_twin(
         dataclasses.replace(right, call=lambda *args: factor * right.call(*args)),
         ["float64", "float32"],
     )
@@ -126,10 +126,10 @@ def bucketed(weight, x, scale=1.0):
 def test_what_is_decided_by_numbers_stays_decided(scale):
     """Rounding moves no index to the next bucket and no one of a mask."""
     torch.manual_seed(0)
-    report = measure(
+    report = measure_twin(
         Problem(
             twin=Buckets(),
-            build=lambda twin, dtype: jnp.asarray(twin.weight.detach().numpy(), dtype),
+            build=lambda state_dict, dtype: jnp.asarray(state_dict["weight"], dtype),
             call=partial(bucketed, scale=scale),
             to_torch=None,
             inputs=(np.random.default_rng(0).standard_normal((72, 5)),),
@@ -146,6 +146,6 @@ def test_a_reference_that_overflows_is_no_reference():
         call_twin=lambda twin, x: twin(x) * 1e30 * 1e30,
         call=lambda *args: right.call(*args) * 1e30 * 1e30,
     )
-    report = measure(overflowing, ["float32"])
+    report = measure_twin(overflowing, ["float32"])
     assert not report.passed
     assert report.faults[0].startswith("outputs, y: 7 of 7 numbers of the float32 torch side")

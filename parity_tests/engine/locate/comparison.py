@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
+from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.locate.agree import Difference, difference
 from parity_tests.engine.locate.blame import (
     AGREES,
@@ -27,8 +28,8 @@ from parity_tests.engine.locate.record import Call, Rows, Trace
 from parity_tests.engine.locate.run import Run, of_torch
 from parity_tests.engine.locate.search import Search, Wanted, watched
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.run import JaxSide, run_oracle, run_torch, run_torch_rounded
 from parity_tests.engine.tolerance import ROUNDED_RUNS, K, rms
+from parity_tests.engine.torch_side import run_oracle, run_torch, run_torch_rounded
 
 
 @dataclasses.dataclass

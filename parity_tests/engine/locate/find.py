@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import torch
 from flax import nnx
 
+from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.locate.blame import (
     BACKWARD,
     FORWARD,
@@ -20,8 +21,8 @@ from parity_tests.engine.locate.record import Trace
 from parity_tests.engine.locate.run import of_jax, of_torch
 from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.run import JaxSide, run_oracle
 from parity_tests.engine.tolerance import floor
+from parity_tests.engine.torch_side import run_oracle
 
 
 def checked_names(

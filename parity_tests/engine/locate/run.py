@@ -6,11 +6,12 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.locate.frameworks import recording
 from parity_tests.engine.locate.record import Call, Trace
 from parity_tests.engine.locate.torch_side import hooked
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.run import JaxSide, Results
+from parity_tests.engine.results import Results
 
 
 @dataclasses.dataclass

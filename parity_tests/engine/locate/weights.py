@@ -10,7 +10,7 @@ import torch
 from parity_tests.engine.locate.frameworks import recording
 from parity_tests.engine.locate.record import Call, Trace
 from parity_tests.engine.locate.torch_side import marked, weight_owners
-from parity_tests.engine.problem import Problem, arrays
+from parity_tests.engine.problem import Problem, arrays, arrays_of
 
 Keys = frozenset[str]
 MOST = 64
@@ -61,7 +61,10 @@ def _seen(
     trace = Trace()
     try:
         with recording(trace, problem, on_weights) as side, trace.running(trace.begin("", "run")):
-            side.call(side.build(twin, "float64"), *arrays(problem.inputs, "float64"))
+            side.call(
+                side.build(arrays_of(twin.state_dict()), "float64"),
+                *arrays(problem.inputs, "float64"),
+            )
     except Exception:  # whatever a model says of weights that are none
         return []
     return found

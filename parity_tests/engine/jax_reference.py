@@ -1,0 +1,161 @@
+"""A JAX model as the reference: on a CPU, where it is measured what another one does."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from parity_tests.engine.faults import not_a_number
+from parity_tests.engine.frameworks import adapted
+from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.known import Known, named_table, own_weights
+from parity_tests.engine.logits import logits_array
+from parity_tests.engine.port import port
+from parity_tests.engine.problem import Arrays, Problem, all_in_dtype, in_dtype, is_flag
+from parity_tests.engine.progress import Say
+from parity_tests.engine.reference import Reference, Said, said
+from parity_tests.engine.results import (
+    GROUPS,
+    ErrorsByGroup,
+    Results,
+    errors_of,
+    largest_by_group,
+    named_leaves,
+    only_floating,
+)
+from parity_tests.engine.source import Source
+from parity_tests.engine.tolerance import ROUNDED_RUNS
+
+SIDES = ("reference", "model")
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxTwin:
+    """The weights of a JAX model by their paths."""
+
+    arrays: Arrays
+
+    def state_dict(self) -> Arrays:
+        """By path."""
+        return self.arrays
+
+
+class JaxReference(Reference):
+    """A JAX model, run on a CPU when it is asked."""
+
+    sides = SIDES
+
+    def __init__(self, name: str, own: Problem, parameters: Collection[str], say: Say):
+        """`own` is the problem whose JAX side the model is; `parameters` are its weights' keys."""
+        self.name, self.seed, self.problem, self._say = name, own.seed, own, say
+        self._side = JaxSide(own)
+        say("reference in float64")
+        shapes, found = self._side.shapes(own)
+        if any(only_floating(named) for named in shapes.values()):
+            shapes["input gradient"] = {
+                name: leaf
+                for i, tree in enumerate(own.inputs)
+                for name, leaf in named_leaves(tree, f"input {i}").items()
+                if not is_flag(leaf) and np.issubdtype(leaf.dtype, np.inexact)
+            }
+            if own.to_torch is not None:
+                shapes["weight gradients"] = {key: own.state_dict[key] for key in parameters}
+        else:
+            self.notes = ["gradients are not compared: no output of the reference has one"]
+        casts = [cast.partition(" at ")[0].partition(" to ")[2] for cast in found.casts]
+        self.cast_to = sorted({*casts})
+        self.oracle = self._side.run(own, "float64", shapes, self.cast_to)
+        self.faults = not_a_number(self.oracle, "float64 reference")
+        if found.casts:
+            self.notes = [
+                *self.notes,
+                "reference casts to less than float64: float64 is compared without these casts: "
+                f"{'; '.join(found.casts)}",
+            ]
+
+    def _said(self, dtype: str) -> Said:
+        self._say(f"reference in {dtype}")
+        results = self.oracle
+        if dtype != "float64":
+            results = self._side.run(self.problem, dtype, self.oracle)
+        logits = logits_array(self.problem.logits, self.oracle) if self.problem.logits else None
+        found = said(results, self.oracle, f"{dtype} reference", logits)
+        return dataclasses.replace(found, dtypes=self._side.found[dtype].dtypes)
+
+    def _scatter(self, dtype: str) -> ErrorsByGroup:
+        self._say(f"reference, rounded to {dtype} at random")
+
+        def coarse(array: Any) -> Any:
+            return array if is_flag(array) else in_dtype(in_dtype(array, dtype), "float64")
+
+        weights = all_in_dtype(all_in_dtype(self.problem.state_dict, dtype), "float64")
+        problem = dataclasses.replace(
+            self.problem,
+            twin=JaxTwin(weights),
+            inputs=jax.tree.map(coarse, self.problem.inputs),
+        )
+        side = JaxSide(problem, rounding=dtype)
+        return largest_by_group(
+            errors_of(side.run(problem, "float64", self.oracle, self.cast_to, noise=i), self.oracle)
+            for i in range(ROUNDED_RUNS)
+        )
+
+    def constants(self) -> list[np.ndarray]:
+        """The constants that may be moved within the rounding of float32."""
+        return self._side.constants_of(self.problem)
+
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is another by such a part of its size."""
+        return self._side.run(self.problem, "float64", self.oracle, self.cast_to, moves)
+
+
+def source_of(model: Any) -> Source:
+    """What a model of NNX or another framework, or a function, has."""
+    arrays, parameters = own_weights(model)
+    is_function = not isinstance(model, nnx.Module) and adapted(model) is None
+    parts = model if type(model) is tuple else (model,)
+    name = getattr(parts[0], "__name__", type(parts[0]).__name__)
+
+    def reference(problem: Problem, say: Say) -> JaxReference:
+        return JaxReference(name, own(problem), parameters, say)
+
+    def own(problem: Problem) -> Problem:
+        start = partial(
+            Problem,
+            **{
+                field: getattr(problem, field)
+                for field in ("twin", "inputs", "dtypes", "seed", "logits")
+            },
+        )
+        if not is_function:
+            return port(start, known, model, named_table(arrays), problem.call_twin)[0]
+        return port(start, known, partial(problem.call_twin, model), None)[0]
+
+    def matters(problem: Problem, key: str) -> bool:
+        problem = own(problem)
+        side = JaxSide(problem)
+        other = np.where(arrays[key] == 0, 1, arrays[key] / 2).astype(arrays[key].dtype)
+
+        shapes, _ = side.shapes(problem)
+        before, after = (
+            side.run(dataclasses.replace(problem, twin=JaxTwin(each)), "float64", shapes)
+            for each in (arrays, {**arrays, key: other})
+        )
+        return not all(
+            np.array_equal(array, after[group][name], equal_nan=True)
+            for group in GROUPS[:2]
+            for name, array in before.get(group, {}).items()
+        )
+
+    known = Known(
+        arrays,
+        {key: key for key in arrays},
+        parameters,
+        matters,
+        is_jax=True,
+    )
+    return Source(JaxTwin(arrays), known, reference)

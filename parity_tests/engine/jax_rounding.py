@@ -1,0 +1,146 @@
+"""Monte Carlo arithmetic in JAX: the counterpart of `rounding.RandomRounding`.
+
+Each number is carried twice, without and with rounding. Comparisons and indices are those of the
+numbers without: rounding does not carry a computation to another one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from parity_tests.engine.casts import Lift, called_body
+from parity_tests.engine.tolerance import OPERATION_ULPS, ulp
+
+BRANCHING = ("scan", "while", "cond")
+EXACT = (
+    "abs",
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "iota",
+    "max",
+    "min",
+    "neg",
+    "optimization_barrier",
+    "pad",
+    "real",
+    "imag",
+    "reduce_max",
+    "reduce_min",
+    "reshape",
+    "rev",
+    "select_n",
+    "slice",
+    "sort",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+)
+"""Operations whose results are numbers that they were given."""
+
+
+class Both(NamedTuple):
+    """A number without rounding, and with."""
+
+    exact: Any
+    rounded: Any
+
+
+def is_floating(x: Any) -> bool:
+    """Is it an array of real or complex numbers?"""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def both(x: Any) -> Any:
+    """A floating array twice; all else as it is."""
+    return Both(x, x) if is_floating(x) else x
+
+
+class Rounded(Lift):
+    """Evaluates a computation whose results are rounded to a dtype at random."""
+
+    def __init__(self, dtype: str, seed: Any, *args: Any):
+        super().__init__(*args)
+        self._dtype, self._seed, self._count = dtype, seed, 0
+
+    def evaluate(self, args: Sequence[Any]) -> list[Any]:
+        """The results with rounding."""
+        results = super().evaluate(args)
+        return [x.rounded if isinstance(x, Both) else x for x in results]
+
+    def _up(self, x: Any) -> Any:
+        if isinstance(x, Both):
+            return Both(*map(super()._up, x))
+        return super()._up(x)
+
+    def _body(self, closed: Any) -> Callable[..., list[Any]]:
+        body = super()._body(closed)
+        return lambda *args: [*map(both, body(*args))]
+
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        name = equation.primitive.name
+        if name in BRANCHING:
+            return super()._equation(equation, [*map(both, operands)])
+        if called_body(equation) is not None:
+            return super()._equation(equation, operands)
+        exact, rounded = (
+            super(Rounded, self)._equation(equation, [_part(x, i) for x in operands])
+            for i in range(2)
+        )
+        return [
+            Both(e, r if name in EXACT else self._round(r, operands)) if is_floating(e) else e
+            for e, r in zip(exact, rounded, strict=True)
+        ]
+
+    def _round(self, x: Any, operands: Sequence[Any]) -> Any:
+        if jnp.iscomplexobj(x):
+            return lax.complex(self._round(x.real, operands), self._round(x.imag, operands))
+        if x.dtype != jnp.float64:  # what computes in less whatever it is given
+            return x
+        if self._dtype == "float64":
+            parts = [_part(each, 1) for each in operands]
+            exact = _is_short(x)
+            for each in filter(is_floating, parts):
+                exact &= _is_short(jnp.stack([each.real, each.imag])).all()
+        else:
+            exact = self._in_dtype(x) == x
+        moved = x * (1 + OPERATION_ULPS * ulp(self._dtype) * self._noise(x))
+        return jnp.where(exact, x, self._in_dtype(moved))
+
+    def _in_dtype(self, x: jax.Array) -> jax.Array:
+        info = jnp.finfo(self._dtype)
+        return lax.reduce_precision(x, info.nexp, info.nmant)
+
+    def _noise(self, x: jax.Array) -> jax.Array:
+        """Numbers between -1 and 1, others for another seed, operation, place or number."""
+        self._count += 1
+        place = lax.iota(jnp.uint64, x.size).reshape(x.shape)
+        bits = lax.bitcast_convert_type(x, jnp.uint64)
+        for each in (place, jnp.uint64(self._count), jnp.asarray(self._seed, jnp.uint64)):
+            bits = _mixed(bits ^ _mixed(each))
+        return (bits >> 11).astype(jnp.float64) * 2.0**-52 - 1
+
+
+def _part(x: Any, i: int) -> Any:
+    return x[i] if isinstance(x, Both) else x
+
+
+def _is_short(x: jax.Array) -> jax.Array:
+    """Which numbers are some of bfloat16?"""
+    return lax.reduce_precision(x, 8, 7) == x
+
+
+def _mixed(bits: jax.Array) -> jax.Array:
+    """A hash (SplitMix64's finaliser)."""
+    bits = bits + jnp.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> 30)) * jnp.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> 27)) * jnp.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> 31)

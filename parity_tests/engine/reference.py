@@ -1,0 +1,116 @@
+"""What the other side is measured against."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from parity_tests.engine.constants import random_moves, rounded_count
+from parity_tests.engine.faults import overflows
+from parity_tests.engine.logits import LogitsError, logits_error
+from parity_tests.engine.results import (
+    GROUPS,
+    ErrorsByGroup,
+    Results,
+    errors_of,
+    largest_by_group,
+)
+
+Place = tuple[str, str]
+"""Group and name of a result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What a reference's own run in a dtype says."""
+
+    errors: ErrorsByGroup
+    """How far it is from the reference in float64."""
+    dtypes: Mapping[Place, Any]
+    """Of its results."""
+    overflows: tuple[str, ...] = ()
+    """Why nothing can be compared in this dtype."""
+    logits: LogitsError | None = None
+
+
+def said(results: Results, oracle: Results, side: str, logits: Place | None) -> Said:
+    """What these results say; `logits` is their place, `side` what they are called."""
+    error = None
+    if logits is not None:
+        group, name = logits
+        error = logits_error(results[group][name], oracle[group][name])
+    return Said(
+        errors_of(results, oracle),
+        dtypes_of(results),
+        tuple(overflows(oracle, results, side)),
+        error,
+    )
+
+
+def dtypes_of(results: Mapping[str, Mapping[str, Any]]) -> dict[Place, Any]:
+    """The dtypes of outputs and state."""
+    return {
+        (group, name): array.dtype
+        for group in GROUPS[:2]
+        for name, array in results.get(group, {}).items()
+    }
+
+
+class Reference(abc.ABC):
+    """What a side says: a torch module, a record of one, or a JAX model.
+
+    Each method runs what it needs when it is first asked.
+    """
+
+    sides: tuple[str, str] = ("torch", "JAX")
+    """What reports call the reference, and what is measured."""
+    name: str
+    """Its class."""
+    seed: int
+    oracle: Results
+    """In float64, without the casts to less that it has."""
+    cast_to: Sequence[str] = ()
+    """The dtypes of these casts, as JAX calls them."""
+    faults: Sequence[str] = ()
+    """Why nothing can be compared."""
+    notes: Sequence[str] = ()
+
+    @functools.cached_property
+    def said(self) -> Callable[[str], Said]:
+        """What its own run in a dtype says."""
+        return functools.cache(self._said)
+
+    @functools.cached_property
+    def scatter(self) -> Callable[[str], ErrorsByGroup]:
+        """The largest errors of runs in float64 that are rounded to a dtype at random."""
+        return functools.cache(self._scatter)
+
+    @abc.abstractmethod
+    def _said(self, dtype: str) -> Said: ...
+
+    @abc.abstractmethod
+    def _scatter(self, dtype: str) -> ErrorsByGroup: ...
+
+    def constants(self) -> list[np.ndarray]:
+        """The constants that may be moved within the rounding of float32."""
+        return []
+
+    @property
+    def constant_count(self) -> int:
+        """The numbers that `constant_scatter` moves."""
+        return rounded_count(self.constants())
+
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is another by such a part of its size."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def constant_scatter(self) -> ErrorsByGroup:
+        """The largest errors of runs whose constants are off by their rounding at random."""
+        return largest_by_group(
+            errors_of(self.with_constants(moves), self.oracle)
+            for moves in random_moves(self.constants(), self.seed)
+        )

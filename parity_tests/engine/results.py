@@ -1,0 +1,164 @@
+"""What a side returns: arrays by group and name."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from parity_tests.engine.problem import Arrays, in_every_dtype
+from parity_tests.engine.tolerance import relative_errors
+
+GROUPS = ("outputs", "final state", "input gradient", "weight gradients")
+ErrorsByGroup = dict[str, dict[str, float]]
+"""Relative errors by group and name."""
+
+
+class Results(dict[str, Arrays]):
+    """Arrays by group and name."""
+
+    without_gradient: frozenset[tuple[str, str]] = frozenset()
+    """Group and name of what torch does not differentiate."""
+    padding: Mapping[str, Collection[int]] = MappingProxyType({})
+    """The rows of embeddings whose gradient torch drops, by the weights' names."""
+
+
+def aligned(
+    groups: dict[str, dict[str, Any]], names: Sequence[tuple[str, str]]
+) -> dict[str, dict[str, Any]]:
+    """The leaves under the names that the other side has for them, if they are as many.
+
+    By name where both sides have the same names, otherwise in order.
+    """
+    ours = {route(name): leaf for named in groups.values() for name, leaf in named.items()}
+    leaves = [leaf for named in groups.values() for leaf in named.values()]
+    if len(leaves) != len(names):
+        return groups
+    routes = [route(name) for _, name in names]
+    are_named = any(not word.isdigit() for path in routes for word in path)
+    if are_named and len(ours) == len(names) and {*routes} == {*ours}:
+        leaves = [ours[path] for path in routes]
+    result: dict[str, dict[str, Any]] = {}
+    for (group, name), leaf in zip(names, leaves, strict=True):
+        result.setdefault(group, {})[name] = leaf
+    return result
+
+
+def route(name: str) -> tuple[str, ...]:
+    """The keys, fields and places that lead to a leaf, however they are written."""
+    return tuple("".join(word) for word in re.findall(r"\.(\w+)|\['([^']*)'\]|\[(\d+)\]", name))
+
+
+def grouped(result: Any, side: str, as_array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+    """A result's arrays by group and name; `as_array` gives None for a leaf that is none."""
+    first, *rest = result if type(result) is tuple else (result,)
+    groups = {
+        "outputs": leaves_of(first, "y"),
+        "final state": leaves_of(rest[0] if len(rest) == 1 else tuple(rest), "state"),
+    }
+    arrays_by_group: dict[str, dict[str, Any]] = {}
+    others = []
+    for group, named in groups.items():
+        for name, leaf in named.items():
+            array = as_array(leaf)
+            if array is None:
+                others.append(f"{type(leaf).__name__} as {name}")
+            else:
+                arrays_by_group.setdefault(group, {})[name] = array
+    if others and not arrays_by_group:
+        raise TypeError(
+            f"{side}: expected a tree of arrays, got {others[0]}: say what to compare by `call` "
+            "and `call_twin`"
+        )
+    return arrays_by_group
+
+
+def leaves_of(tree: Any, name: str) -> dict[str, Any]:
+    """The leaves by name, in the order in which their dicts and classes have them."""
+    if tree is None:
+        return {}
+    if isinstance(tree, Mapping):
+        children = {f"['{key}']": value for key, value in tree.items()}
+    elif isinstance(tree, tuple) and (fields := getattr(tree, "_fields", None)) is not None:
+        children = {f".{key}": value for key, value in zip(fields, tree, strict=True)}
+    elif isinstance(tree, list | tuple):
+        children = {f"[{i}]": value for i, value in enumerate(tree)}
+    elif dataclasses.is_dataclass(tree) and not hasattr(tree, "dtype"):
+        children = {f".{f.name}": getattr(tree, f.name) for f in dataclasses.fields(tree)}
+    else:
+        return named_leaves(tree, name)
+    return {
+        key: leaf
+        for child, value in children.items()
+        for key, leaf in leaves_of(value, name + child).items()
+    }
+
+
+def named_leaves(tree: Any, name: str) -> dict[str, Any]:
+    """The leaves by name and path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {name + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def only_floating(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of real or complex numbers."""
+    return {name: a for name, a in named.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
+
+
+def errors_of(results: Results, oracle: Results) -> ErrorsByGroup:
+    """The relative error of each floating array, of the groups that both have."""
+    return {
+        group: relative_errors(
+            only_floating(results[group]),
+            only_floating(oracle[group]),
+            negligible="gradient" in group,
+        )
+        for group in filter(oracle.__contains__, results)
+    }
+
+
+def largest_by_group(runs: Iterable[ErrorsByGroup]) -> ErrorsByGroup:
+    """The largest error of each tensor in some runs."""
+    largest: ErrorsByGroup = {}
+    for run in runs:
+        for group, errors in run.items():
+            known = largest.setdefault(group, errors)
+            largest[group] = {name: max(error, known[name]) for name, error in errors.items()}
+    return largest
+
+
+def cotangents(seed: int, results: Results) -> list[np.ndarray]:
+    """Random gradients with respect to each floating array of the result."""
+    rng = np.random.default_rng(seed)
+
+    def draw(place: tuple[str, str], array: np.ndarray) -> np.ndarray:
+        real = (place not in results.without_gradient) * in_every_dtype(
+            rng.standard_normal(array.shape)
+        )
+        if not np.iscomplexobj(array):
+            return real
+        imaginary = in_every_dtype(rng.standard_normal(array.shape))
+        return real + 1j * (place not in results.without_gradient) * imaginary
+
+    return [
+        draw((group, name), array)
+        for group in GROUPS[:2]
+        for name, array in only_floating(results.get(group, {})).items()
+    ]
+
+
+def without_padding(results: Results, rows: Mapping[str, Collection[int]]) -> bool:
+    """Make the gradients of padding rows zero; is there one that was not?"""
+    found = False
+    for name, padding in rows.items():
+        gradient = results["weight gradients"].get(name)
+        for row in padding if gradient is not None else ():
+            gradient = np.array(gradient)
+            found |= bool(np.any(gradient[row]))
+            gradient[row] = 0
+            results["weight gradients"][name] = gradient
+    return found

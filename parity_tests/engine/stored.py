@@ -1,0 +1,112 @@
+"""Arrays and facts in a safetensors file, which is whole or refused."""
+
+import json
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401, NumPy then knows their names
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jax_models.ops.checks import described
+from parity_tests.engine.problem import Arrays, is_flag
+from twinscan.files import whole
+
+KEY, CHECKSUM = "twinscan", "twinscan.checksum"
+"""Of the file's metadata: the facts, and what shows damage to them or to an array."""
+SCHEMA = 1
+PLAIN = {np.dtype(name) for name in ("float64", "float32", "float16", "int64", "int32", "bool")}
+"""What safetensors stores as it is; other arrays are stored as their bytes."""
+
+
+def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
+    """Write a file, whole or not at all; `facts` are what JSON can hold."""
+    stored = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    others = {
+        name: {"dtype": str(array.dtype), "shape": array.shape}
+        for name, array in stored.items()
+        if array.dtype not in PLAIN
+    }
+    for name in others:
+        stored[name] = np.frombuffer(stored[name].tobytes(), np.uint8)
+    head = json.dumps({"schema": SCHEMA, "others": others, **facts})
+    metadata = {KEY: head, CHECKSUM: _checksum(stored, head)}
+    with whole(path) as partial:
+        save_file(stored, partial, metadata=metadata)
+
+
+def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
+    """The arrays and the facts of a file.
+
+    Raises:
+        ValueError: it is cut or damaged, of another schema, or no such file.
+        OSError: it cannot be opened.
+
+    """
+    path.open("rb").close()
+    try:
+        with safe_open(os.fspath(path), framework="numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(
+            f"{path}: expected a whole safetensors file of parity_tests.record: {error}"
+        ) from None
+    if KEY not in metadata:
+        raise ValueError(f"{path}: a safetensors file, but not one of parity_tests.record")
+    if metadata.get(CHECKSUM) != _checksum(arrays, metadata[KEY]):
+        raise ValueError(f"{path}: a damaged record, record it again")
+    facts = json.loads(metadata[KEY])
+    if facts["schema"] != SCHEMA:
+        raise ValueError(
+            f"{path}: a record of schema {facts['schema']}, this version reads {SCHEMA}: "
+            "record it again"
+        )
+    for name, how in facts["others"].items():
+        arrays[name] = arrays[name].view(np.dtype(how["dtype"])).reshape(how["shape"])
+    return arrays, facts
+
+
+def _checksum(arrays: Mapping[str, np.ndarray], head: str) -> str:
+    checksum = zlib.crc32(head.encode())
+    for name in sorted(arrays):
+        checksum = zlib.crc32(arrays[name].data, zlib.crc32(name.encode(), checksum))
+    return f"{checksum:08x}"
+
+
+def packed(tree: Any, arrays: list[np.ndarray]) -> Any:
+    """A tree of arrays and flags as JSON, its arrays added to the list.
+
+    Raises:
+        TypeError: it has another container than a tuple, a list or a dict.
+
+    """
+    if tree is None or is_flag(tree):
+        return {"flag": tree}
+    if isinstance(tree, np.ndarray):
+        arrays.append(tree)
+        return {"array": len(arrays) - 1}
+    if type(tree) in (tuple, list):
+        return {type(tree).__name__: [packed(value, arrays) for value in tree]}
+    if type(tree) in (dict, OrderedDict) and all(isinstance(key, str | int) for key in tree):
+        return {"dict": [[key, packed(value, arrays)] for key, value in tree.items()]}
+    raise TypeError(
+        f"inputs: a record holds arrays and flags in tuples, lists and dicts, got {described(tree)}"
+    )
+
+
+def unpacked(node: Any, arrays: list[np.ndarray]) -> Any:
+    """The tree of before."""
+    ((kind, value),) = node.items()
+    if kind == "flag":
+        return value
+    if kind == "array":
+        return arrays[value]
+    if kind == "dict":
+        return {key: unpacked(each, arrays) for key, each in value}
+    return {"tuple": tuple, "list": list}[kind](unpacked(each, arrays) for each in value)

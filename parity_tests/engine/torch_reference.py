@@ -1,0 +1,158 @@
+"""A torch module as the reference."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+import torch
+
+from parity_tests.engine.casts import is_rounded
+from parity_tests.engine.faults import not_a_number
+from parity_tests.engine.frameworks import words
+from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.logits import logits_array
+from parity_tests.engine.measure import measure
+from parity_tests.engine.problem import DTYPES, Problem
+from parity_tests.engine.reference import Reference, Said, said
+from parity_tests.engine.report import Report
+from parity_tests.engine.results import (
+    GROUPS,
+    ErrorsByGroup,
+    Results,
+    errors_of,
+    largest_by_group,
+)
+from parity_tests.engine.rounding import InFloat64
+from parity_tests.engine.tolerance import ROUNDED_RUNS
+from parity_tests.engine.torch_module import twin_in
+from parity_tests.engine.torch_side import (
+    result_dtypes,
+    run_oracle,
+    run_torch,
+    run_torch_rounded,
+)
+
+Say = Callable[[str], None]
+"""Is told what runs."""
+
+
+class TorchReference(Reference):
+    """The torch side of a problem, run when it is asked."""
+
+    def __init__(self, problem: Problem, say: Say = lambda text: None):
+        self.problem, self._say = problem, say
+        self.name, self.seed = type(problem.twin).__name__, problem.seed
+        say("torch in float64")
+        self.oracle, self._mode = run_oracle(problem)
+        self.cast_to = sorted(self._mode.cast_to)
+        self.faults = [
+            *not_a_number(self.oracle, "float64 torch"),
+            *random_results(problem, self.oracle, self._mode),
+        ]
+        self.notes = [*self._notes()]
+
+    def _notes(self) -> Iterator[str]:
+        if self._mode.casts:
+            yield (
+                f"torch casts to less than float64, {self._mode.casts} times: float64 is compared "
+                "without these casts"
+            )
+        if "input gradient" not in self.oracle:
+            yield "gradients are not compared: no output of the torch side has one"
+
+    def _said(self, dtype: str) -> Said:
+        self._say(f"torch in {dtype}")
+        logits = logits_array(self.problem.logits, self.oracle) if self.problem.logits else None
+        results = self.oracle if dtype == "float64" else run_torch(self.problem, dtype)
+        found = said(results, self.oracle, f"{dtype} torch", logits)
+        if dtype == "float64" and self.cast_to:
+            found = dataclasses.replace(found, dtypes=result_dtypes(self.problem, dtype))
+        return found
+
+    def _scatter(self, dtype: str) -> ErrorsByGroup:
+        self._say(f"torch, rounded to {dtype} at random")
+        return largest_by_group(
+            errors_of(
+                run_torch_rounded(self.problem, dtype, seed, self._mode.decisions), self.oracle
+            )
+            for seed in range(ROUNDED_RUNS)
+        )
+
+    @functools.cached_property
+    def _constants(self) -> dict[str, np.ndarray]:
+        """Those that are rounded to float32, in float64."""
+        names = [
+            name
+            for name, tensor in named_constants(self.problem, self.problem.twin)
+            if is_rounded(tensor.detach().double().numpy()).any()
+        ]
+        by_name = dict(named_constants(self.problem, twin_in(self.problem.twin, "float64")))
+        return {name: by_name[name].detach().numpy() for name in names}
+
+    def constants(self) -> list[np.ndarray]:
+        """The constants that may be moved within the rounding of float32."""
+        return [*self._constants.values()]
+
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is another by such a part of its size."""
+        if not moves:
+            return self.oracle
+        twin = twin_in(self.problem.twin, "float64")
+        by_name = dict(named_constants(self.problem, twin))
+        with torch.no_grad():
+            for name, part in zip(self._constants, moves, strict=True):
+                by_name[name].mul_(torch.from_numpy(1 + part))
+        return run_oracle(dataclasses.replace(self.problem, twin=twin))[0]
+
+
+def random_results(problem: Problem, oracle: Results, mode: InFloat64) -> list[str]:
+    """Does the torch side give something else with other random numbers?"""
+    if not mode.draws:
+        return []
+    again, _ = run_oracle(dataclasses.replace(problem, seed=problem.seed + 1))
+    if all(
+        np.array_equal(array, again[group][name], equal_nan=True)
+        for group in GROUPS[:2]
+        for name, array in oracle.get(group, {}).items()
+    ):
+        return []
+    return [
+        f"torch: the results are random, by {', '.join(sorted(mode.draws))}: compare without, or "
+        "give both sides the same random numbers"
+    ]
+
+
+def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The floating tensors of a copy of the twin that the JAX side does not read."""
+    read = twin.state_dict().keys() - problem.constants
+    seen: set[int] = set()
+    for path, module in twin.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        plain = {name: value for name, value in vars(module).items() if name[:1] != "_"}
+        for at, tensor in jax.tree_util.tree_leaves_with_path({**plain, **module._buffers}):
+            key = ".".join(filter(None, (path, words(at))))
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.is_floating_point()
+                and not isinstance(tensor, torch.nn.Parameter)
+                and key not in read
+                and id(tensor) not in seen
+            ):
+                seen.add(id(tensor))
+                yield key, tensor
+
+
+def measure_twin(
+    problem: Problem,
+    dtypes: Iterable[str] = DTYPES,
+    platform: str = "cpu",
+    *,
+    jax_side: JaxSide | None = None,
+    say: Say = lambda text: None,
+) -> Report:
+    """Measure the JAX side against the problem's torch module: `measure`."""
+    reference = TorchReference(problem, say)
+    return measure(problem, reference, dtypes, platform, jax_side=jax_side, say=say)
