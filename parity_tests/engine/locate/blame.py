@@ -238,6 +238,8 @@ class _Search:
             if any(part in other.ancestors for other, _ in self.moments):
                 return self._inside(part)
             if part.weights or part in self.evidence.similar:
+                if not any(map(is_telling, part.slots[direction.taken].values())):
+                    return frame, True  # which integers an embedding gets in JAX, nobody knows
                 taken = self._numbers(part, direction.taken)
                 others = [p for p in left if p.weights and p is not part]
                 if not any(self._numbers(p, direction.taken) == taken for p in others):

@@ -39,7 +39,7 @@ class Call:
     def depends_on(self, other: "Call") -> bool:
         """Is what it takes computed from what the other gives?"""
         seen: set[Call] = set()
-        left = [self]
+        left: list[Call] = [self]
         while left:
             sources = left.pop().sources - seen
             seen |= sources
