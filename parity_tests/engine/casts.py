@@ -256,7 +256,7 @@ class Lift:
         if (body := called_body(equation)) is not None:
             return self._body(body)(*operands)
         if name == "scan":
-            return self._scan(params, operands)
+            return self._scan(equation, operands)
         if name == "while":
             return self._while(params, operands)
         if name == "cond":
@@ -312,10 +312,14 @@ class Lift:
         bits = equation.params["exponent_bits"], equation.params["mantissa_bits"]
         return bits == (info.nexp, info.nmant)
 
-    def _scan(self, params: Mapping[str, Any], operands: list[Any]) -> Sequence[Any]:
-        at, carried = params["num_consts"], params["num_carry"]
-        consts, init, xs = operands[:at], operands[at : at + carried], operands[at + carried :]
-        body = self._body(params["jaxpr"])
+    def _scan(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        params = equation.params
+        inner = params["jaxpr"]
+        carried = _as_many_axes(equation.outvars, inner.out_avals).count(True)
+        whole = _as_many_axes(equation.invars, inner.in_avals).count(True)
+        at = whole - carried
+        consts, init, xs = operands[:at], operands[at:whole], operands[whole:]
+        body = self._body(inner)
 
         def step(carry, x):
             results = body(*consts, *carry, *x)
@@ -335,6 +339,11 @@ class Lift:
             lambda state: body(*of_body, *state),
             [*init],
         )
+
+
+def _as_many_axes(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
+    """Which of a scan's arrays has its body whole, rather than a slice of?"""
+    return [len(v.aval.shape) == len(a.shape) for v, a in zip(outer, inner, strict=True)]
 
 
 def rewritten(
