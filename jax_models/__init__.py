@@ -1,6 +1,8 @@
 """Recurrent sequence models in Flax NNX, each with a PyTorch twin."""
 
 from jax_models.allocator import tune_allocator
+from jax_models.importers.keras import from_keras, keras_table
+from jax_models.importers.onnx import from_onnx, onnx_table
 from jax_models.layers.attention import SelfAttentionBlock, SelfAttentionState
 from jax_models.layers.bidirectional import Bidirectional, BidirectionalState
 from jax_models.layers.gru import GRU, GRUState
@@ -27,6 +29,7 @@ from jax_models.layers.layer_norm_lstm import LayerNormLSTM
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.layers.min_rnn import MinGRU, MinLSTM, MinRNNState
 from jax_models.layers.norm import GroupNorm, LayerNorm, RMSNorm
+from jax_models.layers.reversed import Reversed
 from jax_models.layers.rnn import RNN, RNNState
 from jax_models.layers.rwkv import (
     RWKVBlock,
@@ -59,6 +62,7 @@ from jax_models.models.rnn import RNNLanguageModel, RNNLanguageModelConfig
 from jax_models.models.rwkv import RWKVLanguageModel, RWKVLanguageModelConfig
 from jax_models.models.rwkv6 import RWKV6LanguageModel, RWKV6LanguageModelConfig
 from jax_models.models.rwkv7 import RWKV7LanguageModel, RWKV7LanguageModelConfig
+from jax_models.models.silero_vad import SileroVAD, SileroVADState
 from jax_models.sequence import SequenceLayer, state_batch_axes
 from jax_models.weights.bounds import project
 from jax_models.weights.constant import Constant
@@ -129,13 +133,20 @@ __all__ = [
     "RWKVLanguageModelConfig",
     "RWKVTimeMix",
     "RWKVTimeMixState",
+    "Reversed",
     "SelfAttentionBlock",
     "SelfAttentionState",
     "SequenceLayer",
+    "SileroVAD",
+    "SileroVADState",
     "Stack",
     "WKVState",
+    "from_keras",
+    "from_onnx",
     "from_torch",
     "generate",
+    "keras_table",
+    "onnx_table",
     "project",
     "read_pth",
     "rwkv_from_torch",

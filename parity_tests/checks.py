@@ -15,6 +15,7 @@ from jax.flatten_util import ravel_pytree
 from jax_models import (
     BidirectionalState,
     LanguageModel,
+    Reversed,
     from_torch,
     project,
     state_batch_axes,
@@ -97,6 +98,8 @@ class Subject:
         """A state made of one state's forward parts and another's backward parts."""
         if self.case.causal:
             return forward
+        if isinstance(self.layer, Reversed):
+            return backward
         if isinstance(forward, BidirectionalState):
             return BidirectionalState(forward.forward, backward.backward)
         is_backward = np.arange(len(forward[0])) % 2 == 1
@@ -203,6 +206,9 @@ def future_has_no_influence_and_far_past_has(subject: Subject):
         subject.assert_unchanged(later[:, :half], y[:, :half], "the past, by the future")
     else:
         assert (later[:, 0] != y[:, 0]).any(), "the last step does not reach the first"
+    if isinstance(subject.layer, Reversed):
+        assert (earlier[:, 1:] == y[:, 1:]).all(), "the past has an influence"
+        return
     assert (earlier[:, -1] != y[:, -1]).any(), "the first step does not reach the last"
     assert (forgotten[:, -1] == y[:, -1]).all(), "a step reaches further than it should"
 

@@ -1,9 +1,12 @@
 """Checkpoints against what happens to disks: every damage is named, and the one before is used."""
 
+import asyncio
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -11,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 
 from train.checkpoints import Checkpoints, _compare
 from train.digest import array_digest
@@ -205,6 +209,60 @@ def test_what_a_killed_process_left_is_no_checkpoint(folder):
     assert checkpoints.steps == [1, 2, 3]
     checkpoints.clean()
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3"]
+
+
+STRANGERS = {
+    "a file": lambda path: path.touch(),
+    "an empty folder": lambda path: path.mkdir(),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_what_is_no_checkpoint_is_named_and_replaced(stranger, folder):
+    for name in ("7", "4.partial", "x.partial", "0099"):
+        STRANGERS[stranger](folder / name)
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest_step == NEWEST
+    assert checkpoints.damaged.keys() == {7}
+    checkpoints.clean()
+    for step in (4, 7):
+        checkpoints.save(step, state(step), loss=9.0)
+    checkpoints.close()
+    assert Checkpoints(folder).steps == [1, 4, 7]
+    assert not [*folder.glob("*.partial")]
+
+
+def test_a_checkpoint_behind_a_link_goes_as_any_other(folder, tmp_path):
+    elsewhere = (folder / "2").rename(tmp_path / "elsewhere")
+    (folder / "2").symlink_to(elsewhere)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(4, state(4), loss=9.0)
+    checkpoints.close()
+    assert Checkpoints(folder).steps == [1, 3, 4]
+    assert elsewhere.exists()
+
+
+def test_a_write_that_ends_after_orbax_gave_up_is_not_told(folder, monkeypatch):
+    """Of a full disk: orbax raises the first fault, the others find its event loop closed."""
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
+    def end_late() -> None:
+        promise, write = tensorstore.Promise.new()
+        loop = asyncio.new_event_loop()
+        loop.call_soon(lambda: asyncio.ensure_future(write, loop=loop))
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+        promise.set_result(None)
+
+    end_late()
+    assert [str(each.exc_value) for each in told] == ["Event loop is closed"]
+    Checkpoints(folder).restore(state(0))
+    end_late()
+    assert len(told) == 1
+    sys.unraisablehook(another := SimpleNamespace(exc_value=RuntimeError("another")))  # pyright: ignore[reportArgumentType]
+    assert told[1:] == [another]
 
 
 DTYPES = ("bool", "int8", "uint8", "int16", "bfloat16", "float16", "int32", "float32", "uint32")

@@ -11,10 +11,12 @@ from flax import nnx
 import jax_models
 
 COMPUTED = {
-    "Constant", "from_torch", "generate", "project", "read_pth", "rwkv_from_torch", "stream",
-    "to_torch",
+    "Constant", "from_torch", "generate", "keras_table", "onnx_table", "project", "read_pth",
+    "rwkv_from_torch", "stream", "to_torch",
 }  # fmt: skip
 """Examples that need values. All others are traced: their shapes are real, nothing is compiled."""
+NEEDED = {"from_keras": "keras", "from_onnx": "onnx"}
+"""Those that need another package, and values."""
 NO_EXAMPLE = {"tune_allocator"}
 """It would change the process that runs the tests."""
 
@@ -29,6 +31,7 @@ def needs_example(name):
 @pytest.mark.parametrize("name", [*filter(needs_example, jax_models.__all__)])
 def test_example(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
     public = {each: getattr(jax_models, each) for each in jax_models.__all__}
     docstring = inspect.cleandoc(getattr(jax_models, name).__doc__)
     lines = docstring.splitlines()
@@ -42,7 +45,11 @@ def test_example(name, tmp_path, monkeypatch):
     def run():
         doctest.DocTestRunner().run(example, out=report.append)
 
-    if name in COMPUTED:
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name])
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Keras's
+            run()
+    elif name in COMPUTED:
         run()
     else:
         jax.eval_shape(run)

@@ -18,6 +18,7 @@ from jax_models import (
     CausalConv1D,
     HyenaBlock,
     LSTMState,
+    Reversed,
     RNNLanguageModelConfig,
     RNNState,
     SelfAttentionBlock,
@@ -25,6 +26,7 @@ from jax_models import (
     Stack,
     state_batch_axes,
 )
+from parity_tests.engine.tolerance import assert_same
 
 LAYERS = {"RNN": RNN, "LSTM": LSTM, "GRU": GRU}
 
@@ -33,8 +35,8 @@ def lstm(**kwargs) -> LSTM:
     return LSTM(5, 6, rngs=nnx.Rngs(0), **kwargs)
 
 
-def hyena() -> HyenaBlock:
-    return HyenaBlock(5, 8, rngs=nnx.Rngs(0))
+def hyena(**kwargs) -> HyenaBlock:
+    return HyenaBlock(5, 8, rngs=nnx.Rngs(0), **kwargs)
 
 
 def inputs(*shape: int) -> np.ndarray:
@@ -299,6 +301,16 @@ REFUSED = {
         ValueError,
         "forward: expected a layer of one direction",
     ),
+    "both ways reversed": (
+        lambda: Reversed(lstm(bidirectional=True)),
+        ValueError,
+        "layer: expected a layer that has a `step`, got one without",
+    ),
+    "a step backwards": (
+        lambda: Reversed(lstm()).step(jnp.ones((1, 5)), lstm().init_state(1)),
+        NotImplementedError,
+        r"Reversed\.step: it starts at the last step: call the layer itself",
+    ),
 }
 
 
@@ -357,11 +369,28 @@ def test_the_state_is_carried_in_float32_under_bfloat16(name):
     assert float(jnp.std(ours)) < 0.8 * float(jnp.std(rounded))
 
 
+def test_a_reversed_hyena_starts_without_a_state_at_the_end_of_each_row():
+    with jax.enable_x64(True):
+        layer, x, lengths = hyena(param_dtype=jnp.float64), np.zeros((2, 2, 4, 5)), (4, 3)
+        for row, length in enumerate(lengths):
+            x[0, row, :length] = inputs(length, 5)
+            x[1, row, :length] = inputs(length, 5)[::-1]
+        y, y_reversed = (
+            of(x_of, lengths=np.array(lengths))[0]
+            for of, x_of in zip((layer, Reversed(layer)), x, strict=True)
+        )
+        for row, length in enumerate(lengths):
+            assert_same(y_reversed[row, :length], y[row, :length][::-1], "outputs")
+            assert (y_reversed[row, length:] == 0).all()
+    assert Reversed(layer).start(2) is None
+
+
 @pytest.mark.parametrize(
     "build",
     [
         lambda **kwargs: Stack([LSTM(5, 5, **kwargs), LSTM(5, 6, **kwargs)]),
         lambda **kwargs: Bidirectional(LSTM(5, 6, **kwargs), LSTM(5, 6, **kwargs)),
+        lambda **kwargs: Reversed(LSTM(5, 6, **kwargs)),
     ],
 )
 def test_layers_of_layers_have_their_layout_and_their_dtypes(build):

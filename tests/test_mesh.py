@@ -137,7 +137,7 @@ def test_one_cpu_becomes_the_devices_of_the_mesh(tmp_path):
     second = start("--resume", folder, "--num-steps", "4")
     assert "4 × cpu" in second.stdout, second.stderr
     told = start("--resume", folder, "--num-steps", "6", JAX_NUM_CPU_DEVICES="2")
-    assert "mesh: expected data × model × sequence to divide the 2 devices" in told.stderr
+    assert "error: --mesh: expected data × model × sequence to divide the 2 devices" in told.stderr
 
 
 @pytest.mark.optimized
@@ -193,7 +193,7 @@ def test_a_vocabulary_is_divided_where_it_divides(size, axis):
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
-        ("lstm", MeshConfig(sequence=2), "LSTM: time_axis: its time cannot be divided"),
+        ("lstm", MeshConfig(sequence=2), "mesh.sequence: expected 1, got 2: LSTM: time_axis: "),
         ("min-gru", MeshConfig(model=2), "RNNLanguageModel has no projections"),
     ],
 )

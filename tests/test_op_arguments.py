@@ -52,7 +52,7 @@ OPS = {
     "gru": gated(3) | MASKS | {"state": ops.GRUState(array(BATCH, HIDDEN))},
     "lstm": MASKS | arrays(
         x="B T I", kernel_ih="I 4*H", kernel_hh="O 4*H", bias_ih="4*H", bias_hh="4*H",
-        kernel_hr="H O", bias_hr="O",
+        kernel_hr="H O", bias_hr="O", peephole="3*H",
     ) | {"state": ops.LSTMState(array(BATCH, OUT), array(BATCH, HIDDEN))},
     "layer_norm_lstm": MASKS
     | arrays(x="B T I", kernel_ih="I 4*H", kernel_hh="H 4*H", bias="4*H")

@@ -25,6 +25,7 @@ SIZES = {
     "RWKV7TimeMix": (64,), "RWKV7ChannelMix": (5, 6), "RWKV7Block": (64,),
     "HyenaBlock": (5, 8), "AuthenticHyenaBlock": (5, 8), "HyenaFilter": (5, 8),
     "AuthenticHyenaFilter": (5, 8), "LayerNorm": (5,), "RMSNorm": (5,), "GroupNorm": (6, 2),
+    "SileroVAD": (),
 }  # fmt: skip
 CONFIGS = [
     name

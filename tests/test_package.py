@@ -74,6 +74,12 @@ MAY_IMPORT = {
         "jax_models.weights",
         "jax_models.layers",
     ],
+    "jax_models/importers": [
+        "jax_models.importers",
+        "jax_models.layers",
+        "jax_models.options",
+        "jax_models.weights",
+    ],
     "jax_models/models": ["jax_models"],
     "torch_ref": ["torch_ref"],
     "parity_tests/engine": ["parity_tests.engine", "jax_models", "twinscan.files"],

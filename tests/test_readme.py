@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import torch
 
 import torch_ref
 from jax_models import RWKV7LanguageModelConfig
+from train.__main__ import main as train
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -22,6 +24,8 @@ BLOCKS = {
         re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     )
 }
+NEEDED = {"keras": "import keras", "onnx": "import onnx", "silero_vad": '("silero-vad")'}
+"""Packages that not every installation has, and how a block shows that it needs one."""
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -31,7 +35,11 @@ def test_a_block_runs(name, tmp_path, monkeypatch):
     small = RWKV7LanguageModelConfig(vocab_size=30, features=8, num_layers=2, head_size=4)
     rwkv7 = torch_ref.RWKV7LanguageModel.from_config(small)
     torch.save(rwkv7.state_dict(), "RWKV-x070-World-0.1B.pth")
-    with jax.numpy_dtype_promotion("standard"):  # flax's norm needs it
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    for package, sign in NEEDED.items():
+        if sign in BLOCKS[name] and find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users
         exec(BLOCKS[name], {"__name__": "block"})
 
 
@@ -46,6 +54,18 @@ def test_the_blocks_on_sharding_run_on_eight_devices():
     assert done.returncode == 0, done.stderr
     comments = re.findall(r"^print\(.*\)  # (.*)$", "\n".join(blocks), flags=re.MULTILINE)
     assert done.stdout.splitlines() == comments
+
+
+def test_the_readme_shows_what_training_prints(capsys, tmp_path):
+    """But for the numbers."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"```\n( +step .*?)```", text, flags=re.DOTALL)
+    train(["--out", str(tmp_path / "run"), "--num-steps", "2", "--eval-batches", "1"])
+    printed = {
+        re.sub(r"[\d.e+-]+", "0", line).strip() for line in capsys.readouterr().out.split("\n")
+    }
+    for line in shown.splitlines():
+        assert line == "…" or re.sub(r"[\d.e+-]+", "0", line).strip() in printed
 
 
 def test_the_readme_is_short():

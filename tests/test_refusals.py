@@ -32,6 +32,11 @@ def write(path: Path, content: bytes) -> str:
     return str(path)
 
 
+def pipe(path: Path) -> str:
+    os.mkfifo(path)
+    return str(path)
+
+
 def damaged(finished: Path, folder: Path, name: str, content: str | None) -> str:
     shutil.copytree(finished, folder)
     if content is None:
@@ -52,6 +57,7 @@ REFUSED = {
     "missing text": ("train", lambda d, f: ["--text", str(d / "no.txt")], "no.txt: No such file"),
     "folder for a text": ("train", lambda d, f: ["--text", str(d)], "the folder has no files"),
     "empty text": ("train", lambda d, f: ["--text", write(d / "e", b"")], "the file is empty"),
+    "pipe for a text": ("train", lambda d, f: ["--text", pipe(d / "p")], "p: not a file"),
     "short text": ("train", lambda d, f: ["--text", write(d / "s", b"abc")], "text is too short"),
     "latin-1 text": (
         "train",
@@ -82,12 +88,25 @@ REFUSED = {
     "long warm-up": (
         "train",
         lambda d, f: ["--optimizer.warmup-steps", "9000"],
-        "warmup_steps: expected fewer than the 2000 steps",
+        "error: --optimizer.warmup-steps: expected fewer than the 2000 steps",
+    ),
+    "heads that do not divide": (
+        "train",
+        lambda d, f: [
+            *["--preset", "rwkv6", "--text", write(d / "t", b"abc " * 999)],
+            *["--model.features", "30"],
+        ],
+        "error: --model.head-size: expected a divisor of features=30, got 64",
     ),
     "warm-up beyond the epochs": (
         "train",
         lambda d, f: ["--optimizer.warmup-steps", "50", "--num-epochs", "1"],
-        "warmup_steps: expected fewer than the 13 steps",
+        "error: --optimizer.warmup-steps: expected fewer than the 13 steps",
+    ),
+    "weights that are not there": (
+        "train",
+        lambda d, f: ["--init", str(d / "no.safetensors")],
+        "no.safetensors: No such file or directory\n",
     ),
     "negative seed": ("train", lambda d, f: ["--seed", "-1"], "--seed: expected 0"),
     "rate of NaN": (
@@ -205,6 +224,11 @@ REFUSED = {
         "generate",
         lambda d, f: ["--weights", str(d / "a.pth"), "--prompt", "x"],
         "a.pth: No such file or directory",
+    ),
+    "no safetensors": (
+        "generate",
+        lambda d, f: ["--weights", str(d / "a.safetensors"), "--prompt", "x"],
+        "a.safetensors: No such file or directory\n",
     ),
     "weights in a damaged file": (
         "generate",

@@ -1,11 +1,12 @@
 """A text as tokens, parts, rows and batches."""
 
+import pwd
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from train.text import Text
+from train.text import Text, default_cache
 from train.vocabulary import Characters
 from train.windows import Batches, Windows, split
 from twinscan.command_line import CommandLineError
@@ -71,3 +72,11 @@ def test_read_text_of_nothing_is_the_seeds():
     assert (len(text), len(set(text)), end) == (451, 20, None)
     with pytest.raises(CommandLineError):
         Text([Path("no-such-file.txt")])
+
+
+def test_a_user_without_a_home_is_asked_for_a_cache(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(CommandLineError, match=r"^--cache: expected a folder, since the user has"):
+        default_cache()

@@ -17,6 +17,7 @@ from torch_ref.layers.hyper_lstm import HyperLSTM, HyperLSTMCell
 from torch_ref.layers.layer_norm_lstm import LayerNormLSTM
 from torch_ref.layers.lstm import LSTMProj, LSTMScratch
 from torch_ref.layers.min_rnn import MinGRU, MinLSTM
+from torch_ref.layers.reversed import Reversed
 from torch_ref.layers.rnn import RNN, RNNDeep, RNNScratch
 from torch_ref.layers.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
 from torch_ref.layers.rwkv6 import RWKV6Block, RWKV6ChannelMix, RWKV6TimeMix
@@ -28,6 +29,7 @@ from torch_ref.models.rnn import RNNLanguageModel
 from torch_ref.models.rwkv import RWKVLanguageModel
 from torch_ref.models.rwkv6 import RWKV6LanguageModel
 from torch_ref.models.rwkv7 import RWKV7LanguageModel
+from torch_ref.models.silero_vad import SileroVAD
 
 __all__ = [
     "RGLRU",
@@ -70,7 +72,9 @@ __all__ = [
     "RWKVChannelMix",
     "RWKVLanguageModel",
     "RWKVTimeMix",
+    "Reversed",
     "SelfAttentionBlock",
+    "SileroVAD",
     "Sin",
     "Window",
     "generate",

@@ -5,8 +5,10 @@ import functools
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,19 +51,22 @@ class Checkpoints:
         """What is wrong with the checkpoints that were to be read and cannot be."""
         self._manifests: dict[int, dict[str, Any]] = {}
         """Of the checkpoints that are intact."""
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also raises what it logs
+        for name in ("absl", "asyncio"):  # orbax also raises what they log
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
     @functools.cached_property
     def _orbax(self) -> ocp.StandardCheckpointer:
         """Not before it is needed: it starts JAX's devices, and what counts them comes first."""
+        sys.unraisablehook = functools.partial(_unless_late, sys.unraisablehook)
         return ocp.StandardCheckpointer()
 
     @property
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, damaged ones included."""
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
+        names = [path.name for path in self.folder.iterdir()]
+        return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
     @property
     def latest_step(self) -> int | None:
@@ -163,7 +168,7 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what a killed process was writing or removing."""
         for path in self.folder.glob(f"*{PARTIAL}"):
-            shutil.rmtree(path)
+            _erase(path)
 
     def _finish(self, manifest: dict[str, Any], of_arrays: dict[str, jax.Array]) -> None:
         """Give the checkpoint its digests and its name, and remove those that it replaces."""
@@ -202,10 +207,10 @@ class Checkpoints:
     def _remove(self, step: int) -> None:
         """Take the checkpoint's name away, then its files."""
         partial = self.folder / f"{step}{PARTIAL}"
-        shutil.rmtree(partial, ignore_errors=True)
+        _erase(partial)
         if self._is_there(step):
             (self.folder / str(step)).rename(partial)
-            shutil.rmtree(partial)
+            _erase(partial)
         self._manifests.pop(step, None)
 
     def _is_intact(self, step: int) -> bool:
@@ -223,7 +228,7 @@ class Checkpoints:
         return step in self._manifests
 
     def _is_there(self, step: int) -> bool:
-        return (self.folder / str(step)).exists()
+        return os.path.lexists(self.folder / str(step))
 
     def _read(self, step: int, likes: Sequence[Any]) -> Any:
         if not self._is_intact(step):
@@ -239,6 +244,24 @@ class Checkpoints:
             raise DamagedError(str(error).strip().splitlines()[0]) from None
         _compare({path: as_text(x) for path, x in digests(state).items()}, manifest["digests"])
         return state
+
+
+def _unless_late(hook: Callable[[Any], object], fault: Any) -> None:
+    """Tell a fault that nobody can catch, unless orbax has raised its like.
+
+    On a full disk, orbax raises the fault of one array and closes its event loop. The writes of
+    others end later, and each would print a traceback.
+    """
+    if str(fault.exc_value) != "Event loop is closed":
+        hook(fault)
+
+
+def _erase(path: Path) -> None:
+    """Remove a folder, or the file or link in its place, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _check_space(folder: Path, size: int) -> None:

@@ -41,6 +41,7 @@ def initialise(trainer: Trainer, path: Path) -> None:
 
 def _loaded(model: LanguageModel, path: Path) -> LanguageModel:
     try:
+        path.stat()  # safetensors has words of its own for a missing file
         return from_torch(model, load_file(path))
     except OSError as error:
         raise CommandLineError(f"--init: {path}: {error.strerror or error}") from None

@@ -53,7 +53,7 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """
     if config.warmup_steps >= num_steps:
         raise ValueError(
-            f"warmup_steps: expected fewer than the {num_steps} steps of the run, "
+            f"optimizer.warmup_steps: expected fewer than the {num_steps} steps of the run, "
             f"got {config.warmup_steps}"
         )
     rate, last = config.learning_rate, config.final_learning_rate

@@ -76,6 +76,7 @@ def read_model(path: Path) -> LanguageModel:
 
     """
     try:
+        path.stat()  # safetensors has words of its own for a missing file
         if path.suffix == ".safetensors":
             from safetensors.flax import load_file
 

@@ -27,7 +27,7 @@ from train.optimizer import build_optimizer, forms, reformed
 from train.step import Trainer, TrainState
 from train.vocabulary import Vocabulary
 from train.vocabulary import from_fields as vocabulary_from_fields
-from twinscan.command_line import CommandLineError
+from twinscan.command_line import CommandLineError, with_flag
 
 T = TypeVar("T")
 Kind = Literal["evaluation", "training", "skipped", "finished"]
@@ -66,14 +66,12 @@ class Run:
     def create(
         cls, folder: Path, config: TrainConfig, vocabulary: Vocabulary, text_digest: str
     ) -> "Run":
-        """A new run in a folder that is empty, does not exist, or has a run that never began.
+        """A new run in a folder that `locked` keeps for it, or that does not exist.
 
         Raises:
-            CommandLineError: the folder has something in it, or cannot be made.
+            CommandLineError: the folder cannot be made or written.
 
         """
-        check_path(folder)
-        check_content(folder)
         with faults_of(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             run = cls(folder, config, vocabulary, text_digest, secrets.token_hex(8))
@@ -248,7 +246,7 @@ def check_path(folder: Path) -> None:
 
 def check_content(folder: Path) -> None:
     """Refuse a folder with something else than a run."""
-    if not folder.exists() or Run.is_in(folder):
+    if not folder.exists():
         return
     with faults_of(folder):
         names = {path.name for path in folder.iterdir()}
@@ -275,7 +273,10 @@ def build_trainer(
     """
 
     def build() -> LanguageModel:
-        return config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+        try:
+            return config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+        except (TypeError, ValueError) as error:
+            raise CommandLineError(with_flag(str(error), "model")) from None
 
     try:
         mesh = build_mesh(
@@ -296,7 +297,7 @@ def build_trainer(
             end_of_text=None if vocabulary is None else vocabulary.end_of_text,
         )
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise CommandLineError(str(error)) from None
+        raise CommandLineError(with_flag(str(error))) from None
 
 
 def _without_parameters(build: Callable[[], LanguageModel]) -> LanguageModel:

@@ -115,8 +115,14 @@ class Trainer:
                 f"mesh.model: expected 1, since {type(model).__name__} has no projections that "
                 f"devices can divide, got {mesh.shape[MODEL]}"
             )
-        over_time = SEQUENCE if mesh.shape[SEQUENCE] > 1 else None
-        view = nnx.view(model, batch_axis=DATA, time_axis=over_time, raise_if_not_found=False)
+        view = nnx.view(model, batch_axis=DATA, raise_if_not_found=False)
+        if (count := mesh.shape[SEQUENCE]) > 1:
+            try:
+                view = nnx.view(view, time_axis=SEQUENCE, raise_if_not_found=False)
+            except NotImplementedError as error:
+                raise NotImplementedError(
+                    f"mesh.sequence: expected 1, got {count}: {error}"
+                ) from None
         placed(view, {path: in_layers(spec, mesh) for path, spec in paths.items()})
         self.local_graphdef, local_params, _ = nnx.split(view, nnx.Param, ...)
         self.local_structure = jax.tree.structure(local_params)

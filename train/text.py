@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -151,7 +152,10 @@ class Text:
 
 def default_cache() -> Path:
     """`twinscan` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinscan"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinscan"
+    except RuntimeError:
+        raise CommandLineError("--cache: expected a folder, since the user has no home") from None
 
 
 def _files(path: Path) -> list[Path]:
@@ -175,10 +179,10 @@ def _refuse(error: OSError) -> None:
 
 def _checked_digest(file: Path) -> str:
     with faults_of(file):
-        if not file.is_file():
-            file.open("rb").close()  # names what is wrong with it
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise CommandLineError(f"{file}: not a file")
-        if not file.stat().st_size:
+        if not status.st_size:
             raise CommandLineError(f"{file}: the file is empty")
         return file_digest(file)
 

@@ -80,9 +80,9 @@ def _faults_in_one_line() -> Iterator[None]:
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise CommandLineError(_with_flag(_message(errors.getvalue()))) from None
+        raise CommandLineError(with_flag(_message(errors.getvalue()))) from None
     except ValueError as error:
-        raise CommandLineError(_with_flag(str(error))) from None
+        raise CommandLineError(with_flag(str(error))) from None
 
 
 def _message(box: str) -> str:
@@ -93,13 +93,13 @@ def _message(box: str) -> str:
     return " ".join(rows[first : next(rules, len(rows))])
 
 
-def _with_flag(message: str) -> str:
-    """The message, with the flag in the place of the field that a dataclass refuses."""
+def with_flag(message: str, of: str = "") -> str:
+    """The message, with the flag in the place of the field, of a dataclass, that is refused."""
 
     def flag(found: re.Match[str]) -> str:
-        return "--" + ".".join(filter(None, found.groups())).replace("_", "-") + ": "
+        return "--" + ".".join(filter(None, (of, *found.groups()))).replace("_", "-") + ": "
 
-    return re.sub(r"^(?:Error parsing \w+(?:\.(\w+))?: )?(\w+): (?=expected )", flag, message)
+    return re.sub(r"^(?:Error parsing \w+(?:\.(\w+))?: )?([\w.]+): (?=expected )", flag, message)
 
 
 def command(module: str) -> str:

@@ -3,10 +3,8 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
 
-from jax_models.ops import document_ends
-from jax_models.ops.segments import mask_padding
+from jax_models.layers.reversed import run_reversed
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested
 
@@ -70,12 +68,8 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
     def sequence(self, x, state, lengths, reset):
         """Both stacks, batch-major."""
         y_forward, forward = self.forward.sequence(x, state.forward, lengths, reset)
-        if reset is not None:
-            reset = reverse_time(document_ends(mask_padding(reset, lengths)), lengths)
-        y_backward, backward = self.backward.sequence(
-            reverse_time(x, lengths), state.backward, lengths, reset
-        )
-        y = jnp.concatenate([y_forward, reverse_time(y_backward, lengths)], axis=-1)
+        y_backward, backward = run_reversed(self.backward, x, state.backward, lengths, reset)
+        y = jnp.concatenate([y_forward, y_backward], axis=-1)
         return y, BidirectionalState(forward, backward)
 
     def torch_layouts(self) -> Layouts:
@@ -87,14 +81,3 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
             for name in forward
             if name in backward
         }
-
-
-def reverse_time(
-    x: Shaped[Array, "batch time ..."], lengths: Int[Array, " batch"] | None
-) -> Shaped[Array, "batch time ..."]:
-    """Each row's first `lengths` steps in reverse order; the padding stays where it is."""
-    if lengths is None:
-        return jnp.flip(x, axis=1)
-    t = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :]
-    index = jnp.where(t < lengths[:, None], lengths[:, None] - 1 - t, t)
-    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)

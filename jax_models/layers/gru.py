@@ -7,6 +7,7 @@ from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import GRUState, RecurrenceMethod
 from jax_models.options import Initializer
+from jax_models.weights import Layouts
 
 
 class GRU(RecurrentStack[GRUState]):
@@ -20,6 +21,10 @@ class GRU(RecurrentStack[GRUState]):
         n = tanh(x_t W_in + b_in + r ⊙ (h_{t−1} W_hn + b_hn))
         h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
+    and without `reset_after`
+
+        n = tanh(x_t W_in + b_in + (r ⊙ h_{t−1}) W_hn + b_hn)
+
     x is (batch, time, in_features), y (batch, time, directions · hidden_features), and the state
     `GRUState(h)` with h (num_layers · directions, batch, hidden_features).
 
@@ -29,6 +34,8 @@ class GRU(RecurrentStack[GRUState]):
         num_layers: number of layers. Each reads the outputs of the one below.
         bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
         use_bias: add the b_i and the b_h.
+        reset_after: r after the product with W_hn, as in torch; False: before it, as in the paper
+            and by default in ONNX.
         dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The state is carried in
@@ -44,8 +51,9 @@ class GRU(RecurrentStack[GRUState]):
     Raises:
         ValueError: a size is not positive, or a rate is not in [0, 1).
 
-    Layouts: `torch.nn` (torch.nn.GRU), `scratch` (GRUScratch). Source: Cho et al. 2014 (arXiv
-    1406.1078), with the reset gate after the product, as in torch.nn.GRU.
+    Layouts: `torch.nn` (torch.nn.GRU; with `reset_after`), `scratch` (GRUScratch). Source: Cho et
+    al. 2014 (arXiv 1406.1078), by default with the reset gate after the product, as in
+    torch.nn.GRU.
 
     """
 
@@ -60,6 +68,7 @@ class GRU(RecurrentStack[GRUState]):
         num_layers: int = 1,
         bidirectional: bool = False,
         use_bias: bool = True,
+        reset_after: bool = True,
         dropout_rate: float = 0.0,
         time_major: bool = False,
         dtype=None,
@@ -86,7 +95,15 @@ class GRU(RecurrentStack[GRUState]):
             method=method,
             rngs=rngs,
         )
+        self.reset_after = reset_after
 
     def recurrence(self, x, state, **weights_and_masks):
         """`ops.gru`."""
-        return ops.gru(x, state, **weights_and_masks)
+        return ops.gru(x, state, reset_after=self.reset_after, **weights_and_masks)
+
+    def torch_layouts(self) -> Layouts:
+        """As for every stack; torch.nn.GRU has its reset gate after the product."""
+        layouts = super().torch_layouts()
+        if not self.reset_after:
+            layouts.pop("torch.nn", None)
+        return layouts

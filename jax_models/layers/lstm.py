@@ -19,6 +19,8 @@ class LSTM(RecurrentStack[LSTMState]):
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
         h_t = σ(o) ⊙ tanh(c_t)                  then, with `proj_features`, h_t W_hr + b_hr
 
+    and with `use_peepholes`, p_i ⊙ c_{t−1} is added to i, p_f ⊙ c_{t−1} to f, and p_o ⊙ c_t to o.
+
     x is (batch, time, in_features), y (batch, time, directions · out), and the state
     `LSTMState(h, c)` with h (num_layers · directions, batch, out) and c the same with
     hidden_features; out is proj_features where given, else hidden_features.
@@ -31,6 +33,7 @@ class LSTM(RecurrentStack[LSTMState]):
         proj_features: size of h_t, less than hidden_features; None for no projection.
         proj_bias: add b_hr, as the seed's LSTMProj does. torch.nn.LSTM has no b_hr.
         use_bias: add b_ih and b_hh.
+        use_peepholes: the gates see the cell, too. torch.nn.LSTM has no peepholes.
         dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The state is carried in
@@ -38,11 +41,11 @@ class LSTM(RecurrentStack[LSTMState]):
         param_dtype: the parameters' dtype.
         kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
-        bias_init: draws the biases. None: as `kernel_init`'s None.
-        method: "cudnn", NVIDIA's own LSTM, which runs on its GPUs in float32, without projections
-            and `reset`; "xla", which runs anywhere with every option, or one form of its loop,
-            "hoisted" or "joined" (`ops.recurrence`). "auto" takes cuDNN for sequences that it can
-            serve, and XLA otherwise (see below).
+        bias_init: draws the biases and the peepholes. None: as `kernel_init`'s None.
+        method: "cudnn", NVIDIA's own LSTM, which runs on its GPUs in float32, without projections,
+            peepholes and `reset`; "xla", which runs anywhere with every option, or one form of its
+            loop, "hoisted" or "joined" (`ops.recurrence`). "auto" takes cuDNN for sequences that it
+            can serve, and XLA otherwise (see below).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
@@ -57,7 +60,8 @@ class LSTM(RecurrentStack[LSTMState]):
     no forward-mode gradient.
 
     Layouts: `torch.nn` (torch.nn.LSTM), `scratch` (LSTMScratch, LSTMProj). Source: Hochreiter and
-    Schmidhuber 1997; the projection, Sak et al. 2014 (arXiv 1402.1128); torch.nn.LSTM.
+    Schmidhuber 1997; peepholes, Gers and Schmidhuber 2000; the projection, Sak et al. 2014 (arXiv
+    1402.1128); torch.nn.LSTM.
 
     """
 
@@ -74,6 +78,7 @@ class LSTM(RecurrentStack[LSTMState]):
         proj_features: int | None = None,
         proj_bias: bool = False,
         use_bias: bool = True,
+        use_peepholes: bool = False,
         dropout_rate: float = 0.0,
         time_major: bool = False,
         dtype=None,
@@ -99,6 +104,7 @@ class LSTM(RecurrentStack[LSTMState]):
             proj_features=proj_features,
             proj_bias=proj_bias,
             use_bias=use_bias,
+            use_peepholes=use_peepholes,
             dropout_rate=dropout_rate,
             time_major=time_major,
             dtype=dtype,

@@ -37,6 +37,7 @@ class Cell(nnx.Module):
         use_bias: bool,
         recurrent_bias: bool,
         proj_bias: bool,
+        use_peepholes: bool,
         param_dtype,
         kernel_init: Initializer | None,
         recurrent_kernel_init: Initializer | None,
@@ -58,10 +59,11 @@ class Cell(nnx.Module):
             param(kernel_init, hidden_features, proj_features) if proj_features else None
         )
         self.bias_hr = param(bias_init, proj_features) if proj_features and proj_bias else None
+        self.peephole = param(bias_init, 3 * hidden_features) if use_peepholes else None
 
     def arrays(self) -> dict[str, Array]:
         """The weights that there are, by name."""
-        names = ("kernel_ih", "kernel_hh", "bias_ih", "bias_hh", "kernel_hr", "bias_hr")
+        names = "kernel_ih", "kernel_hh", "bias_ih", "bias_hh", "kernel_hr", "bias_hr", "peephole"
         weights = {name: getattr(self, name) for name in names}
         return {name: w.get_value() for name, w in weights.items() if w is not None}
 
@@ -97,6 +99,7 @@ class RecurrentStack(SequenceLayer[State]):
         recurrent_bias: bool = True,
         proj_features: int | None = None,
         proj_bias: bool = False,
+        use_peepholes: bool = False,
     ):
         super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.hidden_features = checked_size("hidden_features", hidden_features)
@@ -116,6 +119,7 @@ class RecurrentStack(SequenceLayer[State]):
                 use_bias=use_bias,
                 recurrent_bias=recurrent_bias,
                 proj_bias=proj_bias,
+                use_peepholes=use_peepholes,
                 param_dtype=param_dtype,
                 kernel_init=kernel_init,
                 recurrent_kernel_init=recurrent_kernel_init,
@@ -186,10 +190,10 @@ class RecurrentStack(SequenceLayer[State]):
 
     def torch_layouts(self) -> Layouts:
         """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: the seed's classes, a Linear a gate."""
-        names = self.cells[0].arrays().keys()
+        names = self.cells[0].arrays().keys() - {"peephole"}
         biases = {name for name in names if name.startswith("bias")}
         layouts = {}
-        if biases in (set(), {"bias_ih", "bias_hh"}):
+        if biases in (set(), {"bias_ih", "bias_hh"}) and self.cells[0].peephole is None:
             layouts["torch.nn"] = self._torch_nn_table()
         if self.causal and self.num_layers == 1 and 2 * len(biases) in (0, len(names)):
             layouts["scratch"] = self.scratch_table(0)
@@ -210,6 +214,9 @@ class RecurrentStack(SequenceLayer[State]):
         """The table of one cell with a Linear a gate: `w_ii`, `w_hi`, `w_if`, … and `w_hr`."""
         table = []
         for name in self.cells[index].arrays():
+            if name == "peephole":
+                table.append(same(f"cells.{index}.{name}", name))
+                continue
             kind, which = name.split("_")
             key = "weight" if kind == "kernel" else "bias"
             ends = "r" if which == "hr" else self.gate_names

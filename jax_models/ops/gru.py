@@ -25,6 +25,7 @@ def gru(
     kernel_hh: Float[Array, "hidden 3*hidden"],
     bias_ih: Float[Array, " 3*hidden"] | None = None,
     bias_hh: Float[Array, " 3*hidden"] | None = None,
+    reset_after: bool = True,
     **options,
 ) -> tuple[Float[Array, "batch time hidden"], GRUState]:
     """The GRU of torch, its gates side by side in the order r, z, n.
@@ -34,21 +35,36 @@ def gru(
         n = tanh(x_t W_in + b_in + r ⊙ (h_{t−1} W_hn + b_hn))
         h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
-    b_hn stands inside the product with r, so it cannot be merged into b_in.
+    b_hn stands inside the product with r, so it cannot be merged into b_in. Without `reset_after`,
+    r stands before the product, as in the paper:
+
+        n = tanh(x_t W_in + b_in + (r ⊙ h_{t−1}) W_hn + b_hn)
+
     `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
     """
     weights = kernel_hh, bias_hh, kernel_ih, bias_ih
     r, z, n = zip(*(_gates(a) for a in weights), strict=True)
-    products = {"r": Product(*r), "z": Product(*z), "n": Pair(*n)}
-    return recurrence(_step, state, products, x, **options)
+    step, of_n = (_step, Pair(*n)) if reset_after else (_step_reset_before, Product(*n))
+    return recurrence(step, state, {"r": Product(*r), "z": Product(*z), "n": of_n}, x, **options)
 
 
 def _step(state: GRUState, now: Step) -> GRUState:
     [h] = state
-    r, z = (0.5 + 0.5 * jnp.tanh(0.5 * now.product(gate, h)) for gate in "rz")  # σ, by XLA's tanh
+    r, z = _r_and_z(now, h)
     n_x, n_h = now.product("n", h)
     n = jnp.tanh(n_x + r * n_h)
     return GRUState((1 - z) * n + z * h)
+
+
+def _step_reset_before(state: GRUState, now: Step) -> GRUState:
+    [h] = state
+    r, z = _r_and_z(now, h)
+    n = jnp.tanh(now.product("n", r * h))
+    return GRUState((1 - z) * n + z * h)
+
+
+def _r_and_z(now: Step, h: Array) -> list[Array]:
+    return [0.5 + 0.5 * jnp.tanh(0.5 * now.product(gate, h)) for gate in "rz"]  # σ, by XLA's tanh
 
 
 def _gates(weight: Array | None) -> Sequence[Array | None]:

@@ -30,6 +30,7 @@ def lstm(
     bias_hh: Float[Array, " 4*hidden"] | None = None,
     kernel_hr: Float[Array, "hidden out"] | None = None,
     bias_hr: Float[Array, " out"] | None = None,
+    peephole: Float[Array, " 3*hidden"] | None = None,
     **options,
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """The LSTM of torch, its gates side by side in the order i, f, g, o.
@@ -38,9 +39,13 @@ def lstm(
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
         h_t = σ(o) ⊙ tanh(c_t)                  then, with a projection, h_t W_hr + b_hr
 
+    A `peephole` has p_i, p_f and p_o side by side: p_i ⊙ c_{t−1} is added to i, p_f ⊙ c_{t−1} to f,
+    and p_o ⊙ c_t to o.
+
     `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
     """
     products = {"gates": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
+    options["params"] = peephole
     if kernel_hr is not None:
         products["output"] = Product(kernel_hr, bias_hr)
         return recurrence(_projected_step, state, products, x, **options)
@@ -53,7 +58,19 @@ def lstm(
 
 
 def _step(state: LSTMState, now: Step) -> LSTMState:
-    return LSTMState(*_cell(now.axis, now.product("gates", state.h), state.c))
+    z = now.product("gates", state.h)
+    if now.params is None:
+        return LSTMState(*_cell(now.axis, z, state.c))
+    return _peephole_cell(now, z, state.c)
+
+
+def _peephole_cell(now: Step, z: Array, c: Array) -> LSTMState:
+    of_gates = jnp.split(now.params.astype(c.dtype), 3)
+    p_i, p_f, p_o = (jnp.broadcast_to(jnp.expand_dims(p, 1 - now.axis), c.shape) for p in of_gates)
+    i, f, g, o = now.split(z, 4)
+    i, f = jax.nn.sigmoid(i + p_i * c), jax.nn.sigmoid(f + p_f * c)
+    c = f * c + i * jnp.tanh(g)
+    return LSTMState(jax.nn.sigmoid(o + p_o * c) * jnp.tanh(c), c)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

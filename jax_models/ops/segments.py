@@ -57,6 +57,17 @@ def mask_padding(
     return jnp.where(active, x, jnp.zeros_like(x))
 
 
+def reverse_time(
+    x: Shaped[Array, "batch time ..."], lengths: Int[Array, " batch"] | None
+) -> Shaped[Array, "batch time ..."]:
+    """Each row's first `lengths` steps in reverse order; the padding stays where it is."""
+    if lengths is None:
+        return jnp.flip(x, axis=1)
+    t = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :]
+    index = jnp.where(t < lengths[:, None], lengths[:, None] - 1 - t, t)
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
+
+
 @checked()
 def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
     """The last step of each packed document except the row's last, from their first steps."""

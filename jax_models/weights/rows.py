@@ -123,10 +123,7 @@ def tied(param: str, keys: tuple[str, str]) -> Weight:
             raise ValueError("two different arrays, where the model has one for both")
         return (a,)
 
-    def both(a):
-        return a, a
-
-    return Weight((param,), keys, one, both, gradients=both)
+    return Weight((param,), keys, one, lambda a: (a, a))
 
 
 def unused(key: str, value: np.ndarray) -> Weight:

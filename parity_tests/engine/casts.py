@@ -156,9 +156,10 @@ def short_decimal(value: Any) -> float | None:
     """The number of so few digits that is this one in float32, as 1e-5; None if there is none."""
     if np.ndim(value):
         return None
-    decimal = str(np.float32(value))
-    is_short = sum(map(str.isdigit, decimal.partition("e")[0])) <= SHORT
-    return float(decimal) if is_short and np.float32(value) == value else None
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    is_short = sum(map(str.isdigit, str(rounded).partition("e")[0])) <= SHORT
+    return float(str(rounded)) if is_short and rounded == value else None
 
 
 def is_rounded(values: Any) -> np.ndarray:

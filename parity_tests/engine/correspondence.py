@@ -22,10 +22,7 @@ class ByTable:
         self.keys = {key for row in table if row.params for key in row.keys}
         self.trained = self.keys & {*parameters}
         self.arranged = {
-            key
-            for row in table
-            if row.exact and row.gradients in (None, row.to_torch)
-            for key in row.keys
+            key for row in table if row.exact and row.gradients is None for key in row.keys
         }
         """Those whose numbers JAX has one by one, no sums of them."""
 

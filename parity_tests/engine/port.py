@@ -130,7 +130,7 @@ def _of_module(
     problem = start(
         build=build,
         to_torch=partial(to_torch, layout=table),
-        gradient_to_torch=partial(gradients_by_table, table, state_dict),
+        gradient_to_torch=partial(gradients_by_table, table, state_dict, known.owners),
         table=table,
     )
     return problem, faults, []

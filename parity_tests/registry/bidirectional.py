@@ -49,7 +49,7 @@ MUTATIONS = [
             name,
             "RNNBidirectional 1 layer",
             "states and masks",
-            replaced(f"jax_models.layers.bidirectional.{function}", wrong),
+            replaced(f"jax_models.layers.reversed.{function}", wrong),
             check,
         )
         for name, function, wrong, check in (

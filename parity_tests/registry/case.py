@@ -74,9 +74,11 @@ class Case:
         """The twin in float64, every weight and bias random and exact in bfloat16."""
         rng = np.random.default_rng(seed)
         twin = self.twin().double()
+        convolved = {id(m.weight) for m in twin.modules() if isinstance(m, nn.Conv1d)}
         with torch.no_grad():
             for parameter in twin.parameters():
-                scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5
+                terms = parameter[0].numel() if id(parameter) in convolved else parameter.shape[-1]
+                scale = terms**-0.5 if parameter.ndim > 1 else 0.5
                 draw = scale * rng.standard_normal(tuple(parameter.shape))
                 parameter.copy_(torch.from_numpy(in_every_dtype(draw)))
             for parameter in self.bounded(twin):

@@ -8,7 +8,14 @@ from torch import nn
 import torch_ref
 from jax_models import GRU
 from parity_tests.registry.case import Case
-from parity_tests.registry.mutation import Mutation, edited, gates_swapped, transposed, zeroed
+from parity_tests.registry.mutation import (
+    Mutation,
+    edited,
+    gates_swapped,
+    replaced,
+    transposed,
+    zeroed,
+)
 from parity_tests.registry.torch_nn import joined, torch_nn_cases
 
 gru = partial(Case, architecture="gru", layout="scratch")
@@ -20,6 +27,14 @@ CASES = [
         "GRUScratch no bias",
         partial(torch_ref.GRUScratch, 5, 6, use_bias=False),
         partial(GRU, 5, 6, use_bias=False),
+    ),
+    *(
+        gru(
+            f"GRUScratch reset before{name}",
+            partial(torch_ref.GRUScratch, 5, 6, reset_after=False),
+            partial(GRU, 5, 6, reset_after=False, **method),
+        )
+        for name, method in (("", {}), (" joined", {"method": "joined"}))
     ),
     *torch_nn,
     joined(torch_nn[0]),
@@ -33,12 +48,26 @@ def merge_biases(layer):
     cell.bias_hh[...] = jnp.zeros_like(cell.bias_hh[...])
 
 
+def resetting_after(gru):
+    """The reset gate where torch has it."""
+    return lambda *args, reset_after, **options: gru(*args, **options)
+
+
 MUTATIONS = [
-    Mutation(name, "GRUScratch", "weights", plant, dtypes=("float64", "float32"))
-    for name, plant in (
-        ("gates r and z swapped", gates_swapped("cells.0", 3)),
-        ("recurrent bias forgotten", zeroed("cells.0.bias_hh")),
-        ("recurrent bias added to the input's", edited(merge_biases)),
-        ("recurrent matrix transposed", transposed("cells.0.kernel_hh")),
-    )
+    Mutation(
+        "reset gate after the product",
+        "GRUScratch reset before",
+        "forward",
+        replaced("jax_models.ops.gru", resetting_after),
+        dtypes=("float64", "float32"),
+    ),
+    *(
+        Mutation(name, "GRUScratch", "weights", plant, dtypes=("float64", "float32"))
+        for name, plant in (
+            ("gates r and z swapped", gates_swapped("cells.0", 3)),
+            ("recurrent bias forgotten", zeroed("cells.0.bias_hh")),
+            ("recurrent bias added to the input's", edited(merge_biases)),
+            ("recurrent matrix transposed", transposed("cells.0.kernel_hh")),
+        )
+    ),
 ]

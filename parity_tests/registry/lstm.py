@@ -47,6 +47,19 @@ CASES = [
         partial(torch_ref.LSTMProj, 5, 6, 4, proj_bias=False, use_bias=False),
         partial(LSTM, 5, 6, proj_features=4, use_bias=False),
     ),
+    *(
+        lstm(
+            f"LSTMScratch peepholes{name}",
+            partial(torch_ref.LSTMScratch, 5, 6, use_peepholes=True),
+            partial(LSTM, 5, 6, use_peepholes=True, **method),
+        )
+        for name, method in (("", {}), (" joined", {"method": "joined"}))
+    ),
+    lstm(
+        "LSTMProj peepholes",
+        partial(torch_ref.LSTMProj, 5, 6, 4, use_peepholes=True),
+        partial(LSTM, 5, 6, proj_features=4, proj_bias=True, use_peepholes=True),
+    ),
     *plain,
     *projected,
     joined(plain[0]),
@@ -127,6 +140,7 @@ MUTATIONS = [
             ),
         )
     ),
+    in_two_dtypes("peepholes forgotten", "LSTMScratch peepholes", plant=zeroed("cells.0.peephole")),
     masks(
         "h and c swapped",
         "LSTMScratch",

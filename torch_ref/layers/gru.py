@@ -13,11 +13,13 @@ class GRUScratch(nn.Module):
         n = tanh(x_t W_in + b_in + r ⊙ (h_{t−1} W_hn + b_hn))
         h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
+    Without `reset_after`, n = tanh(x_t W_in + b_in + (r ⊙ h_{t−1}) W_hn + b_hn).
     x is (batch, time, in_features), the state (h,) with h (1, batch, hidden_features).
     """
 
-    def __init__(self, in_features: int, hidden_features: int, *, use_bias=True):
+    def __init__(self, in_features: int, hidden_features: int, *, use_bias=True, reset_after=True):
         super().__init__()
+        self.reset_after = reset_after
         self.hidden_features = hidden_features
         self.w_ir = nn.Linear(in_features, hidden_features, bias=use_bias)
         self.w_hr = nn.Linear(hidden_features, hidden_features, bias=use_bias)
@@ -32,7 +34,8 @@ class GRUScratch(nn.Module):
         for x_t in x.unbind(1):
             r = torch.sigmoid(self.w_ir(x_t) + self.w_hr(h))
             z = torch.sigmoid(self.w_iz(x_t) + self.w_hz(h))
-            n = torch.tanh(self.w_in(x_t) + r * self.w_hn(h))
+            of_h = r * self.w_hn(h) if self.reset_after else self.w_hn(r * h)
+            n = torch.tanh(self.w_in(x_t) + of_h)
             h = (1 - z) * n + z * h
             outputs.append(h[0])
         return torch.stack(outputs, dim=1), (h,)

@@ -12,10 +12,19 @@ class LSTMScratch(nn.Module):
         i, f, o = σ(x_t W_i* + b_i* + h_{t−1} W_h* + b_h*),   g = tanh(the same)
         c_t = f ⊙ c_{t−1} + i ⊙ g,   h_t = o ⊙ tanh(c_t)
 
+    With `use_peepholes`, p_i ⊙ c_{t−1}, p_f ⊙ c_{t−1} and p_o ⊙ c_t are added inside the σ.
     x is (batch, time, in_features), the state (h, c), each (1, batch, hidden_features).
     """
 
-    def __init__(self, in_features: int, hidden_features: int, *, out_features=None, use_bias=True):
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        out_features=None,
+        use_bias=True,
+        use_peepholes=False,
+    ):
         super().__init__()
         self.hidden_features = hidden_features
         self.out_features = out_features or hidden_features
@@ -27,19 +36,21 @@ class LSTMScratch(nn.Module):
         self.w_hg = nn.Linear(self.out_features, hidden_features, bias=use_bias)
         self.w_io = nn.Linear(in_features, hidden_features, bias=use_bias)
         self.w_ho = nn.Linear(self.out_features, hidden_features, bias=use_bias)
+        self.peephole = nn.Parameter(torch.randn(3 * hidden_features)) if use_peepholes else None
 
     def output(self, h: Tensor) -> Tensor:
         return h
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         h, c = self.init_state(x.shape[0]) if state is None else state
+        p_i, p_f, p_o = c.new_zeros(3) if self.peephole is None else self.peephole.chunk(3)
         outputs = []
         for x_t in x.unbind(1):
-            i = torch.sigmoid(self.w_ii(x_t) + self.w_hi(h))
-            f = torch.sigmoid(self.w_if(x_t) + self.w_hf(h))
+            i = torch.sigmoid(self.w_ii(x_t) + self.w_hi(h) + p_i * c)
+            f = torch.sigmoid(self.w_if(x_t) + self.w_hf(h) + p_f * c)
             g = torch.tanh(self.w_ig(x_t) + self.w_hg(h))
-            o = torch.sigmoid(self.w_io(x_t) + self.w_ho(h))
             c = f * c + i * g
+            o = torch.sigmoid(self.w_io(x_t) + self.w_ho(h) + p_o * c)
             h = self.output(o * torch.tanh(c))
             outputs.append(h[0])
         return torch.stack(outputs, dim=1), (h, c)
@@ -62,11 +73,9 @@ class LSTMProj(LSTMScratch):
         proj_features: int,
         *,
         proj_bias=True,
-        use_bias=True,
+        **options,
     ):
-        super().__init__(
-            in_features, hidden_features, out_features=proj_features, use_bias=use_bias
-        )
+        super().__init__(in_features, hidden_features, out_features=proj_features, **options)
         self.w_hr = nn.Linear(hidden_features, proj_features, bias=proj_bias)
 
     def output(self, h: Tensor) -> Tensor:

@@ -94,6 +94,7 @@ def cudnn_refusal(
     reasons = {
         f"it computes in float32, not in {x.dtype}": x.dtype != jnp.float32,
         "it has no projection (proj_features)": "kernel_hr" in cells[0],
+        "it has no peepholes (use_peepholes)": "peephole" in cells[0],
         "it cannot restart a row in its midst (reset)": reset is not None,
         "it takes no empty batches or sequences": batch * time == 0,
         f"it takes up to {MAX_STEPS:,} steps, not {time:,}": time > MAX_STEPS,

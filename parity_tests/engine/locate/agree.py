@@ -35,7 +35,7 @@ def difference(
         return None
     if (actual.dtype == bool) != (expected.dtype == bool):
         # one side's boolean mask says what to keep, or what to leave, and the other's is added
-        kept, wanted = (x if x.dtype == bool else _kept(x) for x in (actual, expected))
+        kept, wanted = (x if x.dtype == bool else mask_of(x) for x in (actual, expected))
         if kept is None or wanted is None:
             return None
         either = (difference(each, wanted, bound) for each in (kept, ~kept))
@@ -55,7 +55,7 @@ def difference(
     return closest
 
 
-def _kept(x: np.ndarray) -> np.ndarray | None:
+def mask_of(x: np.ndarray) -> np.ndarray | None:
     """Where an additive mask is zero, or one of ones and zeros is one; None if it is neither."""
     if ((x == 0) | (x == 1)).all():
         return x == 1
@@ -69,7 +69,7 @@ def _plain(x: np.ndarray) -> np.ndarray:
     if x.dtype.kind == "c":
         return x.astype(np.complex128)[..., None].view(float)
     x = x.astype(float)
-    return np.maximum(x, MASKED) if (x <= MASKED).any() and _kept(x) is not None else x
+    return np.maximum(x, MASKED) if (x <= MASKED).any() and mask_of(x) is not None else x
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from parity_tests.engine.locate.agree import mask_of
 from parity_tests.engine.locate.record import Call, Trace
 
 AGREES, DEPARTS, UNKNOWN = "agrees", "departs", "unknown"
@@ -24,24 +25,41 @@ class Direction:
 
 FORWARD = Direction("forward", "inputs", "outputs")
 BACKWARD = Direction("backward", "output gradients", "input gradients")
+TAKEN, GIVEN = (FORWARD.taken, BACKWARD.taken), (FORWARD.given, BACKWARD.given)
 
 
 class Evidence:
     """What is known of the arrays of torch's calls: each agrees, departs, or was not compared."""
 
-    def __init__(self):
+    def __init__(self, trace: Trace):
         self.of: dict[tuple[Call, str], dict[str, str]] = {}
+        self._taken = {
+            numbers(call, slot, label)
+            for call in trace.calls
+            for slot in TAKEN
+            for label in call.slots[slot]
+        }
         self.compared: set[Call] = set()
         """The calls that have counterparts which are modules or taps."""
         self.similar: set[Call] = set()
         """The calls beside which JAX computes something similar to what they give."""
 
     def state(self, call: Call, slot: str) -> str:
-        """Of all arrays of a slot."""
-        states = [s for s in self.of.get((call, slot), {}).values() if s != UNKNOWN]
-        if DEPARTS in states:
+        """Of all arrays of a slot.
+
+        Of what a call without a counterpart gives, the first array and those that another call
+        takes may not be unknown: that JAX computes a layer's attention weights somewhere says
+        nothing of the layer's own output.
+        """
+        states = self.of.get((call, slot), {})
+        if DEPARTS in states.values():
             return DEPARTS
-        return AGREES if states else UNKNOWN
+        if slot in GIVEN and call not in self.compared:
+            telling = [label for label in states if is_telling(call.slots[slot][label])]
+            used = [n for n in telling if numbers(call, slot, n) in self._taken]
+            known = all(states[label] == AGREES for label in (*telling[:1], *used))
+            return AGREES if telling and known else UNKNOWN
+        return AGREES if AGREES in states.values() else UNKNOWN
 
     def spread(self, trace: Trace) -> None:
         """What is known of an array holds where torch passes the same numbers on.
@@ -82,6 +100,11 @@ def numbers(call: Call, slot: str, label: str) -> bytes:
 def is_constant(array: np.ndarray) -> bool:
     """Is it one number, once or everywhere?"""
     return array.size < 2 or bool((array == array.flat[0]).all())
+
+
+def is_telling(array: np.ndarray) -> bool:
+    """Has it numbers that are computed alone? A mask is also applied without being made."""
+    return array.dtype.kind == "f" and not is_constant(array) and mask_of(array) is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +156,11 @@ def find(trace: Trace, direction: Direction, evidence: Evidence) -> Blame | None
         if evidence.state(call, slot) == DEPARTS:
             return _Search(moments, index, direction, evidence, innocent).blame(call, slot)
     return None
+
+
+def _feeds(call: Call, other: Call) -> bool:
+    """Backward, a call gets its gradients from those that its outputs feed."""
+    return other.depends_on(call)
 
 
 class _Search:
@@ -192,43 +220,45 @@ class _Search:
             None,
         )
         is_known = after or frame is not outer or frame in self.evidence.compared
-        is_sure = is_known or not any(other.weights for other in unknown)
+        is_sure = is_known or sum(bool(other.weights) for other in unknown) <= 1
         return Blame(frame if is_sure and is_clear else None, frame, after, None, unknown)
 
     def _inside(self, frame: Call) -> tuple[Call, bool]:
         """The call in the frame that gets what is right and after which nothing is.
 
-        And whether that is clear: no call gets something right and something unknown.
+        And whether that is clear: no call gets something right and something unknown. If several
+        calls get the same and give nothing right, it is rather what they get: from the frame, or
+        from outside of it.
         """
         direction, state = self.direction, self.evidence.state
-        for part in self._not_shown_right(frame):
+        left = self._not_shown_right(frame)
+        for part in left:
             if not self.knows_taken(part):
                 return frame, state(part, direction.taken) != AGREES
             if any(part in other.ancestors for other, _ in self.moments):
                 return self._inside(part)
             if part.weights or part in self.evidence.similar:
-                return part, True
+                if not any(map(is_telling, part.slots[direction.taken].values())):
+                    return frame, True  # which integers an embedding gets in JAX, nobody knows
+                taken = self._numbers(part, direction.taken)
+                others = [p for p in left if p.weights and p is not part]
+                if not any(self._numbers(p, direction.taken) == taken for p in others):
+                    return part, True
+                return frame, not taken <= self._numbers(frame, direction.taken)
         return frame, True
 
     def _not_shown_right(self, frame: Call) -> list[Call]:
-        """The calls in the frame that do not give what is right, and on which nothing right is.
-
-        What is right and gets only what was known before shows nothing of the calls before it: so a
-        decoder's embedding says nothing of the encoder.
-        """
-        direction = self.direction
-        left: list[Call] = []
-        known = self._numbers(frame, direction.taken)
-        for part, slot in self.moments:
-            if slot != direction.taken or part.parent is not frame:
-                continue
-            if self.evidence.state(part, direction.given) != AGREES:
-                left.append(part)
-                continue
-            if not self._numbers(part, direction.taken) <= known:
-                left.clear()
-            known |= self._numbers(part, direction.given)
-        return left
+        """The calls in the frame that do not give what is right, and which nothing right needs."""
+        parts = [
+            call
+            for call, slot in self.moments
+            if slot == self.direction.taken and call.parent is frame
+        ]
+        right = [p for p in parts if self.evidence.state(p, self.direction.given) == AGREES]
+        needs = Call.depends_on if self.direction is FORWARD else _feeds
+        return [
+            part for part in parts if part not in right and not any(needs(r, part) for r in right)
+        ]
 
     @staticmethod
     def _numbers(call: Call, slot: str) -> set[bytes]:
@@ -251,7 +281,7 @@ class _Search:
             or all(
                 states[label] == AGREES or numbers(call, slot, label) in self.harmless
                 for label, array in taken.items()
-                if array.dtype.kind == "f" and not is_constant(array)
+                if is_telling(array)
             )
         )
 

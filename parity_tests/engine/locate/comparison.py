@@ -17,7 +17,7 @@ from parity_tests.engine.locate.blame import (
     Blame,
     Direction,
     Evidence,
-    is_constant,
+    is_telling,
     numbers,
     timeline,
 )
@@ -88,7 +88,7 @@ class Comparison:
 
     def evidence(self, direction: Direction) -> Evidence:
         """What agrees and what departs in this direction."""
-        evidence = Evidence()
+        evidence = Evidence(self.oracle.trace)
         whole = self.oracle.whole
         evidence.of[whole, "inputs"] = dict.fromkeys(whole.slots["inputs"], AGREES)
         stacked: dict[tuple[Call, ...], list[Call]] = {}
@@ -145,7 +145,7 @@ class Comparison:
         for (call, slot), states in evidence.of.items():
             for label in states if slot in (direction.taken, direction.given) else ():
                 array, place = call.slots[slot][label], (call, slot, label)
-                if states[label] == UNKNOWN and array.dtype.kind == "f" and not is_constant(array):
+                if states[label] == UNKNOWN and is_telling(array):
                     places.setdefault(numbers(*place), []).append(place)
         parents = {call.parent for call in self.oracle.trace.calls}
         wanted = []

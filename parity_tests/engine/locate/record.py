@@ -33,6 +33,18 @@ class Call:
     slots: dict[str, Rows] = dataclasses.field(default_factory=lambda: {s: {} for s in SLOTS})
     dtypes: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     """Of each floating array by slot and label, as the module has it."""
+    sources: "set[Call]" = dataclasses.field(default_factory=set)
+    """Of torch's: the calls whose outputs its inputs are computed from, without others between."""
+
+    def depends_on(self, other: "Call") -> bool:
+        """Is what it takes computed from what the other gives?"""
+        seen: set[Call] = set()
+        left: list[Call] = [self]
+        while left:
+            sources = left.pop().sources - seen
+            seen |= sources
+            left += sources
+        return other in seen
 
     @property
     def ancestors(self) -> Iterator["Call"]:
@@ -50,6 +62,8 @@ class Trace:
     calls: list[Call] = dataclasses.field(default_factory=list)
     events: list[tuple[Call, str]] = dataclasses.field(default_factory=list)
     open: list[Call] = dataclasses.field(default_factory=list)
+    nodes: dict[Any, Call | None] = dataclasses.field(default_factory=dict)
+    """The call that gives a node of torch's graph, None if it takes it."""
 
     def begin(self, name: str, kind: str, **fields: Any) -> Call:
         """A call, made in the innermost one that has not returned."""

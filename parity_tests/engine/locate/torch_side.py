@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,29 @@ def observe(trace: Trace, call: Call, forward: str, backward: str, tree: Any) ->
             call.dtypes[forward, label] = str(x.dtype).removeprefix("torch.")
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
+        if forward == "inputs":
+            call.sources |= givers(x, trace.nodes)
         x = x.clone()
+        trace.nodes[x.grad_fn] = call if forward == "outputs" else None
         x.register_hook(lambda g: trace.keep(call, backward, label, as_array(g)))
         return x
 
     return mapped(tree, one, lambda value: isinstance(value, torch.Tensor))
+
+
+def givers(x: torch.Tensor, nodes: Mapping[Any, Call | None]) -> set[Call]:
+    """The last calls that a tensor is computed from, by torch's graph of the computation."""
+    found, seen, left = set(), set(), [x.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node not in nodes:
+            left += [before for before, _ in node.next_functions]
+        elif (call := nodes[node]) is not None:
+            found.add(call)
+    return found
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Recurrent layers of other frameworks, with their weights, as layers of this package."""

@@ -1,0 +1,217 @@
+"""LSTM, GRU and RNN nodes of ONNX models."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jax_models.importers.recurrent import Kind, loaded, reordered
+from jax_models.layers.gru import GRU
+from jax_models.layers.lstm import LSTM
+from jax_models.layers.recurrent import RecurrentStack
+from jax_models.layers.reversed import Reversed
+from jax_models.layers.rnn import RNN
+from jax_models.options import FloatingDtype, checked_options
+from jax_models.weights import Table, Weight
+from jax_models.weights.rows import namespace
+
+KINDS: dict[str, Kind] = {"RNN": RNN, "LSTM": LSTM, "GRU": GRU}
+ORDERS = {RNN: (0,), LSTM: (0, 3, 1, 2), GRU: (1, 0, 2)}
+"""Where this package has ONNX's gates: i, o, f, c of an LSTM, z, r, h of a GRU."""
+ACTIVATIONS = {"RNN": ("tanh",), "LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh")}
+INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
+WEIGHTS = ("W", "R", "B", "P")
+ATTRIBUTES = {"direction", "hidden_size", "layout", "linear_before_reset", "activations"}
+"""Those that a layer is built from. Others must be absent, or zero."""
+
+
+@checked_options
+def from_onnx(
+    model: Any,
+    node: str | None = None,
+    weights: Mapping[str, Any] | None = None,
+    *,
+    dtype: FloatingDtype | None = None,
+) -> RecurrentStack | Reversed:
+    """The layer of an `LSTM`, `GRU` or `RNN` node of an ONNX model.
+
+        >>> import onnx
+        >>> node = onnx.helper.make_node("GRU", ["X", "W", "R"], ["Y"], hidden_size=4)
+        >>> graph = onnx.helper.make_graph([node], "a", [], [])
+        >>> weights = {"W": jnp.ones((1, 12, 3)), "R": jnp.ones((1, 12, 4))}
+        >>> layer = from_onnx(onnx.helper.make_model(graph), weights=weights)
+
+    `X` is the layer's x, time-major with `layout=0`. `Y`, (time, directions, batch, hidden), is its
+    y (time, batch, directions · hidden). `sequence_lens` are its `lengths`, `initial_h`,
+    `initial_c`, `Y_h` and `Y_c` its state, with `layout=1` (batch, directions, hidden) in ONNX. A
+    node of direction `reverse` is a `Reversed`. `onnx_table` writes the weights back.
+
+    Args:
+        model: an `onnx.ModelProto`, as `onnx.load` gives it.
+        node: the node's name, or that of one of its outputs. None: the model's only one.
+        weights: arrays by the names that the graph has for them, if it does not hold them itself.
+        dtype: the computation's dtype.
+
+    Raises:
+        ImportError: the package `onnx` is not installed.
+        TypeError: `model` is no ModelProto.
+        ValueError: there is no such node, or several; a weight is missing, of another shape, or
+            computed in the graph; or the node has an attribute that no layer has.
+
+    """
+    try:
+        import onnx
+    except ImportError:
+        raise ImportError("from_onnx needs the package onnx: pip install onnx") from None
+    if not isinstance(model, onnx.ModelProto):
+        raise TypeError(f"model: expected an onnx.ModelProto, got {type(model).__name__}")
+    graphs = [*_graphs(model.graph)]
+    proto = _chosen([n for graph in graphs for n in graph.node if n.op_type in KINDS], node)
+    where = f"{proto.op_type} {proto.name or proto.output[0] or proto.output[1]}"
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in proto.attribute}
+
+    held = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
+    held |= {
+        n.output[0]: a.t
+        for graph in graphs
+        for n in graph.node
+        for a in n.attribute
+        if n.op_type == "Constant" and a.name == "value"
+    }
+    names = dict(zip(INPUTS, proto.input, strict=False))
+    for name in ("sequence_lens", "initial_h", "initial_c"):
+        constant = held.get(names.get(name, ""))
+        if constant is not None and onnx.numpy_helper.to_array(constant).any():
+            raise ValueError(f"{where}: {name} is a constant of the graph, which no layer holds")
+    given = held | dict(weights or {})
+    needed = {key: names[key] for key in WEIGHTS if names.get(key)}
+    if missing := [f"{key} ({name})" for key, name in needed.items() if name not in given]:
+        raise ValueError(
+            f"{where}: the graph does not hold {', '.join(missing)}: give `weights`, or fold the "
+            "graph's constants first"
+        )
+    arrays = {
+        key: onnx.numpy_helper.to_array(weight)
+        if isinstance(weight := given[name], onnx.TensorProto)
+        else np.asarray(weight)
+        for key, name in needed.items()
+    }
+    return _layer(where, proto.op_type, attributes, arrays, dtype)
+
+
+@checked_options
+def onnx_table(layer: RecurrentStack) -> Table:
+    """The weights of a layer as ONNX's `W`, `R`, `B` and `P`: a `layout` of `to_torch`.
+
+        >>> layer = LSTM(5, 6, bidirectional=True, rngs=nnx.Rngs(0))
+        >>> weights = to_torch(layer, onnx_table(layer))
+
+    Raises:
+        TypeError: the layer is no `LSTM`, `GRU` or `RNN`. Of a `Reversed` give its `layer`.
+        ValueError: the layer has what no node has: several layers, a projection, one of two biases.
+
+    """
+    first = layer.cells[0]
+    if (
+        layer.num_layers > 1
+        or layer.proj_features
+        or (first.bias_ih is None) != (first.bias_hh is None)
+    ):
+        raise ValueError("layer: expected one layer without a projection, with both biases or none")
+    directions = range(layer.num_directions)
+    to_onnx = next(order for kind, order in ORDERS.items() if isinstance(layer, kind))
+    to_ours = tuple(int(i) for i in np.argsort(to_onnx))
+
+    def stacked(arrays: list[Any]) -> Any:
+        return namespace(arrays[0]).stack(arrays)
+
+    def kernels(name: str, key: str) -> Weight:
+        return Weight(
+            tuple(f"cells.{d}.{name}" for d in directions),
+            (key,),
+            lambda a: tuple(reordered(matrix.T, to_ours) for matrix in a),
+            lambda *a: (stacked([reordered(matrix, to_onnx).T for matrix in a]),),
+        )
+
+    table = [kernels("kernel_ih", "W"), kernels("kernel_hh", "R")]
+    if first.bias_ih is not None:
+        biases = [f"cells.{d}.{name}" for d in directions for name in ("bias_ih", "bias_hh")]
+        table.append(
+            Weight(
+                tuple(biases),
+                ("B",),
+                lambda a: tuple(reordered(b, to_ours) for b in a.reshape(len(biases), -1)),
+                lambda *a: (
+                    stacked([reordered(b, to_onnx) for b in a]).reshape(len(directions), -1),
+                ),
+            )
+        )
+    if first.peephole is not None:
+        i_f_o = (0, 2, 1)  # of i, o, f, and back
+        table.append(
+            Weight(
+                tuple(f"cells.{d}.peephole" for d in directions),
+                ("P",),
+                lambda a: tuple(reordered(row, i_f_o) for row in a),
+                lambda *a: (stacked([reordered(p, i_f_o) for p in a]),),
+            )
+        )
+    return table
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """A graph and those in its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _graphs(inner)
+
+
+def _chosen(nodes: list[Any], name: str | None) -> Any:
+    found = [n for n in nodes if name is None or name in (n.name, *n.output)]
+    if len(found) == 1:
+        return found[0]
+    named = [n.name or next(filter(None, n.output)) for n in nodes]
+    expected = f"one of {named}" if nodes else "a model with an LSTM, a GRU or an RNN"
+    raise ValueError(f"node: expected {expected}, got {name!r}")
+
+
+def _layer(
+    where: str, op_type: str, attributes: dict[str, Any], arrays: dict[str, np.ndarray], dtype: Any
+) -> RecurrentStack | Reversed:
+    for name in attributes.keys() - ATTRIBUTES:
+        if np.any(attributes[name]):
+            raise ValueError(f"{where}: no layer has its {name}={attributes[name]}")
+    direction = attributes.get("direction", b"forward").decode()
+    count = 2 if direction == "bidirectional" else 1
+    for key, array in arrays.items():
+        rank = 3 if key in ("W", "R") else 2
+        if array.ndim != rank or len(array) != count:
+            raise ValueError(
+                f"{where}: {key}: expected {rank} axes, the first of {count} for direction "
+                f"{direction}, got shape {array.shape}"
+            )
+    options: dict[str, Any] = {}
+    given = [a.decode().lower() for a in attributes.get("activations", [])]
+    if op_type == "RNN" and given == ["relu"] * count:
+        options["nonlinearity"] = "relu"
+    elif given not in ([], [*ACTIVATIONS[op_type]] * count):
+        raise ValueError(f"{where}: no layer has its activations {given}")
+    if op_type == "GRU":
+        options["reset_after"] = bool(attributes.get("linear_before_reset", 0))
+    if op_type == "LSTM":
+        options["use_peepholes"] = "P" in arrays
+    layer = loaded(
+        KINDS[op_type],
+        arrays,
+        onnx_table,
+        dtype,
+        in_features=arrays["W"].shape[2],
+        hidden_features=arrays["R"].shape[2],
+        bidirectional=count == 2,
+        use_bias="B" in arrays,
+        time_major=attributes.get("layout", 0) == 0,
+        **options,
+    )
+    return Reversed(layer) if direction == "reverse" else layer

@@ -1,0 +1,75 @@
+"""A layer that runs from the last step to the first."""
+
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models.ops import document_ends
+from jax_models.ops.segments import mask_padding, reverse_time
+from jax_models.sequence import SequenceLayer, State
+from jax_models.weights import Layouts, nested
+
+
+class Reversed(SequenceLayer[State]):
+    """`y = reverse(layer(reverse(x)))`: each step sees itself and those after it.
+
+        >>> layer = Reversed(LSTM(64, 256, rngs=nnx.Rngs(0)))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+    The state goes in before the last step, and comes out after the first. Where there are
+    `lengths`, each row starts at its end.
+
+    Args:
+        layer: a layer from the first step to the last, one that has a `step`.
+
+    Raises:
+        TypeError: it is no `SequenceLayer`.
+        ValueError: it has no `step`.
+
+    Layouts: the layer's, whose keys begin with `layer.`.
+
+    """
+
+    causal = False
+    noncausal_reason = "it starts at the last step: call the layer itself"
+
+    def __init__(self, layer: SequenceLayer):
+        if not layer.causal:
+            raise ValueError("layer: expected a layer that has a `step`, got one without")
+        super().__init__(
+            layer.in_features,
+            time_major=layer.time_major,
+            dtype=layer.dtype,
+            param_dtype=layer.param_dtype,
+        )
+        self.layer = layer
+        self.resettable = layer.resettable
+
+    def init_state(self, batch_size: int) -> State:
+        """The layer's."""
+        return self.layer.init_state(batch_size)
+
+    def start(self, batch_size: int) -> State | None:
+        """What the layer starts from."""
+        return self.layer.start(batch_size)
+
+    def sequence(self, x, state, lengths, reset):
+        """The layer on reversed time, batch-major."""
+        return run_reversed(self.layer, x, state, lengths, reset)
+
+    def torch_layouts(self) -> Layouts:
+        """The layer's, as the attribute `layer`."""
+        layouts = self.layer.torch_layouts().items()
+        return {name: nested(table, "layer", "layer") for name, table in layouts}
+
+
+def run_reversed(
+    layer: SequenceLayer[State],
+    x: Float[Array, "batch time in"],
+    state: State,
+    lengths: Int[Array, " batch"] | None,
+    reset: Bool[Array, "batch time"] | None,
+) -> tuple[Float[Array, "batch time out"], State]:
+    """The layer from the last step of each row to the first."""
+    if reset is not None:
+        reset = reverse_time(document_ends(mask_padding(reset, lengths)), lengths)
+    y, last = layer.sequence(reverse_time(x, lengths), state, lengths, reset)
+    return reverse_time(y, lengths), last

@@ -1,0 +1,328 @@
+"""silero-VAD 6: where in a recording somebody speaks."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_models import ops
+from jax_models.layers.dropout import Dropout
+from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.layers.lstm import LSTM, LSTMState
+from jax_models.ops import carry_dtype
+from jax_models.ops.checks import as_array, checked_array, checked_count, nan_rows
+from jax_models.ops.segments import mask_padding
+from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.sequence import checked_lengths, checked_reset, checked_state
+from jax_models.weights import Layouts, Table, Weight, flipped, nested, same
+from jax_models.weights.constant import Constant
+
+HIDDEN = 128
+"""Size of what the convolutions make of a frame, and of the LSTM's state."""
+TAPS = 3
+"""Of each convolution."""
+CONVOLUTIONS = ((128, 1), (64, 2), (64, 2), (HIDDEN, 1))
+"""Output features and stride of each; the four columns of a frame become one."""
+
+
+class SileroVADState(NamedTuple):
+    """What silero-VAD carries: the samples before the next frame, and the LSTM's h and c."""
+
+    context: Float[Array, "batch context"]
+    h: Float[Array, "batch hidden"]
+    c: Float[Array, "batch hidden"]
+
+
+class SileroVAD(CheckedOptions, nnx.Module):
+    """silero-VAD 6: the probability of speech in each frame of a recording, 32 ms.
+
+        >>> model = SileroVAD(rngs=nnx.Rngs(0))
+        >>> probabilities, state = model(jnp.zeros((8, 16000)))
+        >>> probability, state = model.step(jnp.zeros((8, 512)), state)
+
+        s = |STFT([context, frame])|         4 columns, of `context` samples of the frame before
+        z = conv₄(conv₃(conv₂(conv₁(s))))    relu after each
+        h, c = LSTM(z, (h, c))
+        p = σ(relu(h) w + b)
+
+    Audio is (batch, samples), between −1 and 1, probabilities are (batch, frames), and the state is
+    `SileroVADState(context, h, c)`. The last frame is filled up with zeros. All frames go through
+    the convolutions at once; the LSTM is a loop over frames. A long recording may go in pieces of
+    whole frames, by its state.
+
+    Args:
+        sample_rate: of the audio, 16000 or 8000 Hz: frames of 512 samples and a context of 64, or
+            of 256 and 32.
+        dropout_rate: dropout, in training, of h; the shipped module has 0.1.
+        dtype: the computation's dtype. None: from the audio and the parameters. The state is
+            carried in at least float32.
+        param_dtype: the parameters' dtype.
+        rngs: draws the parameters (`params`), as torch does, and the dropout masks (`dropout`). The
+            STFT is a `Constant`, a Fourier basis under Hann's window.
+
+    Raises:
+        ValueError: there is no model of that sample rate, or a rate is not in [0, 1).
+
+    Layouts: `torchscript` (`torch.jit.load(…)._model` of the package `silero-vad`, `_model_8k` for
+    8000 Hz), `silero` (its file `silero_vad_16k.safetensors`). Source: snakers4/silero-vad, MIT.
+
+    """
+
+    def __init__(
+        self,
+        sample_rate: Literal[16000, 8000] = 16000,
+        *,
+        dropout_rate: float = 0.0,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        window = sample_rate * 16 // 1000
+        self.sample_rate = sample_rate
+        self.frame_length, self.context_length = 2 * window, window // 4
+        self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.param_dtype = jnp.dtype(param_dtype)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+
+        def linear(in_features: int, out_features: int) -> Linear:
+            init = torch_uniform(in_features)
+            return Linear(in_features, out_features, kernel_init=init, bias_init=init, **options)
+
+        self.stft = Constant(jnp.asarray(_hann_fourier(window), param_dtype))
+        features, self.convolutions = window // 2 + 1, nnx.List()
+        for out_features, _ in CONVOLUTIONS:
+            self.convolutions.append(linear(TAPS * features, out_features))
+            features = out_features
+        self.lstm = LSTM(HIDDEN, HIDDEN, **options)
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        self.head = linear(HIDDEN, 1)
+
+    def init_state(self, batch_size: int) -> SileroVADState:
+        """The state before the first frame: zeros, in at least float32."""
+        batch_size = checked_count("batch_size", batch_size)
+        dtype = carry_dtype(self.dtype or self.param_dtype)
+        sizes = (self.context_length, HIDDEN, HIDDEN)
+        return SileroVADState(*(jnp.zeros((batch_size, size), dtype) for size in sizes))
+
+    def __call__(
+        self,
+        audio: Float[ArrayLike, "batch samples"],
+        state: SileroVADState | None = None,
+        *,
+        lengths: Int[ArrayLike, " batch"] | None = None,
+        reset: Bool[ArrayLike, "batch frames"] | None = None,
+    ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
+        """Probabilities of speech over whole recordings.
+
+        Args:
+            audio: (batch, samples), or one unbatched recording (samples,).
+            state: the state to start from; zeros when None.
+            lengths: how many samples of each row are real, 0 … samples. Probabilities of the frames
+                beyond are zero, and the state is the one at the row's end. Under `jit`, which
+                cannot refuse it, a length outside makes the row's probabilities and state NaN.
+            reset: true at the first frame of a recording: the state is zeroed before that frame, so
+                that recordings packed into a row, each of whole frames, stay apart.
+
+        Raises:
+            TypeError: the audio is not floating, lengths not integer, reset not bool, or the state
+                has another structure than `init_state` gives.
+            ValueError: a rank or size is wrong, or a length lies outside 0 … samples.
+
+        """
+        return self._run(jax.nn.sigmoid, audio, state, lengths, reset)
+
+    def logits(
+        self,
+        audio: Float[ArrayLike, "batch samples"],
+        state: SileroVADState | None = None,
+        *,
+        lengths: Int[ArrayLike, " batch"] | None = None,
+        reset: Bool[ArrayLike, "batch frames"] | None = None,
+    ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
+        """What the probabilities are σ of, for a loss; the arguments are those of a call."""
+        return self._run(lambda logits: logits, audio, state, lengths, reset)
+
+    def step(
+        self, chunk: Float[ArrayLike, "batch samples"], state: SileroVADState
+    ) -> tuple[Float[Array, " batch"], SileroVADState]:
+        """One frame, (batch, frame_length), or (frame_length,) unbatched, and the state before it.
+
+        Raises:
+            TypeError, ValueError: as for a whole recording, or the chunk is no whole frame.
+
+        """
+        length = self.frame_length
+        expected = f"(batch, {length}) or ({length},) unbatched, at {self.sample_rate} Hz"
+        chunk = _checked_audio("chunk", chunk, expected)
+        if chunk.shape[-1] != length:
+            raise ValueError(f"chunk: expected shape {expected}, got {chunk.shape}")
+        probabilities, state = self(chunk, state)
+        return probabilities[..., 0], state
+
+    def _run(
+        self,
+        activation: Callable[[Array], Array],
+        audio: Float[ArrayLike, "batch samples"],
+        state: SileroVADState | None,
+        lengths: Int[ArrayLike, " batch"] | None,
+        reset: Bool[ArrayLike, "batch frames"] | None,
+    ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
+        audio = _checked_audio("audio", audio, "(batch, samples) or (samples,) unbatched")
+        batch_shape, samples = audio.shape[:-1], audio.shape[-1]
+        count = -(-samples // self.frame_length)
+        lengths, outside = checked_lengths(lengths, batch_shape, samples)
+        reset = checked_reset(reset, (*batch_shape, count))
+        state = self._batched_state(state, batch_shape)
+
+        audio = mask_padding(jnp.atleast_2d(audio), lengths)
+        audio = jnp.pad(audio, ((0, 0), (0, count * self.frame_length - samples)))
+        frames = audio.reshape(audio.shape[0], count, self.frame_length)
+        ends = None if lengths is None else -(-lengths // self.frame_length)
+
+        y, last = self._frames(frames, state, ends, reset)
+        y = mask_padding(activation(y), ends)
+        if outside is not None:
+            y, last = nan_rows(outside, (y, last), 0)
+        return (y, last) if batch_shape else (y[0], jax.tree.map(lambda s: s[0], last))
+
+    def _batched_state(
+        self, state: SileroVADState | None, batch_shape: tuple[int, ...]
+    ) -> SileroVADState:
+        batch_size = batch_shape[0] if batch_shape else 1
+        if state is None:
+            return self.init_state(batch_size)
+        expected = jax.eval_shape(lambda: self.init_state(batch_size))
+        if not batch_shape and jax.tree.structure(state) == jax.tree.structure(expected):
+            state = jax.tree.map(lambda s: s[None], state)
+        return checked_state(state, expected)
+
+    def _frames(
+        self,
+        frames: Float[Array, "batch frames length"],
+        state: SileroVADState,
+        ends: Int[Array, " batch"] | None,
+        reset: Bool[Array, "batch frames"] | None,
+    ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
+        """The logits of each frame, and the state after `ends` of them."""
+        dtype = self.dtype or jnp.result_type(frames, self.param_dtype)
+        carried = carry_dtype(dtype)
+        state = jax.tree.map(lambda s: s.astype(carried), state)
+
+        tails = frames[:, :, -self.context_length :].astype(carried)
+        before, context = _contexts(tails, state.context, lengths=ends, reset=reset)
+        x = self._spectrum(jnp.concatenate([before.astype(dtype), frames.astype(dtype)], axis=-1))
+        for convolution, (_, stride) in zip(self.convolutions, CONVOLUTIONS, strict=True):
+            x = jax.nn.relu(convolution(_taps(x.astype(dtype), stride)))
+        lstm_state = LSTMState(state.h[None], state.c[None])
+        h, lstm_state = self.lstm(x[:, :, 0], lstm_state, lengths=ends, reset=reset)
+        y = self.head(jax.nn.relu(self.dropout(h)))[..., 0]
+        return y, SileroVADState(context, lstm_state.h[0], lstm_state.c[0])
+
+    def _spectrum(
+        self, x: Float[Array, "batch frames samples"]
+    ) -> Float[Array, "batch frames 4 bins"]:
+        """The magnitudes of the STFT, of each frame and its context by itself."""
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, self.context_length)), mode="reflect")
+        hops = padded.reshape(*x.shape[:2], 5, len(self.stft) // 2)
+        windows = jnp.concatenate([hops[:, :, :-1], hops[:, :, 1:]], axis=-1)
+        real, imaginary = jnp.split(ops.affine(windows, self.stft[...].astype(x.dtype)), 2, axis=-1)
+        power = real * real + imaginary * imaginary
+        is_silent = power == 0  # where √ has no derivative
+        return jnp.where(is_silent, 0, jnp.sqrt(jnp.where(is_silent, 1, power)))
+
+    def torch_layouts(self) -> Layouts:
+        """`torchscript`: the keys of the shipped module; `silero`: of the safetensors file."""
+        numbers = range(len(CONVOLUTIONS))
+        return {
+            "torchscript": self._table(
+                "stft.forward_basis_buffer",
+                [f"encoder.{i}.reparam_conv" for i in numbers],
+                "decoder.rnn",
+                "decoder.decoder.2",
+            ),
+            "silero": self._table(
+                "stft_conv.weight", [f"conv{i + 1}" for i in numbers], "lstm_cell", "final_conv"
+            ),
+        }
+
+    def _table(self, stft: str, convolutions: list[str], lstm: str, head: str) -> Table:
+        return [
+            _kernel("stft", stft, taps=len(self.stft)),
+            *(
+                row
+                for i, key in enumerate(convolutions)
+                for row in _convolution(f"convolutions.{i}", key, TAPS)
+            ),
+            *(
+                row._replace(keys=tuple(key.removesuffix("_l0") for key in row.keys))
+                for row in nested(self.lstm.torch_layouts()["torch.nn"], "lstm", lstm)
+            ),
+            *_convolution("head", head, taps=1),
+        ]
+
+
+def _checked_audio(name: str, audio: Any, expected: str) -> Array:
+    """One recording or a batch, of floating numbers, or the fault."""
+    audio = as_array(name, audio)
+    if jnp.issubdtype(audio.dtype, jnp.integer):
+        raise TypeError(
+            f"{name}: expected floating numbers between −1 and 1, got {audio.dtype}: divide 16-bit "
+            "samples by 32768"
+        )
+    audio = checked_array(name, audio, Float)
+    if audio.ndim not in (1, 2):
+        raise ValueError(f"{name}: expected shape {expected}, got {audio.shape}")
+    return audio
+
+
+def _contexts(
+    tails: Float[Array, "batch frames context"],
+    context: Float[Array, "batch context"],
+    *,
+    lengths: Int[Array, " batch"] | None,
+    reset: Bool[Array, "batch frames"] | None,
+) -> tuple[Float[Array, "batch frames context"], Float[Array, "batch context"]]:
+    """What stands before each frame, and after the last of each row."""
+    contexts = jnp.concatenate([context[:, None], tails], axis=1)
+    before, last = contexts[:, :-1], contexts[:, -1]
+    if lengths is not None:
+        last = jnp.take_along_axis(contexts, lengths[:, None, None], axis=1)[:, 0]
+    if reset is not None:
+        before = jnp.where(reset[..., None], 0, before)
+    return before, last
+
+
+def _taps(
+    x: Float[Array, "batch frames columns in"], stride: int
+) -> Float[Array, "batch frames kept 3*in"]:
+    """What a convolution multiplies: each column that it keeps, between its neighbours."""
+    padded = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0)))
+    columns = x.shape[2]
+    shifted = [padded[:, :, tap : tap + columns : stride] for tap in range(TAPS)]
+    return jnp.concatenate(shifted, axis=-1)
+
+
+def _hann_fourier(window: int) -> np.ndarray:
+    """(window, 2 · bins): the real and the imaginary parts of a Fourier transform, under Hann's."""
+    real_fourier = np.fft.rfft(np.eye(window))
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
+    return hann[:, None] * np.concatenate([real_fourier.real, real_fourier.imag], axis=1)
+
+
+def _convolution(param: str, key: str, taps: int) -> Table:
+    """A `Linear` of `taps` neighbours, side by side, and `torch.nn.Conv1d`."""
+    return [_kernel(f"{param}.kernel", f"{key}.weight", taps), same(f"{param}.bias", f"{key}.bias")]
+
+
+def _kernel(param: str, key: str, taps: int) -> Weight:
+    """(taps · in, out), and (out, in, taps) of a convolution in torch."""
+    row = flipped(param, key)
+    return row._replace(
+        to_jax=lambda a: (row.to_jax(a)[0].reshape(-1, a.shape[0]),),
+        to_torch=lambda a: row.to_torch(a.reshape(taps, -1, a.shape[1])),
+    )

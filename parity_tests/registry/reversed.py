@@ -1,0 +1,65 @@
+"""A stack that runs from the last step to the first."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+import torch_ref
+from jax_models import GRU, LSTM, Reversed
+from jax_models.layers.recurrent import RecurrentStack
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import (
+    DOCUMENTS,
+    PAST_AND_FUTURE,
+    Mutation,
+    as_it_is,
+    replaced,
+    zeroed,
+)
+
+
+def twin(kind: Callable[..., nn.Module]) -> torch_ref.Reversed:
+    """Of torch.nn's recurrence in two layers."""
+    return torch_ref.Reversed(kind(5, 6, num_layers=2, batch_first=True))
+
+
+def stack(kind: type[RecurrentStack], **options) -> Reversed:
+    """The same."""
+    return Reversed(kind(in_features=5, hidden_features=6, num_layers=2, **options))
+
+
+CASES = [
+    Case(
+        f"Reversed {theirs.__name__}",
+        partial(twin, theirs),
+        partial(stack, ours),
+        layout="torch.nn",
+        architecture="reversed",
+    )
+    for theirs, ours in ((nn.LSTM, LSTM), (nn.GRU, GRU))
+]
+
+REVERSED = "jax_models.layers.reversed"
+MUTATIONS = [
+    Mutation(
+        "recurrent bias forgotten",
+        "Reversed GRU",
+        "weights",
+        zeroed("layer.cells.1.bias_hh"),
+    ),
+    Mutation(
+        "not reversed",
+        "Reversed LSTM",
+        "states and masks",
+        replaced(f"{REVERSED}.reverse_time", as_it_is),
+        PAST_AND_FUTURE,
+    ),
+    Mutation(
+        "resets not reversed",
+        "Reversed LSTM",
+        "states and masks",
+        replaced(f"{REVERSED}.document_ends", as_it_is),
+        DOCUMENTS,
+    ),
+]
