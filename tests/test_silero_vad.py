@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from safetensors.numpy import load_file
 
 import torch_ref
 from jax_models import SileroVAD, from_torch, to_torch
-from parity_tests.engine.measure import Scatter
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.run import run_oracle
 from parity_tests.engine.tolerance import assert_same, group_error
+from parity_tests.engine.torch_reference import TorchReference
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = find_spec("silero_vad")  # which is not imported: that takes torch's threads away
@@ -126,10 +124,10 @@ def test_probabilities_and_states_err_as_those_of_torchscript(name, x64):
     twin = torch_ref.SileroVAD(sample_rate).requires_grad_(False)
     twin.load_state_dict({k: torch.from_numpy(v) for k, v in to_torch(model, "silero").items()})
     problem = Problem(twin.double(), lambda *_: model, SileroVAD.__call__, None, inputs=(audio,))
-    oracle, mode = run_oracle(problem)
+    reference = TorchReference(problem)
+    oracle = reference.oracle
     assert oracle["outputs"]["y"].min() < 0.01 < 0.4 < oracle["outputs"]["y"].max()
 
-    scatter = Scatter(problem, "float32", mode.decisions)
     results = model(audio), by_torchscript(weights, sample_rate, audio)
     for group, *of_both in zip(("outputs", "final state"), *results, strict=True):
         expected = oracle[group]
@@ -143,7 +141,7 @@ def test_probabilities_and_states_err_as_those_of_torchscript(name, x64):
             torch=theirs,
             jax=ours,
             torch32=theirs,
-            scatter=partial(scatter.of, group),
+            scatter=lambda group=group: reference.scatter("float32")[group],
             negligible=False,
         )
         assert error.passed, f"{group}: {error}"

@@ -5,6 +5,7 @@ numbers without: rounding does not carry a computation to another one.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -105,37 +106,42 @@ class Rounded(Lift):
             return lax.complex(self._round(x.real, operands), self._round(x.imag, operands))
         if x.dtype != jnp.float64:  # what computes in less whatever it is given
             return x
-        if self._dtype == "float64":
-            parts = [_part(each, 1) for each in operands]
-            exact = _is_short(x)
-            for each in filter(is_floating, parts):
-                exact &= _is_short(jnp.stack([each.real, each.imag])).all()
-        else:
-            exact = self._in_dtype(x) == x
-        moved = x * (1 + OPERATION_ULPS * ulp(self._dtype) * self._noise(x))
-        return jnp.where(exact, x, self._in_dtype(moved))
-
-    def _in_dtype(self, x: jax.Array) -> jax.Array:
-        info = jnp.finfo(self._dtype)
-        return lax.reduce_precision(x, info.nexp, info.nmant)
-
-    def _noise(self, x: jax.Array) -> jax.Array:
-        """Numbers between -1 and 1, others for another seed, operation, place or number."""
+        parts = filter(is_floating, [_part(each, 1) for each in operands])
+        are_short = self._dtype != "float64" or all_short([*parts])
         self._count += 1
-        place = lax.iota(jnp.uint64, x.size).reshape(x.shape)
-        bits = lax.bitcast_convert_type(x, jnp.uint64)
-        for each in (place, jnp.uint64(self._count), jnp.asarray(self._seed, jnp.uint64)):
-            bits = _mixed(bits ^ _mixed(each))
-        return (bits >> 11).astype(jnp.float64) * 2.0**-52 - 1
+        return moved(self._dtype, x, are_short, jnp.asarray(self._seed, jnp.uint64), self._count)
 
 
 def _part(x: Any, i: int) -> Any:
     return x[i] if isinstance(x, Both) else x
 
 
-def _is_short(x: jax.Array) -> jax.Array:
-    """Which numbers are some of bfloat16?"""
-    return lax.reduce_precision(x, 8, 7) == x
+def in_format(dtype: str, x: jax.Array) -> jax.Array:
+    """The numbers in float64, rounded to a dtype."""
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def all_short(arrays: Sequence[jax.Array]) -> Any:
+    """Are all numbers some of bfloat16?"""
+    parts = [part for x in arrays for part in (x.real, x.imag)]
+    return jnp.asarray([(in_format("bfloat16", part) == part).all() for part in parts]).all()
+
+
+@partial(jax.jit, static_argnums=0)
+def moved(dtype: str, x: jax.Array, are_short: Any, seed: Any, count: Any) -> jax.Array:
+    """The numbers of float64 in a dtype, those that it does not have moved at random.
+
+    Of float64 itself, they are kept if they are some of bfloat16 and the operands `are_short`. The
+    random numbers are others for another seed, operation, place or number.
+    """
+    kept = in_format("bfloat16" if dtype == "float64" else dtype, x) == x
+    place = lax.iota(jnp.uint64, x.size).reshape(x.shape)
+    key = _mixed(seed ^ _mixed(jnp.asarray(count, jnp.uint64)))
+    bits = _mixed(lax.bitcast_convert_type(x, jnp.uint64) + _mixed(place ^ key))
+    noise = (bits >> 11).astype(jnp.float64) * 2.0**-52 - 1
+    rounded = in_format(dtype, x * (1 + OPERATION_ULPS * ulp(dtype) * noise))
+    return jnp.where(kept & are_short, x, rounded)
 
 
 def _mixed(bits: jax.Array) -> jax.Array:

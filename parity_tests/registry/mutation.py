@@ -70,15 +70,15 @@ def replaced(targets: str | Sequence[str], wrong: Callable[[Any], Any]) -> Plant
 def edited(edit: Callable[[Any], None]) -> Plant:
     """Every layer is edited as soon as it has its weights."""
 
-    def wrong(build_layer):
-        def build_edited(*args):
-            layer = build_layer(*args)
+    def wrong(load):
+        def load_edited(*args):
+            layer = load(*args)
             edit(layer)
             return layer
 
-        return build_edited
+        return load_edited
 
-    return replaced("parity_tests.registry.case.Case.build_layer", wrong)
+    return replaced("parity_tests.registry.case.Case.load", wrong)
 
 
 def at(model: Any, path: str) -> Any:

@@ -85,6 +85,21 @@ class Complex(torch.nn.Module):
         return x.to(self.weight.dtype) @ self.weight
 
 
+class Logistic(torch.nn.Module):
+    """A chaotic map: rounding alone makes errors of 1e-12 in float64."""
+
+    def forward(self, x):
+        for _ in range(14):
+            x = 3.9 * x * (1 - x)
+        return x
+
+
+def logistic(x):
+    for _ in range(14):
+        x = 3.9 * (x * (1 - x))
+    return x
+
+
 class State(NamedTuple):
     h: jax.Array
     c: jax.Array
@@ -135,6 +150,14 @@ def pairs() -> dict[str, Pair]:
             {"weights": dict},
         ),
         "complex": Pair(Complex(), lambda w, x: x @ w["weight"], (x,), {}, {"weights": dict}),
+        "ill-conditioned": Pair(Logistic(), logistic, (rng.uniform(0.1, 0.9, (7,)),), {}, {}),
+        "detached": Pair(
+            torch.nn.Linear(4, 3),
+            lambda w, x: (x @ w["weight"].T + w["bias"], 2 * x),
+            (x,),
+            {"call_twin": lambda twin, x: (twin(x), 2 * x.detach())},
+            {"weights": dict},
+        ),
         "nested inputs": Pair(
             torch.nn.Linear(4, 3),
             lambda w, a: a["x"][0] @ w["weight"].T + w["bias"] * a["on"],
