@@ -24,7 +24,7 @@ from jax_models import (
     onnx_table,
     to_torch,
 )
-from jax_models.weights.transfer import gradients_to_torch
+from parity_tests.engine.gradients import gradients_by_table
 from parity_tests.engine.tolerance import assert_same, floor, relative_errors
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -430,8 +430,10 @@ def test_gradients_go_by_the_tables(table, kind, options, x64):
         }
         return loss_of_params(nnx.from_flat_state(jax.tree.map(nnx.Param, flat)))
 
-    expected = jax.grad(loss)(to_torch(layer, rows))
-    gradients = gradients_to_torch(nnx.merge(graph, jax.grad(loss_of_params)(params)), rows)
+    weights = to_torch(layer, rows)
+    expected = jax.grad(loss)(weights)
+    gradient = nnx.merge(graph, jax.grad(loss_of_params)(params))
+    gradients = gradients_by_table(rows, weights, {key: key for key in weights}, gradient)
     assert gradients.keys() == expected.keys()
     for key, array in gradients.items():
         assert_same(array, expected[key], key)

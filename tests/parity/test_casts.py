@@ -23,7 +23,7 @@ def in_a_while(x):
 
 def in_a_branch(x):
     x = x.astype(jnp.float32)
-    return three(lax.cond(x.sum() > 9, lambda x: 2 * x, lambda x: x, x))
+    return three(lax.cond(x.sum() > 100, lambda x: 2 * x, lambda x: x, x))
 
 
 def three(x):
