@@ -50,6 +50,7 @@ MESHES = {
     "8×1×1": MeshConfig(data=8),
     "8×1×1, fully sharded": MeshConfig(data=8, fully_sharded=True),
     "4×2×1, fully sharded": MeshConfig(data=4, model=2, fully_sharded=True),
+    "1×2×1": MeshConfig(data=1, model=2),
     "2×2×2": MeshConfig(data=2, model=2, sequence=2),
     "2×2×2, fully sharded": MeshConfig(data=2, model=2, sequence=2, fully_sharded=True),
     "1×1×8, fully sharded": MeshConfig(data=1, sequence=8, fully_sharded=True),

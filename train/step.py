@@ -204,7 +204,7 @@ class Trainer:
             key = jax.random.fold_in(self.dropout_key, step)
             loss_and_gradient = accumulated(jax.value_and_grad(loss_fn))
             loss, gradient = loss_and_gradient(params, key, inputs, targets)
-            return jax.lax.pmean(loss, BATCH_AXES), self._mean_gradient(gradient)
+            return self._mean(loss), self._mean_gradient(gradient)
 
         parts = tokens.reshape(self.accumulate, -1, tokens.shape[1])
         of_batch = P(None, *BATCH_AXES)
@@ -292,6 +292,10 @@ class Trainer:
 
         def mean(spec, gradient):
             is_sum = gathered_axis(spec) is not None
-            return gradient / count if is_sum else jax.lax.pmean(gradient, BATCH_AXES)
+            return gradient / count if is_sum else self._mean(gradient)
 
         return jax.tree.map(mean, self._local_specs(), gradient)
+
+    def _mean(self, x: Array) -> Array:
+        """Over the devices of a batch; an all-reduce of one XLA refuses where it divides `model`."""
+        return jax.lax.pmean(x, [axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1])
