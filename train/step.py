@@ -297,5 +297,8 @@ class Trainer:
         return jax.tree.map(mean, self._local_specs(), gradient)
 
     def _mean(self, x: Array) -> Array:
-        """Over the devices of a batch; an all-reduce of one XLA refuses where it divides `model`."""
+        """Over the devices of a batch, if they are several.
+
+        XLA refuses an all-reduce of one device where it divides the model.
+        """
         return jax.lax.pmean(x, [axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1])
