@@ -158,7 +158,8 @@ def _of_named(
             f"{len(others)} of {len(errors)} weights differ, {most} by {errors[most]:.1e}: give "
             "`weights` to compare with the reference's"
         ]
-    gradient_to_torch = partial(gradients_by_table, table, ours)
+    owners = {name: name for name in ours}
+    gradient_to_torch = partial(gradients_by_table, table, ours, owners)
     to_torch_named = partial(to_torch, layout=table)
     return start(to_torch=to_torch_named, gradient_to_torch=gradient_to_torch), [], notes
 
