@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import torch_ref
 from jax_models import (
@@ -96,6 +98,15 @@ def test_local_attention_in_chunks_is_attention_over_the_whole_row(monkeypatch, 
         )
     for gradient, whole in zip(gradients, of_whole, strict=True):
         assert_same(gradient, whole, "gradients")
+
+
+def test_chunks_vary_over_the_devices_of_a_mesh():
+    """From the state of zeros, which does not."""
+    layer = LocalAttention(8, 2, window=3, rngs=nnx.Rngs(0))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(lambda x: layer(x)[0], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    x = jax.ShapeDtypeStruct((2, 300, 8), jnp.float32)
+    assert jax.eval_shape(run, x).shape == x.shape
 
 
 def test_the_memory_of_training_grows_with_time_alone():

@@ -20,7 +20,7 @@ from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.rotary import checked_rotated
-from jax_models.ops.segments import at_end, positions_after
+from jax_models.ops.segments import positions_and_end
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, dense, linear, nested, rms_norm
@@ -66,6 +66,8 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
     queries: `deepmind` (recurrentgemma's LocalAttentionBlock in Flax) and `deepmind-torch`.
 
     """
+
+    divides_time = True
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         """`ops.local_attention` between projections."""
         x = x.astype(self.computation_dtype(x))
         batch_size, time, _ = x.shape
-        positions = positions_after(state.position, time, reset)
+        positions, _ = positions_and_end(state.position, time, lengths, reset, self.time_axis)
 
         def heads(projection: Linear) -> Array:
             count = projection.out_features // self.head_features
@@ -130,7 +132,13 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         q = ops.rotary(heads(self.q_proj), positions, **rotary)
         k = ops.rotary(heads(self.k_proj), positions, **rotary)
         y, state = ops.local_attention(
-            q, k, heads(self.v_proj), state, lengths=lengths, reset=reset
+            q,
+            k,
+            heads(self.v_proj),
+            state,
+            lengths=lengths,
+            reset=reset,
+            time_axis=self.time_axis,
         )
         return self.out_proj(y.reshape(x.shape)), state
 
@@ -196,6 +204,8 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
 
     """
 
+    divides_time = True
+
     def __init__(
         self,
         features: int,
@@ -244,12 +254,13 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
     def sequence(self, x, state, lengths, reset):
         """The gate times the recurrence of the convolution, projected."""
         x = x.astype(self.computation_dtype(x))
-        positions = positions_after(state.position, x.shape[1], reset)
+        positions, end = positions_and_end(
+            state.position, x.shape[1], lengths, reset, self.time_axis
+        )
         gate = gelu(self.activation, self.gate_proj(x))
         u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
         h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset, first=positions == 0)
-        position = at_end(state.position, positions + 1, lengths)
-        return self.out_proj(gate * h), GriffinRecurrenceState(position, conv, rglru)
+        return self.out_proj(gate * h), GriffinRecurrenceState(end, conv, rglru)
 
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; recurrentgemma's."""
@@ -318,6 +329,8 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
     ResidualBlock in Flax) and `deepmind-torch`, where the mixing has them.
 
     """
+
+    divides_time = True
 
     def __init__(
         self,

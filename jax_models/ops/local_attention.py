@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.attention import attention
 from jax_models.ops.checks import checked
 from jax_models.ops.segments import active_steps, at_end, positions_after
+from jax_models.ops.time_axis import refuse_lengths, states_between
+from jax_models.ops.varying import alike
 
 CHUNK = 256
 """Queries that are computed together."""
@@ -50,23 +52,41 @@ def local_attention(
     *,
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
+    time_axis: str | None = None,
 ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
     """`attention` of each step over itself and the window − 1 steps before it in its document.
 
     The window is one more than the state has slots. Over T steps it costs O(T · window) operations.
     No scores are kept for the backward pass, which computes them again, chunk by chunk: the memory
     is that of q, k and v, and that of one chunk's scores.
+
+    With a `time_axis`, over whose devices time is divided, inside a `jax.shard_map`, a device gets
+    the keys and values of all and keeps those of its window. `lengths` must then be None.
     """
-    time = q.shape[1]
-    positions = positions_after(state.position, time, reset)
-    documents = jnp.zeros_like(positions) if reset is None else jnp.cumsum(reset, axis=1)
-    steps = Keys(k, v, positions, documents.astype(positions.dtype))
+    refuse_lengths(lengths, time_axis)
+
+    def after(piece: tuple[Array, Array, Array | None], state: LocalAttentionState):
+        k, v, reset = piece
+        return _written(state, _steps(state, k, v, reset), lengths, reset)
+
+    if time_axis is None:
+        last = after((k, v, reset), state)
+    else:
+        state, last = states_between(after, (k, v, reset), state, time_axis)
+    time, steps = q.shape[1], _steps(state, k, v, reset)
     past = _past(state, k.dtype)
     if not is_symbolic_dim(time) and time <= CHUNK:
         y = _attended(q, steps.positions, steps.documents, past.and_then(steps))
     else:
         y = _in_chunks(q, steps, past)
-    return y, _written(state, steps, lengths, reset)
+    return y, last
+
+
+def _steps(state: LocalAttentionState, k: Array, v: Array, reset: Array | None) -> Keys:
+    """The keys and values of the steps after a state; the first document is number 0."""
+    positions = positions_after(state.position, k.shape[1], reset)
+    documents = jnp.zeros_like(positions) if reset is None else jnp.cumsum(reset, axis=1)
+    return Keys(k, v, positions, documents.astype(positions.dtype))
 
 
 def _past(state: LocalAttentionState, dtype) -> Keys:
@@ -114,7 +134,8 @@ def _in_chunks(
 
     order = jnp.argsort(past.positions, axis=1)
     past = Keys(*(jax.vmap(lambda row, i: row[i])(array, order) for array in past))
-    _, y = jax.lax.scan(chunk, past, (chunks(q), jax.tree.map(chunks, steps)))
+    past, xs = alike((past, (chunks(q), jax.tree.map(chunks, steps))))
+    _, y = jax.lax.scan(chunk, past, xs)
     return jnp.moveaxis(y, 0, 1).reshape(batch_size, count * CHUNK, *q.shape[2:])[:, :time]
 
 

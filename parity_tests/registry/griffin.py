@@ -167,9 +167,11 @@ def written_from_slot_0(written):
     return wrong
 
 
-def positions_that_go_on(positions_after):
+def positions_that_go_on(positions_and_end):
     """Positions of a row, not of its documents."""
-    return lambda start, time, reset: positions_after(start, time, None)
+    return lambda start, time, lengths, reset, axis: positions_and_end(
+        start, time, lengths, None, axis
+    )
 
 
 def scale_not_rounded(layer):
@@ -246,7 +248,7 @@ MUTATIONS = [
     states(
         "positions of the row",
         "GriffinRecurrence",
-        plant=replaced(f"{LAYER}.positions_after", positions_that_go_on),
+        plant=replaced(f"{LAYER}.positions_and_end", positions_that_go_on),
         check=DOCUMENTS,
     ),
     *deaf("RGLRU of blocks", "jax_models.ops.rg_lru.linear_recurrence"),
