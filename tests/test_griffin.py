@@ -90,14 +90,18 @@ def test_local_attention_in_chunks_is_attention_over_the_whole_row(monkeypatch, 
         return jnp.concatenate(outputs, axis=1)
 
     expected = partial(dense_attention, window=window, documents=np.cumsum(reset, axis=1))
+
+    def outputs_and_gradients(f):
+        def loss(*args):
+            y = f(*args)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
     with jax.enable_x64(True):
-        assert_same(in_pieces(q, k, v), expected(q, k, v), "outputs")
-        gradients, of_whole = (
-            jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), (0, 1, 2))(q, k, v)  # noqa: B023
-            for f in (in_pieces, expected)
-        )
-    for gradient, whole in zip(gradients, of_whole, strict=True):
-        assert_same(gradient, whole, "gradients")
+        found, of_whole = outputs_and_gradients(in_pieces), outputs_and_gradients(expected)
+    for ours, whole in zip(jax.tree.leaves(found), jax.tree.leaves(of_whole), strict=True):
+        assert_same(ours, whole, "outputs and gradients")
 
 
 def test_chunks_vary_over_the_devices_of_a_mesh():
@@ -176,6 +180,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_the_window_goes_on_as_the_twins():
     """64 tokens by a bounded state."""
     config = GriffinLanguageModelConfig(**{**SMALL, "vocab_size": 50, "features": 32}, window=6)
@@ -226,39 +231,6 @@ def test_a_tree_of_flax_variables_is_taken_as_it_is():
     loaded = griffin_from_weights({"params": tree})
     for key, array in to_torch(model).items():
         np.testing.assert_array_equal(to_torch(loaded)[key], array)
-
-
-def test_recurrentgemmas_shapes():
-    """Of the first blocks of the 2B model, from its conversion.py and modules.py."""
-    config = GriffinLanguageModelConfig(
-        vocab_size=256_000, features=2560, num_layers=3, mlp_features=7680,
-        recurrent_features=2560, num_heads=10, window=2049,
-    )  # fmt: skip
-    model = nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0)))
-    shapes = {
-        "embedder.input_embedding": (256_000, 2560),
-        "blocks.0.temporal_pre_norm.scale": (2560,),
-        "blocks.0.recurrent_block.linear_x.kernel": (2560, 2560),
-        "blocks.0.recurrent_block.conv_1d.w": (4, 2560),
-        "blocks.0.recurrent_block.rg_lru.a_param": (2560,),
-        "blocks.0.recurrent_block.rg_lru.a_gate.w": (10, 256, 256),
-        "blocks.0.recurrent_block.rg_lru.input_gate.b": (10, 256),
-        "blocks.2.attention_block.proj_q.kernel": (2560, 2560),
-        "blocks.2.attention_block.proj_k.kernel": (2560, 256),
-        "blocks.2.attention_block.proj_final.bias": (2560,),
-        "blocks.2.mlp_block.ffw_up.w": (2, 2560, 7680),
-        "blocks.2.mlp_block.ffw_up.b": (2, 1, 1, 7680),
-        "blocks.2.mlp_block.ffw_down.kernel": (7680, 2560),
-        "final_norm.scale": (2560,),
-    }
-    params = dict(nnx.to_flat_state(nnx.state(model)))
-    params = {".".join(map(str, path)): param.get_value() for path, param in params.items()}
-    found = {}
-    for row in model.torch_layouts()["deepmind"]:
-        empty = [np.broadcast_to(np.float32(0), params[path].shape) for path in row.params]
-        found |= {k: a.shape for k, a in zip(row.keys, row.to_torch(*empty), strict=True)}
-    assert len(found) == 2 + 2 * 19 + 11
-    assert {key: found[key] for key in shapes} == shapes
 
 
 OF_2B = {

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 import torch_ref
 from jax_models import GriffinLanguageModelConfig, generate, griffin_from_weights, to_torch
+from jax_models.weights.keys import flattened
 from parity_tests import assert_parity
 from parity_tests.engine.problem import in_every_dtype
 from parity_tests.engine.rounding import InFloat64
@@ -342,3 +344,30 @@ def test_recurrentgemma_in_flax_agrees_and_has_our_state(deepminds):
             assert_near_each_other("keys", own.keys, block.keys, wide.keys)
             assert_near_each_other("values", own.values, block.values, wide.values)
             np.testing.assert_array_equal(own.position, block.num_tokens)
+
+
+@pytest.mark.parametrize("size", ["2B", "9B"])
+def test_the_published_sizes_are_told_by_the_shapes(deepminds, size):
+    """Of all of recurrentgemma's parameters, none of which is drawn."""
+    preset = deepminds.common.Preset[f"RECURRENT_GEMMA_{size}_V1"]
+    theirs = deepminds.common.GriffinConfig.from_preset(preset)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        tree = jax.eval_shape(deepminds.jax.Griffin(theirs).init, jax.random.key(0), TOKENS, TOKENS)
+    leaves = flattened(tree["params"])
+    config = GriffinLanguageModelConfig.from_state_dict(leaves)
+    assert config == GriffinLanguageModelConfig(
+        vocab_size=theirs.vocab_size,
+        features=theirs.width,
+        num_layers=theirs.num_layers,
+        mlp_features=theirs.mlp_expanded_width,
+        recurrent_features=theirs.lru_width,
+        num_heads=theirs.num_heads,
+        window=theirs.attention_window_size + 1,
+    )
+    model = nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0)))
+    params = {".".join(map(str, path)): p for path, p in nnx.to_flat_state(nnx.state(model))}
+    found = {}
+    for row in model.torch_layouts()["deepmind"]:
+        empty = [np.broadcast_to(np.float32(0), params[path].shape) for path in row.params]
+        found |= {k: a.shape for k, a in zip(row.keys, row.to_torch(*empty), strict=True)}
+    assert found == {key: leaf.shape for key, leaf in leaves.items()}
