@@ -48,7 +48,7 @@ def test_what_a_killed_run_measured_is_kept(whole, tmp_path, monkeypatch):
             main(args)
     assert len(Record.from_json(path.read_text()).done) == 2 * len(whole["cases"])
     with monkeypatch.context() as patched:
-        patched.setattr(command, "measure", lambda *_: pytest.fail("it was measured"))
+        patched.setattr(command, "measure_twin", lambda *_: pytest.fail("it was measured"))
         assert main(args) == 0
     assert json.loads(path.read_text()) == whole
 
@@ -58,7 +58,7 @@ def interrupt(*_):
 
 
 def test_an_interrupted_run_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "measure", interrupt)
+    monkeypatch.setattr(command, "measure_twin", interrupt)
     for more in ([], ["--minutes", "9"]):
         with pytest.raises(KeyboardInterrupt):
             main([*ASKED, "--json", str(tmp_path / "x.json"), *more])
