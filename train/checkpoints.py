@@ -17,9 +17,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from train.digest import as_text, bytes_digest, described, digests
-from train.files import file_digest, to_disk
+from train.files import file_digest
 from train.hosts import by_first, is_first, of_all
 from twinscan.command_line import CommandLineError
+from twinscan.files import to_disk
 
 MANIFEST = "manifest.json"
 STATE = "state"

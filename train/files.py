@@ -1,11 +1,11 @@
 """Files: their faults in one line, and files that are there whole or not at all."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from train.digest import bytes_digest
+from twinscan import files
 from twinscan.command_line import CommandLineError
 
 BLOCK = 1 << 20
@@ -23,25 +23,12 @@ def faults_of(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A place to write a file to, which then takes the path: whole, or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Where to write a file that is there whole or not at all; its faults in one line."""
     try:
-        yield partial
-        to_disk(partial)
-        os.replace(partial, path)
+        with files.whole(path) as partial:
+            yield partial
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise CommandLineError(f"{path}: {error.strerror or error}") from None
-
-
-def to_disk(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def blocks(path: Path) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ import filelock
 import numpy as np
 
 from train.digest import bytes_digest
-from train.files import blocks, faults_of, file_digest, to_disk
+from train.files import blocks, faults_of, file_digest
 from train.vocabulary import (
     BYTES,
     CHARACTERS,
@@ -27,6 +27,7 @@ from train.vocabulary import (
 )
 from train.windows import TokenArray, TokenFile
 from twinscan.command_line import CommandLineError
+from twinscan.files import to_disk
 
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
 """The seed's text."""

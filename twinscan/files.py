@@ -15,10 +15,21 @@ def whole(path: Path) -> Iterator[Path]:
     partial = _partial(path)
     try:
         yield partial
+        to_disk(partial)
         os.replace(partial, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: Path, text: str) -> None:

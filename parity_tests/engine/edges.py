@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import torch
 
+from parity_tests.engine.frameworks import is_floating
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.torch_module import twin_in
@@ -62,11 +63,6 @@ def edge_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 def _of_integers(of_integers: Any, of_masks: Any, n: np.ndarray) -> np.ndarray:
     return (of_masks if is_mask(n) else of_integers)(n).astype(n.dtype)
-
-
-def is_floating(array: np.ndarray) -> bool:
-    """Has it real or complex numbers?"""
-    return np.issubdtype(array.dtype, np.inexact)
 
 
 def is_mask(array: np.ndarray) -> bool:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from parity_tests.engine.casts import Lift, called_body
+from parity_tests.engine.frameworks import is_floating
 from parity_tests.engine.tolerance import OPERATION_ULPS, ulp
 
 BRANCHING = ("scan", "while", "cond")
@@ -53,11 +54,6 @@ class Both(NamedTuple):
 
     exact: Any
     rounded: Any
-
-
-def is_floating(x: Any) -> bool:
-    """Is it an array of real or complex numbers?"""
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def both(x: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jax_models.weights.constant import Constant
+from jax_models.weights.trees import is_floating
 from parity_tests.engine.casts import Found, Lift, lifted_dtypes, look_into, rewritten
 from parity_tests.engine.jax_rounding import Rounded
 from parity_tests.engine.problem import Problem, arrays, in_dtype, is_flag
@@ -238,7 +239,7 @@ def _is_constant(leaf: Any) -> bool:
     """Is it an array that an NNX module holds, and no weight or statistic?"""
     known = nnx.Param | nnx.BatchStat | Constant
     value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-    return not isinstance(leaf, known) and is_real(value)
+    return not isinstance(leaf, known) and is_floating(value)
 
 
 def _held(rest: Any) -> list[Any]:
@@ -279,10 +280,10 @@ def _merge(weights: Any, rest: Any) -> Any:
 
 def _partition(tree: Any) -> tuple[Any, Any]:
     """The floating leaves and the others, None in the places of the rest."""
-    is_floating = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
+    differentiable = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
     return (
-        jax.tree.map(lambda x, keep: x if keep else None, tree, is_floating),
-        jax.tree.map(lambda x, drop: None if drop else x, tree, is_floating),
+        jax.tree.map(lambda x, keep: x if keep else None, tree, differentiable),
+        jax.tree.map(lambda x, drop: None if drop else x, tree, differentiable),
     )
 
 
@@ -290,8 +291,3 @@ def as_array(leaf: Any) -> Any:
     """The leaf as an array, None if it is none."""
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
     return jnp.asarray(leaf) if is_array or type(leaf) in (bool, int, float) else None
-
-
-def is_real(leaf: Any) -> bool:
-    """Is it an array of real numbers?"""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

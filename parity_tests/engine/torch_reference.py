@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.logits import logits_array
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, Problem
+from parity_tests.engine.progress import Say
 from parity_tests.engine.reference import Reference, Said, said
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
@@ -33,9 +34,6 @@ from parity_tests.engine.torch_side import (
     run_torch,
     run_torch_rounded,
 )
-
-Say = Callable[[str], None]
-"""Is told what runs."""
 
 
 class TorchReference(Reference):

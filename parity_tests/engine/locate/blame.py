@@ -1,6 +1,7 @@
 """Whose code is it that first departs?"""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -149,18 +150,28 @@ def find(trace: Trace, direction: Direction, evidence: Evidence) -> Blame | None
         for call in trace.calls
         if evidence.state(call, direction.given) == AGREES and call.slots[direction.given]
     }
-    moments = timeline(trace, direction)
+    moments, fed = timeline(trace, direction), trace.fed_by()
+
+    def onward(call: Call) -> Iterable[Call]:
+        return call.sources if direction is FORWARD else fed.get(call, ())
+
     for index, (call, slot) in enumerate(moments):
         if call in innocent or any(outer in innocent for outer in call.ancestors):
             continue
         if evidence.state(call, slot) == DEPARTS:
-            return _Search(moments, index, direction, evidence, innocent).blame(call, slot)
+            return _Search(moments, index, direction, evidence, innocent, onward).blame(call, slot)
     return None
 
 
-def _feeds(call: Call, other: Call) -> bool:
-    """Backward, a call gets its gradients from those that its outputs feed."""
-    return other.depends_on(call)
+def reached(calls: Iterable[Call], onward: Callable[[Call], Iterable[Call]]) -> set[Call]:
+    """The calls that some calls lead to, in one or more steps."""
+    seen: set[Call] = set()
+    left = [*calls]
+    while left:
+        new = {*onward(left.pop())} - seen
+        seen |= new
+        left += new
+    return seen
 
 
 class _Search:
@@ -173,9 +184,12 @@ class _Search:
         direction: Direction,
         evidence: Evidence,
         innocent: set[Call],
+        onward: Callable[[Call], Iterable[Call]],
     ):
         self.moments, self.before = moments, moments[:index]
         self.direction, self.evidence, self.innocent = direction, evidence, innocent
+        self.onward = onward
+        """What a call needs to give what is right: backward, those that it feeds."""
         self.harmless = {
             numbers(call, direction.taken, label)
             for call in innocent
@@ -254,11 +268,9 @@ class _Search:
             for call, slot in self.moments
             if slot == self.direction.taken and call.parent is frame
         ]
-        right = [p for p in parts if self.evidence.state(p, self.direction.given) == AGREES]
-        needs = Call.depends_on if self.direction is FORWARD else _feeds
-        return [
-            part for part in parts if part not in right and not any(needs(r, part) for r in right)
-        ]
+        right = {p for p in parts if self.evidence.state(p, self.direction.given) == AGREES}
+        needed = reached(right, self.onward)
+        return [part for part in parts if part not in right | needed]
 
     @staticmethod
     def _numbers(call: Call, slot: str) -> set[bytes]:

@@ -155,37 +155,34 @@ def _of_nnx(recorder: Recorder):
     )
 
 
-def _of_linen(recorder: Recorder):
-    linen = sys.modules["flax.linen"]
+def _interceptor(recorder: Recorder, name_of: Callable, weights_of: Callable) -> Callable:
+    """What Linen and haiku call in the place of each method."""
 
-    def interceptor(method, args, kwargs, context):
+    def intercept(method, args, kwargs, context):
         module = context.module
         if context.method_name not in METHODS:
             return method(*args, **kwargs)
-        name = ".".join(module.path)
-        return recorder.call(module, name, lambda: module.variables, method, args, kwargs)
+        return recorder.call(
+            module, name_of(module), lambda: weights_of(module), method, args, kwargs
+        )
 
-    return linen.intercept_methods(interceptor)
+    return intercept
+
+
+def _of_linen(recorder: Recorder):
+    interceptor = _interceptor(
+        recorder, lambda module: ".".join(module.path), lambda module: module.variables
+    )
+    return sys.modules["flax.linen"].intercept_methods(interceptor)
 
 
 def _of_haiku(recorder: Recorder):
-    haiku = sys.modules["haiku"]
-
-    def interceptor(method, args, kwargs, context):
-        module = context.module
-        if context.method_name not in METHODS:
-            return method(*args, **kwargs)
-        name = module.module_name.replace("/~/", "/").replace("/", ".")
-        return recorder.call(
-            module,
-            name,
-            lambda: [module.params_dict(), module.state_dict()],
-            method,
-            args,
-            kwargs,
-        )
-
-    return haiku.intercept_methods(interceptor)
+    interceptor = _interceptor(
+        recorder,
+        lambda module: module.module_name.replace("/~/", "/").replace("/", "."),
+        lambda module: [module.params_dict(), module.state_dict()],
+    )
+    return sys.modules["haiku"].intercept_methods(interceptor)
 
 
 def _of_equinox(recorder: Recorder):

@@ -36,16 +36,6 @@ class Call:
     sources: "set[Call]" = dataclasses.field(default_factory=set)
     """Of torch's: the calls whose outputs its inputs are computed from, without others between."""
 
-    def depends_on(self, other: "Call") -> bool:
-        """Is what it takes computed from what the other gives?"""
-        seen: set[Call] = set()
-        left: list[Call] = [self]
-        while left:
-            sources = left.pop().sources - seen
-            seen |= sources
-            left += sources
-        return other in seen
-
     @property
     def ancestors(self) -> Iterator["Call"]:
         """The calls that this one is made in, the innermost first."""
@@ -70,6 +60,14 @@ class Trace:
         call = Call(name, kind, self.open[-1] if self.open else None, **fields)
         self.calls.append(call)
         return call
+
+    def fed_by(self) -> dict[Call, set[Call]]:
+        """Of each call that gives to others: those that it feeds, the reverse of `sources`."""
+        fed: dict[Call, set[Call]] = {}
+        for call in self.calls:
+            for source in call.sources:
+                fed.setdefault(source, set()).add(call)
+        return fed
 
     @contextlib.contextmanager
     def running(self, call: Call) -> Iterator[None]:

@@ -14,22 +14,10 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from parity_tests.engine.casts import called_body
 from parity_tests.engine.locate.agree import difference, layouts
 from parity_tests.engine.locate.record import Call, tell_p
 
-BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_lin",
-)
-"""What only runs a body."""
 SIMILAR = 0.9
 """The cosine from which an array may be another with a fault."""
 
@@ -55,8 +43,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tell: Callable)
 
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]
-        body = next((equation.params[key] for key in BODIES if key in equation.params), None)
-        if equation.primitive.name in CALLS and body is not None:
+        if (body := called_body(equation)) is not None:
             inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
             results = _run(inner, inner_consts, operands, tell)
         else:
