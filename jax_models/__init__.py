@@ -5,6 +5,13 @@ from jax_models.importers.keras import from_keras, keras_table
 from jax_models.importers.onnx import from_onnx, onnx_table
 from jax_models.layers.attention import SelfAttentionBlock, SelfAttentionState
 from jax_models.layers.bidirectional import Bidirectional, BidirectionalState
+from jax_models.layers.griffin import (
+    GriffinBlock,
+    GriffinRecurrence,
+    GriffinRecurrenceState,
+    LocalAttention,
+    LocalAttentionState,
+)
 from jax_models.layers.gru import GRU, GRUState
 from jax_models.layers.hawk import (
     RGLRU,
@@ -28,7 +35,7 @@ from jax_models.layers.hyper_lstm import HyperLSTM, HyperLSTMState
 from jax_models.layers.layer_norm_lstm import LayerNormLSTM
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.layers.min_rnn import MinGRU, MinLSTM, MinRNNState
-from jax_models.layers.norm import GroupNorm, LayerNorm, RMSNorm
+from jax_models.layers.norm import GroupNorm, LayerNorm, RMSNorm, ZeroCenteredRMSNorm
 from jax_models.layers.reversed import Reversed
 from jax_models.layers.rnn import RNN, RNNState
 from jax_models.layers.rwkv import (
@@ -55,9 +62,10 @@ from jax_models.layers.rwkv7 import (
 from jax_models.layers.stack import Stack
 from jax_models.models.generation import generate, stream
 from jax_models.models.gp import GPModel, GPModelConfig
+from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
 from jax_models.models.hawk import HawkLanguageModel, HawkLanguageModelConfig
 from jax_models.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
-from jax_models.models.pretrained import rwkv_from_torch
+from jax_models.models.pretrained import griffin_from_weights, rwkv_from_torch
 from jax_models.models.rnn import RNNLanguageModel, RNNLanguageModelConfig
 from jax_models.models.rwkv import RWKVLanguageModel, RWKVLanguageModelConfig
 from jax_models.models.rwkv6 import RWKV6LanguageModel, RWKV6LanguageModelConfig
@@ -87,6 +95,11 @@ __all__ = [
     "GPModelConfig",
     "GRUState",
     "GatedMLP",
+    "GriffinBlock",
+    "GriffinLanguageModel",
+    "GriffinLanguageModelConfig",
+    "GriffinRecurrence",
+    "GriffinRecurrenceState",
     "GroupNorm",
     "Hawk",
     "HawkBlock",
@@ -104,6 +117,8 @@ __all__ = [
     "LanguageModelState",
     "LayerNorm",
     "LayerNormLSTM",
+    "LocalAttention",
+    "LocalAttentionState",
     "LongConvState",
     "MinGRU",
     "MinLSTM",
@@ -141,10 +156,12 @@ __all__ = [
     "SileroVADState",
     "Stack",
     "WKVState",
+    "ZeroCenteredRMSNorm",
     "from_keras",
     "from_onnx",
     "from_torch",
     "generate",
+    "griffin_from_weights",
     "keras_table",
     "onnx_table",
     "project",

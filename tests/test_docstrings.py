@@ -11,7 +11,8 @@ from flax import nnx
 import jax_models
 
 COMPUTED = {
-    "Constant", "from_torch", "generate", "keras_table", "onnx_table", "project", "read_pth",
+    "Constant", "from_torch", "generate", "griffin_from_weights", "keras_table", "onnx_table",
+    "project", "read_pth",
     "rwkv_from_torch", "stream", "to_torch",
 }  # fmt: skip
 """Examples that need values. All others are traced: their shapes are real, nothing is compiled."""

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_models import (
     GPModelConfig,
+    GriffinLanguageModelConfig,
     HawkLanguageModelConfig,
     RNNLanguageModelConfig,
     RWKV6LanguageModelConfig,
@@ -35,6 +36,9 @@ MODELS = {
     "hawk": HawkLanguageModelConfig(**SMALL, mlp_features=96),
     "hawk, remat": HawkLanguageModelConfig(
         **SMALL | {"vocab_size": VOCABULARY + 1}, mlp_features=96, remat="full"
+    ),
+    "griffin": GriffinLanguageModelConfig(
+        **SMALL | {"num_layers": 3}, mlp_features=96, recurrent_features=48, window=9
     ),
     "rwkv": RWKVLanguageModelConfig(**SMALL, hidden_features=64),
     "rwkv6": RWKV6LanguageModelConfig(**SMALL, head_size=8, hidden_features=64),
@@ -177,6 +181,26 @@ def test_a_width_that_does_not_divide_is_refused():
     assert place(path, (3, 4), mesh, fully_sharded=True) == P(None, "model")
     with pytest.raises(ValueError, match=f"mesh.model: expected a divisor of the 5 of {path}"):
         place(path, (3, 5), mesh, fully_sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "axis"),
+    [
+        ("rglru.input_gate.kernel", (4, 12, 12), 0),
+        ("rglru.recurrence_gate.bias", (4, 12), 0),
+        ("rglru.a_param", (48,), 0),
+        ("conv.kernel", (4, 48), 1),
+        ("recurrent_proj.bias", (48,), 0),
+        ("q_proj.kernel", (32, 32), 1),
+        ("k_proj.kernel", (32, 8), None),
+        ("out_proj.kernel", (48, 32), 0),
+        ("out_proj.bias", (32,), None),
+    ],
+)
+def test_a_griffin_is_divided_by_blocks_of_gates_and_heads_of_queries(name, shape, axis):
+    mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
+    spec = place(f"layers.layers.0.temporal_block.{name}", shape, mesh, fully_sharded=False)
+    assert [*spec] == ["model" if i == axis else None for i in range(len(shape))]
 
 
 @pytest.mark.parametrize(("size", "axis"), [(64, "model"), (65, None)])

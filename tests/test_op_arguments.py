@@ -15,6 +15,7 @@ from jax_models import ops
 BATCH, TIME, IN, HIDDEN, OUT, HYPER, EMBEDDING, TAPS, MAX_LENGTH = 2, 3, 5, 6, 4, 7, 8, 3, 40
 SIZES = dict(zip("BTIHOYEK", (BATCH, TIME, IN, HIDDEN, OUT, HYPER, EMBEDDING, TAPS), strict=True))
 MASKS = {"lengths": np.array([3, 1], np.int32), "reset": np.zeros((BATCH, TIME), bool)}
+POSITIONS = np.arange(BATCH * TIME, dtype=np.int32).reshape(BATCH, TIME)
 
 
 def array(*shape: int) -> jax.Array:
@@ -68,7 +69,18 @@ OPS = {
     "rg_lru": MASKS
     | arrays(x="B T H", a="H", input_kernel="H H", recurrence_kernel="H H")
     | {"state": ops.RGLRUState(array(BATCH, HIDDEN))},
+    "rg_lru in blocks": MASKS | arrays(
+        x="B T 2*I", a_param="2*I", input_kernel="2 I I", input_bias="2 I",
+        recurrence_kernel="2 I I", recurrence_bias="2 I",
+    ) | {"state": ops.RGLRUState(array(BATCH, 2 * IN)), "first": MASKS["reset"]},
     "decay": arrays(a="H", exponent="B T H"),
+    "softplus_decay": arrays(a_param="H", exponent="B T H"),
+    "rotary": {"x": array(BATCH, TIME, 2, 4), "positions": POSITIONS, "rotated": 4},
+    "local_attention": MASKS | {
+        "q": array(BATCH, TIME, 4, IN), "k": array(BATCH, TIME, 2, IN),
+        "v": array(BATCH, TIME, 2, IN),
+        "state": ops.LocalAttentionState(POSITIONS[:, 0], *array(2, BATCH, 3, 2, IN)),
+    },
     "linear_recurrence": MASKS | arrays(a="B T H", b="B T H", h0="B H"),
     "wkv": MASKS
     | arrays(k="B T H", v="B T H", w="H", u="H")
@@ -104,7 +116,8 @@ FAULTS = {
 ALLOWED = {
     ("affine", "x", "an axis more"), ("affine in blocks", "x", "an axis more"),
     ("affine", "kernel", "an axis more"), ("affine in blocks", "kernel", "an axis more"),
-    ("decay", "exponent", "an axis more"),
+    ("decay", "exponent", "an axis more"), ("softplus_decay", "exponent", "an axis more"),
+    ("rotary", "x", "one more along the last axis"),
     ("document_ends", "reset", "one more along the last axis"),
     ("document_ends", "reset", "one along the last axis"),
     ("long_conv_state", "v", "one more along the last axis"),
@@ -124,7 +137,7 @@ def operator(name: str):
 
 @pytest.mark.parametrize("name", OPS)
 def test_the_arguments_are_right_before_one_is_made_wrong(name):
-    arrays = {k: v for k, v in OPS[name].items() if k not in ("taps", "max_length")}
+    arrays = {k: v for k, v in OPS[name].items() if k not in ("taps", "max_length", "rotated")}
     others = {k: v for k, v in OPS[name].items() if k not in arrays}
     jax.eval_shape(partial(operator(name), **others), **arrays)
 
@@ -132,7 +145,9 @@ def test_the_arguments_are_right_before_one_is_made_wrong(name):
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", OPS)
 def test_an_operator_refuses(name, fault):
-    arrays = {k: v for k, v in OPS[name].items() if k not in ("taps", "params", "max_length")}
+    arrays = {
+        k: v for k, v in OPS[name].items() if k not in ("taps", "params", "max_length", "rotated")
+    }
     others = {k: v for k, v in OPS[name].items() if k not in arrays}
     leaves, structure = jax.tree_util.tree_flatten_with_path(arrays)
     for wrong, (path, leaf) in enumerate(leaves):
@@ -159,6 +174,9 @@ def test_an_operator_refuses(name, fault):
         ("lstm", {"method": "fast"}, "method: expected one of .*'joined'.*, got 'fast'"),
         ("lstm", {"reverse": "no"}, "reverse: expected True or False, got 'no'"),
         ("rnn", {"nonlinearity": "gelu"}, "nonlinearity: expected one of .*, got 'gelu'"),
+        ("rg_lru", {"a": None}, "a, a_param: expected one of them"),
+        ("rotary", {"rotated": 3}, "rotated: expected an even number of .*, got 3"),
+        ("local_attention", {"q": array(BATCH, TIME, 3, IN)}, "k: expected a number of heads that"),
         ("rg_lru", {"c": -1}, "c: expected a positive number, got -1"),
         ("rg_lru", {"c": float("nan")}, "c: expected a finite number, got nan"),
         ("lstm", {"kernel_hr": None, "bias_hr": array(4)}, "bias_hr: expected None where there is"),

@@ -20,12 +20,13 @@ SIZES = {
     "RNN": (5, 6), "LSTM": (5, 6), "GRU": (5, 6), "MinGRU": (5, 6), "MinLSTM": (5, 6),
     "LayerNormLSTM": (5, 6), "HyperLSTM": (5, 6, 3, 2),
     "RGLRU": (5,), "CausalConv1D": (5, 2), "Hawk": (5,), "HawkBlock": (5, 6), "GatedMLP": (5, 6),
+    "LocalAttention": (8, 2), "GriffinRecurrence": (6, 2), "GriffinBlock": (8, 6, 2),
     "RWKVTimeMix": (5,), "RWKVChannelMix": (5, 6), "RWKVBlock": (5,), "SelfAttentionBlock": (6, 2),
     "RWKV6TimeMix": (64,), "RWKV6ChannelMix": (5, 6), "RWKV6Block": (64,),
     "RWKV7TimeMix": (64,), "RWKV7ChannelMix": (5, 6), "RWKV7Block": (64,),
     "HyenaBlock": (5, 8), "AuthenticHyenaBlock": (5, 8), "HyenaFilter": (5, 8),
     "AuthenticHyenaFilter": (5, 8), "LayerNorm": (5,), "RMSNorm": (5,), "GroupNorm": (6, 2),
-    "SileroVAD": (),
+    "ZeroCenteredRMSNorm": (5,), "SileroVAD": (),
 }  # fmt: skip
 CONFIGS = [
     name

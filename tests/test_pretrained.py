@@ -1,15 +1,20 @@
-"""`twinscan generate --weights`: checkpoints of others, and RWKV's World vocabulary."""
+"""`twinscan generate --weights`: checkpoints of others, and what their tokens stand for."""
 
+import json
 import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from flax import nnx
 from safetensors.flax import save_file
 
 from jax_models import (
+    GriffinLanguageModelConfig,
     LanguageModel,
     RWKV6LanguageModelConfig,
     RWKV7LanguageModelConfig,
@@ -17,7 +22,7 @@ from jax_models import (
     to_torch,
 )
 from train import generate as command
-from train.pretrained import END_OF_TEXT, WORLD_SIZE, Numbers, World
+from train.pretrained import END_OF_TEXT, WORLD_SIZE, Numbers, World, read_model, tokens_of
 
 TEXT = "Grüße, 世界 🎉\n\tdef f(x):"
 SIZES = {"features": 8, "num_layers": 2, "head_size": 4}
@@ -29,13 +34,15 @@ def world() -> World:
     return World()
 
 
-def random_model(config) -> LanguageModel:
+def random_model(config, **options) -> LanguageModel:
     """Of weights other than those that a model starts from, many of which are zero."""
-    model = config.build(rngs=nnx.Rngs(0))
+    model = config.build(**options, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
-    nnx.update(
-        model, jax.tree.map(lambda x: 0.4 * rng.standard_normal(x.shape, x.dtype), nnx.state(model))
-    )
+
+    def drawn(x):
+        return (0.4 * rng.standard_normal(x.shape, np.float32)).astype(x.dtype)
+
+    nnx.update(model, jax.tree.map(drawn, nnx.state(model)))
     return model
 
 
@@ -87,3 +94,99 @@ def test_the_world_vocabulary_needs_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "rwkv.rwkv_tokenizer", None)
     with pytest.raises(command.CommandLineError, match=r"pip install rwkv .*--prompt-tokens"):
         World()
+
+
+RECURRENT_GEMMA = {
+    "model_type": "recurrent_gemma",
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "num_hidden_layers": 3,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "attention_window_size": 4,
+    "dtype": "bfloat16",
+    "eos_token_id": 1,
+}
+WORDS = ["<pad>", "</s>", "<bos>", "<eos>", *"abcdefgh"]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def recurrent_gemma(tmp_path, monkeypatch) -> LanguageModel:
+    """In a folder as transformers writes it: in two files, with a tokenizer that begins a text.
+
+    As in Gemma's vocabulary, "</s>" is a word and "<eos>" ends a text; its generation_config.json
+    has a token that ends it, too.
+    """
+    monkeypatch.chdir(tmp_path)
+    folder = Path("recurrentgemma-2b")
+    folder.mkdir()
+    config = GriffinLanguageModelConfig.from_hf(RECURRENT_GEMMA)
+    model = random_model(config, param_dtype="bfloat16")
+    weights = to_torch(model, "hf-file")
+    place = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(weights)}
+    for name in {*place.values()}:
+        save_file({key: weights[key] for key in weights if place[key] == name}, folder / name)
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 2)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in {
+        "config.json": RECURRENT_GEMMA,
+        "generation_config.json": {"eos_token_id": [3, 11]},
+        INDEX: {"weight_map": place},
+    }.items():
+        (folder / name).write_text(json.dumps(content))
+    return model
+
+
+def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
+    """The command of docs/weights.md, up to the first token that ends a text."""
+    read = read_model(Path("recurrentgemma-2b"))
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(read, nnx.Param))} == {jnp.dtype("bfloat16")}
+    assert [*tokens_of(read, Path("recurrentgemma-2b")).encode("a b")] == [2, 4, 5]
+    for seed in range(4):
+        command.main([
+            *["--weights", "recurrentgemma-2b", "--prompt", "a b"],
+            *["--num-tokens", "9", "--seed", str(seed)],
+        ])  # fmt: skip
+        tokens = generate(recurrent_gemma, np.array([[2, 4, 5]]), 9, key=jax.random.key(seed))
+        numbers = [*np.asarray(tokens)[0].tolist(), 3]
+        end = min(numbers.index(token) for token in (3, 11) if token in numbers)
+        text = " ".join(WORDS[token] for token in numbers[:end])
+        assert capsys.readouterr().out.removeprefix("a b").strip() == text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", None, "config.json: No such file or directory"),
+        ("config.json", "[1]", "recurrentgemma-2b: config.json: expected a JSON object"),
+        ("config.json", "{", "recurrentgemma-2b: config.json: Expecting property name"),
+        ("config.json", json.dumps(RECURRENT_GEMMA | {"model_type": "llama"}), "got llama"),
+        ("config.json", json.dumps(RECURRENT_GEMMA | {"dtype": "int8"}), "param_dtype: expected"),
+        (
+            "config.json",
+            json.dumps(RECURRENT_GEMMA | {"intermediate_size": 14}),
+            r"mlp_block.gate_proj.weight: expected shape \(7, 8\), got \(6, 8\)",
+        ),
+        ("model-1.safetensors", None, "model-1.safetensors: No such file or directory"),
+        ("model-1.safetensors", "cut", "recurrentgemma-2b: .*header"),
+        (INDEX, None, "expected one safetensors file, or .+, got model-0.+, model-1.safetensors"),
+        (INDEX, "{}", "model.safetensors.index.json: expected a weight_map"),
+        ("tokenizer.json", None, "recurrentgemma-2b has no tokenizer.json .*--prompt-tokens"),
+        ("tokenizer.json", "{}", "recurrentgemma-2b: not a tokenizer: "),
+    ],
+)
+def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, message):
+    """In one line."""
+    path = Path("recurrentgemma-2b", name)
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(command.CommandLineError, match=message) as refused:
+        command.main(["--weights", "recurrentgemma-2b", "--prompt", "a"])
+    assert "\n" not in str(refused.value)

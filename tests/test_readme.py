@@ -1,5 +1,6 @@
 """Every block of Python in the README and on the pages of docs/ runs by itself."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 import jax
 import pytest
 import torch
+from flax import nnx
+from safetensors.numpy import save_file
 
 import torch_ref
-from jax_models import RWKV7LanguageModelConfig
+from jax_models import GriffinLanguageModelConfig, RWKV7LanguageModelConfig, to_torch
 from train.__main__ import main as train
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +31,21 @@ NEEDED = {"keras": "import keras", "onnx": "import onnx", "silero_vad": '("siler
 """Packages that not every installation has, and how a block shows that it needs one."""
 
 
+def save_recurrentgemma(folder: Path) -> None:
+    """A small one, as transformers saves it in several files."""
+    sizes = {"vocab_size": 30, "num_attention_heads": 2, "hidden_size": 8, "lru_width": 8}
+    config = {"model_type": "recurrent_gemma", "num_hidden_layers": 3, "num_key_value_heads": 1}
+    config |= sizes | {"intermediate_size": 12}
+    model = GriffinLanguageModelConfig.from_hf(config).build(
+        param_dtype="bfloat16", rngs=nnx.Rngs(0)
+    )
+    weights = to_torch(model, "hf-file")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for i, keys in enumerate((sorted(weights)[::2], sorted(weights)[1::2])):
+        save_file({key: weights[key] for key in keys}, folder / f"model-{i}.safetensors")
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -35,6 +53,7 @@ def test_a_block_runs(name, tmp_path, monkeypatch):
     small = RWKV7LanguageModelConfig(vocab_size=30, features=8, num_layers=2, head_size=4)
     rwkv7 = torch_ref.RWKV7LanguageModel.from_config(small)
     torch.save(rwkv7.state_dict(), "RWKV-x070-World-0.1B.pth")
+    save_recurrentgemma(tmp_path / "recurrentgemma-2b")
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     for package, sign in NEEDED.items():
         if sign in BLOCKS[name] and find_spec(package) is None:

@@ -24,6 +24,9 @@ LAYERS = {
     "RGLRU": {},
     "Hawk": {},
     "HawkBlock": {"mlp_features": 12},
+    "LocalAttention": {"num_heads": 2, "window": 9},
+    "GriffinRecurrence": {"num_blocks": 2},
+    "GriffinBlock": {"mlp_features": 12, "num_heads": 2, "mixing": "attention", "window": 4},
     "MinGRU": {"hidden_features": FEATURES, "num_layers": 2},
     "MinLSTM": {"hidden_features": FEATURES},
     "RWKVTimeMix": {},
@@ -83,7 +86,12 @@ def check_divided(name: str) -> None:
     layer = built(name)
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((3, TIME, FEATURES)))
-    start = jax.tree.map(lambda s: jnp.asarray(rng.uniform(0.5, 1.5, s.shape)), layer.init_state(3))
+
+    def begun(s):  # positions count on
+        is_floating = jnp.issubdtype(s.dtype, jnp.floating)
+        return jnp.asarray(rng.uniform(0.5, 1.5, s.shape)) if is_floating else s + 5
+
+    start = jax.tree.map(begun, layer.init_state(3))
     resets = [None]
     if layer.resettable:
         resets.append(jnp.asarray(rng.random((3, TIME)) < 0.15))

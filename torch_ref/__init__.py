@@ -2,6 +2,12 @@
 
 from torch_ref.layers.attention import CausalSelfAttention, SelfAttentionBlock
 from torch_ref.layers.bidirectional import RNNBidirectional
+from torch_ref.layers.griffin import (
+    GriffinBlock,
+    GriffinRecurrence,
+    LocalAttention,
+    ZeroCenteredRMSNorm,
+)
 from torch_ref.layers.gru import GRUScratch
 from torch_ref.layers.hawk import RGLRU, CausalConv1d, GatedMLP, Hawk, HawkBlock
 from torch_ref.layers.hyena import AuthenticHyenaBlock, HyenaBlock, Projection
@@ -24,6 +30,7 @@ from torch_ref.layers.rwkv6 import RWKV6Block, RWKV6ChannelMix, RWKV6TimeMix
 from torch_ref.layers.rwkv7 import RWKV7Block, RWKV7ChannelMix, RWKV7TimeMix
 from torch_ref.models.generation import generate
 from torch_ref.models.gp import GPModel
+from torch_ref.models.griffin import GriffinLanguageModel
 from torch_ref.models.hawk import HawkLanguageModel
 from torch_ref.models.rnn import RNNLanguageModel
 from torch_ref.models.rwkv import RWKVLanguageModel
@@ -42,6 +49,9 @@ __all__ = [
     "GPModel",
     "GRUScratch",
     "GatedMLP",
+    "GriffinBlock",
+    "GriffinLanguageModel",
+    "GriffinRecurrence",
     "Hawk",
     "HawkBlock",
     "HawkLanguageModel",
@@ -52,6 +62,7 @@ __all__ = [
     "LSTMProj",
     "LSTMScratch",
     "LayerNormLSTM",
+    "LocalAttention",
     "MinGRU",
     "MinLSTM",
     "PositionalEmbedding",
@@ -77,5 +88,6 @@ __all__ = [
     "SileroVAD",
     "Sin",
     "Window",
+    "ZeroCenteredRMSNorm",
     "generate",
 ]

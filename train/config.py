@@ -10,6 +10,7 @@ import tyro
 
 from jax_models import (
     GPModelConfig,
+    GriffinLanguageModelConfig,
     HawkLanguageModelConfig,
     LanguageModelConfig,
     RNNLanguageModelConfig,
@@ -27,6 +28,7 @@ MODEL_CONFIGS = {
     for config in (
         RNNLanguageModelConfig,
         HawkLanguageModelConfig,
+        GriffinLanguageModelConfig,
         RWKVLanguageModelConfig,
         RWKV6LanguageModelConfig,
         RWKV7LanguageModelConfig,
@@ -217,6 +219,7 @@ PRESETS = {
         _SHAKESPEARE, model=dataclasses.replace(_SHAKESPEARE.model, cell="min_gru", num_layers=3)
     ),
     "hawk": dataclasses.replace(_SHAKESPEARE_WARM, model=HawkLanguageModelConfig()),
+    "griffin": dataclasses.replace(_SHAKESPEARE_WARM, model=GriffinLanguageModelConfig()),
     "rwkv": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKVLanguageModelConfig()),
     "rwkv6": dataclasses.replace(_SHAKESPEARE_SMALL_BATCHES, model=RWKV6LanguageModelConfig()),
     "rwkv7": dataclasses.replace(_SHAKESPEARE_SMALL_BATCHES, model=RWKV7LanguageModelConfig()),

@@ -26,7 +26,8 @@ class Arguments(CheckedFields):
     run: Path | None = None
     """The folder of the run."""
     weights: Path | None = None
-    """A checkpoint of RWKV-4, 6 or 7, .pth or .safetensors, in the place of a run."""
+    """A checkpoint in the place of a run: of RWKV-4, 6 or 7, .pth or .safetensors, or the folder of
+    a RecurrentGemma of transformers'."""
     prompt: str | None = None
     """The text to continue; by default of a run the end of another, or its first token."""
     prompt_tokens: str | None = None
@@ -89,13 +90,13 @@ def _opened(arguments: Arguments) -> tuple[LanguageModel, Tokens, str, np.ndarra
     prompt, numbers = arguments.prompt, arguments.prompt_tokens
     run = None if arguments.run is None else Run.open(arguments.run)
     if run is not None:
-        model = run.model()
+        model, vocabulary = run.model(), run.vocabulary
     else:
         assert arguments.weights is not None
         model = read_model(arguments.weights)
+        vocabulary = Numbers() if prompt is None else tokens_of(model, arguments.weights)
     if numbers is not None:
         return model, Numbers(), numbers, Numbers().encode(numbers, "--prompt-tokens")
-    vocabulary = tokens_of(model) if run is None else run.vocabulary
     if prompt is None:
         assert run is not None
         first = np.array([first_token(run.vocabulary)])

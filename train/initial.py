@@ -12,7 +12,7 @@ from jax_models import LanguageModel, from_torch
 from train.digest import described
 from train.run import Run
 from train.step import Trainer
-from twinscan.command_line import CommandLineError
+from twinscan.command_line import CommandLineError, in_one_line
 
 
 def initialise(trainer: Trainer, path: Path) -> None:
@@ -46,6 +46,4 @@ def _loaded(model: LanguageModel, path: Path) -> LanguageModel:
     except OSError as error:
         raise CommandLineError(f"--init: {path}: {error.strerror or error}") from None
     except (SafetensorError, TypeError, ValueError) as error:
-        first, *others = str(error).splitlines()
-        message = f"{first} {'; '.join(map(str.strip, others))}".rstrip()
-        raise CommandLineError(f"--init: {path}: {message}") from None
+        raise CommandLineError(f"--init: {path}: {in_one_line(error)}") from None

@@ -32,12 +32,20 @@ WIDE = (
     (r"hawk\.(gate|recurrent)_proj\.kernel", COLUMNS),
     (r"hawk\.conv\.kernel", COLUMNS),
     (r"hawk\.conv\.bias", UNITS),
-    (r"rglru\.(input|recurrence)_gate\.kernel", COLUMNS),
-    (r"rglru\.a", UNITS),
+    (r"hawk\.rglru\.(input|recurrence)_gate\.kernel", COLUMNS),
+    (r"hawk\.rglru\.a", UNITS),
     (r"hawk\.out_proj\.kernel", ROWS),
-    # the MLPs of Hawk and of attention: the hidden units
+    # Griffin: the recurrence's features, by blocks of its gates, or the queries' heads
+    (r"temporal_block\.(recurrent|q)_proj\.kernel", COLUMNS),
+    (r"temporal_block\.(recurrent|q)_proj\.bias", UNITS),
+    (r"temporal_block\.conv\.kernel", COLUMNS),
+    (r"temporal_block\.conv\.bias", UNITS),
+    (r"temporal_block\.rglru\.(input|recurrence)_gate\.(kernel|bias)", UNITS),
+    (r"temporal_block\.rglru\.a_param", UNITS),
+    (r"temporal_block\.out_proj\.kernel", ROWS),
+    # the MLPs of Hawk, Griffin and attention: the hidden units
     (r"(gate|up)_proj\.kernel", COLUMNS),
-    (r"up_proj\.bias", UNITS),
+    (r"(gate|up)_proj\.bias", UNITS),
     (r"down_proj\.kernel", ROWS),
     # RWKV's time mix: the features, or the heads
     (r"att\.(receptance|key|value|gate)\.kernel", COLUMNS),

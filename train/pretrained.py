@@ -1,21 +1,33 @@
 """A checkpoint that somebody else trained: its model, and what its tokens stand for."""
 
 import codecs
+import contextlib
+import json
 import re
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError
 
-from jax_models import LanguageModel, read_pth, rwkv_from_torch
-from twinscan.command_line import CommandLineError
+from jax_models import (
+    GriffinLanguageModelConfig,
+    LanguageModel,
+    griffin_from_weights,
+    read_pth,
+    rwkv_from_torch,
+)
+from train.vocabulary import Subwords, Tokens, until_end
+from twinscan.command_line import CommandLineError, in_one_line
 
 WORLD_SIZE = 2**16
 """Tokens of a model of RWKV's World vocabulary; the last ones stand for nothing."""
 END_OF_TEXT = 0
+TOKENIZER = "tokenizer.json"
+OR_TOKENS = "give the tokens themselves, by --prompt-tokens"
 
 
 class Numbers:
@@ -45,7 +57,7 @@ class World:
         except ImportError:
             raise CommandLineError(
                 "--prompt: the vocabulary is in the package rwkv: pip install rwkv "
-                "(or give the tokens themselves, by --prompt-tokens)"
+                f"(or {OR_TOKENS})"
             ) from None
         with resources.as_file(resources.files("rwkv") / "rwkv_vocab_v20230424.txt") as path:
             self._trie = TRIE_TOKENIZER(path)
@@ -68,36 +80,112 @@ class World:
         yield decoder.decode(b"", final=True)
 
 
+class OwnTokens(Subwords):
+    """The tokens of the tokenizer in a checkpoint's folder.
+
+    The tokenizer puts its own before a text. Which ones end a text, the checkpoint's configuration
+    says: of the usual names a large vocabulary has some that stand for something else.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__((folder / TOKENIZER).read_text(encoding="utf-8"))
+        self.ends = _ends(folder)
+        self.end_of_text = None
+
+    def encode(self, text: str, name: str = "text") -> np.ndarray:
+        """The tokens of a text, int32, and those before it."""
+        return np.array(self.tokenizer.encode(text).ids, np.int32)
+
+    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
+        """The text of tokens, as they come, up to the end of the text."""
+        return super().pieces(until_end(tokens, *self.ends))
+
+
 def read_model(path: Path) -> LanguageModel:
-    """The RWKV language model in a file of torch's or of safetensors.
+    """The RWKV in a file of torch's or of safetensors, or the RecurrentGemma in a folder.
 
     Raises:
         CommandLineError: there is no such file, or no such model in it.
 
     """
-    try:
-        path.stat()  # safetensors has words of its own for a missing file
-        if path.suffix == ".safetensors":
-            from safetensors.flax import load_file
+    from safetensors.flax import load_file
 
+    with _faults_of(path):
+        path.stat()  # safetensors has words of its own for a missing file
+        if path.is_dir():
+            fields = _json_object(path / "config.json")
+            config = GriffinLanguageModelConfig.from_hf(fields)
+            weights = {}
+            for shard in _shards(path):
+                shard.stat()
+                weights |= load_file(shard)
+            dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+            return griffin_from_weights(weights, config, param_dtype=dtype)
+        if path.suffix == ".safetensors":
             return rwkv_from_torch(load_file(path))
         return rwkv_from_torch(read_pth(path))
-    except OSError as error:
-        raise CommandLineError(f"{path}: {error.strerror or error}") from None
-    except (ImportError, SafetensorError, TypeError, ValueError) as error:
-        raise CommandLineError(f"{path}: {error}") from None
 
 
-def tokens_of(model: LanguageModel) -> World:
-    """What the tokens of a pretrained model stand for.
+def tokens_of(model: LanguageModel, path: Path) -> Tokens:
+    """What the tokens of the model in a file or a folder stand for.
 
     Raises:
         CommandLineError: it is not known.
 
     """
+    if path.is_dir():
+        if not (path / TOKENIZER).exists():
+            raise CommandLineError(f"--prompt: {path} has no {TOKENIZER} ({OR_TOKENS})")
+        with _faults_of(path):
+            return OwnTokens(path)
     if model.config.vocab_size != WORLD_SIZE:
         raise CommandLineError(
             f"--prompt: expected a model of RWKV's World vocabulary ({WORLD_SIZE} tokens), got one "
-            f"of {model.config.vocab_size} (give the tokens themselves, by --prompt-tokens)"
+            f"of {model.config.vocab_size} ({OR_TOKENS})"
         )
     return World()
+
+
+@contextlib.contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """Name the path, in one line, where a checkpoint is not what it should be."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandLineError(f"{error.filename or path}: {error.strerror or error}") from None
+    except (ImportError, SafetensorError, TypeError, ValueError) as error:
+        raise CommandLineError(f"{path}: {in_one_line(error)}") from None
+
+
+def _ends(folder: Path) -> list[int]:
+    """The tokens that end a text."""
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        ends = _json_object(path).get("eos_token_id") if path.exists() else None
+        if ends is not None:
+            return ends if isinstance(ends, list) else [ends]
+    return []
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files of the weights: those that an index names, or the only one."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = _json_object(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise ValueError(f"{index.name}: expected a weight_map")
+        return [folder / name for name in sorted({*map(str, names.values())})]
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ValueError(f"expected one safetensors file, or {index.name}, got {found}")
+    return files
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path.name}: expected a JSON object")
+    return fields

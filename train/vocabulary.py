@@ -146,8 +146,10 @@ class Subwords:
     unit: ClassVar[str] = "token"
 
     def __init__(self, definition: str, end: str | None = None):
-        from tokenizers import Tokenizer
-
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ImportError("expected the package tokenizers: pip install tokenizers") from None
         try:
             self.tokenizer = Tokenizer.from_str(definition)
         except Exception as error:  # tokenizers has no class of its own for it
@@ -204,10 +206,10 @@ def first_token(vocabulary: Vocabulary) -> int:
     return vocabulary.end_of_text or 0
 
 
-def until_end(tokens: Iterable[ArrayLike], end: int | None) -> Iterator[int]:
-    """The tokens as integers, up to the first end of a text."""
+def until_end(tokens: Iterable[ArrayLike], *ends: int | None) -> Iterator[int]:
+    """The tokens as integers, up to the first that ends a text."""
     numbers = (int(np.ravel(token)[0]) for token in tokens)
-    return itertools.takewhile(lambda token: token != end, numbers)
+    return itertools.takewhile(lambda token: token not in ends, numbers)
 
 
 def from_fields(fields: dict[str, Any]) -> Vocabulary:
@@ -237,10 +239,8 @@ def read_tokenizer(path: Path, end: str | None) -> Subwords:
     try:
         with faults_of(path):
             return Subwords(path.read_text(encoding="utf-8"), end)
-    except ImportError:
-        raise CommandLineError(
-            "--tokenizer: expected the package tokenizers: pip install tokenizers"
-        ) from None
+    except ImportError as error:
+        raise CommandLineError(f"--tokenizer: {error}") from None
     except ValueError as error:
         first = str(error).splitlines()[0]
         raise CommandLineError(f"--tokenizer: {path}: {first}") from None

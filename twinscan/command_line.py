@@ -102,6 +102,12 @@ def with_flag(message: str, of: str = "") -> str:
     return re.sub(r"^(?:Error parsing \w+(?:\.(\w+))?: )?([\w.]+): (?=expected )", flag, message)
 
 
+def in_one_line(error: Exception) -> str:
+    """The lines of an error's message, one after the other."""
+    first, *others = str(error).splitlines() or [""]
+    return f"{first} {'; '.join(map(str.strip, others))}".rstrip()
+
+
 def command(module: str) -> str:
     """The line by which a person runs a module with this Python from this folder."""
     python = sys.executable

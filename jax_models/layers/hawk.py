@@ -1,22 +1,45 @@
 """Hawk, its RG-LRU and its block (seed 000; Griffin, arXiv 2402.19427)."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 
 from jax_models import ops
-from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.layers.linear import BlockDiagonal, Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
 from jax_models.options import CheckedOptions, FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, Weight, linear, nested, rms_norm, same
+from jax_models.weights import (
+    Layouts,
+    Weight,
+    dense,
+    linear,
+    nested,
+    rms_norm,
+    same,
+    stacked,
+)
 
 lecun_normal = nnx.initializers.lecun_normal()
 """How Flax's Linear draws its kernel."""
+
+Gelu = Literal["gelu", "gelu_tanh"]
+"""The exact gelu, with erf, or the one by tanh."""
+
+
+def gelu(name: Gelu, x: Array) -> Array:
+    """The gelu of this name."""
+    return ops.gelu(x) if name == "gelu" else jax.nn.gelu(x)
+
+
+def normal_of_fan_in(variance: float = 1.0) -> Initializer:
+    """How recurrentgemma draws matrices: normal, with this variance over the inputs' number."""
+    return nnx.initializers.variance_scaling(variance, "fan_in", "normal")
 
 
 class RGLRU(SequenceLayer[RGLRUState]):
@@ -36,21 +59,30 @@ class RGLRU(SequenceLayer[RGLRUState]):
     optimiser takes `a` outside [0, 1], the layer computes with the nearest value inside;
     `jax_models.project` moves the parameter there.
 
+    With `num_blocks` it is that of RecurrentGemma: W_i and W_r are block-diagonal and have biases,
+    and the parameter is not `a` but `a_param`, which may be any number: a = e^{−softplus(a_param)}.
+
     Args:
         features: size of x_t and h_t.
+        num_blocks: blocks of W_i and W_r, a divisor of `features`. None: dense, as in the seed.
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
         method: how `ops.linear_recurrence` runs.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The gates and the state
             are computed in at least float32.
         param_dtype: the parameters' dtype.
-        kernel_init: draws W_i and W_r. None: `lecun_normal`.
-        rngs: draws the parameters; a^c starts uniform in [0.9, 0.999].
+        kernel_init: draws W_i and W_r. None: `lecun_normal`; the blocks normal, with the variance
+            1 / features.
+        bias_init: draws the biases that blocks have. None: zero.
+        rngs: draws the parameters; a^c starts uniform in [0.9, 0.999]. With `num_blocks`, a² starts
+            uniform in [0.81, 0.998], as in recurrentgemma.
 
     Raises:
-        ValueError: features or c is not positive, or there is no such method.
+        ValueError: a size or c is not positive, there is no such method, or num_blocks does not
+            divide the features.
 
-    Layouts: `hawk` (the seed's RGLRU). Weights whose `a` lies outside [0, 1] are refused.
+    Layouts: `hawk` (the seed's RGLRU), whose `a` must lie in [0, 1]. With `num_blocks`: `hf`
+    (transformers' RecurrentGemma) and `deepmind` (recurrentgemma).
 
     """
 
@@ -60,42 +92,67 @@ class RGLRU(SequenceLayer[RGLRUState]):
         self,
         features: int,
         *,
+        num_blocks: int | None = None,
         c: float = 8.0,
         method: ops.LinearRecurrenceMethod = "auto",
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
         kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.c = checked_positive("c", c)
         self.method: ops.LinearRecurrenceMethod = method
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
-        self.input_gate = Linear(features, features, **matrix)
-        self.recurrence_gate = Linear(features, features, **matrix)
-        a_to_c = jax.random.uniform(
-            rngs.params(), (features,), carry_dtype(param_dtype), 0.9, 0.999
-        )
-        below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would let nothing in
-        a = jnp.minimum(a_to_c ** (1 / c), below_one).astype(param_dtype)
-        self.a = nnx.Param(a, bounds=(0.0, 1.0))
+        self.num_blocks = num_blocks
+        if num_blocks is None:
+            options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+            matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
+            self.input_gate = Linear(features, features, **matrix)
+            self.recurrence_gate = Linear(features, features, **matrix)
+            a_to_c = jax.random.uniform(
+                rngs.params(), (features,), carry_dtype(param_dtype), 0.9, 0.999
+            )
+            below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would let nothing in
+            a = jnp.minimum(a_to_c ** (1 / c), below_one).astype(param_dtype)
+            self.a = nnx.Param(a, bounds=(0.0, 1.0))
+        else:
+            blocks = {
+                "param_dtype": param_dtype,
+                "kernel_init": kernel_init or normal_of_fan_in(),
+                "bias_init": bias_init or nnx.initializers.zeros,
+                "rngs": rngs,
+            }
+            self.input_gate = BlockDiagonal(features, num_blocks, **blocks)
+            self.recurrence_gate = BlockDiagonal(features, num_blocks, **blocks)
+            squared = jax.random.uniform(
+                rngs.params(), (features,), carry_dtype(param_dtype), 0.9**2, 0.999**2
+            )
+            a_param = jnp.log(jnp.expm1(-0.5 * jnp.log(squared)))
+            self.a_param = nnx.Param(a_param.astype(param_dtype))
 
     def init_state(self, batch_size: int) -> RGLRUState:
         """Zeros, (batch, features), in at least float32."""
         dtype = self.state_dtype
         return RGLRUState(jnp.zeros((batch_size, self.in_features), dtype))
 
-    def sequence(self, x, state, lengths, reset):
-        """`ops.rg_lru`."""
+    def sequence(self, x, state, lengths, reset, first=None):
+        """`ops.rg_lru`; a block of Griffin tells the `first` steps of documents."""
         dtype = self.computation_dtype(x)
+        gates = {
+            f"{name}_{part}": param[...].astype(dtype)
+            for name, gate in (("input", self.input_gate), ("recurrence", self.recurrence_gate))
+            for part, param in (("kernel", gate.kernel), ("bias", gate.bias))
+            if param is not None
+        }
+        decay = "a" if self.num_blocks is None else "a_param"
         y, state = ops.rg_lru(
             x.astype(dtype),
             state,
-            a=self.a[...],
-            input_kernel=self.input_gate.kernel[...].astype(dtype),
-            recurrence_kernel=self.recurrence_gate.kernel[...].astype(dtype),
+            **{decay: getattr(self, decay)[...]},
+            **gates,
+            first=first,
             c=self.c,
             method=self.method,
             lengths=lengths,
@@ -105,9 +162,21 @@ class RGLRU(SequenceLayer[RGLRUState]):
         return y.astype(dtype), state
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: the seed's keys."""
+        """`hawk`: the seed's keys; those of RecurrentGemma with blocks."""
         gates = ("input_gate", "recurrence_gate")
-        return {"hawk": [same("a", "a"), *(row for g in gates for row in linear(g, g, bias=False))]}
+        if self.num_blocks is None:
+            rows = (row for g in gates for row in linear(g, g, bias=False))
+            return {"hawk": [same("a", "a"), *rows]}
+        hf = ("input_gate_weight", "input_gate_bias", "recurrent_gate_weight")
+        names = {
+            "hf": ("recurrent_param", *hf, "recurrent_gate_bias"),
+            "deepmind": ("a_param", "input_gate.w", "input_gate.b", "a_gate.w", "a_gate.b"),
+        }
+        params = ("a_param", *(f"{gate}.{part}" for gate in gates for part in ("kernel", "bias")))
+        return {
+            layout: [same(param, key) for param, key in zip(params, keys, strict=True)]
+            for layout, keys in names.items()
+        }
 
 
 class CausalConv1D(SequenceLayer[CausalConv1DState]):
@@ -134,7 +203,8 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
     Raises:
         ValueError: a size is not positive.
 
-    Layouts: `hawk` (the seed's CausalConv1d).
+    Layouts: `hawk` (the seed's CausalConv1d), `hf` (a torch.nn.Conv1d) and `deepmind`
+    (recurrentgemma's Conv1D).
 
     """
 
@@ -182,11 +252,20 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
         )
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: a `torch.nn.Conv1d` of one input channel a group, under `conv`."""
-        kernel = Weight(
-            ("kernel",), ("conv.weight",), lambda a: (a[:, 0].T,), lambda a: (a.T[:, None],)
-        )
-        return {"hawk": [kernel, same("bias", "conv.bias")]}
+        """`hawk` and `hf`: a `torch.nn.Conv1d` of one input channel a group; `deepmind`."""
+        layouts = {"hawk": "conv.", "hf": ""}
+        return {
+            layout: [
+                Weight(
+                    ("kernel",),
+                    (f"{prefix}weight",),
+                    lambda a: (a[:, 0].T,),
+                    lambda a: (a.T[:, None],),
+                ),
+                same("bias", f"{prefix}bias"),
+            ]
+            for layout, prefix in layouts.items()
+        } | {"deepmind": [same("kernel", "w"), same("bias", "b")]}
 
 
 class HawkState(NamedTuple):
@@ -286,17 +365,22 @@ class GatedMLP(CheckedOptions, nnx.Module):
 
         y = (gelu(x W_gate) ⊙ x W_up) W_down
 
-    x and y are (…, features). gelu is the exact one, with erf.
+    x and y are (…, features). gelu is the exact one, with erf, or the one by tanh.
 
     Args:
         features: size of x and y.
         mlp_features: width of the MLP.
+        use_bias: the three projections have biases.
+        activation: which gelu.
         dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
         kernel_init: draws the matrices. None: `lecun_normal`.
+        down_init: draws W_down. None: as the others.
+        bias_init: draws the biases. None: zero.
         rngs: draws the parameters.
 
-    Layouts: `hawk` (torch_ref.GatedMLP).
+    Layouts: `hawk` (torch_ref.GatedMLP). With biases: `hf` (transformers' RecurrentGemma),
+    `deepmind` (recurrentgemma in Flax) and `deepmind-torch`.
 
     """
 
@@ -305,26 +389,49 @@ class GatedMLP(CheckedOptions, nnx.Module):
         features: int,
         mlp_features: int,
         *,
+        use_bias: bool = False,
+        activation: Gelu = "gelu",
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
         kernel_init: Initializer | None = None,
+        down_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
-        self.gate_proj = Linear(features, mlp_features, **matrix)
-        self.up_proj = Linear(features, mlp_features, **matrix)
-        self.down_proj = Linear(mlp_features, features, **matrix)
+        init = kernel_init or lecun_normal
+        options = {
+            "use_bias": use_bias,
+            "bias_init": bias_init or nnx.initializers.zeros,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "rngs": rngs,
+        }
+        self.activation: Gelu = activation
+        self.gate_proj = Linear(features, mlp_features, kernel_init=init, **options)
+        self.up_proj = Linear(features, mlp_features, kernel_init=init, **options)
+        self.down_proj = Linear(mlp_features, features, kernel_init=down_init or init, **options)
 
     def __call__(self, x):
         """Apply the MLP to the last axis of x."""
-        gate = ops.gelu(self.gate_proj(x))
+        gate = gelu(self.activation, self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: the twin's keys."""
-        projections = ("gate_proj", "up_proj", "down_proj")
-        return {"hawk": [row for p in projections for row in linear(p, p, bias=False)]}
+        """`hawk`: the twin's keys; with biases, those of RecurrentGemma."""
+        bias = self.gate_proj.use_bias
+        rows = [row for p in ("gate_proj", "up_proj") for row in linear(p, p, bias=bias)]
+        keys = [*rows, *linear("down_proj", "down_proj", bias=bias)]
+        if not bias:
+            return {"hawk": keys}
+        up = [
+            stacked(("gate_proj.kernel", "up_proj.kernel"), "ffw_up.w"),
+            stacked(("gate_proj.bias", "up_proj.bias"), "ffw_up.b", (1, 2)),
+        ]
+        return {
+            "hf": keys,
+            "deepmind": [*up, *dense("down_proj", "ffw_down")],
+            "deepmind-torch": [*up, *linear("down_proj", "ffw_down")],
+        }
 
 
 class HawkBlock(SequenceLayer[HawkState]):

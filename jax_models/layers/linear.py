@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from jax_models.options import Initializer
+from jax_models.options import FloatingDtype, Initializer
 
 
 def torch_uniform(fan_in: int) -> Initializer:
@@ -28,3 +28,25 @@ class Linear(nnx.Linear):
         """`inputs` (…, in) → (…, out)."""
         y = super().__call__(inputs.reshape(-1, inputs.shape[-1]), out_sharding)
         return y.reshape(*inputs.shape[:-1], self.out_features)
+
+
+class BlockDiagonal(nnx.Module):
+    """The blocks of a block-diagonal matrix, and a bias: what `ops.affine` takes."""
+
+    def __init__(
+        self,
+        features: int,
+        num_blocks: int,
+        *,
+        param_dtype: FloatingDtype,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        rngs: nnx.Rngs,
+    ):
+        if features % num_blocks:
+            raise ValueError(
+                f"num_blocks: expected a divisor of features={features}, got {num_blocks}"
+            )
+        size = features // num_blocks
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (num_blocks, size, size), param_dtype))
+        self.bias = nnx.Param(bias_init(rngs.params(), (num_blocks, size), param_dtype))

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_models.options import FloatingDtype, checked_options
+from jax_models.ops import carry_dtype
+from jax_models.ops.checks import checked_positive
+from jax_models.options import CheckedOptions, FloatingDtype, checked_options
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -102,3 +104,34 @@ class RMSNorm(nnx.RMSNorm):
         """Normalise the last axis of x."""
         with jax.numpy_dtype_promotion("standard"):
             return super().__call__(x, mask)
+
+
+class ZeroCenteredRMSNorm(CheckedOptions, nnx.Module):
+    """`x / √(mean(x²) + ε) · (1 + scale)` over the features, in at least float32.
+
+        >>> norm = ZeroCenteredRMSNorm(64, rngs=nnx.Rngs(0))
+        >>> y = norm(jnp.ones((8, 100, 64)))
+
+    The norm of Gemma, whose scale is zero at first.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.epsilon = checked_positive("epsilon", epsilon)
+        self.dtype = dtype
+        self.scale = nnx.Param(nnx.initializers.zeros(rngs.params(), (features,), param_dtype))
+
+    def __call__(self, x):
+        """Normalise the last axis of x."""
+        scale = self.scale[...]
+        dtype = self.dtype or jnp.result_type(x, scale)
+        x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return (y * (1 + jnp.broadcast_to(scale, y.shape))).astype(dtype)

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.layers.stack import Remat, Stack
 from jax_models.ops.checks import as_array, nan_rows
-from jax_models.ops.segments import at_end, mask_padding, positions_after
-from jax_models.ops.time_axis import refuse_lengths, states_between
+from jax_models.ops.segments import mask_padding, positions_and_end
+from jax_models.ops.time_axis import refuse_lengths
 from jax_models.options import CheckedFields, CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     SequenceLayer,
@@ -155,29 +155,12 @@ class LanguageModel(CheckedOptions, nnx.Module):
             expected = jax.eval_shape(lambda: self.init_state(batch_size))
             start, before = checked_state(state, expected)
 
-        after = None
-        if self.time_axis is not None:
-            before, after = self._positions_between(before, time, reset)
-        positions = positions_after(before, time, reset)
+        positions, after = positions_and_end(before, time, ends, reset, self.time_axis)
         x, layers = self.layers(self.embed(tokens, positions), start, lengths=lengths, reset=reset)
         logits = mask_padding(self.head(self.norm(self.read_out(x))), ends)
         if outside is not None:
             logits = nan_rows(outside, logits, 0)
-        if after is None:
-            after = at_end(before, positions + 1, ends)
         return logits, LanguageModelState(layers, after)
-
-    def _positions_between(self, before, time: int, reset) -> tuple[Array, Array]:
-        """The rows' positions before this device's steps, and after those of all devices."""
-        assert self.time_axis is not None
-        count = positions_after(jnp.zeros_like(before), time, reset)[:, -1] + 1
-        restarts = jnp.zeros(count.shape, bool) if reset is None else reset.any(axis=1)
-
-        def after(steps, position):
-            restarts, count = steps
-            return jnp.where(restarts, 0, position) + count
-
-        return states_between(after, (restarts, count), before, self.time_axis)
 
     def step(
         self, token: Int[ArrayLike, " batch"], state: LanguageModelState

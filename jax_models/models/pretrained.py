@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models.layers.rwkv_version import rwkv_version
+from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.rwkv import RWKVLanguageModelConfig
 from jax_models.models.rwkv6 import RWKV6LanguageModelConfig
 from jax_models.models.rwkv7 import RWKV7LanguageModelConfig
 from jax_models.options import FloatingDtype, checked_options
 from jax_models.weights import from_torch
-from jax_models.weights.keys import elsewhere
+from jax_models.weights.keys import elsewhere, flattened
 
 CONFIGS = {
     config.version: config
@@ -63,5 +64,45 @@ def rwkv_from_torch(
     config = CONFIGS[version].from_state_dict(state_dict)
     model = nnx.eval_shape(
         lambda: config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    )
+    return from_torch(model, state_dict)
+
+
+@checked_options
+def griffin_from_weights(
+    weights: Mapping[str, Any],
+    config: GriffinLanguageModelConfig | None = None,
+    *,
+    dtype: FloatingDtype | None = None,
+    param_dtype: FloatingDtype = jnp.float32,
+) -> GriffinLanguageModel:
+    """The Griffin language model whose checkpoint this is: a RecurrentGemma, or smaller.
+
+        >>> sizes = {"features": 64, "recurrent_features": 64, "mlp_features": 96}
+        >>> model = GriffinLanguageModelConfig(**sizes).build(rngs=nnx.Rngs(0))
+        >>> model = griffin_from_weights(to_torch(model), model.config)
+
+    The layout is told by the keys. No weights are drawn.
+
+    Args:
+        weights: torch tensors or arrays by key, in transformers' layout or recurrentgemma's; or
+            recurrentgemma's tree of Flax variables.
+        config: `GriffinLanguageModelConfig.from_hf` of a config.json, or of your own. None: what
+            `GriffinLanguageModelConfig.from_state_dict` reads from the shapes.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+
+    Raises:
+        TypeError: the weights are no mapping.
+        ValueError: they are of no Griffin, or their keys and shapes contradict each other or the
+            config.
+
+    """
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights: expected a mapping, got {type(weights).__name__}")
+    state_dict = {key.removeprefix("params."): value for key, value in flattened(weights).items()}
+    known = config or GriffinLanguageModelConfig.from_state_dict(state_dict)
+    model = nnx.eval_shape(
+        lambda: known.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
     )
     return from_torch(model, state_dict)

@@ -10,6 +10,7 @@ from jax_models.ops.hyper_lstm import HyperLSTMState, hyper_lstm
 from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
 from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
+from jax_models.ops.local_attention import LocalAttentionState, local_attention
 from jax_models.ops.long_conv import LongConvMethod, long_conv
 from jax_models.ops.lstm import LSTMState, lstm
 from jax_models.ops.min_rnn import MinRNNState, min_gru, min_lstm
@@ -21,8 +22,9 @@ from jax_models.ops.online_conv import (
 )
 from jax_models.ops.recurrence import Pair, Product, RecurrenceMethod, Step, recurrence
 from jax_models.ops.recurrent_stack import LSTMMethod, lstm_stack, recurrent_stack
-from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru
+from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru, softplus_decay
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
+from jax_models.ops.rotary import rotary
 from jax_models.ops.scaled_sums import WKVState
 from jax_models.ops.segments import document_ends
 from jax_models.ops.wkv import WKVMethod, empty_wkv_state, wkv
@@ -36,6 +38,7 @@ __all__ = [
     "LSTMNorms",
     "LSTMState",
     "LinearRecurrenceMethod",
+    "LocalAttentionState",
     "LongConvMethod",
     "LongConvState",
     "MinRNNState",
@@ -66,6 +69,7 @@ __all__ = [
     "hyper_lstm",
     "layer_norm_lstm",
     "linear_recurrence",
+    "local_attention",
     "long_conv",
     "long_conv_state",
     "lstm",
@@ -77,5 +81,7 @@ __all__ = [
     "recurrent_stack",
     "rg_lru",
     "rnn",
+    "rotary",
+    "softplus_decay",
     "wkv",
 ]

@@ -13,13 +13,15 @@ from jax_models.ops.checks import checked
 @checked()
 def attention(
     q: Float[Array, "batch time heads head_features"],
-    k: Float[Array, "batch keys heads head_features"],
-    v: Float[Array, "batch keys heads head_features"],
+    k: Float[Array, "batch keys kv_heads head_features"],
+    v: Float[Array, "batch keys kv_heads head_features"],
     mask: Bool[Array, "batch time keys"],
     *,
     dropout: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "batch time heads head_features"]:
     """`softmax(q kᵀ / √head_features) v` of each head, over the keys that a step's mask has.
+
+    Each head of k and v serves `heads / kv_heads` neighbouring heads of q.
 
     The softmax is in at least float32; `dropout` is of the weights. A step is NaN whose query is
     not finite, or whose mask has a key or a value that is not; no other step knows of it. A step
@@ -28,6 +30,10 @@ def attention(
     In float32 this is `jax.nn.dot_product_attention`, which has no dropout, whose softmax is never
     wider, and whose gradient in bfloat16 does not work under strict dtype promotion.
     """
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k: expected a number of heads that divides the {q.shape[2]} of q, got {k.shape[2]}"
+        )
     q_faulty, k_faulty, v_faulty = (~jnp.all(jnp.isfinite(a), axis=(2, 3)) for a in (q, k, v))
     keys_faulty = k_faulty | v_faulty
     faulty = q_faulty | jnp.any(mask & keys_faulty[:, None], axis=2)
@@ -45,7 +51,13 @@ def _zero_where(steps: Bool[Array, "batch steps"], x: Float[Array, "batch steps 
 def _attention(q, k, v, mask: Bool[Array, "batch heads time keys"], dropout):
     if q.dtype == jnp.float32 and dropout is None:
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
-    scores = jnp.einsum("bthf,bshf->bhts", q, k, preferred_element_type=carry_dtype(q.dtype))
-    scores = jnp.where(mask, scores * q.shape[-1] ** -0.5, jnp.finfo(scores.dtype).min)
+    batch, time, heads, features = q.shape
+    groups = (k.shape[2], heads // k.shape[2])
+    q = q.reshape(batch, time, *groups, features)
+    scores = jnp.einsum("btkgf,bskf->bkgts", q, k, preferred_element_type=carry_dtype(q.dtype))
+    scores = scores.reshape(batch, heads, time, k.shape[1])
+    scores = jnp.where(mask, scores * features**-0.5, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bhts,bshf->bthf", weights if dropout is None else dropout(weights), v)
+    weights = weights if dropout is None else dropout(weights)
+    weights = weights.reshape(batch, *groups, time, k.shape[1])
+    return jnp.einsum("bkgts,bskf->btkgf", weights, v).reshape(batch, time, heads, features)

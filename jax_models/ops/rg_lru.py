@@ -4,11 +4,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jax_models.ops.affine import affine
 from jax_models.ops.checks import checked, checked_positive
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
+
+LARGEST_SLOPE = 1000.0
+"""Of the square root in `softplus_decay`."""
 
 
 class RGLRUState(NamedTuple):
@@ -22,30 +25,48 @@ def rg_lru(
     x: Float[Array, "batch time features"],
     state: RGLRUState,
     *,
-    a: Float[Array, " features"],
-    input_kernel: Float[Array, "features features"],
-    recurrence_kernel: Float[Array, "features features"],
+    a: Float[Array, " blocks*block"] | None = None,
+    a_param: Float[Array, " blocks*block"] | None = None,
+    input_kernel: Float[Array, "*blocks block block"],
+    input_bias: Float[Array, "*blocks block"] | None = None,
+    recurrence_kernel: Float[Array, "*blocks block block"],
+    recurrence_bias: Float[Array, "*blocks block"] | None = None,
+    first: Bool[Array, "batch time"] | None = None,
     c: float = 8.0,
     method: LinearRecurrenceMethod = "auto",
     **masks,
 ) -> tuple[Float[Array, "batch time features"], RGLRUState]:
     """The RG-LRU.
 
-        i_t = σ(x_t W_i)
-        r_t = σ(x_t W_r)
+        i_t = σ(x_t W_i + b_i)
+        r_t = σ(x_t W_r + b_r)
         a_t = a^(c·r_t)
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `linear_recurrence`.
+    Either `a` is given or, as in recurrentgemma, `a_param`: a = e^{−softplus(a_param)}. Kernels
+    (blocks, block, block) are the blocks of block-diagonal matrices. At the `first` steps of
+    documents √(1 − a_t²) counts as 1. `masks` are `lengths`, `reset` and `reverse`, as in
+    `linear_recurrence`.
     """
     checked_positive("c", c)
-    i = jax.nn.sigmoid(affine(x, input_kernel))
-    r = jax.nn.sigmoid(affine(x, recurrence_kernel))
-    a_t, complement = decay(a.astype(r.dtype), c * r)
+    i = jax.nn.sigmoid(affine(x, input_kernel, _flat(input_bias)))
+    r = jax.nn.sigmoid(affine(x, recurrence_kernel, _flat(recurrence_bias)))
+    if a is not None and a_param is None:
+        a_t, complement = decay(a.astype(r.dtype), c * r)
+    elif a_param is not None and a is None:
+        a_t, complement = softplus_decay(a_param.astype(r.dtype), c * r)
+    else:
+        raise ValueError("a, a_param: expected one of them")
+    if first is not None:
+        complement = jnp.where(first[..., None], 1, complement)
     h, last = linear_recurrence(
         a_t, complement * (i * x.astype(i.dtype)), state.h, method=method, **masks
     )
     return h, RGLRUState(last)
+
+
+def _flat(bias: Array | None) -> Array | None:
+    return None if bias is None else bias.reshape(-1)
 
 
 @checked()
@@ -84,3 +105,28 @@ def _decay_jvp(primals, tangents):
     slope = exponent * jnp.exp((exponent - 1) * log_a)
     p_tangent = slope * jnp.broadcast_to(a_tangent, p.shape) + p * log_a * exponent_tangent
     return (p, m), (p_tangent, -p / jnp.maximum(m, epsilon**0.5) * p_tangent)
+
+
+@checked()
+def softplus_decay(
+    a_param: Float[Array, " features"], exponent: Float[Array, "*steps features"]
+) -> tuple[Float[Array, "*steps features"], Float[Array, "*steps features"]]:
+    """`a^e` and `√(1 − a^{2e})` for e ≥ 0 and a = e^{−softplus(a_param)}.
+
+    The logarithm of an `a` near 1 keeps all its digits. The derivative of the square root is at
+    most 1000, as in recurrentgemma.
+    """
+    log = -exponent * jnp.broadcast_to(jax.nn.softplus(a_param), exponent.shape)
+    return jnp.exp(log), _bounded_sqrt(-jnp.expm1(2 * log))
+
+
+@jax.custom_jvp
+def _bounded_sqrt(x):
+    return jnp.sqrt(x)
+
+
+@_bounded_sqrt.defjvp
+def _bounded_sqrt_jvp(primals, tangents):
+    (x,), (x_tangent,) = primals, tangents
+    root = jnp.sqrt(x)
+    return root, x_tangent * (0.5 / jnp.maximum(root, 1 / (2 * LARGEST_SLOPE)))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jax_models.ops.checks import checked
+from jax_models.ops.time_axis import states_between
 
 
 class Segments(NamedTuple):
@@ -95,3 +96,29 @@ def at_end(
     ends = jnp.full(start.shape, values.shape[1], jnp.int32) if lengths is None else lengths
     values = jnp.concatenate([start[:, None], values], axis=1)
     return jnp.take_along_axis(values, ends[:, None], axis=1)[:, 0]
+
+
+def positions_and_end(
+    start: Int[Array, " batch"],
+    time: int,
+    lengths: Int[Array, " batch"] | None,
+    reset: Bool[Array, "batch time"] | None,
+    time_axis: str | None = None,
+) -> tuple[Int[Array, "batch time"], Int[Array, " batch"]]:
+    """Each step's position, and that of the step after each row's last.
+
+    With a `time_axis`, over whose devices time is divided, `start` and the end are those of all
+    devices' steps.
+    """
+    if time_axis is None:
+        positions = positions_after(start, time, reset)
+        return positions, at_end(start, positions + 1, lengths)
+    count = positions_after(jnp.zeros_like(start), time, reset)[:, -1] + 1
+    restarts = jnp.zeros(count.shape, bool) if reset is None else reset.any(axis=1)
+
+    def after(steps, position):
+        restarts, count = steps
+        return jnp.where(restarts, 0, position) + count
+
+    before, end = states_between(after, (restarts, count), start, time_axis)
+    return positions_after(before, time, reset), end

@@ -42,6 +42,15 @@ def lines(faults: Iterable[Fault]) -> list[str]:
     ]
 
 
+def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings, by their keys joined by dots."""
+    leaves = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        leaves |= flattened(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return leaves
+
+
 def elsewhere(
     state_dict: Mapping[Any, Any], layouts: Collection[set[str]], code: str = "state_dict"
 ) -> str | None:

@@ -109,6 +109,16 @@ def squeezed(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     )
 
 
+def stacked(params: tuple[str, ...], key: str, axes: tuple[int, ...] = ()) -> Weight:
+    """The parameters are the key's rows, without some axes of size 1."""
+    return Weight(
+        params,
+        (key,),
+        lambda a: tuple(namespace(a).squeeze(a, axes)),
+        lambda *rows: (namespace(rows[0]).expand_dims(namespace(rows[0]).stack(rows), axes),),
+    )
+
+
 def expanded(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     """The parameter is the key's array with more axes, of size 1."""
     row = squeezed(param, key, axes)

@@ -118,14 +118,19 @@ def conv_transpose(
     return _with_bias(weight, param, key, bias)
 
 
+def dense(param: str, key: str, *, bias: bool = True) -> Table:
+    """`nnx.Linear` and Linen's `Dense`."""
+    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, bias)
+
+
 def layer_norm(param: str, key: str, *, bias: bool = True) -> Table:
     """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
     return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, bias)
 
 
-def rms_norm(param: str, key: str) -> Table:
-    """`nnx.RMSNorm` and `torch.nn.RMSNorm`."""
-    return layer_norm(param, key, bias=False)
+def rms_norm(param: str, key: str, name: str = "weight") -> Table:
+    """`nnx.RMSNorm` and `torch.nn.RMSNorm`, or one whose scale has another name."""
+    return [same(at(param, "scale"), at(key, name))]
 
 
 def group_norm(param: str, key: str) -> Table:

@@ -59,8 +59,20 @@ class Float64Mode(TorchDispatchMode):
         return super().__exit__(*exception)
 
 
+def is_rounded_number(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Is it a number, as Gemma's √features, that is cast to half precision?
+
+    It then is another number, which both sides have to have. JAX rounds those of its own.
+    """
+    is_half = kwargs.get("dtype") in (torch.bfloat16, torch.float16)
+    is_cast = is_half and func is aten._to_copy.default
+    return is_cast and args[0].ndim == 0 and not args[0].requires_grad
+
+
 def widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of an operation, in float64 where some are and the others are in less."""
+    if is_rounded_number(func, args, kwargs):
+        return args, kwargs
     if kwargs.get("dtype") in COARSER:
         kwargs = {**kwargs, "dtype": COARSER[kwargs["dtype"]]}
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -100,7 +112,7 @@ class InFloat64(Float64Mode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operation, in float64 if it is to be in less."""
         kwargs = kwargs or {}
-        if kwargs.get("dtype") in COARSER:
+        if kwargs.get("dtype") in COARSER and not is_rounded_number(func, args, kwargs):
             if func is aten._to_copy.default and args[0].dtype in COARSER.values():
                 self.casts += 1
             self.cast_to.add(str(kwargs["dtype"]).removeprefix("torch."))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -167,3 +168,30 @@ def test_what_stays_in_less_is_said():
     )
     assert report.passed, f"\n{report}"
     assert any("JAX computes in less than float64" in note for note in report.notes)
+
+
+NUMBERS = {
+    "rounded by NumPy": (lambda: float(ml_dtypes.bfloat16(5**0.5)), True),
+    "rounded where it is used": (lambda: jnp.asarray(5**0.5).astype(jnp.bfloat16), True),
+    "not rounded": (lambda: 5**0.5, False),
+}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_number_that_torch_rounds_to_bfloat16_is_another_number(number, casts):
+    """As Gemma's √features. Beside it both sides may cast their arrays."""
+    factor, is_equal = NUMBERS[number]
+
+    def port(w, x):
+        y = x @ w["weight"].T + w["bias"]
+        y = y.astype(jnp.bfloat16) if casts else y
+        return (y.astype(x.dtype) * factor()).astype(x.dtype)
+
+    def call_twin(twin, x):
+        y = twin(x).to(torch.bfloat16) if casts else twin(x)
+        return y.to(x.dtype) * torch.tensor(5**0.5).type(torch.bfloat16)
+
+    x = np.random.default_rng(0).standard_normal((5, 4))
+    report = compare(torch.nn.Linear(4, 4), port, x, weights=dict, call_twin=call_twin)
+    assert report.passed == is_equal, f"\n{report}"

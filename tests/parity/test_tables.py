@@ -29,6 +29,7 @@ from jax_models.weights import (
     parts,
     rms_norm,
     squeezed,
+    stacked,
     tied,
     transposed,
 )
@@ -316,6 +317,11 @@ TREE_ROWS = {
     "parts as they are": (
         parts(["a", "b"], "k", transpose=False),
         {"k": image(6)},
+        {"a": (3,), "b": (3,)},
+    ),
+    "stacked": (
+        stacked(("a", "b"), "k", (1,)),
+        {"k": image(2, 1, 3)},
         {"a": (3,), "b": (3,)},
     ),
     "gates": (gates("a", ["k", "l"]), {"k": image(3, 2), "l": image(3, 2)}, {"a": (2, 6)}),

@@ -31,6 +31,27 @@ class Decay(torch.autograd.Function):
         return (grad * e * a ** (e - 1)).sum_to_size(a.shape), grad * p * a.log()
 
 
+class SquareRoot(torch.autograd.Function):
+    """`√x`, whose derivative is at most 1000."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        root = x.sqrt()
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> Tensor:
+        [root] = ctx.saved_tensors
+        return grads[0] / (2 * root).clamp_min(1e-3)
+
+
+def block_diagonal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`x W + b`, the weight (blocks, in, out) being the blocks of W."""
+    blocks = x.unflatten(-1, weight.shape[:2])
+    return (torch.einsum("...hi,hij->...hj", blocks, weight) + bias).flatten(-2)
+
+
 class RGLRU(nn.Module):
     """The real-gated linear recurrent unit.
 
@@ -42,28 +63,61 @@ class RGLRU(nn.Module):
     x and y = h are (batch, time, features), the state (h,) with h (batch, features). a^c starts
     uniform in [0.9, 0.999], as in the paper (the seed left it uninitialised), and a = 0 and a = 1
     have finite gradients.
+
+    With `num_blocks` it is that of RecurrentGemma: W_i and W_r are block-diagonal and have biases,
+    and a = e^{−softplus(recurrent_param)}. At the `first` steps of documents, (batch, time), the
+    factor √(1 − a_t²) is 1.
     """
 
-    def __init__(self, features: int, *, c: float = 8.0):
+    def __init__(self, features: int, *, num_blocks: int | None = None, c: float = 8.0):
         super().__init__()
-        self.c = c
-        self.input_gate = nn.Linear(features, features, bias=False)
-        self.recurrence_gate = nn.Linear(features, features, bias=False)
-        self.a = nn.Parameter(torch.empty(features).uniform_(0.9, 0.999) ** (1 / c))
+        self.features, self.num_blocks, self.c = features, num_blocks, c
+        if num_blocks is None:
+            self.input_gate = nn.Linear(features, features, bias=False)
+            self.recurrence_gate = nn.Linear(features, features, bias=False)
+            self.a = nn.Parameter(torch.empty(features).uniform_(0.9, 0.999) ** (1 / c))
+        else:
+            size = features // num_blocks
+            a = torch.empty(features).uniform_(0.9**2, 0.999**2).sqrt()
+            self.recurrent_param = nn.Parameter(torch.expm1(-a.log()).log())
+            self.input_gate_weight = nn.Parameter(torch.randn(num_blocks, size, size) / size**0.5)
+            self.input_gate_bias = nn.Parameter(torch.zeros(num_blocks, size))
+            self.recurrent_gate_weight = nn.Parameter(
+                torch.randn(num_blocks, size, size) / size**0.5
+            )
+            self.recurrent_gate_bias = nn.Parameter(torch.zeros(num_blocks, size))
 
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, state: State | None = None, *, first: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         [h] = self.init_state(x.shape[0]) if state is None else state
         outputs = []
-        for x_t in x.unbind(1):
-            i_t = torch.sigmoid(self.input_gate(x_t))
-            r_t = torch.sigmoid(self.recurrence_gate(x_t))
-            a_t, multiplier = Decay.apply(self.a, self.c * r_t)
+        for t, x_t in enumerate(x.unbind(1)):
+            i_t, r_t = self.gates(x_t)
+            a_t, multiplier = self.decay(self.c * r_t)
+            if first is not None:
+                multiplier = torch.where(first[:, t, None], 1, multiplier)
             h = a_t * h + multiplier * (i_t * x_t)
             outputs.append(h)
         return torch.stack(outputs, dim=1), (h,)
 
+    def gates(self, x_t: Tensor) -> tuple[Tensor, Tensor]:
+        if self.num_blocks is None:
+            i, r = self.input_gate(x_t), self.recurrence_gate(x_t)
+        else:
+            i = block_diagonal(x_t, self.input_gate_weight, self.input_gate_bias)
+            r = block_diagonal(x_t, self.recurrent_gate_weight, self.recurrent_gate_bias)
+        return torch.sigmoid(i), torch.sigmoid(r)
+
+    def decay(self, exponent: Tensor) -> tuple[Tensor, Tensor]:
+        """`a^e` and `√(1 − a^{2e})`."""
+        if self.num_blocks is None:
+            return Decay.apply(self.a, exponent)
+        log = -exponent * F.softplus(self.recurrent_param)
+        return log.exp(), SquareRoot.apply(-torch.expm1(2 * log))
+
     def init_state(self, batch_size: int) -> State:
-        return (self.a.new_zeros(batch_size, len(self.a)),)
+        return (next(self.parameters()).new_zeros(batch_size, self.features),)
 
 
 class CausalConv1d(nn.Module):
@@ -85,6 +139,11 @@ class CausalConv1d(nn.Module):
     def init_state(self, batch_size: int) -> State:
         features, _, kernel_size = self.conv.weight.shape
         return (self.conv.weight.new_zeros(batch_size, features, kernel_size - 1),)
+
+
+def gelu(name: str, x: Tensor) -> Tensor:
+    """The gelu of this name: "gelu", or "gelu_tanh"."""
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 class Hawk(nn.Module):
@@ -113,16 +172,24 @@ class Hawk(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu."""
+    """`y = (gelu(x W_gate) ⊙ x W_up) W_down`, with the exact gelu or that by tanh."""
 
-    def __init__(self, features: int, mlp_features: int):
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        *,
+        use_bias: bool = False,
+        activation: str = "gelu",
+    ):
         super().__init__()
-        self.gate_proj = nn.Linear(features, mlp_features, bias=False)
-        self.up_proj = nn.Linear(features, mlp_features, bias=False)
-        self.down_proj = nn.Linear(mlp_features, features, bias=False)
+        self.activation = activation
+        self.gate_proj = nn.Linear(features, mlp_features, bias=use_bias)
+        self.up_proj = nn.Linear(features, mlp_features, bias=use_bias)
+        self.down_proj = nn.Linear(mlp_features, features, bias=use_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gelu(self.activation, self.gate_proj(x)) * self.up_proj(x))
 
 
 class HawkBlock(nn.Module):

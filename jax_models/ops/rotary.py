@@ -1,0 +1,46 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864)."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_models.ops.affine import carry_dtype
+from jax_models.ops.checks import checked, checked_positive
+
+
+@checked()
+def rotary(
+    x: Float[Array, "batch time heads head_features"],
+    positions: Int[Array, "batch time"],
+    *,
+    rotated: int,
+    theta: float = 10_000.0,
+) -> Float[Array, "batch time heads head_features"]:
+    """The first n = `rotated` features of each head, turned by angles that grow with the position.
+
+        (x_i, x_{i + n/2}) is turned by p · θ^{−2i/n},   i = 0 … n/2 − 1
+
+    so that the product of a query and a key depends on the distance of their positions. The angles
+    are computed in at least float32.
+
+    Raises:
+        ValueError: `rotated` is odd or more than there are, or θ is not positive.
+
+    """
+    checked_rotated("rotated", rotated, x.shape[-1])
+    checked_positive("theta", theta)
+    dtype = carry_dtype(x.dtype)
+    frequencies = jnp.asarray(theta ** (-np.arange(0, rotated, 2) / rotated), dtype)
+    angles = positions.astype(dtype)[:, :, None, None] * frequencies[None, None, None]
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    first, second, rest = jnp.split(x, (rotated // 2, rotated), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def checked_rotated(name: str, rotated: int, head_features: int) -> int:
+    """An even number of a head's features, or the fault."""
+    if rotated % 2 or not 0 <= rotated <= head_features:
+        raise ValueError(
+            f"{name}: expected an even number of a head's {head_features} features, got {rotated}"
+        )
+    return rotated

@@ -1,0 +1,256 @@
+"""RecurrentGemma's layers, blocks and language model."""
+
+from functools import partial
+
+import jax.numpy as jnp
+
+import torch_ref
+from jax_models import (
+    RGLRU,
+    GriffinBlock,
+    GriffinLanguageModelConfig,
+    GriffinRecurrence,
+    LocalAttention,
+)
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import (
+    CUT,
+    DOCUMENTS,
+    Mutation,
+    as_it_is,
+    deaf,
+    edited,
+    epsilon_doubled,
+    replaced,
+    zeroed,
+)
+
+griffin = partial(Case, layout="hf", architecture="griffin")
+WINDOW = 3
+attention = {"num_kv_heads": 2, "window": WINDOW, "rope_theta": 10.0, "use_bias": True}
+block = {"recurrent_features": 6, "num_kv_heads": 1, "window": WINDOW, "rope_theta": 10.0}
+config = GriffinLanguageModelConfig(
+    vocab_size=11,
+    features=8,
+    num_layers=4,
+    mlp_features=7,
+    recurrent_features=6,
+    num_heads=2,
+    window=WINDOW,
+    rope_theta=10.0,
+    logits_soft_cap=2.0,
+)
+
+
+def begun(state):
+    """A state after some steps."""
+    return state._replace(position=state.position + 5)
+
+
+CASES = [
+    griffin(
+        "RGLRU of blocks",
+        partial(torch_ref.RGLRU, 6, num_blocks=2),
+        partial(RGLRU, 6, num_blocks=2),
+    ),
+    griffin(
+        "LocalAttention",
+        partial(torch_ref.LocalAttention, 32, 4, **attention),
+        partial(LocalAttention, 32, 4, **attention),
+        prefix=5,
+        reach=WINDOW,
+    ),
+    griffin(
+        "GriffinRecurrence",
+        partial(torch_ref.GriffinRecurrence, 5, 2, hidden_features=6),
+        partial(GriffinRecurrence, 5, 2, hidden_features=6),
+        valid_state=begun,
+    ),
+    griffin(
+        "GriffinBlock, recurrent",
+        partial(torch_ref.GriffinBlock, 8, 7, 2, **block),
+        partial(GriffinBlock, 8, 7, 2, **block),
+        valid_state=begun,
+    ),
+    griffin(
+        "GriffinBlock, attention",
+        partial(torch_ref.GriffinBlock, 8, 7, 2, mixing="attention", **block),
+        partial(GriffinBlock, 8, 7, 2, mixing="attention", **block),
+        prefix=5,
+        reach=WINDOW,
+    ),
+    griffin(
+        "GriffinLanguageModel",
+        partial(torch_ref.GriffinLanguageModel.from_config, config),
+        config.build,
+        architecture="griffin_language_model",
+        twin_state=False,
+        prefix=5,
+    ),
+]
+
+
+def without_1(norm):
+    """`x / rms · scale`."""
+
+    def wrong(layer, x):
+        scale = jnp.broadcast_to(layer.scale[...], x.shape)
+        return norm(layer, x) * scale / (1 + scale)
+
+    return wrong
+
+
+def all_steps_scaled(rg_lru):
+    """√(1 − a²) at the first step of a document, too."""
+    return lambda *args, first=None, **options: rg_lru(*args, **options)
+
+
+def gates_of_transposed_blocks(layer):
+    """Blocks for their transposes."""
+    kernel = layer.temporal_block.rglru.input_gate.kernel
+    kernel[...] = kernel[...].mT
+
+
+def of_pairs_side_by_side(rotary):
+    """Features 2i and 2i + 1 are turned together, as in other models."""
+
+    def wrong(x, positions, *, rotated, theta):
+        index = jnp.arange(rotated).reshape(rotated // 2, 2).T.reshape(-1)
+        index = jnp.concatenate([index, jnp.arange(rotated, x.shape[-1])])
+        return rotary(x[..., index], positions, rotated=rotated, theta=theta)[
+            ..., jnp.argsort(index)
+        ]
+
+    return wrong
+
+
+def of_whole_heads(rotary):
+    """All features of a head are turned."""
+    return lambda x, positions, *, rotated, theta: rotary(
+        x, positions, rotated=x.shape[-1], theta=theta
+    )
+
+
+def heads_in_turns(local_attention):
+    """Key heads serve the query heads in turns, not neighbours."""
+
+    def wrong(q, k, v, state, **masks):
+        order = jnp.arange(q.shape[2]).reshape(k.shape[2], -1).T.reshape(-1)
+        y, state = local_attention(q[:, :, order], k, v, state, **masks)
+        return y[:, :, jnp.argsort(order)], state
+
+    return wrong
+
+
+def one_step_further(attended):
+    """The window counts the steps before the current one."""
+
+    def wrong(q, positions, documents, keys):
+        return attended(q, jnp.maximum(positions - 1, 0), documents, keys)
+
+    return wrong
+
+
+def written_from_slot_0(written):
+    """A piece begins at the first slot."""
+
+    def wrong(state, steps, lengths, reset):
+        start = steps.positions[:, :1]
+        after = written(
+            state._replace(position=state.position * 0),
+            steps._replace(positions=steps.positions - start),
+            lengths,
+            reset,
+        )
+        return after._replace(position=written(state, steps, lengths, reset).position)
+
+    return wrong
+
+
+def positions_that_go_on(positions_and_end):
+    """Positions of a row, not of its documents."""
+    return lambda start, time, lengths, reset, axis: positions_and_end(
+        start, time, lengths, None, axis
+    )
+
+
+def scale_not_rounded(layer):
+    """√features in full."""
+    layer.scale = layer.config.features**0.5
+
+
+weights = partial(Mutation, kind="weights")
+forward = partial(Mutation, kind="forward")
+states = partial(Mutation, kind="states and masks")
+LAYER = "jax_models.layers.griffin"
+LOCAL = "jax_models.ops.local_attention"
+
+MUTATIONS = [
+    weights("a gate's bias forgotten", "RGLRU of blocks", plant=zeroed("recurrence_gate.bias")),
+    weights(
+        "blocks of a gate transposed",
+        "GriffinBlock, recurrent",
+        plant=edited(gates_of_transposed_blocks),
+        culprit="temporal_block.rg_lru",
+    ),
+    weights(
+        "output's bias forgotten",
+        "GriffinLanguageModel",
+        plant=zeroed("layers.layers.2.temporal_block.out_proj.bias"),
+        culprit="model.layers.2.temporal_block.o_proj",
+    ),
+    forward(
+        "norm's weight without 1",
+        "GriffinBlock, recurrent",
+        plant=replaced("jax_models.layers.norm.ZeroCenteredRMSNorm.__call__", without_1),
+        culprit="temporal_pre_norm",
+    ),
+    forward(
+        "epsilon doubled",
+        "GriffinLanguageModel",
+        plant=epsilon_doubled("layers.layers.3.channel_pre_norm"),
+        culprit="model.layers.3.channel_pre_norm",
+    ),
+    forward(
+        "exact gelu",
+        "GriffinRecurrence",
+        plant=replaced("jax.nn.gelu", lambda gelu: partial(gelu, approximate=False)),
+    ),
+    forward(
+        "embeddings' scale not rounded", "GriffinLanguageModel", plant=edited(scale_not_rounded)
+    ),
+    forward(
+        "logits not capped",
+        "GriffinLanguageModel",
+        plant=replaced("jax_models.models.griffin.capped", as_it_is),
+    ),
+    forward(
+        "first step scaled",
+        "GriffinLanguageModel",
+        plant=replaced("jax_models.ops.rg_lru", all_steps_scaled),
+        culprit="model.layers.0.temporal_block.rg_lru",
+    ),
+    *(
+        forward(name, "LocalAttention", plant=replaced(target, wrong))
+        for name, target, wrong in (
+            ("neighbouring features turned", "jax_models.ops.rotary", of_pairs_side_by_side),
+            ("whole heads turned", "jax_models.ops.rotary", of_whole_heads),
+            ("key heads in turns", "jax_models.ops.local_attention", heads_in_turns),
+            ("window off by one", f"{LOCAL}._attended", one_step_further),
+        )
+    ),
+    states(
+        "pieces begin at slot 0",
+        "LocalAttention",
+        plant=replaced(f"{LOCAL}._written", written_from_slot_0),
+        check=CUT,
+    ),
+    states(
+        "positions of the row",
+        "GriffinRecurrence",
+        plant=replaced(f"{LAYER}.positions_and_end", positions_that_go_on),
+        check=DOCUMENTS,
+    ),
+    *deaf("RGLRU of blocks", "jax_models.ops.rg_lru.linear_recurrence"),
+    *deaf("LocalAttention", "jax_models.ops.local_attention"),
+]
