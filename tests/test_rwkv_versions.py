@@ -72,7 +72,8 @@ def test_a_checkpoint_in_half_precision_loads_and_comes_back(version):
 
 
 @pytest.mark.parametrize(
-    ("version", "layout"), [("RWKV-6", "fla"), ("RWKV-6", "hf"), ("RWKV-7", "fla")]
+    ("version", "layout"),
+    [("RWKV-4", "hf"), ("RWKV-6", "fla"), ("RWKV-6", "hf"), ("RWKV-7", "fla")],
 )
 def test_a_layout_is_read_and_written_bit_for_bit(version, layout):
     weights = checkpoint(version, torch.float32)

@@ -1,7 +1,7 @@
 """RWKV-4 (seed 001; arXiv 2305.13048), under BlinkDL's names, and what all RWKVs share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -17,10 +17,14 @@ from jax_models.layers.rwkv_version import foreign_to
 from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
 from jax_models.options import FloatingDtype, Index, Initializer
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, layer_norm, linear, nested, same, squeezed
+from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same, squeezed
 
 LARGEST_DECAY = 80.0
 """The largest time_decay. Beyond it nothing of the past remains, and w would overflow."""
+
+
+MIXES = ("key", "value", "receptance")
+"""The projections of the time mix, each of its own mixture of the last two inputs."""
 
 
 class RWKVTimeMixState(NamedTuple):
@@ -61,7 +65,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
     Raises:
         ValueError: a size is not positive, or there is no such layer.
 
-    Layouts: `blinkdl` (RWKV-LM's RWKV_TimeMix).
+    Layouts: `blinkdl` (RWKV-LM's RWKV_TimeMix), `hf` (transformers' RwkvSelfAttention).
 
     """
 
@@ -134,16 +138,13 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         return y, RWKVTimeMixState(last, wkv)
 
     def torch_layouts(self) -> Layouts:
-        """`blinkdl`: the keys of a block's `att`."""
-        vectors, mixes = ("time_decay", "time_first"), ("time_mix_k", "time_mix_v", "time_mix_r")
-        matrices = ("key", "value", "receptance", "output")
-        return {
-            "blinkdl": [
-                *(same(name, name) for name in vectors),
-                *(squeezed(name, name, (0, 1)) for name in mixes),
-                *(row for name in matrices for row in linear(name, name, bias=False)),
-            ]
-        }
+        """`blinkdl`: the keys of a block's `att`; `hf`: those of its `attention`."""
+        return by_mixes(
+            same("time_decay", "time_decay"),
+            same("time_first", "time_first"),
+            *(row for name in (*MIXES, "output") for row in linear(name, name, bias=False)),
+            mixes=MIXES,
+        )
 
 
 class RWKVChannelMixState(NamedTuple):
@@ -177,7 +178,7 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
     Raises:
         ValueError: a size is not positive, or there is no such layer.
 
-    Layouts: `blinkdl` (RWKV-LM's RWKV_ChannelMix).
+    Layouts: `blinkdl` (RWKV-LM's RWKV_ChannelMix), `hf` (transformers' RwkvFeedForward).
 
     """
 
@@ -224,14 +225,21 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
         return y, RWKVChannelMixState(last)
 
     def torch_layouts(self) -> Layouts:
-        """`blinkdl`: the keys of a block's `ffn`."""
-        matrices = ("key", "receptance", "value")
-        return {
-            "blinkdl": [
-                *(squeezed(name, name, (0, 1)) for name in ("time_mix_k", "time_mix_r")),
-                *(row for name in matrices for row in linear(name, name, bias=False)),
-            ]
-        }
+        """`blinkdl`: the keys of a block's `ffn`; `hf`: those of its `feed_forward`."""
+        rows = (row for name in MIXES for row in linear(name, name, bias=False))
+        return by_mixes(*rows, mixes=("key", "receptance"))
+
+
+def by_mixes(*rows: Weight, mixes: Iterable[str]) -> Layouts:
+    """The layouts of a mix of RWKV-4: BlinkDL names a μ by the first letter of its projection."""
+    letters = {"blinkdl": 1, "hf": None}
+    return {
+        layout: [
+            *(squeezed(f"time_mix_{m[0]}", f"time_mix_{m[:count]}", (0, 1)) for m in mixes),
+            *rows,
+        ]
+        for layout, count in letters.items()
+    }
 
 
 Att = TypeVar("Att")
@@ -341,7 +349,7 @@ class RWKVBlock(ResidualMixes[RWKVTimeMixState]):
     Raises:
         ValueError: a size is not positive, or there is no such layer.
 
-    Layouts: `blinkdl` (RWKV-LM's Block).
+    Layouts: `blinkdl` (RWKV-LM's Block), `hf` (transformers' RwkvBlock).
 
     """
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax_models.layers.rwkv_version import rwkv_version
 from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
 from jax_models.models.language_model import LanguageModel
-from jax_models.models.rwkv import RWKVLanguageModelConfig
+from jax_models.models.rwkv import RWKVLanguageModelConfig, undivided
 from jax_models.models.rwkv6 import RWKV6LanguageModelConfig
 from jax_models.models.rwkv7 import RWKV7LanguageModelConfig
 from jax_models.options import FloatingDtype, checked_options
@@ -28,6 +28,7 @@ def rwkv_from_torch(
     *,
     dtype: FloatingDtype | None = None,
     param_dtype: FloatingDtype = jnp.float32,
+    rescaled_every: int = 0,
 ) -> LanguageModel:
     """The RWKV language model, of version 4, 6 or 7, whose checkpoint this is.
 
@@ -41,6 +42,9 @@ def rwkv_from_torch(
         state_dict: torch tensors or arrays by key, as `read_pth` gives them.
         dtype: of the computation; by default the parameters'.
         param_dtype: of the parameters.
+        rescaled_every: `rescale_every` of transformers' model, if it had run in evaluation before
+            its weights were saved: it then had divided some of them by powers of two. 0: it had
+            not, as in the published checkpoints.
 
     Raises:
         TypeError: the state_dict is no mapping.
@@ -61,6 +65,8 @@ def rwkv_from_torch(
         raise ValueError(
             f"state_dict: of {version}{because}; there are models of {', '.join(CONFIGS)}"
         )
+    if rescaled_every:
+        state_dict = undivided(state_dict, rescaled_every)
     config = CONFIGS[version].from_state_dict(state_dict)
     model = nnx.eval_shape(
         lambda: config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))

@@ -1,6 +1,7 @@
 """The RWKV-4 language model, and what the language models of all RWKV versions share."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self, Unpack
@@ -105,6 +106,19 @@ class RWKVConfig(StackConfig):
         return {}
 
 
+def undivided(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
+    """The weights as they were before transformers' RwkvForCausalLM first ran in evaluation.
+
+    With a `rescale_every` it then divides the last matrices of block i by 2^(i // rescale_every),
+    in place, so that what is saved later has them divided.
+    """
+    last = re.compile(r"rwkv\.blocks\.(\d+)\.(attention\.output|feed_forward\.value)\.weight")
+    return {
+        key: value * 2 ** (int(block[1]) // every) if (block := last.fullmatch(key)) else value
+        for key, value in state_dict.items()
+    }
+
+
 class RWKVSkeleton(LanguageModel):
     """Token embedding → blocks → LayerNorm → Linear."""
 
@@ -164,7 +178,12 @@ class RWKVLanguageModelConfig(RWKVConfig):
             "vocab_size": Size("emb.weight", 0),
             "features": Size("emb.weight", 1),
             "hidden_features": Size("blocks.0.ffn.key.weight", 0),
-        }
+        },
+        "hf": {
+            "vocab_size": Size("rwkv.embeddings.weight", 0),
+            "features": Size("rwkv.embeddings.weight", 1),
+            "hidden_features": Size("rwkv.blocks.0.feed_forward.key.weight", 0),
+        },
     }
 
     vocab_size: int = 256
@@ -193,7 +212,7 @@ class RWKVLanguageModel(RWKVSkeleton):
         param_dtype: of the parameters.
         rngs: draws the parameters, as RWKV-4 does.
 
-    Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-4).
+    Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-4), `hf` (transformers' RwkvForCausalLM).
 
     """
 
