@@ -1,7 +1,9 @@
 """What must hold of every layer, beside agreeing with its twin. All of it in float64."""
 
+import functools
+import io
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ LENGTHS = np.array([TIME, 3, 0])
 PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
 ALL_STEPS = np.full(BATCH, TIME)
 NO_RESET = np.zeros((BATCH, TIME), bool)
+LONG = 60
 
 
 def check(function: Callable[["Subject"], None]) -> Callable[["Subject"], None]:
@@ -52,6 +55,12 @@ class Subject:
         self.state = case.state()
         self._call = jax.jit(self.layer.__call__)
         self._masked = jax.jit(self._results_and_gradient)
+
+    @functools.cached_property
+    def documents(self) -> tuple[np.ndarray, int]:
+        """Rows so long that operators which work by chunks need several, and a document's end."""
+        longest = min(self.case.max_length or LONG, LONG)
+        return self.case.inputs(batch=BATCH, time=longest), 2 * longest // 3
 
     def call(self, x, state):
         """The layer without masks; its results are numpy arrays."""
@@ -89,10 +98,10 @@ class Subject:
         else:
             assert (actual == expected).all(), f"{what}: changed"
 
-    def row(self, index: int, state):
-        """One row of a batched state, still batched."""
+    def rows(self, indices: Sequence[int], state):
+        """Some rows of a batched state."""
         axes = state_batch_axes(self.layer)
-        return jax.tree.map(lambda s, axis: np.take(s, [index], axis), state, axes)
+        return jax.tree.map(lambda s, axis: np.take(s, indices, axis), state, axes)
 
     def by_direction(self, forward, backward):
         """A state made of one state's forward parts and another's backward parts."""
@@ -187,10 +196,10 @@ def batch_rows_are_independent(subject: Subject):
     y_others, last_others = subject.call(subject.disturbed(others), subject.state)
     assert (y_others[0] == y[0]).all(), "another row's input changes this row's output"
     assert (y_others[1:] != y[1:]).any(axis=(1, 2)).all(), "a row's input does not change it"
-    assert_same_state(subject.row(0, last_others), subject.row(0, last), "row 0's state")
-    y_alone, last_alone = subject.call(subject.x[:1], subject.row(0, subject.state))
+    assert_same_state(subject.rows([0], last_others), subject.rows([0], last), "row 0's state")
+    y_alone, last_alone = subject.call(subject.x[:1], subject.rows([0], subject.state))
     assert_same(y_alone, y[:1], "row 0 alone")
-    assert_same_state(last_alone, subject.row(0, last), "row 0's state alone")
+    assert_same_state(last_alone, subject.rows([0], last), "row 0's state alone")
 
 
 @check
@@ -224,7 +233,7 @@ def padding_has_no_influence(subject: Subject):
         y_unpadded, last_unpadded = subject.part(0, length, subject.state)
         assert_same(y[row, :length], y_unpadded[row], f"row {row} and the same row unpadded")
         assert_same_state(
-            subject.row(row, last), subject.row(row, last_unpadded), f"state of row {row}"
+            subject.rows([row], last), subject.rows([row], last_unpadded), f"state of row {row}"
         )
 
 
@@ -249,9 +258,60 @@ def documents_in_a_row_stay_apart(subject: Subject):
             backward = given if end == length else zero
             y_alone, last_alone = subject.part(start, end, subject.by_direction(forward, backward))
             assert_same(y[row, start:end], y_alone[row], f"row {row}, steps {start} to {end}")
-            lasts.append(subject.row(row, last_alone))
+            lasts.append(subject.rows([row], last_alone))
         expected = subject.by_direction(lasts[-1], lasts[0])
-        assert_same_state(subject.row(row, last), expected, f"state of row {row}")
+        assert_same_state(subject.rows([row], last), expected, f"state of row {row}")
+
+
+@check
+def a_document_is_the_same_wherever_it_is(subject: Subject):
+    """Behind another one, behind padding and before padding."""
+    case, (x, length) = subject.case, subject.documents
+    if not case.causal:
+        return
+    document, other, longest = x[:1, :length], x[1:2, length:], x.shape[1]
+    expected, expected_last = subject.call(document, None)
+    behind = np.concatenate([other, document], axis=1)
+    places = {"before padding": (np.concatenate([document, other], axis=1), [0], length)}
+    if case.resettable:
+        places["behind another document"] = (behind, [0, longest - length], longest)
+        places["behind padding"] = (behind, [longest - length], longest)
+    rows, starts, ends = zip(*places.values(), strict=True)
+    reset = np.zeros((len(rows), longest), bool)
+    for row, steps in enumerate(starts):
+        reset[row, steps] = True
+    if case.resettable:
+        masks = {"lengths": np.array(ends), "reset": reset}
+        state = case.state(batch=len(rows))
+    else:
+        masks, state = {"lengths": np.array(ends)}, None
+    y, last = jax.jit(subject.layer.__call__)(np.concatenate(rows), state, **masks)
+    for row, (place, end) in enumerate(zip(places, ends, strict=True)):
+        assert_same(y[row : row + 1, end - length : end], expected, f"a document {place}")
+        assert_same_state(subject.rows([row], last), expected_last, f"state of a document {place}")
+
+
+@check
+def a_document_goes_on_in_another_row_and_from_a_file(subject: Subject):
+    x, length = subject.documents
+    if not subject.case.causal:
+        return
+    expected, expected_last = subject.call(x[:1, :length], None)
+    cut, order = length // 3, [1, 0, 2]
+    head, state = subject.call(x[:, :cut], None)
+    assert_same(head[:1], expected[:, :cut], "the first part")
+    state, rest = subject.rows(order, state), x[order, cut:length]
+    y, last = subject.call(rest, state)
+    assert_same(y[1:2], expected[:, cut:], "the second part, in another row")
+    assert_same_state(subject.rows([1], last), expected_last, "state after both parts")
+    file = io.BytesIO()
+    np.savez(file, *jax.tree.leaves(state))
+    file.seek(0)
+    with np.load(file) as arrays:
+        saved = jax.tree.unflatten(jax.tree.structure(state), arrays.values())
+    resumed = subject.call(rest, saved)
+    for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves((y, last)), strict=True):
+        np.testing.assert_array_equal(a, b, "from a file")
 
 
 @check
@@ -301,7 +361,7 @@ def nan_stays_where_it_is(subject: Subject):
             assert_same(ours[~reached], theirs[~reached], f"{what} beside a NaN in {name}")
             assert np.isfinite(ours[~reached]).all(), f"a NaN in {name} reaches the {what}"
         for index in {0, 1, 2} - ({1} if reaches_state else set()):
-            ours, theirs = subject.row(index, last_nan), subject.row(index, last)
+            ours, theirs = subject.rows([index], last_nan), subject.rows([index], last)
             assert_same_state(ours, theirs, f"state of row {index} beside a NaN in {name}")
         if name == "the padding":
             assert (gradient_nan[PADDING] == 0).all(), "the padding has a gradient"

@@ -9,9 +9,6 @@ from flax import nnx
 from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, stream
 from jax_models.models import generation
 from jax_models.models.generation import Decoder, _keep_largest, sample
-from parity_tests.checks import assert_same_state
-from parity_tests.engine.tolerance import assert_same
-from parity_tests.registry import CASES
 
 KEY = jax.random.key(0)
 
@@ -252,39 +249,6 @@ def test_positions_restart_with_documents_and_end_with_the_context():
     _, state = lm(packed[:, :8])
     beyond, _ = lm.step(packed[:, 8], state)
     assert np.isnan(beyond).all()
-
-
-ROWS = {
-    "left padding": [("padding", 43), ("document", 17)],
-    "more padding than document": [("padding", 17), ("document", 43)],
-    "two documents": [("document", 17), ("document", 43)],
-    "three documents": [("document", 17), ("document", 26), ("document", 17)],
-}
-"""What rows of 60 steps consist of; some parts are too long for one chunk of RWKV-6 and 7."""
-
-
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("name", ["RWKV6LanguageModel", "RWKV7LanguageModel"])
-@pytest.mark.usefixtures("x64")
-def test_documents_in_a_row_are_as_alone(name, row):
-    """Whatever padding, documents and states come before them: the logits and the last state."""
-    case = CASES[name]
-    lm = case.build_layer(case.build_twin())
-    packed = case.inputs(batch=2, time=60)
-    ends = np.cumsum([length for _, length in ROWS[row]])
-    starts = ends - [length for _, length in ROWS[row]]
-    documents = [
-        (start, end)
-        for (kind, _), start, end in zip(ROWS[row], starts, ends, strict=True)
-        if kind == "document"
-    ]
-    reset = np.zeros((2, 60), bool)
-    reset[:, [start for start, _ in documents]] = True
-    logits, last = jax.jit(lm.__call__)(packed, case.state(batch=2), reset=reset)
-    for start, end in documents:
-        alone, last_alone = jax.jit(lm.__call__)(packed[:, start:end])
-        assert_same(logits[:, start:end], alone, f"steps {start} to {end}")
-    assert_same_state(last, last_alone, "last state")
 
 
 REFUSED = {

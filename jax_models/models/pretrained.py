@@ -12,7 +12,7 @@ from jax_models.models.language_model import LanguageModel
 from jax_models.models.rwkv import RWKVLanguageModelConfig, undivided
 from jax_models.models.rwkv6 import RWKV6LanguageModelConfig
 from jax_models.models.rwkv7 import RWKV7LanguageModelConfig
-from jax_models.options import FloatingDtype, checked_options
+from jax_models.options import FloatingDtype, Index, checked_options
 from jax_models.weights import from_torch
 from jax_models.weights.keys import elsewhere, flattened
 
@@ -28,7 +28,7 @@ def rwkv_from_torch(
     *,
     dtype: FloatingDtype | None = None,
     param_dtype: FloatingDtype = jnp.float32,
-    rescaled_every: int = 0,
+    rescaled_every: Index = 0,
 ) -> LanguageModel:
     """The RWKV language model, of version 4, 6 or 7, whose checkpoint this is.
 
