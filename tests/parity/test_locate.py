@@ -612,6 +612,14 @@ PLACES = {
         dict,
         {"inner"},
     ),
+    "a gradient that JAX stops": (
+        lambda: Within(LEAKY),
+        lambda: named(
+            nnx.Linear, lambda m, x: nnx.leaky_relu(m.inner(jax.lax.stop_gradient(x)), 0.2)
+        ),
+        linear("inner", "inner.0"),
+        {None, ""},
+    ),
     "experts in one product": (
         lambda: Within(Experts()),
         lambda: experts,

@@ -44,6 +44,8 @@ class Evidence:
         }
         self.compared: set[Call] = set()
         """The calls that have counterparts which are modules or taps."""
+        self.cut: set[Call] = set()
+        """The calls whose counterparts give no gradient: JAX stops it in them, or before them."""
         self.similar: set[Call] = set()
         """The calls beside which JAX computes something similar to what they give."""
 
@@ -224,6 +226,7 @@ class _Search:
         while not self.knows_taken(frame) and frame.parent is not None:
             frame = frame.parent
         outer, (frame, is_clear) = frame, self._inside(frame)
+        is_clear &= not any(frame in (cut, *cut.ancestors) for cut in self.evidence.cut)
         unknown = tuple(
             other
             for other, slot in self.before

@@ -113,6 +113,9 @@ class Comparison:
             stacked.setdefault(tuple(calls), []).append(call)
         for ours, theirs in stacked.items():
             evidence.compared.update(call for call in theirs if call is not self.oracle.whole)
+            if direction is BACKWARD and ours[0].slots[FORWARD.taken]:  # a tap takes nothing
+                is_cut = not ours[0].slots[direction.given]
+                evidence.cut.update(c for c in theirs if is_cut and c.slots[direction.given])
             for slot in (direction.taken, direction.given):
                 self._compare(evidence, theirs[0], slot, _stacked(ours, slot))
         if direction is BACKWARD:
@@ -199,15 +202,16 @@ class Comparison:
     def _may_do_more(
         self, call: Call, direction: Direction, evidence: Evidence, parents: set[Call | None]
     ) -> bool:
-        """Is it one that was not compared by itself, or one without parts that gets what is right?
+        """Is it one that was not compared by itself, or a layer that gets what is right?
 
         Backward, nothing is computed in one piece: of a gradient that departs, JAX may well compute
         a part that is right.
         """
         if direction is BACKWARD or call.kind == "run" or not call.name:
             return False
+        is_layer = bool(call.weights) and call not in parents
         is_right = evidence.state(call, direction.taken) == AGREES
-        return call not in evidence.compared or (call not in parents and is_right)
+        return call not in evidence.compared or (is_layer and is_right)
 
     def location(self, direction: Direction, evidence: Evidence, blame: Blame) -> Location:
         """What the report says of a departure."""

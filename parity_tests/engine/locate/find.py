@@ -46,8 +46,8 @@ def checked_names(
         for name in given:
             if name not in paths:
                 raise ValueError(
-                    f"names: expected {side} submodules of {', '.join(filter(None, paths))}, "
-                    f"got {name!r}"
+                    f"names: expected {side} submodules of "
+                    f"{', '.join(filter(None, paths)) or 'a module that has none'}, got {name!r}"
                 )
     return names
 

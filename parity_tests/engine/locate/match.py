@@ -16,7 +16,7 @@ def paired(theirs: list[Call], ours: list[Call], names: Mapping[str, str]) -> Pa
     """Calls correspond that are named so, hold the same weights, or have the same name.
 
     Then what is left in two calls that correspond: the same name there, weights of the same shapes,
-    or the same class.
+    or the same class, or the only one that is left, if it returns the same.
     """
     pairs: Pairs = {}
     matching = _Matching(theirs, ours, pairs)
@@ -104,6 +104,11 @@ class _Matching:
                 ).items():
                     if len(calls) == len(groups.get(value, [])):
                         found |= self.add(calls, groups[value])
+            theirs, ours = self.left
+            theirs = _within(theirs, parent, self.pairs.keys())
+            ours = _within(ours, our_parent, self.taken)
+            if len(theirs) == len(ours) == 1 and _gives_the_same(theirs[0], ours[0]):
+                found |= self.add(theirs, ours)
         return found
 
 
