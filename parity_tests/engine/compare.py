@@ -28,6 +28,7 @@ from parity_tests.engine.problem import (
 )
 from parity_tests.engine.progress import progress
 from parity_tests.engine.report import Report
+from parity_tests.engine.results import GROUPS
 from parity_tests.engine.source import asked_for, opened, with_kwargs
 
 if TYPE_CHECKING:
@@ -169,9 +170,9 @@ def _departure(problem: Problem, report: Report, names: Mapping[str, str]) -> Lo
     """Where a pair first departs, in the dtype of its first failure."""
     from parity_tests.engine.locate.find import find_departure
 
-    dtype, _, error = next(report.failures, (problem.dtypes[0], "", None))
+    dtype, group, error = next(report.failures, (problem.dtypes[0], "", None))
     bound = error.bound if error is not None and dtype == "float64" else 0.0
-    return find_departure(problem, dtype, names, bound)
+    return find_departure(problem, dtype, names, bound, is_forward=group in GROUPS[:2])
 
 
 def _all_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:

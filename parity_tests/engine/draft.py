@@ -115,7 +115,8 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
     is_tree = not isinstance(model, nnx.Module)
     names = ", ".join(sorted(used | ({"loader"} if is_tree else set())))
     load = "\nweights = loader(model, table)  # `model` is the tree" if is_tree else ""
-    return f"from jax_models.weights import {names}\n\ntable = [\n{code}]{load}"
+    imports = f"from jax_models.weights import {names}\n\n" if names else ""
+    return f"{imports}table = [\n{code}]{load}"
 
 
 def _paths(draft: Draft) -> set[str]:
@@ -154,7 +155,7 @@ def jax_units(model: Any) -> list[Unit]:
         arrays = {
             path_of(path): np.asarray(leaf, float)
             for path, leaf in jax.tree_util.tree_leaves_with_path(model)
-            if is_floating(leaf)
+            if hasattr(leaf, "shape") and is_floating(leaf)
         }
     if not arrays:
         raise TypeError(

@@ -36,6 +36,8 @@ def checked_loaded(weights: Any) -> Any:
         return as_numpy(leaf) if hasattr(leaf, "detach") else leaf
 
     weights = jax.tree.map(array, weights, is_leaf=is_list_of_numbers)
+    if weights is None:
+        raise TypeError("weights: expected the loader to return weights, got None")
     if not any(hasattr(leaf, "dtype") or type(leaf) is float for leaf in jax.tree.leaves(weights)):
         checked_arrays("weights(state_dict)", weights)
     return weights

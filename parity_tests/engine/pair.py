@@ -1,5 +1,6 @@
 """A pair, compared when it is asked for."""
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ class Pair:
     def __init__(
         self, twin: "torch.nn.Module", model: Callable[..., Any], *inputs: Any, **options: Any
     ) -> None:
+        inspect.signature(compare).bind(twin, model, *inputs, **options)
         self.twin, self.model, self.inputs, self.options = twin, model, inputs, options
 
     def compare(self, **options: Any) -> Report:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jax_models import from_torch, to_torch
+from jax_models.ops.checks import described
 from jax_models.weights.transfer import weight_table
 from parity_tests.engine.frameworks import Foreign, Held, adapted, is_floating, weights_of
 from parity_tests.engine.gradients import gradients_by_table
@@ -49,7 +50,9 @@ def port(
         return _of_loader(start, known, lambda _, *inputs: model(*inputs), dict)
     if not callable(weights) or call is not None:
         raise TypeError(
-            "model: a function of weights and inputs needs a loader as `weights`, and no `call`"
+            "model: a function of weights and inputs needs a loader as `weights`, and no `call`: "
+            f"expected a function of a state_dict, as `dict`, got {described(weights)}"
+            + (" and `call`" if call is not None else "")
         )
     return _of_loader(start, known, model, weights)
 

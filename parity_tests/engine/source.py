@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from flax import nnx
 
+from jax_models.ops.checks import described
 from parity_tests.engine.frameworks import adapted
 from parity_tests.engine.known import Known
 from parity_tests.engine.port import Start, called, kind_of
@@ -80,6 +81,8 @@ def asked_for(
     """What a user's arguments ask for, checked."""
     check_functions({}, {"call_twin": call_twin})
     given = checked_arrays("inputs", inputs, flags=True)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs: expected a dict of inputs by name, got {described(kwargs)}")
     if kwargs:
         given = (*given, checked_arrays("kwargs", dict(kwargs), flags=True))
     return Asked(

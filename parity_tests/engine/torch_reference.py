@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -81,13 +81,7 @@ class TorchReference(Reference):
     @functools.cached_property
     def _constants(self) -> dict[str, np.ndarray]:
         """Those that are rounded to float32, in float64."""
-        names = [
-            name
-            for name, tensor in named_constants(self.problem, self.problem.twin)
-            if is_rounded(tensor.detach().double().numpy()).any()
-        ]
-        by_name = dict(named_constants(self.problem, twin_in(self.problem.twin, "float64")))
-        return {name: by_name[name].detach().numpy() for name in names}
+        return rounded_constants(self.problem)
 
     def constants(self) -> list[np.ndarray]:
         """The constants that may be moved within the rounding of float32."""
@@ -97,12 +91,8 @@ class TorchReference(Reference):
         """The float64 results where each constant is another by such a part of its size."""
         if not moves:
             return self.oracle
-        twin = twin_in(self.problem.twin, "float64")
-        by_name = dict(named_constants(self.problem, twin))
-        with torch.no_grad():
-            for name, part in zip(self._constants, moves, strict=True):
-                by_name[name].mul_(torch.from_numpy(1 + part))
-        return run_oracle(dataclasses.replace(self.problem, twin=twin))[0]
+        moved = dict(zip(self._constants, moves, strict=True))
+        return run_oracle(with_moved_constants(self.problem, moved))[0]
 
 
 def random_results(problem: Problem, oracle: Results, mode: InFloat64) -> list[str]:
@@ -141,6 +131,27 @@ def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[s
             ):
                 seen.add(id(tensor))
                 yield key, tensor
+
+
+def rounded_constants(problem: Problem) -> dict[str, np.ndarray]:
+    """Those of the twin that are rounded to float32, in float64."""
+    names = [
+        name
+        for name, tensor in named_constants(problem, problem.twin)
+        if is_rounded(tensor.detach().double().numpy()).any()
+    ]
+    by_name = dict(named_constants(problem, twin_in(problem.twin, "float64")))
+    return {name: by_name[name].detach().numpy() for name in names}
+
+
+def with_moved_constants(problem: Problem, moves: Mapping[str, np.ndarray]) -> Problem:
+    """The problem in float64, each of these constants another by such a part of its size."""
+    twin = twin_in(problem.twin, "float64")
+    by_name = dict(named_constants(problem, twin))
+    with torch.no_grad():
+        for name, part in moves.items():
+            by_name[name].mul_(torch.tensor(1 + part))
+    return dataclasses.replace(problem, twin=twin)
 
 
 def measure_twin(

@@ -13,13 +13,20 @@ def save(reports: Report | Mapping[str, Report], path: str | Path) -> None:
     """Write reports, by name, to a page (`.html`) or to JSON (`.json`), whole or not at all.
 
     Raises:
-        ValueError: the name ends in another way.
+        ValueError: the name ends in another way, or there is no report.
+        TypeError: something is no report.
 
     """
+    named = {reports.twin: reports} if isinstance(reports, Report) else reports
+    if not isinstance(named, Mapping) or not all(isinstance(r, Report) for r in named.values()):
+        raise TypeError(
+            f"reports: expected one of `compare`, or a dict of them, got {reports!r:.60}"
+        )
+    if not named:
+        raise ValueError("reports: expected at least one")
     path = Path(path)
     if path.suffix not in FORMS:
         raise ValueError(f"path: expected a name in {' or '.join(FORMS)}, got {str(path)!r}")
-    named = {reports.twin: reports} if isinstance(reports, Report) else reports
     write_whole(path, FORMS[path.suffix](record_of(named)))
 
 

@@ -329,7 +329,11 @@ def test_an_unstable_reference_is_said_to_be(x64):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": lambda w, x: x}, "needs a loader"),
+        ({"model": lambda w, x: x}, "needs a loader .* got a NoneType$"),
+        (
+            {"model": lambda w, x: x, "weights": {}},
+            "expected a function of a state_dict, .* a dict$",
+        ),
         ({"model": nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "weights": lambda w: w}, "a loader makes"),
         (
             {"model": lambda w, x: "y", "weights": lambda w: dict(w)},
@@ -356,7 +360,10 @@ def test_arguments_that_do_not_fit(arguments, message):
         ({"platform": "tpu"}, "^platform: this machine has no tpu, only cpu"),
         ({"dtypes": np.dtype("float32")}, "^dtypes: expected some of"),
         ({"locate": "yes"}, "^locate: expected True or False, got 'yes'"),
-        ({"names": {"nix": "first"}}, "^names: expected torch submodules of .*, got 'nix'"),
+        (
+            {"names": {"nix": ""}},
+            "^names: expected torch submodules of a module that has none, got",
+        ),
         ({"names": {"": "nix"}}, "^names: expected JAX submodules of .*, got 'nix'"),
         ({"platform": "foo"}, "^platform: expected one of cpu, gpu, tpu, got 'foo'"),
         ({"seed": -1}, "^seed: expected an integer of at least 0, got -1"),
@@ -379,6 +386,7 @@ def test_options_that_do_not_fit(option, message):
         ),
         ([{"x": {1}}], {}, r"^inputs\[0\]\['x'\]: expected an array of numbers, got a set"),
         ([[[1.0, 2.0], [3.0]]], {}, r"^inputs\[0\]: expected an array of numbers, got a list"),
+        ([], {"kwargs": [1.0]}, "^kwargs: expected a dict of inputs by name, got a list"),
         ([], {"call": 3}, "^call: expected a function, got a int"),
         ([], {"call_twin": torch.nn.Tanh()}, "^call_twin: expected a function, got a Tanh"),
         ([], {"names": [("", "")]}, "^names: expected a dict of torch names to JAX paths, got"),
@@ -421,6 +429,7 @@ def test_inputs_may_be_of_any_library_and_dtype(x):
     ("loader", "error"),
     [
         (lambda weights: weights["nix"], "weights: the twin has no nix, it has weight, bias"),
+        (lambda weights: None, "^weights: expected the loader to return weights, got None"),
         (lambda weights: {"a": "b"}, r"weights\(state_dict\)\['a'\]: expected an array"),
     ],
 )

@@ -161,7 +161,10 @@ def test_rows_by_the_names_of_other_frameworks():
     assert 'transposed("linear.w", "weight")' in draft_table(nn.Linear(4, 4), haiku)
     equinox = {"weight": jnp.ones((4, 4)), "bias": jnp.ones(4)}
     assert 'same("weight", "weight")' in draft_table(nn.Linear(4, 4), equinox)
-    with pytest.raises(TypeError, match=r"^model: expected an nnx\.Module or a tree of arrays"):
-        draft_table(nn.Linear(4, 4), lambda x: x)
+    for no_tree in (lambda x: x, linen.Dense(4)):
+        with pytest.raises(TypeError, match=r"^model: expected an nnx\.Module or a tree of arrays"):
+            draft_table(nn.Linear(4, 4), no_tree)
+    unlike = draft_table(nn.Linear(4, 4), nnx.Linear(7, 9, rngs=nnx.Rngs(0)))
+    assert unlike.startswith("table = [\n    # the parameter"), "no import of nothing"
     with pytest.raises(TypeError, match=r"^twin: expected a torch\.nn\.Module, got"):
         draft_table(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nn.Linear(4, 4))

@@ -86,6 +86,20 @@ def test_records_are_merged():
     assert not merged([]).cases
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "at least one$"),
+        ({"a": 1}, "or a dict of them, got {'a': 1}"),
+        ("x", "got 'x'"),
+    ],
+)
+def test_what_is_no_report_is_refused(given, message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=f"^reports: expected .*{message}"):
+        save(given, tmp_path / "x.json")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("name", ["x.txt", "json", ""])
 def test_a_file_of_no_form_is_refused(name, tmp_path):
     with pytest.raises(ValueError, match=r"^path: expected a name in \.html or \.json, got"):

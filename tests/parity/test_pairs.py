@@ -124,6 +124,10 @@ REFUSED = {
     "an error elsewhere": ("import json\n\njson.loads('[')", r"JSONDecodeError: .* \(line 3\)$"),
     "syntax": ("x = 1\nfor\n", r"^{file}: SyntaxError: invalid syntax \(line 2\)$"),
     "an exit": ("import sys\nsys.exit('no data')", r"^{file}: SystemExit: no data \(line 2\)$"),
+    "an argument that compare has not": (
+        "import parity_tests\nparity_tests.Pair(None, None, weigths=dict)",
+        r"TypeError: got an unexpected keyword argument 'weigths' \(line 2\)$",
+    ),
     "no pair": ("def pair(): pass", r"^{file}: expected a parity_tests\.Pair at module level"),
     "bytes": (b"\xff\x00", r"^{file}: SyntaxError: "),
 }

@@ -9,6 +9,8 @@ from parity_tests.engine.locate.agree import mask_of
 from parity_tests.engine.locate.record import Call, Trace
 
 AGREES, DEPARTS, UNKNOWN = "agrees", "departs", "unknown"
+ROUND = 2.0**-20
+"""Its multiples are numbers that two computations may have in common by chance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,22 +44,29 @@ class Evidence:
         }
         self.compared: set[Call] = set()
         """The calls that have counterparts which are modules or taps."""
+        self.cut: set[Call] = set()
+        """The calls whose counterparts give no gradient: JAX stops it in them, or before them."""
         self.similar: set[Call] = set()
         """The calls beside which JAX computes something similar to what they give."""
 
     def state(self, call: Call, slot: str) -> str:
         """Of all arrays of a slot.
 
-        Of what a call without a counterpart gives, the first array and those that another call
-        takes may not be unknown: that JAX computes a layer's attention weights somewhere says
-        nothing of the layer's own output.
+        Of what a call without a counterpart gives, the first array and those that matter, since
+        another call takes them or they have a gradient, may not be unknown: that JAX computes a
+        layer's attention weights somewhere says nothing of the layer's own output.
         """
         states = self.of.get((call, slot), {})
         if DEPARTS in states.values():
             return DEPARTS
         if slot in GIVEN and call not in self.compared:
             telling = [label for label in states if is_telling(call.slots[slot][label])]
-            used = [n for n in telling if numbers(call, slot, n) in self._taken]
+            used = [
+                label
+                for label in telling
+                if numbers(call, slot, label) in self._taken
+                or (slot == FORWARD.given and label in call.slots[BACKWARD.taken])
+            ]
             known = all(states[label] == AGREES for label in (*telling[:1], *used))
             return AGREES if telling and known else UNKNOWN
         return AGREES if AGREES in states.values() else UNKNOWN
@@ -99,7 +108,9 @@ def numbers(call: Call, slot: str, label: str) -> bytes:
 
 
 def is_constant(array: np.ndarray) -> bool:
-    """Is it one number, once or everywhere?"""
+    """Is it one number, once or everywhere? One that was computed, as a loss is, tells itself."""
+    if array.size == 1 and array.dtype.kind == "f" and np.isfinite(array).all():
+        return bool(array.flat[0] % ROUND == 0)
     return array.size < 2 or bool((array == array.flat[0]).all())
 
 
@@ -215,6 +226,7 @@ class _Search:
         while not self.knows_taken(frame) and frame.parent is not None:
             frame = frame.parent
         outer, (frame, is_clear) = frame, self._inside(frame)
+        is_clear &= not any(frame in (cut, *cut.ancestors) for cut in self.evidence.cut)
         unknown = tuple(
             other
             for other, slot in self.before
@@ -249,16 +261,17 @@ class _Search:
         for part in left:
             if not self.knows_taken(part):
                 return frame, state(part, direction.taken) != AGREES
+            taken = self._numbers(part, direction.taken)
+            rivals = [p for p in left if p.weights and p is not part and taken]
+            if any(self._numbers(p, direction.taken) == taken for p in rivals):
+                return frame, not taken <= self._numbers(frame, direction.taken)
             if any(part in other.ancestors for other, _ in self.moments):
                 return self._inside(part)
             if part.weights or part in self.evidence.similar:
                 if not any(map(is_telling, part.slots[direction.taken].values())):
-                    return frame, True  # which integers an embedding gets in JAX, nobody knows
-                taken = self._numbers(part, direction.taken)
-                others = [p for p in left if p.weights and p is not part]
-                if not any(self._numbers(p, direction.taken) == taken for p in others):
-                    return part, True
-                return frame, not taken <= self._numbers(frame, direction.taken)
+                    # nobody knows which integers it gets in JAX; torch's own embedding takes them
+                    return frame, part.kind == "Embedding"
+                return part, True
         return frame, True
 
     def _not_shown_right(self, frame: Call) -> list[Call]:

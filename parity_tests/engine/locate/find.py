@@ -46,19 +46,25 @@ def checked_names(
         for name in given:
             if name not in paths:
                 raise ValueError(
-                    f"names: expected {side} submodules of {', '.join(filter(None, paths))}, "
-                    f"got {name!r}"
+                    f"names: expected {side} submodules of "
+                    f"{', '.join(filter(None, paths)) or 'a module that has none'}, got {name!r}"
                 )
     return names
 
 
 def find_departure(
-    problem: Problem, dtype: str, names: Mapping[str, str], bound: float = 0.0
+    problem: Problem,
+    dtype: str,
+    names: Mapping[str, str],
+    bound: float = 0.0,
+    *,
+    is_forward: bool = False,
 ) -> Location:
     """Run both sides call by call in a dtype, the torch module in float64 beside them.
 
     `names` has the JAX paths of torch submodules that correspond for no other reason. An error up
-    to `bound` is none, whatever rounding explains.
+    to `bound` is none, whatever rounding explains. `is_forward`: results depart, which no culprit
+    backward explains.
     """
     oracle = of_torch(problem, lambda problem: run_oracle(problem)[0])
     ours = of_jax(problem, dtype, oracle.results)
@@ -67,14 +73,14 @@ def find_departure(
     pairs[oracle.whole] = [ours.whole]
     least = max(bound, floor(jnp.dtype(dtype)))
     comparison = Comparison(problem, dtype, oracle, ours, pairs, least)
-    for direction in (FORWARD, BACKWARD):
+    for direction in (FORWARD,) if is_forward else (FORWARD, BACKWARD):
         evidence = comparison.evidence(direction)
         if find(oracle.trace, direction, evidence) is None:
             continue
         comparison.search(direction, evidence)
         if (blame := find(oracle.trace, direction, evidence)) is not None:
             return comparison.location(direction, evidence, blame)
-    return comparison.nothing_departs()
+    return comparison.nothing_departs(is_forward)
 
 
 def where_it_raises(problem: Problem, dtype: str) -> str | None:

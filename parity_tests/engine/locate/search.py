@@ -5,7 +5,9 @@ a module that have no counterpart of their own.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,6 +43,9 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tell: Callable)
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
+    uses = Counter((a, e.primitive.name) for e in jaxpr.eqns for a in {*_variables(e.invars)})
+    added = {a for a, name in uses if name == "add_any"}
+    added -= {a for a, name in uses if name != "add_any"} | {*_variables(jaxpr.outvars)}
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]
         if (body := called_body(equation)) is not None:
@@ -50,13 +55,20 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tell: Callable)
             params = equation.primitive.get_bind_params(equation.params)
             results = equation.primitive.bind(*operands, **params)
             results = results if equation.primitive.multiple_results else [results]
-            results = [_told(result, tell) for result in results]
+            results = [
+                _told(result, partial(tell, is_summand=True) if variable in added else tell)
+                for variable, result in zip(equation.outvars, results, strict=True)
+            ]
         values |= zip(equation.outvars, results, strict=True)
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
 def _told(x: Any, tell: Callable) -> Any:
-    is_array = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.size > 1
+    is_array = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.size
     return tell_p.bind(x, tell=tell) if is_array else x
 
 
@@ -67,6 +79,9 @@ class Wanted:
     array: np.ndarray
     givers: list[Call]
     """The calls without parts that give it: of these it is of interest whether one is similar."""
+    bound: float
+    is_total: bool = False
+    """Is it the gradient of an output, so that one of several that JAX adds up is no such?"""
     error: float = np.inf
     similar: bool = False
 
@@ -74,8 +89,7 @@ class Wanted:
 class Search:
     """Looks at arrays as they come by."""
 
-    def __init__(self, wanted: Sequence[Wanted], bound: float):
-        self.bound = bound
+    def __init__(self, wanted: Sequence[Wanted]):
         self._by_size: dict[int, list[tuple[Wanted, np.ndarray, float]]] = {}
         for each in wanted:
             for form in {
@@ -84,7 +98,7 @@ class Search:
                 norm = float(np.linalg.norm(form))
                 self._by_size.setdefault(form.size, []).append((each, form, norm))
 
-    def see(self, value: np.ndarray) -> None:
+    def see(self, value: np.ndarray, *, is_summand: bool = False) -> None:
         """Is it one of those that are wanted, or like one?"""
         candidates = self._by_size.get(value.size, ())
         if not candidates:
@@ -95,12 +109,18 @@ class Search:
             return
         is_known = False
         for wanted, form, its_norm in candidates:
-            if abs(norm - its_norm) <= 1e3 * self.bound * its_norm:
-                found = difference(value, form, self.bound)
+            is_near = abs(norm - its_norm) <= 1e3 * wanted.bound * its_norm
+            if is_near and not (is_summand and wanted.is_total):
+                found = difference(value, form, wanted.bound)
                 wanted.error = min(wanted.error, np.inf if found is None else found.error)
-                is_known |= found is not None and found.error <= self.bound
+                is_known |= found is not None and found.error <= wanted.bound
         for wanted, form, its_norm in () if is_known else candidates:
-            if wanted.givers and not wanted.similar and wanted.error > self.bound:
+            if (
+                wanted.givers
+                and form.size > 1
+                and not wanted.similar
+                and wanted.error > wanted.bound
+            ):
                 least = SIMILAR * norm * its_norm
                 each = (np.vdot(form, candidate) for _, candidate in layouts(value, form.shape))
                 wanted.similar = any(product > least > 0 for product in each)
