@@ -47,13 +47,18 @@ class RefusedError(ValueError):
 
 
 class AsItIs:
-    """How a model runs: its own casts and constants, and weights in float32."""
+    """How a model runs: in its own dtypes."""
 
     dtype = "float32"
+    """Of what it is given."""
+
+    def fed(self, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """An input that the graph declares in a floating dtype."""
+        return value.astype(dtype)
 
     def initializer(self, name: str, value: Any) -> Any:
-        """The number that an initializer has."""
-        return in_dtype(value, self.dtype) if is_array(value) else value
+        """The numbers of an initializer."""
+        return value
 
     def prepare(self, op: OpRun) -> None:
         """Change an operator before it runs."""
@@ -106,11 +111,16 @@ class InFloat64(AsItIs):
         """Operators that draw random numbers."""
         self.decisions: list[np.ndarray] = []
 
+    def fed(self, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """In the dtype that it has."""
+        return value
+
     def initializer(self, name: str, value: Any) -> Any:
         """In float64; if it is no weight, a constant."""
         value = self._others.get(name, value)
-        is_weight = np.ndim(value) > 0 and name not in self._constants
-        return super().initializer(name, value) if is_weight else self._constant(value)
+        if not is_array(value) or value.ndim == 0 or name in self._constants:
+            return self._constant(value)
+        return in_dtype(value, self.dtype)
 
     def prepare(self, op: OpRun) -> None:
         """Make its attributes float64."""

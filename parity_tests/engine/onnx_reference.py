@@ -81,30 +81,30 @@ class OnnxTwin:
         return self.arrays
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The outputs by name, or the only one; inputs are in the order of the graph."""
+        """The outputs by name, or the only one; inputs without a name are in the graph's order."""
         held = {tensor.name for tensor in self.model.graph.initializer}
         expected = {i.name: i.type for i in self.model.graph.input if i.name not in held}
-        given = dict(zip(expected, inputs, strict=False)) | named
-        if given.keys() != expected.keys() or len(given) != len(inputs) + len(named):
+        in_order = [name for name in expected if name not in named]
+        if not named.keys() <= expected.keys() or len(in_order) != len(inputs):
+            by_name = f" and {', '.join(named)}" if named else ""
             raise ValueError(
-                f"inputs: the ONNX model has {', '.join(expected)}, got "
-                f"{', '.join([*map(str, range(len(inputs))), *named]) or 'none'}"
+                f"inputs: the ONNX model has {', '.join(expected)}, got {len(inputs)}{by_name}"
             )
-        feeds = {name: _fed(name, value, expected[name]) for name, value in given.items()}
+        given = dict(zip(in_order, inputs, strict=True)) | named
+        feeds = {name: self._fed(name, value, expected[name]) for name, value in given.items()}
         names = [output.name for output in self.model.graph.output]
         outputs = [*evaluator(self.model, self.how).run(names, feeds)]
         return outputs[0] if len(names) == 1 else dict(zip(names, outputs, strict=True))
 
-
-def _fed(name: str, value: Any, kind: onnx.TypeProto) -> Any:
-    """An input as the graph declares it, floating ones in the dtype that they have."""
-    if not kind.HasField("tensor_type"):
-        return value
-    array = np.asarray(value)
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type)
-    if is_floating(np.zeros((), dtype)) != is_floating(array):
-        raise TypeError(f"inputs: {name}: the ONNX model expects {dtype}, got {array.dtype}")
-    return array if is_floating(array) else array.astype(dtype)
+    def _fed(self, name: str, value: Any, kind: onnx.TypeProto) -> Any:
+        """An input as the graph declares it."""
+        if not kind.HasField("tensor_type"):
+            return value
+        array = np.asarray(value)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type)
+        if is_floating(np.zeros((), dtype)) != is_floating(array):
+            raise TypeError(f"inputs: {name}: the ONNX model expects {dtype}, got {array.dtype}")
+        return self.how.fed(array, dtype) if is_floating(array) else array.astype(dtype)
 
 
 class OnnxReference(Reference):
