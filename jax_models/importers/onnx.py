@@ -65,15 +65,15 @@ def from_onnx(
         raise ImportError("from_onnx needs the package onnx: pip install onnx") from None
     if not isinstance(model, onnx.ModelProto):
         raise TypeError(f"model: expected an onnx.ModelProto, got {type(model).__name__}")
-    graphs = [*_graphs(model.graph)]
-    proto = _chosen([n for graph in graphs for n in graph.node if n.op_type in KINDS], node)
+    every = [*graphs(model.graph)]
+    proto = _chosen([n for graph in every for n in graph.node if n.op_type in KINDS], node)
     where = f"{proto.op_type} {proto.name or proto.output[0] or proto.output[1]}"
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in proto.attribute}
 
-    held = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
+    held = {tensor.name: tensor for graph in every for tensor in graph.initializer}
     held |= {
         n.output[0]: a.t
-        for graph in graphs
+        for graph in every
         for n in graph.node
         for a in n.attribute
         if n.op_type == "Constant" and a.name == "value"
@@ -159,13 +159,13 @@ def onnx_table(layer: RecurrentStack) -> Table:
     return table
 
 
-def _graphs(graph: Any) -> Iterator[Any]:
+def graphs(graph: Any) -> Iterator[Any]:
     """A graph and those in its nodes."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from _graphs(inner)
+                yield from graphs(inner)
 
 
 def _chosen(nodes: list[Any], name: str | None) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -99,9 +100,38 @@ def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
 
 
+def is_onnx(twin: Any) -> bool:
+    """Is it a model of ONNX, or the path of one? Imports no onnx."""
+    if isinstance(twin, str | os.PathLike):
+        return os.fspath(twin).endswith(".onnx")
+    onnx = sys.modules.get("onnx")
+    return onnx is not None and isinstance(twin, onnx.ModelProto)
+
+
+def onnx_source(twin: Any) -> Source:
+    """What a model of ONNX has.
+
+    Raises:
+        ImportError: a package is not installed that it takes.
+
+    """
+    try:
+        from parity_tests.engine.onnx_reference import source_of
+    except ImportError as error:
+        if error.name is None or error.name.split(".")[0] not in ("onnx", "scipy"):
+            raise
+        raise ImportError(
+            f"twin: an ONNX model needs the package {error.name}: pip install {error.name}"
+        ) from None
+    return source_of(twin)
+
+
 @contextlib.contextmanager
 def opened(twin: Any) -> Iterator[Source]:
-    """The source that a user names: a torch module, the path of a record, or a JAX model."""
+    """The source that a user names: a torch module, a JAX model, one of ONNX, or a record."""
+    if is_onnx(twin):
+        yield onnx_source(twin)
+        return
     if isinstance(twin, str | os.PathLike):
         from parity_tests.engine.record import source_of
 
@@ -119,8 +149,8 @@ def opened(twin: Any) -> Iterator[Source]:
         return
     if not is_torch_module(twin):
         raise TypeError(
-            "twin: expected a torch.nn.Module, a JAX model or the path of a record, got "
-            f"{kind_of(twin)}"
+            "twin: expected a torch.nn.Module, an onnx.ModelProto, a JAX model or the path of a "
+            f"record, got {kind_of(twin)}"
         )
     from parity_tests.engine.torch_port import checked_twin, weights_known
     from parity_tests.engine.torch_reference import TorchReference
