@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -51,6 +51,10 @@ class Source:
     """What the problem gets as its twin."""
     known: Known
     reference: Opener
+    submodules: Collection[str] | None
+    """The names of its submodules, itself "" among them; None if they are not known."""
+    has_calls: bool = dataclasses.field(default=True, kw_only=True)
+    """Can it tell call by call what it computes?"""
 
     def settled(self, asked: Asked) -> Asked:
         """What is asked for, where the reference has something to say of it."""
@@ -125,4 +129,5 @@ def opened(twin: Any) -> Iterator[Source]:
 
     twin = checked_twin(twin)
     with one_thread():
-        yield Source(twin, weights_known(twin), TorchReference)
+        submodules = [name for name, _ in twin.named_modules()]
+        yield Source(twin, weights_known(twin), TorchReference, submodules)

@@ -15,6 +15,7 @@ from jax_models.weights import layer_norm, linear, same
 from parity_tests import Report, compare, tap
 from parity_tests.engine.locate.agree import difference
 from parity_tests.engine.locate.find import find_departure
+from parity_tests.engine.torch_reference import TorchReference
 from parity_tests.registry import CASES, MUTATIONS
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before Keras is imported
@@ -438,17 +439,22 @@ def test_the_pairs_agree_without_a_fault(framework):
     assert report.passed, f"\n{report}"
 
 
+def departure(case, dtype):
+    problem = CASES[case].problem()
+    return find_departure(problem, TorchReference(problem).theirs(dtype), {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is not None], ids=str)
 def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
     with mutation.plant():
-        location = find_departure(CASES[mutation.case].problem(), "float64", {})
+        location = departure(mutation.case, "float64")
     assert location.culprit == mutation.culprit, f"\n{location}"
 
 
 @pytest.mark.parametrize("name", ["HawkBlock", "RWKVLanguageModel", "GPModel of hyena"])
 def test_no_fault_is_found_where_there_is_none(name):
-    location = find_departure(CASES[name].problem(), "float32", {})
+    location = departure(name, "float32")
     assert location.culprit is None, f"\n{location}"
     assert str(location).endswith("first to depart: none, all that was compared agrees")
 
