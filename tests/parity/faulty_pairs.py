@@ -1,4 +1,4 @@
-"""A fault on purpose: the report must name the submodule that has it."""
+"""One model in each framework with faults on purpose, and models of parts without weights."""
 
 import os
 from functools import partial
@@ -12,14 +12,9 @@ import torch
 from flax import nnx
 
 from jax_models.weights import layer_norm, linear, same
-from parity_tests import Report, compare, tap
-from parity_tests.engine.locate.agree import difference
-from parity_tests.engine.locate.find import find_departure
-from parity_tests.engine.torch_reference import TorchReference
-from parity_tests.registry import CASES, MUTATIONS
+from parity_tests import compare, tap
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before Keras is imported
-pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 NUM_TOKENS, FEATURES, NUM_BLOCKS = 7, 4, 2
 TOKENS = np.random.default_rng(0).integers(0, NUM_TOKENS, (3, 5))
@@ -401,64 +396,6 @@ FRAMEWORKS = {
 }
 
 
-def report_of(framework, fault) -> Report:
-    torch.manual_seed(0)
-    function, weights = FRAMEWORKS[framework](fault)
-    return compare(TorchModel(), function, TOKENS, weights=weights, dtypes=["float64"], locate=True)
-
-
-EVERY = ["NNX, as it is", "function"]
-"""Those in which every fault is planted in the quick tests; in the others one is."""
-
-
-@pytest.mark.parametrize(
-    ("framework", "fault"),
-    [
-        pytest.param(
-            framework,
-            fault,
-            marks=[] if framework in EVERY or fault == "gelu's gradient" else pytest.mark.slow,
-        )
-        for framework in FRAMEWORKS
-        for fault in FAULTS
-    ],
-)
-def test_a_fault_is_found_in_each_framework(framework, fault):
-    report = report_of(framework, fault)
-    culprit, direction = FAULTS[fault]
-    if framework == "NNX, nnx.scan":  # all blocks have the fault
-        first = "blocks.0" if direction == "forward" else "blocks.1"
-        culprit = culprit.replace("blocks.1", first)
-    assert report.location.culprit == culprit, f"\n{report}"
-    assert f"{culprit or 'the module itself'}, {direction}" in report.location.verdict
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_pairs_agree_without_a_fault(framework):
-    report = report_of(framework, None)
-    assert report.passed, f"\n{report}"
-
-
-def departure(case, dtype):
-    problem = CASES[case].problem()
-    return find_departure(problem, TorchReference(problem).theirs(dtype), {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is not None], ids=str)
-def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
-    with mutation.plant():
-        location = departure(mutation.case, "float64")
-    assert location.culprit == mutation.culprit, f"\n{location}"
-
-
-@pytest.mark.parametrize("name", ["HawkBlock", "RWKVLanguageModel", "GPModel of hyena"])
-def test_no_fault_is_found_where_there_is_none(name):
-    location = departure(name, "float32")
-    assert location.culprit is None, f"\n{location}"
-    assert str(location).endswith("first to depart: none, all that was compared agrees")
-
-
 class Part(nnx.Module):
     """A part without weights."""
 
@@ -506,134 +443,3 @@ def located(torch_side, jax_side, *inputs):
 
 X = np.random.default_rng(0).standard_normal((3, 4))
 INDICES = np.arange(3)
-
-
-def test_an_integer_input_that_departs_is_of_the_caller():
-    location = located(
-        {"call": lambda m, x, i: m.a(x, i), "a": lambda x, i: x[i]},
-        {"call": lambda m, x, i: m.a(x, i[::-1]), "a": lambda x, i: x[i]},
-        X,
-        INDICES,
-    )
-    assert location.culprit == ""
-    assert location.verdict.endswith("before a")
-
-
-def test_a_module_in_two_places_is_compared_place_by_place():
-    def twice(factor):
-        return lambda m, x: m.a(factor * m.a(x[:2]))
-
-    parts = {"a": lambda x: x**3}
-    location = located({"call": twice(1), **parts}, {"call": twice(1.5), **parts}, X)
-    assert location.culprit == ""
-
-
-def test_a_shape_that_departs():
-    location = located(
-        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x[:, :3], "b": lambda x: 2 * x},
-        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x[:, :2], "b": lambda x: 2 * x},
-        X,
-    )
-    assert location.culprit == "a"
-    assert "shape (3, 2), not (3, 3)" in str(location)
-
-
-def test_a_dtype_that_departs_though_the_numbers_agree():
-    location = located(
-        {"call": lambda m, x: m.a(x).sum() * x, "a": lambda x: x.round()},
-        {"call": lambda m, x: m.a(x).sum() * x, "a": lambda x: x.round().astype(jnp.float32)},
-        X,
-    )
-    assert location is None, "numbers of the dtype asked for come out"
-    location = located(
-        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x.round(), "b": lambda x: 2 * x},
-        {
-            "call": lambda m, x: m.b(m.a(x)),
-            "a": lambda x: x.round().astype(jnp.float32),
-            "b": lambda x: 2 * x,
-        },
-        X,
-    )
-    assert location.culprit == "a"
-    assert location.verdict == "a, by its dtype"
-
-
-def test_keyword_arguments_and_trees_of_results():
-    def call(m, x):
-        first, rest = m.a(x=x, scale=2.0)
-        return m.b(first, rest["mean"])
-
-    location = located(
-        {"call": call, "a": lambda x, scale: (scale * x, {"mean": x.mean(1)}), "b": torch_gate},
-        {"call": call, "a": lambda x, scale: (scale * x, {"mean": x.mean(0)}), "b": gate},
-        X[:, :3],
-    )
-    assert location.culprit == "a"
-
-
-def torch_gate(x, gate):
-    return x * torch.sigmoid(gate)
-
-
-def gate(x, gate):
-    return x * jax.nn.sigmoid(gate)
-
-
-def test_a_module_that_raises_is_named():
-    model = Parts(lambda m, x: m.a(x), a=lambda x: x @ x)
-    with pytest.raises(TypeError) as found:
-        compare(TorchParts(lambda m, x: m.a(x), a=lambda x: x @ x.T), model, X, locate=True)
-    assert found.value.__notes__[-1] == "in JAX's a"
-
-
-def test_nothing_compared_is_not_agreement():
-    """Of a function that computes in another way, and of a module that is no part of it."""
-    twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    report = compare(
-        twin,
-        lambda w, x: (
-            1.5 * (x @ (w["0.weight"].T @ w["1.weight"].T))
-            + w["1.bias"]
-            + w["0.bias"] @ w["1.weight"].T
-        ),
-        X,
-        weights=dict,
-        dtypes=["float64"],
-        locate=True,
-    )
-    assert report.location.verdict.startswith(("not known", "0,")), f"\n{report}"
-
-
-@pytest.mark.parametrize(
-    ("actual", "layout"),
-    [
-        (X, ""),
-        (X[None], ""),
-        (X.T, "axes (1, 0)"),
-        (X.reshape(-1), "reshaped"),
-    ],
-)
-def test_layouts(actual, layout):
-    found = difference(actual, X, 1e-12)
-    assert (found.error, found.layout) == (0, layout)
-
-
-def test_a_square_matrix_is_compared_as_it_is_first():
-    square = X[:, :3]
-    assert difference(square + 1, square, 1e-12).layout == ""
-
-
-@pytest.mark.parametrize("ours", [-np.inf, -1e9, np.finfo(np.float64).min])
-def test_masks_leave_out_the_same(ours):
-    kept = X > 0
-    expected = np.where(kept, 0, np.finfo(np.float32).min)
-    assert difference(np.where(kept, 0, ours), expected, 1e-12).error == 0
-    assert difference(kept, expected, 1e-12).error == 0
-    assert difference(np.where(~kept, 0, ours), expected, 1e-12).error > 0.1
-    assert difference(np.where(kept, 0, -1.0), expected, 1e-12).error > 0.1
-
-
-def test_a_tap_does_nothing_outside_of_a_comparison():
-    assert tap("a", X) is X
-    with pytest.raises(TypeError, match=r"^name: expected the name of a torch submodule, got 3"):
-        tap(3, X)
