@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchParts, X
 
-from parity_tests import assert_parity, compare, record
+from parity_tests import assert_parity, compare, record, tap
 from parity_tests.engine.locate.record import SLOTS
 from parity_tests.engine.locate.theirs import Theirs
 from parity_tests.engine.source import asked_for, opened
@@ -30,6 +30,30 @@ def of_parts(a, wrong):
     return Faulty(TorchParts(call, a=a, b=b), Parts(call, a=wrong, b=b), None, X, "a")
 
 
+def logistic(x):
+    for _ in range(12):
+        x = 3.9 * x * (1 - x)
+    return x
+
+
+def reordered(x):
+    for _ in range(12):
+        x = 3.9 * (x * (1 - x))
+    return x
+
+
+def after_what_rounding_explains():
+    call = lambda m, x: m.b(m.a(x))  # noqa: E731
+    return Faulty(
+        TorchParts(call, a=logistic, b=lambda x: x**2),
+        Parts(call, a=reordered, b=lambda x: 2 * x**2),
+        None,
+        np.random.default_rng(0).uniform(0.1, 0.9, (7,)),
+        "b",
+        "float32",
+    )
+
+
 def faulty_pairs() -> dict[str, Faulty]:
     planted = {
         f"{fault}, {framework}": Faulty(
@@ -41,6 +65,7 @@ def faulty_pairs() -> dict[str, Faulty]:
     coarse = planted["gelu by tanh, NNX, as it is"]
     return planted | {
         "gelu by tanh in float32": coarse._replace(dtype="float32"),
+        "after what rounding explains": after_what_rounding_explains(),
         "shape": of_parts(lambda x: x[:, :3], lambda x: x[:, :2]),
         "dtype": of_parts(lambda x: x.round(), lambda x: x.round().astype(jnp.float32)),
     }
@@ -103,6 +128,12 @@ def test_a_record_tells_what_its_side_tells(make, tmp_path):
                 assert [*again.slots[slot]] == [*call.slots[slot]]
                 for label, array in call.slots[slot].items():
                     np.testing.assert_array_equal(again.slots[slot][label], array)
+
+
+def test_what_is_told_is_not_rounded():
+    theirs, *_ = told(lambda x: tap("a", x), X)
+    assert (1, "outputs", "") in theirs.scatter()
+    assert not any(theirs.scatter().values())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
