@@ -9,7 +9,7 @@ from parity_tests.checks import is_caught
 from parity_tests.registry import CASES, MUTATIONS
 
 
-# those with a culprit depart in `test_locate.py`
+# those with a culprit depart in `test_locate_verdicts.py`
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is None], ids=str)
 def test_is_caught(mutation):

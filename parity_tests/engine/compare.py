@@ -27,9 +27,10 @@ from parity_tests.engine.problem import (
     is_torch_module,
 )
 from parity_tests.engine.progress import progress
+from parity_tests.engine.reference import Reference
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import GROUPS
-from parity_tests.engine.source import asked_for, opened, with_kwargs
+from parity_tests.engine.source import Source, asked_for, opened, with_kwargs
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,7 @@ def compare(
     platform: str = "cpu",
     precision: str = "highest",
     seed: int | None = None,
-    locate: bool = False,
+    locate: bool | None = False,
     names: Mapping[str, str] | None = None,
     logits: str | bool = False,
     kwargs: Mapping[str, Any] | None = None,
@@ -90,7 +91,8 @@ def compare(
         locate: say by submodule where a pair that fails first departs, forward or else backward.
             Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch submodules
             that have the same weights, name or place, and values with those that `tap` names; what
-            is left is looked for among all numbers that JAX computes. A record has no submodules.
+            is left is looked for among all numbers that JAX computes. None is True where
+            the reference has submodules: not for ONNX, nor for a record without activations.
         names: the JAX path of a torch submodule, by name, where that does not tell.
         logits: True, or the name of an output as the report gives it (`y['logits']`): its last
             axis is the vocabulary, and the report has KL, |Δ log p| and agreements of it, too.
@@ -104,15 +106,19 @@ def compare(
         TypeError: a function without a loader, or a result that is no tree of arrays.
 
     """
-    platform, locate = checked_platform(platform), checked_bool("locate", locate)
+    platform = checked_platform(platform)
+    locate = locate if locate is None else checked_bool("locate", locate)
     checked_bool("edge_inputs", edge_inputs)
     check_functions({}, {"call": call})
     checked_precision(precision)
-    if (locate or names or edge_inputs) and not is_torch_module(twin):
-        raise ValueError("locate, names, edge_inputs: expected a torch module as `twin`")
+    if edge_inputs and not is_torch_module(twin):
+        raise ValueError("edge_inputs: expected a torch module as `twin`")
     asked = asked_for(inputs, kwargs, dtypes, seed, call_twin)
     with jax.enable_x64(True), opened(twin) as source, progress("comparing") as say:
         asked = source.settled(asked)
+        if (locate or names) and source.no_calls:
+            raise ValueError(f"locate: {source.no_calls}")
+        locate = not source.no_calls if locate is None else locate
         if asked.has_kwargs:
             if isinstance(model, nnx.Module) or adapted(model) is not None:
                 call = with_kwargs(call or called)
@@ -120,16 +126,16 @@ def compare(
                 model = with_kwargs(model) if weights is not None else _all_kwargs(model)
         start = source.start(asked, checked_logits(logits))
         problem, faults, notes = port(start, source.known, model, weights, call)
-        names = {} if names is None else _checked_names(names, twin, model)
+        names = {} if names is None else _checked_names(names, source, model)
         jax_side = JaxSide(problem, platform, precision=precision)
+        reference = source.reference(problem, say)
         try:
-            reference = source.reference(problem, say)
             report = measure(
                 problem, reference, problem.dtypes, platform, jax_side=jax_side, say=say
             )
         except Exception as error:
             if locate:
-                _note_where(error, problem)
+                _note_where(error, problem, reference)
             raise
         if edge_inputs:
             from parity_tests.engine.edges import measure_edges
@@ -143,7 +149,7 @@ def compare(
         location = None
         if locate and not report.passed:
             say("where the two sides part")
-            location = _departure(problem, report, names)
+            location = _departure(problem, reference, report, names)
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
@@ -151,28 +157,32 @@ def compare(
     return report
 
 
-def _checked_names(names: Any, twin: Any, model: Any) -> Mapping[str, str]:
+def _checked_names(names: Any, source: Source, model: Any) -> Mapping[str, str]:
     from parity_tests.engine.locate.find import checked_names
 
-    return checked_names(names, twin, model)
+    return checked_names(names, source.submodules, model)
 
 
-def _note_where(error: Exception, problem: Problem) -> None:
+def _note_where(error: Exception, problem: Problem, reference: Reference) -> None:
     """Add to an error the JAX module that raised it."""
     from parity_tests.engine.locate.find import where_it_raises
 
-    where = where_it_raises(problem, problem.dtypes[0])
+    where = where_it_raises(problem, problem.dtypes[0], reference.oracle)
     if where is not None:
         error.add_note(f"in JAX's {where or 'outermost module'}")
 
 
-def _departure(problem: Problem, report: Report, names: Mapping[str, str]) -> Location:
+def _departure(
+    problem: Problem, reference: Reference, report: Report, names: Mapping[str, str]
+) -> Location:
     """Where a pair first departs, in the dtype of its first failure."""
     from parity_tests.engine.locate.find import find_departure
 
     dtype, group, error = next(report.failures, (problem.dtypes[0], "", None))
     bound = error.bound if error is not None and dtype == "float64" else 0.0
-    return find_departure(problem, dtype, names, bound, is_forward=group in GROUPS[:2])
+    return find_departure(
+        problem, reference.theirs(dtype), names, bound, is_forward=group in GROUPS[:2]
+    )
 
 
 def _all_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,10 +192,9 @@ def _all_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
 def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:
     """Assert that `compare(…)` passes; the message has what fails, and where it begins.
 
-    Where `locate` is not given, it is on if the twin is a torch module.
+    Where `locate` is not given, it is on if the reference has submodules.
     """
     __tracebackhide__ = True
-    locate = is_torch_module(twin) if locate is None else locate
     report = compare(twin, *args, locate=locate, **kwargs)
     if not report.passed:
         raise AssertionError(f"the two sides differ\n{report.short}")

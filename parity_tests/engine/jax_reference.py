@@ -1,6 +1,7 @@
 """A JAX model as the reference: on a CPU, where it is measured what another one does."""
 
 import dataclasses
+import functools
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,10 @@ from parity_tests.engine.faults import not_a_number
 from parity_tests.engine.frameworks import adapted
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.known import Known, named_table, own_weights
+from parity_tests.engine.locate.frameworks import nnx_modules
+from parity_tests.engine.locate.run import Run, of_jax
+from parity_tests.engine.locate.theirs import Theirs, of_runs
+from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.logits import logits_array
 from parity_tests.engine.port import port
 from parity_tests.engine.problem import Arrays, Problem, all_in_dtype, in_dtype, is_flag
@@ -88,20 +93,47 @@ class JaxReference(Reference):
 
     def _scatter(self, dtype: str) -> ErrorsByGroup:
         self._say(f"reference, rounded to {dtype} at random")
+        problem = self._coarse(dtype)
+        side = JaxSide(problem, rounding=dtype)
+        return largest_by_group(
+            errors_of(side.run(problem, "float64", self.oracle, self.cast_to, noise=i), self.oracle)
+            for i in range(ROUNDED_RUNS)
+        )
+
+    def _coarse(self, dtype: str) -> Problem:
+        """With weights and inputs of a dtype."""
 
         def coarse(array: Any) -> Any:
             return array if is_flag(array) else in_dtype(in_dtype(array, dtype), "float64")
 
         weights = all_in_dtype(all_in_dtype(self.problem.state_dict, dtype), "float64")
-        problem = dataclasses.replace(
-            self.problem,
-            twin=JaxTwin(weights),
-            inputs=jax.tree.map(coarse, self.problem.inputs),
-        )
-        side = JaxSide(problem, rounding=dtype)
-        return largest_by_group(
-            errors_of(side.run(problem, "float64", self.oracle, self.cast_to, noise=i), self.oracle)
-            for i in range(ROUNDED_RUNS)
+        inputs = jax.tree.map(coarse, self.problem.inputs)
+        return dataclasses.replace(self.problem, twin=JaxTwin(weights), inputs=inputs)
+
+    @functools.cached_property
+    def _run(self) -> Run:
+        self._say("reference in float64, call by call")
+        run = of_jax(self.problem, "float64", self.oracle, self.cast_to)
+        weigh(self.problem, run.trace, self._owners)
+        return run
+
+    @property
+    def _owners(self) -> dict[str, str]:
+        return {key: key for key in self.problem.state_dict}
+
+    def theirs(self, dtype: str) -> Theirs:
+        """What it tells call by call, in float64 and of its rounding in a dtype."""
+        coarse = self._coarse(dtype)
+
+        def rounded(seed: int) -> Run:
+            return of_jax(coarse, "float64", self.oracle, self.cast_to, rounding=dtype, noise=seed)
+
+        return of_runs(
+            dtype,
+            self._run,
+            self._owners,
+            lambda: of_jax(self.problem, dtype, self.oracle),
+            rounded,
         )
 
     def constants(self) -> list[np.ndarray]:
@@ -158,4 +190,6 @@ def source_of(model: Any) -> Source:
         matters,
         is_jax=True,
     )
-    return Source(JaxTwin(arrays), known, reference)
+    is_nnx = isinstance(model, nnx.Module)
+    submodules = [path for path, _ in nnx_modules(model)] if is_nnx else None
+    return Source(JaxTwin(arrays), known, reference, submodules=submodules)

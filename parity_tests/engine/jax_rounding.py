@@ -44,6 +44,7 @@ EXACT = (
     "sort",
     "squeeze",
     "stop_gradient",
+    "tell",
     "transpose",
 )
 """Operations whose results are numbers that they were given."""

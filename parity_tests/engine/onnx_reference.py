@@ -225,4 +225,4 @@ def source_of(model: onnx.ModelProto | str | os.PathLike[str]) -> Source:
         [name for name in floating if name in read],
         matters,
     )
-    return Source(twin, known, OnnxReference)
+    return Source(twin, known, OnnxReference, no_calls="a model of ONNX has no submodules")

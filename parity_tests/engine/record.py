@@ -4,14 +4,17 @@ import dataclasses
 import functools
 import importlib.metadata
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jax_models.ops.checks import checked_bool
 from parity_tests.engine.known import Known, is_trivial
+from parity_tests.engine.locate.recorded import calls_as_facts, calls_of
+from parity_tests.engine.locate.theirs import Theirs
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array
 from parity_tests.engine.port import called
 from parity_tests.engine.problem import Arrays, Problem
@@ -22,6 +25,7 @@ from parity_tests.engine.source import Asked, Source, asked_for, opened
 from parity_tests.engine.stored import packed, read, unpacked, write
 from twinscan.files import check_writable
 
+NO_ACTIVATIONS = "the record has no activations, record it with them"
 PACKAGES = ("twinscan", "torch", "jax", "flax", "numpy")
 
 
@@ -34,6 +38,7 @@ def record(
     dtypes: Iterable[str] = ("float64", "float32"),
     seed: int = 0,
     logits: str | bool = False,
+    activations: bool = True,
 ) -> None:
     """Run one side alone, and write what `compare(path, model)` needs of it.
 
@@ -49,13 +54,16 @@ def record(
         dtypes: those that can be compared in.
         seed: of the cotangents.
         logits: as in `compare`; the record keeps their errors for it.
+        activations: what each submodule takes and returns, and the gradients of that, too, in
+            float64, and how far rounding carries it: for `compare(path, model, locate=True)`. The
+            file, the memory and the time are several times those without.
 
     Raises:
         ValueError: the results are random, or not numbers.
         OSError: the file cannot be written.
 
     """
-    path = Path(path)
+    path, activations = Path(path), checked_bool("activations", activations)
     check_writable(path)
     asked = asked_for(inputs, kwargs, dtypes, seed, call_twin)
     arrays: list[np.ndarray] = []
@@ -72,6 +80,11 @@ def record(
         if buffers and not source.known.is_jax:
             moving = source.reference(dataclasses.replace(problem, constants=buffers), say)
         facts["constants"] = [_of_constants(each) for each in (reference, moving)]
+        calls: dict[str, np.ndarray] = {}
+        if activations and not source.no_calls:
+            told = [reference.theirs(dtype) for dtype in problem.dtypes]
+            facts["submodules"] = source.submodules and [*source.submodules]
+            facts["calls"] = calls_as_facts(told, calls)
     facts |= {"inputs": structure, "has_kwargs": asked.has_kwargs}
     owned = {k: a for k, a in source.known.arrays.items() if source.known.owners.get(k, k) == k}
     results = {
@@ -83,6 +96,7 @@ def record(
         **{f"weights/{key}": array for key, array in owned.items()},
         **{f"inputs/{i}": array for i, array in enumerate(arrays)},
         **{f"results/{place}": array for place, array in results.items()},
+        **calls,
     }
     write(path, tensors, facts)
 
@@ -145,8 +159,14 @@ def idle_keys(problem: Problem, known: Known, oracle: Results) -> Iterator[str]:
 class Recorded(Reference):
     """A reference that is read from a file."""
 
-    def __init__(self, facts: Mapping[str, Any], oracle: Results, problem: Problem):
-        self._facts = facts
+    def __init__(
+        self,
+        facts: Mapping[str, Any],
+        oracle: Results,
+        problem: Problem,
+        theirs: Callable[[str], Theirs],
+    ):
+        self._facts, self._theirs = facts, theirs
         self.name, self.seed, self.oracle = facts["name"], facts["seed"], oracle
         self.sides = tuple(facts["sides"])
         self.cast_to, self.notes = facts["cast_to"], facts["notes"]
@@ -170,6 +190,10 @@ class Recorded(Reference):
 
     def _scatter(self, dtype: str) -> ErrorsByGroup:
         return self._facts["scatter"][dtype]
+
+    def theirs(self, dtype: str) -> Theirs:
+        """What it tells call by call, in float64 and of its rounding in a dtype."""
+        return self._theirs(dtype)
 
     @property
     def constant_count(self) -> int:
@@ -258,11 +282,17 @@ def source_of(path: str | os.PathLike[str]) -> RecordSource:
         is_jax=facts["is_jax"],
     )
     inputs = unpacked(facts["inputs"], [arrays[name] for name in given])
+
+    def theirs(dtype: str) -> Theirs:
+        return calls_of(facts["calls"], arrays, oracle, owners, dtype)
+
     return RecordSource(
         RecordedTwin(weights),
         known,
-        lambda problem, say: Recorded(facts, oracle, problem),
+        lambda problem, say: Recorded(facts, oracle, problem, theirs),
+        submodules=facts.get("submodules"),
         path=path,
         facts=facts,
         inputs=inputs,
+        no_calls="" if "calls" in facts else NO_ACTIVATIONS,
     )

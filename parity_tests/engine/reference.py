@@ -1,10 +1,12 @@
 """What the other side is measured against."""
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from parity_tests.engine.results import (
     errors_of,
     largest_by_group,
 )
+
+if TYPE_CHECKING:
+    from parity_tests.engine.locate.theirs import Theirs
 
 Place = tuple[str, str]
 """Group and name of a result."""
@@ -94,8 +99,12 @@ class Reference(abc.ABC):
     @abc.abstractmethod
     def _scatter(self, dtype: str) -> ErrorsByGroup: ...
 
+    def theirs(self, dtype: str) -> Theirs:
+        """What it tells call by call, in float64 and of its rounding in a dtype."""
+        raise NotImplementedError(f"{self.name} has no calls")
+
     def constants(self) -> list[np.ndarray]:
-        """The constants that may be moved within the rounding of float32."""
+        """The constants that it can be run with, moved within the rounding of float32."""
         return []
 
     @property
@@ -104,8 +113,8 @@ class Reference(abc.ABC):
         return rounded_count(self.constants())
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is another by such a part of its size."""
-        raise NotImplementedError
+        """The float64 results where each of these constants is another by a part of its size."""
+        return self.oracle
 
     @functools.cached_property
     def constant_scatter(self) -> ErrorsByGroup:

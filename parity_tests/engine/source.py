@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -53,6 +53,10 @@ class Source:
     """What the problem gets as its twin."""
     known: Known
     reference: Opener
+    submodules: Collection[str] | None = dataclasses.field(default=None, kw_only=True)
+    """The names of its submodules, itself "" among them; None if they are not known."""
+    no_calls: str = dataclasses.field(default="", kw_only=True)
+    """Why it cannot tell call by call what it computes; empty if it can."""
 
     def settled(self, asked: Asked) -> Asked:
         """What is asked for, where the reference has something to say of it."""
@@ -158,4 +162,5 @@ def opened(twin: Any) -> Iterator[Source]:
 
     twin = checked_twin(twin)
     with one_thread():
-        yield Source(twin, weights_known(twin), TorchReference)
+        submodules = [name for name, _ in twin.named_modules()]
+        yield Source(twin, weights_known(twin), TorchReference, submodules=submodules)

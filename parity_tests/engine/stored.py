@@ -1,5 +1,6 @@
 """Arrays and facts in a safetensors file, which is whole or refused."""
 
+import hashlib
 import json
 import os
 import zlib
@@ -19,13 +20,16 @@ from twinscan.files import whole
 
 KEY, CHECKSUM = "twinscan", "twinscan.checksum"
 """Of the file's metadata: the facts, and what shows damage to them or to an array."""
-SCHEMA = 1
+SCHEMA = 2
 PLAIN = {np.dtype(name) for name in ("float64", "float32", "float16", "int64", "int32", "bool")}
 """What safetensors stores as it is; other arrays are stored as their bytes."""
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-    """Write a file, whole or not at all; `facts` are what JSON can hold."""
+    """Write a file, whole or not at all; `facts` are what JSON can hold.
+
+    Equal arrays are stored once.
+    """
     stored = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     others = {
         name: {"dtype": str(array.dtype), "shape": array.shape}
@@ -34,7 +38,10 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
     }
     for name in others:
         stored[name] = np.frombuffer(stored[name].tobytes(), np.uint8)
-    head = json.dumps({"schema": SCHEMA, "others": others, **facts})
+    first: dict[Any, str] = {}
+    stored_as = {name: first.setdefault(_content(array), name) for name, array in stored.items()}
+    stored = {name: stored[name] for name in first.values()}
+    head = json.dumps({"schema": SCHEMA, "stored_as": stored_as, "others": others, **facts})
     metadata = {KEY: head, CHECKSUM: _checksum(stored, head)}
     with whole(path) as partial:
         save_file(stored, partial, metadata=metadata)
@@ -67,9 +74,14 @@ def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
             f"{path}: a record of schema {facts['schema']}, this version reads {SCHEMA}: "
             "record it again"
         )
+    arrays = {name: arrays[first] for name, first in facts["stored_as"].items()}
     for name, how in facts["others"].items():
         arrays[name] = arrays[name].view(np.dtype(how["dtype"])).reshape(how["shape"])
     return arrays, facts
+
+
+def _content(array: np.ndarray) -> tuple[Any, ...]:
+    return array.dtype, array.shape, hashlib.sha256(array.data).digest()
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], head: str) -> str:

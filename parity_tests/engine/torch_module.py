@@ -1,4 +1,4 @@
-"""Copies of torch modules and tensors in a dtype."""
+"""Torch modules: copies in a dtype, and the weights that have several keys."""
 
 import copy
 from collections.abc import Callable
@@ -30,6 +30,16 @@ def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 def in_double(tree: Any) -> Any:
     """The floating tensors of a tree in float64."""
     return jax.tree.map(lambda leaf: leaf if is_flag(leaf) else cast(leaf, "float64"), tree)
+
+
+def weight_owners(twin: torch.nn.Module) -> dict[str, str]:
+    """The key of each real or complex weight or buffer, or the first of the keys that share it."""
+    first: dict[int, str] = {}
+    return {
+        key: first.setdefault(id(weight), key)
+        for key, weight in twin.state_dict(keep_vars=True).items()
+        if weight.is_floating_point() or weight.is_complex()
+    }
 
 
 def copy_of(twin: torch.nn.Module) -> torch.nn.Module:

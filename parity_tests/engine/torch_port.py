@@ -8,7 +8,7 @@ import torch
 from parity_tests.engine.known import Known
 from parity_tests.engine.port import kind_of, port
 from parity_tests.engine.problem import Problem, arrays_of
-from parity_tests.engine.torch_module import converted
+from parity_tests.engine.torch_module import converted, weight_owners
 from parity_tests.engine.torch_side import changes_result
 
 
@@ -29,16 +29,10 @@ def checked_twin(twin: Any) -> torch.nn.Module:
 
 def weights_known(twin: torch.nn.Module) -> Known:
     """What the module says of its weights."""
-    first: dict[int, str] = {}
-    owners = {
-        key: first.setdefault(id(weight), key)
-        for key, weight in twin.state_dict(keep_vars=True).items()
-        if weight.is_floating_point() or weight.is_complex()
-    }
     parameters = [name for name, _ in twin.named_parameters(remove_duplicate=False)]
     return Known(
         arrays_of(twin.state_dict()),
-        owners,
+        weight_owners(twin),
         parameters,
         lambda problem, key: changes_result(problem, [key]),
     )

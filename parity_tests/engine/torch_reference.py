@@ -9,9 +9,13 @@ import numpy as np
 import torch
 
 from parity_tests.engine.casts import is_rounded
+from parity_tests.engine.constants import random_moves
 from parity_tests.engine.faults import not_a_number
 from parity_tests.engine.frameworks import words
 from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.locate.run import Run
+from parity_tests.engine.locate.theirs import Theirs, of_runs
+from parity_tests.engine.locate.torch_side import of_torch
 from parity_tests.engine.logits import logits_array
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, Problem
@@ -27,7 +31,7 @@ from parity_tests.engine.results import (
 )
 from parity_tests.engine.rounding import InFloat64
 from parity_tests.engine.tolerance import ROUNDED_RUNS
-from parity_tests.engine.torch_module import twin_in
+from parity_tests.engine.torch_module import twin_in, weight_owners
 from parity_tests.engine.torch_side import (
     result_dtypes,
     run_oracle,
@@ -77,6 +81,37 @@ class TorchReference(Reference):
             )
             for seed in range(ROUNDED_RUNS)
         )
+
+    @functools.cached_property
+    def _run(self) -> Run:
+        self._say("torch in float64, call by call")
+        return of_torch(self.problem, lambda problem: run_oracle(problem)[0])
+
+    def theirs(self, dtype: str) -> Theirs:
+        """What it tells call by call, in float64 and of its rounding in a dtype."""
+        decisions = self._mode.decisions
+
+        def rounded(seed: int) -> Run:
+            return of_torch(
+                self.problem, lambda problem: run_torch_rounded(problem, dtype, seed, decisions)
+            )
+
+        return of_runs(
+            dtype,
+            self._run,
+            weight_owners(self.problem.twin),
+            lambda: of_torch(self.problem, lambda problem: run_torch(problem, dtype)),
+            rounded,
+            self._moved,
+        )
+
+    def _moved(self) -> Iterator[Run]:
+        """In float64, with constants that are off by their rounding to float32."""
+        for moves in random_moves(self.constants(), self.seed):
+            moved = dict(zip(self._constants, moves, strict=True))
+            yield of_torch(
+                with_moved_constants(self.problem, moved), lambda problem: run_oracle(problem)[0]
+            )
 
     @functools.cached_property
     def _constants(self) -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
 """Where a JAX port first departs from its torch module: call by call, forward and backward.
 
-`find` needs torch; what is imported here does not.
+`torch_side` alone needs torch.
 """
 
 from parity_tests.engine.locate.location import Location, Visit

@@ -1,48 +1,45 @@
 """Run both sides call by call, compare the calls, and say which departs first."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import torch
 from flax import nnx
 
 from parity_tests.engine.jax_side import JaxSide
-from parity_tests.engine.locate.blame import (
-    BACKWARD,
-    FORWARD,
-    find,
-)
+from parity_tests.engine.locate.blame import BACKWARD, FORWARD, find
 from parity_tests.engine.locate.comparison import Comparison
 from parity_tests.engine.locate.frameworks import nnx_modules, recording
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.locate.match import paired
 from parity_tests.engine.locate.record import Trace
-from parity_tests.engine.locate.run import of_jax, of_torch
+from parity_tests.engine.locate.run import of_jax
+from parity_tests.engine.locate.theirs import Theirs
+from parity_tests.engine.locate.verdict import departure, nothing_departs
 from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.problem import Problem
+from parity_tests.engine.results import Results
 from parity_tests.engine.tolerance import floor
-from parity_tests.engine.torch_side import run_oracle
 
 
 def checked_names(
-    names: Mapping[str, str] | None, twin: torch.nn.Module, model: Any
+    names: Mapping[str, str], submodules: Collection[str] | None, model: Any
 ) -> Mapping[str, str]:
-    """The JAX paths of torch submodules, all of which exist.
+    """The JAX paths of the reference's submodules, all of which exist if it is known which do.
 
     Raises:
         TypeError: it is no mapping.
         ValueError: there is no such submodule.
 
     """
-    if names is None:
-        return {}
     if not isinstance(names, Mapping):
         raise TypeError(f"names: expected a dict of torch names to JAX paths, got {names!r:.100}")
-    known = [("torch", names.keys(), [name for name, _ in twin.named_modules()])]
-    if isinstance(model, nnx.Module):
-        known += [("JAX", names.values(), [name for name, _ in nnx_modules(model)])]
-    for side, given, paths in known:
+    ours = [name for name, _ in nnx_modules(model)] if isinstance(model, nnx.Module) else None
+    for side, given, known in (
+        ("torch", names.keys(), submodules),
+        ("JAX", names.values(), ours),
+    ):
+        paths = given if known is None else known
         for name in given:
             if name not in paths:
                 raise ValueError(
@@ -54,41 +51,41 @@ def checked_names(
 
 def find_departure(
     problem: Problem,
-    dtype: str,
+    theirs: Theirs,
     names: Mapping[str, str],
     bound: float = 0.0,
     *,
     is_forward: bool = False,
 ) -> Location:
-    """Run both sides call by call in a dtype, the torch module in float64 beside them.
+    """Run the JAX side call by call, and compare it with what the reference tells.
 
-    `names` has the JAX paths of torch submodules that correspond for no other reason. An error up
-    to `bound` is none, whatever rounding explains. `is_forward`: results depart, which no culprit
-    backward explains.
+    `names` has the JAX paths of the reference's submodules that correspond for no other reason. An
+    error up to `bound` is none, whatever rounding explains. `is_forward`: results depart, which no
+    culprit backward explains.
     """
-    oracle = of_torch(problem, lambda problem: run_oracle(problem)[0])
-    ours = of_jax(problem, dtype, oracle.results)
-    weigh(problem, ours.trace)
+    oracle = theirs.run
+    ours = of_jax(problem, theirs.dtype, oracle.results)
+    weigh(problem, ours.trace, theirs.owners)
     pairs = paired(oracle.trace.calls, ours.trace.calls, names)
     pairs[oracle.whole] = [ours.whole]
-    least = max(bound, floor(jnp.dtype(dtype)))
-    comparison = Comparison(problem, dtype, oracle, ours, pairs, least)
+    least = max(bound, floor(jnp.dtype(theirs.dtype)))
+    comparison = Comparison(problem, theirs, ours, pairs, least)
     for direction in (FORWARD,) if is_forward else (FORWARD, BACKWARD):
         evidence = comparison.evidence(direction)
         if find(oracle.trace, direction, evidence) is None:
             continue
         comparison.search(direction, evidence)
         if (blame := find(oracle.trace, direction, evidence)) is not None:
-            return comparison.location(direction, evidence, blame)
-    return comparison.nothing_departs(is_forward)
+            return departure(comparison, direction, evidence, blame)
+    return nothing_departs(comparison, is_forward)
 
 
-def where_it_raises(problem: Problem, dtype: str) -> str | None:
+def where_it_raises(problem: Problem, dtype: str, oracle: Results) -> str | None:
     """The JAX path of the innermost module in which the JAX side raises; None if in none."""
     trace = Trace()
     with recording(trace, problem) as side:
         try:
-            JaxSide(side).run(side, dtype, run_oracle(problem)[0])
+            JaxSide(side).run(side, dtype, oracle)
         except Exception:
             return trace.open[-1].name if trace.open else None
     return None

@@ -36,6 +36,10 @@ class Call:
     sources: "set[Call]" = dataclasses.field(default_factory=set)
     """Of torch's: the calls whose outputs its inputs are computed from, without others between."""
 
+    def dtypes_in(self, slot: str) -> set[str]:
+        """Those of a slot's floating arrays, as the module has them."""
+        return {dtype for (at, _), dtype in self.dtypes.items() if at == slot}
+
     @property
     def ancestors(self) -> Iterator["Call"]:
         """The calls that this one is made in, the innermost first."""

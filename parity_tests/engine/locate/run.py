@@ -1,7 +1,7 @@
-"""Runs of both sides in which each call is kept."""
+"""Runs of a side in which each call is kept."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -9,8 +9,7 @@ import numpy as np
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.locate.frameworks import recording
 from parity_tests.engine.locate.record import Call, Trace
-from parity_tests.engine.locate.torch_side import hooked
-from parity_tests.engine.problem import Problem
+from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.results import Results
 
 
@@ -23,30 +22,31 @@ class Run:
     whole: Call
 
 
-def of_torch(problem: Problem, run: Callable[[Problem], Results]) -> Run:
-    """A run of the torch side."""
-    trace = Trace()
-    whole = trace.begin("", "run")
-    with trace.running(whole):
-        results = run(dataclasses.replace(problem, twin=hooked(problem.twin, trace)))
-    _note_results(whole, results)
-    leaves = jax.tree_util.tree_leaves_with_path(problem.inputs)
-    whole.slots["inputs"] = {jax.tree_util.keystr(p): np.asarray(leaf) for p, leaf in leaves}
-    return Run(results, trace, whole)
-
-
-def of_jax(problem: Problem, dtype: str, oracle: Results) -> Run:
-    """The run of the JAX side."""
+def of_jax(
+    problem: Problem,
+    dtype: str,
+    oracle: Results,
+    cast_to: Sequence[str] = (),
+    *,
+    rounding: str | None = None,
+    noise: int = 0,
+) -> Run:
+    """The run of a JAX side; all but the problem is as in `JaxSide.run`."""
     trace = Trace()
     whole = trace.begin("", "run")
     with recording(trace, problem) as side, trace.running(whole):
-        results = JaxSide(side).run(side, dtype, oracle)
-    _note_results(whole, results)
-    return Run(results, trace, whole)
+        results = JaxSide(side, rounding=rounding).run(side, dtype, oracle, cast_to, noise=noise)
+    return whole_run(problem, results, trace)
 
 
-def _note_results(whole: Call, results: Results) -> None:
-    """The result of the run is what the whole gives."""
+def whole_run(problem: Problem, results: Results, trace: Trace) -> Run:
+    """The first call is that of the whole: it gets the problem's inputs and gives the results."""
+    whole = trace.calls[0]
+    whole.slots["inputs"] = {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(problem.inputs)
+        if not is_flag(leaf)
+    }
     for group, slot in (
         ("outputs", "outputs"),
         ("final state", "outputs"),
@@ -55,3 +55,4 @@ def _note_results(whole: Call, results: Results) -> None:
         whole.slots[slot] |= {
             f"{group} {n}": np.array(a) for n, a in results.get(group, {}).items()
         }
+    return Run(results, trace, whole)

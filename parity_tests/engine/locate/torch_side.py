@@ -1,24 +1,26 @@
 """The calls of a torch module's submodules."""
 
 import contextlib
-import copy
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from parity_tests.engine.locate.record import Call, Trace, mapped
+from parity_tests.engine.locate.run import Run, whole_run
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.results import Results
+from parity_tests.engine.torch_module import copy_of, weight_owners
 
 
-def weight_owners(twin: torch.nn.Module) -> dict[str, str]:
-    """The key of each floating weight or buffer, or the first of the keys that share it."""
-    first: dict[int, str] = {}
-    return {
-        key: first.setdefault(id(weight), key)
-        for key, weight in twin.state_dict(keep_vars=True).items()
-        if weight.is_floating_point()
-    }
+def of_torch(problem: Problem, run: Callable[[Problem], Results]) -> Run:
+    """A run of the torch side."""
+    trace = Trace()
+    with trace.running(trace.begin("", "run")):
+        results = run(dataclasses.replace(problem, twin=hooked(problem.twin, trace)))
+    return whole_run(problem, results, trace)
 
 
 def hooked(twin: torch.nn.Module, trace: Trace) -> torch.nn.Module:
@@ -27,7 +29,7 @@ def hooked(twin: torch.nn.Module, trace: Trace) -> torch.nn.Module:
     Each floating tensor passes through a copy of its own, so that its gradient is that of this call
     alone.
     """
-    twin = copy.deepcopy(twin)
+    twin = copy_of(twin)
     owners = weight_owners(twin)
     shapes = {key: tuple(weight.shape) for key, weight in twin.state_dict().items()}
     for name, module in twin.named_modules():
@@ -90,16 +92,3 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     if tensor.is_floating_point():
         tensor = tensor.double()
     return tensor.numpy().copy()
-
-
-def marked(twin: torch.nn.Module) -> tuple[torch.nn.Module, dict[float, str]]:
-    """A copy of the module, each of whose weights is filled with one number, and whose it is."""
-    twin = copy.deepcopy(twin)
-    keys = [*dict.fromkeys(weight_owners(twin).values())]
-    steps = np.random.default_rng(0).choice(2**22, len(keys), replace=False)
-    marks = {0.5 + float(step) / 2**23: key for key, step in zip(keys, steps, strict=True)}
-    state = twin.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for mark, key in marks.items():
-            state[key].fill_(mark)
-    return twin, marks

@@ -1,45 +1,41 @@
-"""Which torch weights each JAX module holds, seen in their numbers."""
+"""Which of the reference's weights each JAX module holds, seen in their numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-import torch
 
+from parity_tests.engine.frameworks import is_floating
 from parity_tests.engine.locate.frameworks import recording
 from parity_tests.engine.locate.record import Call, Trace
-from parity_tests.engine.locate.torch_side import marked, weight_owners
-from parity_tests.engine.problem import Problem, arrays, arrays_of
+from parity_tests.engine.problem import Arrays, Problem, arrays
 
 Keys = frozenset[str]
 MOST = 64
 """The most weights that one array is taken to be made of."""
 
 
-def weigh(problem: Problem, trace: Trace) -> None:
-    """Tell of each call of JAX's trace what torch weights its module holds.
+def weigh(problem: Problem, trace: Trace, owners: Mapping[str, str]) -> None:
+    """Tell of each call of JAX's trace what weights of the reference its module holds.
 
     That is seen in a run in which each weight is filled with a number of its own; or, of a module
     that keeps the weights that it has, from these.
     """
-    twin, marks = marked(problem.twin)
+    marks, marked = _marked(problem.state_dict, owners)
     sums = {a + b: frozenset((x, y)) for a, x in marks.items() for b, y in marks.items() if x != y}
     known = {mark: frozenset((key,)) for mark, key in marks.items()} | sums
 
     def of_marks(value: np.ndarray) -> Keys:
-        numbers = np.unique(value.astype(np.float64))
+        numbers = np.unique(np.real(value).astype(np.float64))
         if len(numbers) > MOST:
             return frozenset()
         return frozenset().union(*(known.get(number, frozenset()) for number in numbers.tolist()))
 
-    seen = _seen(problem, twin, of_marks)
+    seen = _seen(problem, marked, of_marks)
     if not any(keys for _, keys, _ in seen):
-        weights = _by_numbers(problem.twin)
+        weights = _by_numbers(problem.state_dict, owners)
         seen = _seen(
-            problem,
-            problem.twin,
-            lambda value: weights.get(_sorted(value.astype(np.float32)), frozenset()),
+            problem, problem.state_dict, lambda value: weights.get(_sorted(value), frozenset())
         )
     modules = [call for call in trace.calls if call.kind not in ("tap", "run")]
     if [call.name for call in modules] == [name for name, *_ in seen]:
@@ -47,34 +43,42 @@ def weigh(problem: Problem, trace: Trace) -> None:
             call.weights, call.shapes = keys, shapes
 
 
+def _marked(weights: Arrays, owners: Mapping[str, str]) -> tuple[dict[float, str], Arrays]:
+    """Whose each mark is, and the weights, each filled with its own."""
+    keys = [*dict.fromkeys(owners.values())]
+    steps = np.random.default_rng(0).choice(2**22, len(keys), replace=False)
+    marks = {key: 0.5 + float(step) / 2**23 for key, step in zip(keys, steps, strict=True)}
+    filled = {
+        key: np.full(weights[key].shape, marks[owner], kind)
+        for key, owner in owners.items()
+        for kind in (complex if np.iscomplexobj(weights[key]) else float,)
+    }
+    return {mark: key for key, mark in marks.items()}, {**weights, **filled}
+
+
 def _seen(
-    problem: Problem, twin: torch.nn.Module, keys_of: Callable[[np.ndarray], Keys]
+    problem: Problem, weights: Arrays, keys_of: Callable[[np.ndarray], Keys]
 ) -> list[tuple[str, Keys, tuple]]:
-    """The name, the keys and the shapes of each call in a run with the weights of a twin."""
+    """The name, the keys and the shapes of each call in a run with these weights."""
     found: list[tuple[str, Keys, tuple]] = []
 
     def on_weights(call: Call, leaves: list[Any]) -> None:
-        values = [np.asarray(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+        values = [np.asarray(x) for x in leaves if is_floating(x)]
         keys = frozenset().union(*map(keys_of, values))
         found.append((call.name, keys, tuple(sorted(value.shape for value in values))))
 
     trace = Trace()
     try:
         with recording(trace, problem, on_weights) as side, trace.running(trace.begin("", "run")):
-            side.call(
-                side.build(arrays_of(twin.state_dict()), "float64"),
-                *arrays(problem.inputs, "float64"),
-            )
+            side.call(side.build(weights, "float64"), *arrays(problem.inputs, "float64"))
     except Exception:  # whatever a model says of weights that are none
         return []
     return found
 
 
-def _by_numbers(twin: torch.nn.Module) -> dict[bytes, Keys]:
+def _by_numbers(weights: Arrays, owners: Mapping[str, str]) -> dict[bytes, Keys]:
     """The key of each weight by its numbers, but for those that are one number everywhere."""
-    state = twin.state_dict(keep_vars=True)
-    keys = dict.fromkeys(weight_owners(twin).values())
-    numbers = {_sorted(state[key].detach().float().numpy()): frozenset((key,)) for key in keys}
+    numbers = {_sorted(weights[key]): frozenset((key,)) for key in owners.values()}
     return {each: key for each, key in numbers.items() if each}
 
 
@@ -82,4 +86,5 @@ def _sorted(values: np.ndarray) -> bytes:
     """What tells an array from others in whatever order its numbers are."""
     if values.size < 2 or (values == values.flat[0]).all():
         return b""
-    return np.sort(values, axis=None).tobytes()
+    kind = np.complex64 if np.iscomplexobj(values) else np.float32
+    return np.sort(values.astype(kind), axis=None).tobytes()

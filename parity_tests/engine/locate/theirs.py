@@ -1,0 +1,125 @@
+"""What a reference tells call by call: of its run, and of how far rounding carries it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from parity_tests.engine.locate.record import SLOTS, Call
+from parity_tests.engine.locate.run import Run
+from parity_tests.engine.tolerance import ROUNDED_RUNS, K, rms
+
+Place = tuple[int, str, str]
+"""The number of a call, a slot of it, and a label."""
+Errors = dict[Place, float]
+PLAIN = 1e3
+"""An error in float64 of so many bounds is plain to see, whatever random rounding explains."""
+
+
+class Own(NamedTuple):
+    """Of a reference's own run in a dtype."""
+
+    errors: Errors
+    dtypes: list[dict[str, set[str]]]
+    """Of each call, by slot: those of floating arrays, as the module has them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Theirs:
+    """A reference's run in float64, and its runs in a dtype, which are made when they are asked."""
+
+    dtype: str
+    run: Run
+    owners: Mapping[str, str]
+    """The key of each weight, or the first of the keys that share it."""
+    own: Callable[[], Own]
+    scatter: Callable[[], Errors]
+    """The largest errors of runs that are rounded to the dtype at random."""
+    by_constants: Callable[[], Errors]
+    """The largest errors of runs whose constants are off by their rounding to float32."""
+
+    @functools.cached_property
+    def number(self) -> dict[Call, int]:
+        """The place of each call in the run."""
+        return {call: i for i, call in enumerate(self.run.trace.calls)}
+
+    def bound(self, call: Call, slot: str, label: str, error: float, least: float) -> float:
+        """The largest error that rounding explains; only as much is run as it takes to tell."""
+        if error <= least or not np.isfinite(error):
+            return least
+        place = self.number[call], slot, label
+        if self.dtype == "float64":  # a run of its own has the casts that are left out elsewhere
+            bound = max(least, self.constant_error(call, slot, label))
+            is_plain = error > PLAIN * bound
+        else:
+            bound = max(least, K * self.own().errors.get(place, 0.0))
+            is_plain = False
+        if error <= bound or is_plain:
+            return bound
+        return max(bound, self.scatter().get(place, 0.0))
+
+    def constant_error(self, call: Call, slot: str, label: str) -> float:
+        """How far an array is off, in float64, where constants are off by their rounding."""
+        if self.dtype != "float64":
+            return 0.0
+        return self.by_constants().get((self.number[call], slot, label), 0.0)
+
+    def dtypes(self, call: Call, slot: str) -> set[str]:
+        """Those of a slot's floating arrays in the run of its own."""
+        return self.own().dtypes[self.number[call]][slot]
+
+
+def of_runs(
+    dtype: str,
+    run: Run,
+    owners: Mapping[str, str],
+    own: Callable[[], Run],
+    rounded: Callable[[int], Run],
+    moved: Callable[[], Iterable[Run]] = tuple,
+) -> Theirs:
+    """Of a side that can be run again; `rounded(seed)` rounds at random."""
+
+    @functools.cache
+    def of_own() -> Own:
+        again = own()
+        dtypes = [{slot: c.dtypes_in(slot) for slot in SLOTS} for c in again.trace.calls]
+        return Own(errors_at(again, run), dtypes)
+
+    @functools.cache
+    def scatter() -> Errors:
+        return largest((rounded(seed) for seed in range(ROUNDED_RUNS)), run)
+
+    @functools.cache
+    def by_constants() -> Errors:
+        return largest(moved(), run)
+
+    return Theirs(dtype, run, owners, of_own, scatter, by_constants)
+
+
+def largest(runs: Iterable[Run], oracle: Run) -> Errors:
+    """How far the one of some runs is off that is furthest off."""
+    most: Errors = {}
+    for run in runs:
+        for place, error in errors_at(run, oracle).items():
+            most[place] = max(error, most.get(place, 0.0))
+    return most
+
+
+def errors_at(run: Run, oracle: Run) -> Errors:
+    """How far a run is off wherever it has an array of the oracle's shape, if that is a number."""
+    errors: Errors = {}
+    for i, (call, true) in enumerate(zip(run.trace.calls, oracle.trace.calls, strict=False)):
+        for slot, rows in true.slots.items():
+            for label, expected in rows.items():
+                actual = call.slots[slot].get(label)
+                if actual is None or actual.shape != expected.shape:
+                    continue
+                with np.errstate(invalid="ignore", over="ignore"):
+                    wide = complex if np.iscomplexobj(expected) else float
+                    off = actual.astype(wide) - expected.astype(wide)
+                    error = rms(off) / (rms(expected) or 1.0)
+                if np.isfinite(error):
+                    errors[i, slot, label] = error
+    return errors

@@ -1,0 +1,205 @@
+"""Where the two sides are cut into modules otherwise, the fault is found none the less."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jax_models.weights import conv, linear
+from parity_tests import compare, record
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class Scaled(torch.nn.Linear):
+    """Whose scale is one number, rounded to float32, that no `state_dict` has."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.bias.data.normal_(std=20)
+        self.register_buffer("scale", torch.tensor(0.1), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Losing(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, (y**2).mean()
+
+
+class Quantised(torch.nn.Linear):
+    """The gradient of its first result goes straight through."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return x + (y - x).detach(), ((y - x.detach()) ** 2).sum(1)
+
+
+class Cast(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).float().to(x.dtype)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear(4, 2)
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(-1)
+        return sum(shares[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class Within(torch.nn.Module):
+    """Computes before and after its one module."""
+
+    def __init__(self, inner, before=lambda x: x, after=lambda y: y):
+        super().__init__()
+        self.inner, self.before, self.after = inner, before, after
+
+    def forward(self, x):
+        return self.after(self.inner(self.before(x)))
+
+
+def affine(w, x, name="inner"):
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def not_straight(w, x):
+    """The numbers are right, the gradient does not go straight through."""
+    h = jnp.tanh(x)
+    y = affine(w, h)
+    return y, ((y - jax.lax.stop_gradient(h)) ** 2).sum(1)
+
+
+def experts(w, x):
+    gate = jax.nn.softmax(2 * affine(w, x, "inner.gate"))
+    first, second = (
+        [jnp.stack([w[f"inner.experts.{i}.{j}.{n}"] for i in range(2)]) for n in ("weight", "bias")]
+        for j in range(2)
+    )
+    h = jnp.einsum("bi,ehi->beh", x, first[0]) + first[1]
+    return jnp.einsum("beh,eoh,be->bo", h, second[0], gate) + gate @ second[1]
+
+
+class Named(nnx.Module):
+    """Has one linear layer, with an activation, under the name of torch's Sequential."""
+
+    def __init__(self, call):
+        self.call, self.inner = call, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.call(self, x)
+
+
+class Fused(nnx.Linear):
+    def __call__(self, x):
+        return nnx.relu(super().__call__(x))
+
+
+class Convolved(nnx.Module):
+    """Pads before its convolution, torch's pads within."""
+
+    def __init__(self):
+        self.inner = nnx.Conv(3, 3, (3,), padding="VALID", rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        padded = jnp.pad(x.mT, ((0, 0), (1, 1), (0, 0)), mode="edge")
+        return self.inner(padded).mT
+
+
+def named(cls, call):
+    model = Named(call)
+    model.inner = cls(4, 4, rngs=nnx.Rngs(0))
+    return model
+
+
+LINEAR = torch.nn.Linear(4, 4)
+LEAKY = torch.nn.Sequential(LINEAR, torch.nn.LeakyReLU(0.2))
+PLACES = {
+    "a layer that has the name of torch's Sequential": (
+        lambda: Within(LEAKY, after=lambda y: 2 * y),
+        lambda: named(nnx.Linear, lambda m, x: 3 * nnx.leaky_relu(m.inner(x), 0.2)),
+        linear("inner", "inner.0"),
+        {""},
+    ),
+    "an activation in JAX's layer, not in torch's": (
+        lambda: Within(LINEAR, after=lambda y: 2 * y.relu()),
+        lambda: named(Fused, lambda m, x: 3 * m.inner(x)),
+        linear("inner", "inner"),
+        {""},
+    ),
+    "padding before a convolution": (
+        lambda: Within(torch.nn.Conv1d(3, 3, 3, padding=1)),
+        Convolved,
+        conv("inner", "inner"),
+        {"inner"},
+    ),
+    "what follows the last module": (
+        lambda: Within(torch.nn.ReLU(), lambda x: x**3),
+        lambda: lambda w, x: 1.01 * jax.nn.relu(x**3),
+        dict,
+        {""},
+    ),
+    "a module's loss": (
+        lambda: Within(Losing(4, 4)),
+        lambda: lambda w, x: (affine(w, x), (affine(w, x) ** 2 + x).mean()),
+        dict,
+        {"inner"},
+    ),
+    "beside a constant in float32": (
+        lambda: torch.nn.Sequential(Scaled(), torch.nn.GELU(), torch.nn.Linear(4, 4)),
+        lambda: lambda w, x: affine(w, jax.nn.gelu(0.1 * affine(w, x, "0")), "2"),
+        dict,
+        {"1"},
+    ),
+    "a difference that torch's casts would hide": (
+        lambda: Within(Cast(4, 4), lambda x: 2 * x),
+        lambda: lambda w, x: (1 + 3e-11) * affine(w, 2 * x),
+        dict,
+        {"inner", ""},
+    ),
+    "a gradient that does not go straight through": (
+        lambda: Within(Quantised(4, 4), torch.tanh),
+        lambda: not_straight,
+        dict,
+        {"inner"},
+    ),
+    "a gradient that JAX stops": (
+        lambda: Within(LEAKY),
+        lambda: named(
+            nnx.Linear, lambda m, x: nnx.leaky_relu(m.inner(jax.lax.stop_gradient(x)), 0.2)
+        ),
+        linear("inner", "inner.0"),
+        {None, ""},
+    ),
+    "experts in one product": (
+        lambda: Within(Experts()),
+        lambda: experts,
+        dict,
+        {None, "inner"},
+    ),
+}
+"""The twin, its port with a fault, the weights, and the culprits that may be named."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_fault_is_found_where_the_sides_are_cut_otherwise(place, is_recorded, tmp_path):
+    twin, model, weights, culprits = PLACES[place]
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((5, 3, 4) if "padding" in place else (5, 4))
+    reference, inputs = twin(), [x]
+    if is_recorded:
+        record(reference, x, path=tmp_path / "twin.safetensors", dtypes=["float64"])
+        reference, inputs = tmp_path / "twin.safetensors", []
+    report = compare(reference, model(), *inputs, weights=weights, dtypes=["float64"], locate=True)
+    assert not report.passed
+    assert report.location.culprit in culprits, f"\n{report}"

@@ -1,0 +1,47 @@
+"""A fault on purpose: the report must name the submodule that has it, in each framework."""
+
+import pytest
+import torch
+from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, TorchModel
+
+from parity_tests import Report, compare
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def report_of(framework, fault) -> Report:
+    torch.manual_seed(0)
+    function, weights = FRAMEWORKS[framework](fault)
+    return compare(TorchModel(), function, TOKENS, weights=weights, dtypes=["float64"], locate=True)
+
+
+EVERY = ["NNX, as it is", "function"]
+"""Those in which every fault is planted in the quick tests; in the others one is."""
+
+
+@pytest.mark.parametrize(
+    ("framework", "fault"),
+    [
+        pytest.param(
+            framework,
+            fault,
+            marks=[] if framework in EVERY or fault == "gelu's gradient" else pytest.mark.slow,
+        )
+        for framework in FRAMEWORKS
+        for fault in FAULTS
+    ],
+)
+def test_a_fault_is_found_in_each_framework(framework, fault):
+    report = report_of(framework, fault)
+    culprit, direction = FAULTS[fault]
+    if framework == "NNX, nnx.scan":  # all blocks have the fault
+        first = "blocks.0" if direction == "forward" else "blocks.1"
+        culprit = culprit.replace("blocks.1", first)
+    assert report.location.culprit == culprit, f"\n{report}"
+    assert f"{culprit or 'the module itself'}, {direction}" in report.location.verdict
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_pairs_agree_without_a_fault(framework):
+    report = report_of(framework, None)
+    assert report.passed, f"\n{report}"

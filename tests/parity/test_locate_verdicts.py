@@ -1,0 +1,94 @@
+"""What the report says: the culprit, that there is none, or that it is not known."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+from faulty_pairs import Parts, TorchParts, X, located
+
+from parity_tests import compare, tap
+from parity_tests.engine.locate.find import find_departure
+from parity_tests.engine.torch_reference import TorchReference
+from parity_tests.registry import CASES, MUTATIONS
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def departure(case, dtype):
+    problem = CASES[case].problem()
+    return find_departure(problem, TorchReference(problem).theirs(dtype), {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is not None], ids=str)
+def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
+    with mutation.plant():
+        location = departure(mutation.case, "float64")
+    assert location.culprit == mutation.culprit, f"\n{location}"
+
+
+@pytest.mark.parametrize("name", ["HawkBlock", "RWKVLanguageModel", "GPModel of hyena"])
+def test_no_fault_is_found_where_there_is_none(name):
+    location = departure(name, "float32")
+    assert location.culprit is None, f"\n{location}"
+    assert str(location).endswith("first to depart: none, all that was compared agrees")
+
+
+def test_a_shape_that_departs():
+    location = located(
+        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x[:, :3], "b": lambda x: 2 * x},
+        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x[:, :2], "b": lambda x: 2 * x},
+        X,
+    )
+    assert location.culprit == "a"
+    assert "shape (3, 2), not (3, 3)" in str(location)
+
+
+def test_a_dtype_that_departs_though_the_numbers_agree():
+    location = located(
+        {"call": lambda m, x: m.a(x).sum() * x, "a": lambda x: x.round()},
+        {"call": lambda m, x: m.a(x).sum() * x, "a": lambda x: x.round().astype(jnp.float32)},
+        X,
+    )
+    assert location is None, "numbers of the dtype asked for come out"
+    location = located(
+        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x.round(), "b": lambda x: 2 * x},
+        {
+            "call": lambda m, x: m.b(m.a(x)),
+            "a": lambda x: x.round().astype(jnp.float32),
+            "b": lambda x: 2 * x,
+        },
+        X,
+    )
+    assert location.culprit == "a"
+    assert location.verdict == "a, by its dtype"
+
+
+def test_a_module_that_raises_is_named():
+    model = Parts(lambda m, x: m.a(x), a=lambda x: x @ x)
+    with pytest.raises(TypeError) as found:
+        compare(TorchParts(lambda m, x: m.a(x), a=lambda x: x @ x.T), model, X, locate=True)
+    assert found.value.__notes__[-1] == "in JAX's a"
+
+
+def test_nothing_compared_is_not_agreement():
+    """Of a function that computes in another way, and of a module that is no part of it."""
+    twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    report = compare(
+        twin,
+        lambda w, x: (
+            1.5 * (x @ (w["0.weight"].T @ w["1.weight"].T))
+            + w["1.bias"]
+            + w["0.bias"] @ w["1.weight"].T
+        ),
+        X,
+        weights=dict,
+        dtypes=["float64"],
+        locate=True,
+    )
+    assert report.location.verdict.startswith(("not known", "0,")), f"\n{report}"
+
+
+def test_a_tap_does_nothing_outside_of_a_comparison():
+    assert tap("a", X) is X
+    with pytest.raises(TypeError, match=r"^name: expected the name of a torch submodule, got 3"):
+        tap(3, X)
