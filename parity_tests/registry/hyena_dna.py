@@ -111,7 +111,12 @@ MIXER = "jax_models.layers.hyena_dna.HyenaDNAMixer.operator"
 
 MUTATIONS = [
     of_mixer("B forgotten", kind="weights", plant=zeroed("B"), culprit=""),
-    of_block("another frequency", kind="weights", plant=edited(another_sine), culprit="mixer"),
+    of_block(
+        "another frequency",
+        kind="weights",
+        plant=edited(another_sine),
+        culprit="mixer.filter_fn.implicit_filter.1",
+    ),
     of_model(
         "output projection transposed",
         kind="weights",
