@@ -31,6 +31,7 @@ from jax_models.layers.hyena import (
     HyenaState,
     LongConvState,
 )
+from jax_models.layers.hyena_dna import HyenaDNABlock, HyenaDNAFilter, HyenaDNAMixer
 from jax_models.layers.hyper_lstm import HyperLSTM, HyperLSTMState
 from jax_models.layers.layer_norm_lstm import LayerNormLSTM
 from jax_models.layers.lstm import LSTM, LSTMState
@@ -64,8 +65,13 @@ from jax_models.models.generation import generate, stream
 from jax_models.models.gp import GPModel, GPModelConfig
 from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
 from jax_models.models.hawk import HawkLanguageModel, HawkLanguageModelConfig
+from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
-from jax_models.models.pretrained import griffin_from_weights, rwkv_from_torch
+from jax_models.models.pretrained import (
+    griffin_from_weights,
+    hyena_dna_from_weights,
+    rwkv_from_torch,
+)
 from jax_models.models.rnn import RNNLanguageModel, RNNLanguageModelConfig
 from jax_models.models.rwkv import RWKVLanguageModel, RWKVLanguageModelConfig
 from jax_models.models.rwkv6 import RWKV6LanguageModel, RWKV6LanguageModelConfig
@@ -107,6 +113,11 @@ __all__ = [
     "HawkLanguageModelConfig",
     "HawkState",
     "HyenaBlock",
+    "HyenaDNABlock",
+    "HyenaDNAFilter",
+    "HyenaDNALanguageModel",
+    "HyenaDNALanguageModelConfig",
+    "HyenaDNAMixer",
     "HyenaFilter",
     "HyenaState",
     "HyperLSTM",
@@ -162,6 +173,7 @@ __all__ = [
     "from_torch",
     "generate",
     "griffin_from_weights",
+    "hyena_dna_from_weights",
     "keras_table",
     "onnx_table",
     "project",

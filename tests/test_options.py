@@ -25,7 +25,8 @@ SIZES = {
     "RWKV6TimeMix": (64,), "RWKV6ChannelMix": (5, 6), "RWKV6Block": (64,),
     "RWKV7TimeMix": (64,), "RWKV7ChannelMix": (5, 6), "RWKV7Block": (64,),
     "HyenaBlock": (5, 8), "AuthenticHyenaBlock": (5, 8), "HyenaFilter": (5, 8),
-    "AuthenticHyenaFilter": (5, 8), "LayerNorm": (5,), "RMSNorm": (5,), "GroupNorm": (6, 2),
+    "AuthenticHyenaFilter": (5, 8), "HyenaDNAFilter": (5, 8), "HyenaDNAMixer": (5, 8),
+    "HyenaDNABlock": (5, 6, 8), "LayerNorm": (5,), "RMSNorm": (5,), "GroupNorm": (6, 2),
     "ZeroCenteredRMSNorm": (5,), "SileroVAD": (),
 }  # fmt: skip
 CONFIGS = [
@@ -148,7 +149,7 @@ class Layer(SequenceLayer):
         names["Layer"](3, 0)
 
 
-@pytest.mark.parametrize("name", ["HyenaFilter", "AuthenticHyenaFilter"])
+@pytest.mark.parametrize("name", ["HyenaFilter", "AuthenticHyenaFilter", "HyenaDNAFilter"])
 @pytest.mark.parametrize("length", [-1, "a", 2.0])
 def test_a_filter_has_a_number_of_taps(name, length):
     with pytest.raises(ValueError, match=r"length: expected .*, got .*"):

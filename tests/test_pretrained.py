@@ -15,6 +15,7 @@ from safetensors.flax import save_file
 
 from jax_models import (
     GriffinLanguageModelConfig,
+    HyenaDNALanguageModelConfig,
     LanguageModel,
     RWKV6LanguageModelConfig,
     RWKV7LanguageModelConfig,
@@ -22,7 +23,15 @@ from jax_models import (
     to_torch,
 )
 from train import generate as command
-from train.pretrained import END_OF_TEXT, WORLD_SIZE, Numbers, World, read_model, tokens_of
+from train.pretrained import (
+    END_OF_TEXT,
+    WORLD_SIZE,
+    Nucleotides,
+    Numbers,
+    World,
+    read_model,
+    tokens_of,
+)
 
 TEXT = "Grüße, 世界 🎉\n\tdef f(x):"
 SIZES = {"features": 8, "num_layers": 2, "head_size": 4}
@@ -88,6 +97,25 @@ def test_tokens_go_on_as_tokens(tmp_path, capsys):
     written = [int(number) for number in capsys.readouterr().out.split()]
     assert written == [3, 1, 4, *np.asarray(tokens)[0]]
     assert [*Numbers().pieces(tokens[0])] == [f" {token}" for token in np.asarray(tokens)[0]]
+
+
+def test_a_sequence_of_nucleotides_goes_on(tmp_path, monkeypatch, capsys):
+    """The command of docs/weights.md."""
+    monkeypatch.chdir(tmp_path)
+    model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
+    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
+    torch.save(weights, "hyenadna.pth")
+    command.main(["--weights", "hyenadna.pth", "--prompt", "ACGTN", "--num-tokens", "40"])
+    tokens = generate(model, np.arange(7, 12)[None], 40, key=jax.random.key(0))
+    text = "".join(Nucleotides().pieces(np.asarray(tokens)[0]))
+    assert capsys.readouterr().out == f"ACGTN{text}\n"
+    expected = r"--prompt: expected nucleotides, ACGTN, got ' ', 'U', 'a'"
+    with pytest.raises(command.CommandLineError, match=expected):
+        command.main(["--weights", "hyenadna.pth", "--prompt", "aCG U"])
+
+
+def test_a_sequence_of_nucleotides_ends_at_its_separator():
+    assert [*Nucleotides().pieces([7, 11, 0, 12, 1, 8])] == ["A", "N", "\ufffd", "\ufffd"]
 
 
 def test_the_world_vocabulary_needs_its_package(monkeypatch):

@@ -15,7 +15,12 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import torch_ref
-from jax_models import GriffinLanguageModelConfig, RWKV7LanguageModelConfig, to_torch
+from jax_models import (
+    GriffinLanguageModelConfig,
+    HyenaDNALanguageModelConfig,
+    RWKV7LanguageModelConfig,
+    to_torch,
+)
 from train.__main__ import main as train
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +58,8 @@ def test_a_block_runs(name, tmp_path, monkeypatch):
     small = RWKV7LanguageModelConfig(vocab_size=30, features=8, num_layers=2, head_size=4)
     rwkv7 = torch_ref.RWKV7LanguageModel.from_config(small)
     torch.save(rwkv7.state_dict(), "RWKV-x070-World-0.1B.pth")
+    dna = HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9)
+    torch.save(torch_ref.HyenaDNALanguageModel.from_config(dna).state_dict(), "hyenadna.pth")
     save_recurrentgemma(tmp_path / "recurrentgemma-2b")
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     for package, sign in NEEDED.items():

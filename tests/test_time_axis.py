@@ -40,6 +40,8 @@ LAYERS = {
     "RWKV7Block": RWKV,
     "HyenaBlock": {"max_length": 32},
     "AuthenticHyenaBlock": {"max_length": 32},
+    "HyenaDNAMixer": {"max_length": 32, "order": 3},
+    "HyenaDNABlock": {"mlp_features": 12, "max_length": 32},
 }
 QUICK = {"HawkBlock", "HyenaBlock"}
 

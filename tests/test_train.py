@@ -170,6 +170,7 @@ SIZES = {
     "rwkv": "--model.features 12 --model.hidden-features 16",
     "rwkv6": "--model.features 12 --model.head-size 6 --model.hidden-features 16",
     "rwkv7": "--model.features 12 --model.head-size 6 --model.hidden-features 16",
+    "hyena-dna": "--model.features 12 --model.mlp-features 16 --model.filter-features 8",
     "annotated-hyena": BY_THE_SEED,
     "annotated-attention-small": f"{BY_THE_SEED} --model.num-heads 2",
     "authentic-hyena": f"{BY_THE_SEED} --model.mlp-features 8",

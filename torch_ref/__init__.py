@@ -11,6 +11,7 @@ from torch_ref.layers.griffin import (
 from torch_ref.layers.gru import GRUScratch
 from torch_ref.layers.hawk import RGLRU, CausalConv1d, GatedMLP, Hawk, HawkBlock
 from torch_ref.layers.hyena import AuthenticHyenaBlock, HyenaBlock, Projection
+from torch_ref.layers.hyena_dna import HyenaDNABlock, HyenaDNAFilter, HyenaDNAMixer
 from torch_ref.layers.hyena_filter import (
     AuthenticHyenaFilter,
     AuthenticWindow,
@@ -32,6 +33,7 @@ from torch_ref.models.generation import generate
 from torch_ref.models.gp import GPModel
 from torch_ref.models.griffin import GriffinLanguageModel
 from torch_ref.models.hawk import HawkLanguageModel
+from torch_ref.models.hyena_dna import HyenaDNALanguageModel
 from torch_ref.models.rnn import RNNLanguageModel
 from torch_ref.models.rwkv import RWKVLanguageModel
 from torch_ref.models.rwkv6 import RWKV6LanguageModel
@@ -56,6 +58,10 @@ __all__ = [
     "HawkBlock",
     "HawkLanguageModel",
     "HyenaBlock",
+    "HyenaDNABlock",
+    "HyenaDNAFilter",
+    "HyenaDNALanguageModel",
+    "HyenaDNAMixer",
     "HyenaFilter",
     "HyperLSTM",
     "HyperLSTMCell",

@@ -12,6 +12,7 @@ from jax_models import (
     GPModelConfig,
     GriffinLanguageModelConfig,
     HawkLanguageModelConfig,
+    HyenaDNALanguageModelConfig,
     LanguageModelConfig,
     RNNLanguageModelConfig,
     RWKV6LanguageModelConfig,
@@ -33,6 +34,7 @@ MODEL_CONFIGS = {
         RWKV6LanguageModelConfig,
         RWKV7LanguageModelConfig,
         GPModelConfig,
+        HyenaDNALanguageModelConfig,
     )
 }
 """The language models, by the name that a run's config.json keeps."""
@@ -223,6 +225,9 @@ PRESETS = {
     "rwkv": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKVLanguageModelConfig()),
     "rwkv6": dataclasses.replace(_SHAKESPEARE_SMALL_BATCHES, model=RWKV6LanguageModelConfig()),
     "rwkv7": dataclasses.replace(_SHAKESPEARE_SMALL_BATCHES, model=RWKV7LanguageModelConfig()),
+    "hyena-dna": dataclasses.replace(
+        _SHAKESPEARE_WARM, model=HyenaDNALanguageModelConfig(context_length=128)
+    ),
     **_ANNOTATED,
     "annotated-hyena-small": _small(_ANNOTATED["annotated-hyena"], num_layers=3),
     "annotated-attention-small": _small(_ANNOTATED["annotated-attention"], num_layers=3),

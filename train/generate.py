@@ -26,8 +26,8 @@ class Arguments(CheckedFields):
     run: Path | None = None
     """The folder of the run."""
     weights: Path | None = None
-    """A checkpoint in the place of a run: of RWKV-4, 6 or 7, .pth or .safetensors, or the folder of
-    a RecurrentGemma of transformers'."""
+    """A checkpoint in the place of a run: of RWKV-4, 6 or 7 or HyenaDNA, .pth or .safetensors, or
+    the folder of a RecurrentGemma of transformers'."""
     prompt: str | None = None
     """The text to continue; by default of a run the end of another, or its first token."""
     prompt_tokens: str | None = None

@@ -15,8 +15,10 @@ from safetensors import SafetensorError
 
 from jax_models import (
     GriffinLanguageModelConfig,
+    HyenaDNALanguageModel,
     LanguageModel,
     griffin_from_weights,
+    hyena_dna_from_weights,
     read_pth,
     rwkv_from_torch,
 )
@@ -80,6 +82,27 @@ class World:
         yield decoder.decode(b"", final=True)
 
 
+class Nucleotides:
+    """The tokens of HyenaDNA: A, C, G, T and N, after seven that stand for no nucleotide."""
+
+    letters = "ACGTN"
+    first = 7
+    end_of_text = 1
+
+    def encode(self, text: str, name: str = "text") -> np.ndarray:
+        """A token for each letter, int32."""
+        if unknown := {*text} - {*self.letters}:
+            found = ", ".join(map(repr, sorted(unknown)[:20]))
+            raise CommandLineError(f"{name}: expected nucleotides, {self.letters}, got {found}")
+        return np.array([self.first + self.letters.index(letter) for letter in text], np.int32)
+
+    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
+        """The letters of tokens, as they come, up to the end of the text."""
+        for token in until_end(tokens, self.end_of_text):
+            known = self.first <= token < self.first + len(self.letters)
+            yield self.letters[token - self.first] if known else "\N{REPLACEMENT CHARACTER}"
+
+
 class OwnTokens(Subwords):
     """The tokens of the tokenizer in a checkpoint's folder.
 
@@ -102,7 +125,7 @@ class OwnTokens(Subwords):
 
 
 def read_model(path: Path) -> LanguageModel:
-    """The RWKV in a file of torch's or of safetensors, or the RecurrentGemma in a folder.
+    """The model in a file of torch's or of safetensors, or the RecurrentGemma in a folder.
 
     Raises:
         CommandLineError: there is no such file, or no such model in it.
@@ -121,9 +144,9 @@ def read_model(path: Path) -> LanguageModel:
                 weights |= load_file(shard)
             dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
             return griffin_from_weights(weights, config, param_dtype=dtype)
-        if path.suffix == ".safetensors":
-            return rwkv_from_torch(load_file(path))
-        return rwkv_from_torch(read_pth(path))
+        weights = load_file(path) if path.suffix == ".safetensors" else read_pth(path)
+        is_hyena_dna = any(".mixer.filter_fn." in key for key in weights)
+        return hyena_dna_from_weights(weights) if is_hyena_dna else rwkv_from_torch(weights)
 
 
 def tokens_of(model: LanguageModel, path: Path) -> Tokens:
@@ -133,6 +156,8 @@ def tokens_of(model: LanguageModel, path: Path) -> Tokens:
         CommandLineError: it is not known.
 
     """
+    if isinstance(model, HyenaDNALanguageModel):
+        return Nucleotides()
     if path.is_dir():
         if not (path / TOKENIZER).exists():
             raise CommandLineError(f"--prompt: {path} has no {TOKENIZER} ({OR_TOKENS})")

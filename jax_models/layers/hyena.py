@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,18 @@ from jax_models.ops.time_axis import all_steps, refuse_lengths
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, linear, nested, squeezed
+
+
+class Filter(Protocol):
+    """The filters of a Hyena, which are modules."""
+
+    def __call__(self, length: int, /) -> Float[Array, "order features length"]:
+        """The first `length` taps."""
+        ...
+
+    def torch_layouts(self) -> Layouts:
+        """Their weight tables."""
+        ...
 
 
 class HyenaState(NamedTuple):
@@ -41,7 +53,7 @@ class FilterTaps:
 
 
 class HyenaOperator(SequenceLayer[HyenaState]):
-    """What the two blocks share: the projections, the long convolutions, and their state."""
+    """What Hyenas share: the projections, the long convolutions, and their state."""
 
     divides_time = True
 
@@ -51,9 +63,10 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         self,
         features: int,
         max_length: int,
-        make_filter: Callable[..., HyenaFilter | AuthenticHyenaFilter],
+        make_filter: Callable[[], Filter],
         *,
         order: int,
+        num_filters: int,
         kernel_size: int,
         dropout_rate: float,
         time_major: bool,
@@ -65,7 +78,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.max_length = max_length
-        self.order = order
+        self.num_gates, self.num_filters = order, num_filters
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         linear_options = {
             "kernel_init": kernel_init or torch_uniform(features),
@@ -80,10 +93,8 @@ class HyenaOperator(SequenceLayer[HyenaState]):
             bias_init=bias_init,
             **options,
         )
-        self.filter: HyenaFilter | AuthenticHyenaFilter | FixedFilter = make_filter(
-            features, max_length, order=order, param_dtype=param_dtype, rngs=rngs
-        )
-        self.B = nnx.Param(jax.random.normal(rngs.params(), (order, features), param_dtype))
+        self.filter: Filter | FixedFilter = make_filter()
+        self.B = nnx.Param(jax.random.normal(rngs.params(), (num_filters, features), param_dtype))
         self.proj_output = Linear(features, features, **linear_options)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
@@ -104,7 +115,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         """No inputs yet, in at least float32."""
         dtype = self.state_dtype
         sizes = (batch_size, self.in_features, self.max_length)
-        long = tuple(ops.empty_long_conv_state(*sizes, dtype) for _ in range(self.order))
+        long = tuple(ops.empty_long_conv_state(*sizes, dtype) for _ in range(self.num_filters))
         return HyenaState(self.conv.init_state(batch_size), long)
 
     def start(self, batch_size: int) -> None:
@@ -126,7 +137,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         conv = self.conv.init_state(batch_size) if state is None else state.conv
         u = x.astype(self.computation_dtype(x))
         z, conv = self.conv.sequence(self.proj_input(u), conv, lengths, None)
-        *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.order + 1, axis=1)
+        *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.num_gates + 1, axis=1)
         graphdef, params = nnx.split(self.filter)
 
         past = None if state is None else state.long
@@ -145,7 +156,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
             return y
 
         y = self.operator(u, gates, v, convolve)
-        return y, HyenaState(conv, tuple(last_states[n] for n in range(self.order)))
+        return y, HyenaState(conv, tuple(last_states[n] for n in range(self.num_filters)))
 
     def operator(
         self,
@@ -233,8 +244,11 @@ class HyenaBlock(HyenaOperator):
         super().__init__(
             features,
             max_length,
-            HyenaFilter,
+            partial(
+                HyenaFilter, features, max_length, order=order, param_dtype=param_dtype, rngs=rngs
+            ),
             order=order,
+            num_filters=order,
             kernel_size=kernel_size,
             dropout_rate=dropout_rate,
             time_major=time_major,
@@ -321,17 +335,23 @@ class AuthenticHyenaBlock(HyenaOperator):
     ):
         make_filter = partial(
             AuthenticHyenaFilter,
+            features,
+            max_length,
+            order=order,
             embed_features=embed_features,
             mlp_features=mlp_features,
             num_filter_layers=num_filter_layers,
             omega=omega,
             implicit=implicit,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         super().__init__(
             features,
             max_length,
             make_filter,
             order=order,
+            num_filters=order,
             kernel_size=kernel_size,
             dropout_rate=dropout_rate,
             time_major=time_major,

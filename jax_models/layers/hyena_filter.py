@@ -60,15 +60,15 @@ class HyenaFilter(CheckedOptions, nnx.Module):
     ):
         shape = (order, features, max_length)
         self.h = nnx.Param(jax.random.normal(rngs.params(), shape, param_dtype))
-        self.alphas = nnx.Param(_decays(features, param_dtype))
+        self.alphas = nnx.Param(decays(features, param_dtype))
         self.b = nnx.Param(jnp.zeros(features, param_dtype))
-        self.t = Constant(_unit_times(max_length, param_dtype))
+        self.t = Constant(unit_times(max_length, param_dtype))
 
     def __call__(self, length: int) -> Float[Array, "order features length"]:
         """The first `length` taps, in at least float32."""
         check_time("length", length, self.t.shape[0])
-        g = _wide(self.h)[:, :, :length]
-        b = jnp.broadcast_to(_wide(self.b)[:, None], g.shape[1:])
+        g = wide(self.h)[:, :, :length]
+        b = jnp.broadcast_to(wide(self.b)[:, None], g.shape[1:])
         h = g * jnp.broadcast_to(_decay(self.alphas, self.t, length) + b, g.shape)
         return h / jnp.sum(jnp.abs(h), axis=1, keepdims=True)
 
@@ -157,24 +157,24 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         self.freqs = nnx.List(
             Constant(jnp.full(mlp_features, omega, param_dtype)) for _ in widths[1:-1]
         )
-        self.alphas = nnx.Param(_decays(features, param_dtype))
-        self.t = Constant(_unit_times(max_length, param_dtype))
-        self.time_emb = Constant(_unit_times(max_length, param_dtype))
+        self.alphas = nnx.Param(decays(features, param_dtype))
+        self.t = Constant(unit_times(max_length, param_dtype))
+        self.time_emb = Constant(unit_times(max_length, param_dtype))
 
     def __call__(self, length: int) -> Float[Array, "order features length"]:
         """The first `length` taps, in at least float32."""
         check_time("length", length, self.shape[2])
-        h = self.network(length) if self.implicit else _wide(self.h)[:, :, :length]
+        h = self.network(length) if self.implicit else wide(self.h)[:, :, :length]
         return h * jnp.broadcast_to(_decay(self.alphas, self.t, length), h.shape)
 
     def network(self, length: int) -> Float[Array, "order features length"]:
         """The network at the first `length` positions."""
-        z = _wide(self.pos_emb)[:length]
+        z = wide(self.pos_emb)[:length]
         for kernel, bias, freq in zip(self.kernels, self.biases, self.freqs, strict=False):
-            z = ops.affine(z, _wide(kernel), _wide(bias))
-            z = jnp.sin(jnp.broadcast_to(_wide(freq), z.shape) * z)
+            z = ops.affine(z, wide(kernel), wide(bias))
+            z = jnp.sin(jnp.broadcast_to(wide(freq), z.shape) * z)
         order, features, _ = self.shape
-        return ops.affine(z, _wide(self.kernels[-1])).T.reshape(order, features, length)
+        return ops.affine(z, wide(self.kernels[-1])).T.reshape(order, features, length)
 
     def torch_layouts(self) -> Layouts:
         """`annotated-hyena`: the seed's keys."""
@@ -228,20 +228,23 @@ def _taps(graphdef, params, length: int) -> Float[Array, "order features length"
     return nnx.merge(graphdef, params)(length)
 
 
-def _wide(param: nnx.Variable) -> Array:
+def wide(param: nnx.Variable) -> Array:
+    """The parameter in at least float32."""
     return param[...].astype(carry_dtype(param.dtype))
 
 
 def _decay(alphas: nnx.Variable, t: nnx.Variable, length: int) -> Float[Array, "features length"]:
-    return jnp.exp(jnp.outer(_wide(alphas), _wide(t)[:length]))
+    return jnp.exp(jnp.outer(wide(alphas), wide(t)[:length]))
 
 
-def _decays(features: int, dtype) -> Float[Array, " features"]:
+def decays(features: int, dtype) -> Float[Array, " features"]:
+    """From slow to fast, as exponents at time 1."""
     fastest, slowest = math.log(TARGET) / FAST_DECAY, math.log(TARGET) / SLOW_DECAY
     return jnp.asarray(np.linspace(slowest, fastest, features), dtype)
 
 
-def _unit_times(max_length: int, dtype) -> Float[Array, " max_length"]:
+def unit_times(max_length: int, dtype) -> Float[Array, " max_length"]:
+    """From 0 to 1."""
     return jnp.asarray(np.linspace(0, 1, max_length), dtype)
 
 

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_models.layers.rwkv_version import rwkv_version
 from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
+from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.rwkv import RWKVLanguageModelConfig, undivided
 from jax_models.models.rwkv6 import RWKV6LanguageModelConfig
@@ -112,3 +113,40 @@ def griffin_from_weights(
         lambda: known.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
     )
     return from_torch(model, state_dict)
+
+
+@checked_options
+def hyena_dna_from_weights(
+    weights: Mapping[str, Any],
+    config: HyenaDNALanguageModelConfig | None = None,
+    *,
+    dtype: FloatingDtype | None = None,
+    param_dtype: FloatingDtype = jnp.float32,
+) -> HyenaDNALanguageModel:
+    """The HyenaDNA whose checkpoint this is.
+
+        >>> model = HyenaDNALanguageModelConfig(context_length=128).build(rngs=nnx.Rngs(0))
+        >>> model = hyena_dna_from_weights(to_torch(model))
+
+    The layout and the sizes, the longest sequence among them, are read from the keys and the
+    shapes. No weights are drawn, unless the config has dropout.
+
+    Args:
+        weights: torch tensors or arrays by key, in any of `HyenaDNALanguageModel`'s layouts.
+        config: None: what `HyenaDNALanguageModelConfig.from_state_dict` reads from the shapes.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+
+    Raises:
+        TypeError: the weights are no mapping.
+        ValueError: they are of no HyenaDNA, or their keys and shapes contradict each other or the
+            config.
+
+    """
+    known = config or HyenaDNALanguageModelConfig.from_state_dict(weights)
+
+    def build() -> HyenaDNALanguageModel:
+        return known.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+
+    drops = known.block_dropout_rate or known.embedding_dropout_rate
+    return from_torch(build() if drops else nnx.eval_shape(build), weights)

@@ -125,15 +125,17 @@ def expanded(param: str, key: str, axes: tuple[int, ...]) -> Weight:
     return row._replace(to_jax=row.to_torch, to_torch=row.to_jax)
 
 
-def tied(param: str, keys: tuple[str, str]) -> Weight:
-    """Both keys' arrays are the parameter; import refuses two that differ."""
+def tied(param: str, keys: tuple[str, ...]) -> Weight:
+    """All keys' arrays are the parameter; import refuses two that differ."""
 
-    def one(a, b):
-        if not isinstance(a, Tracer) and np.asarray(a).tobytes() != np.asarray(b).tobytes():
-            raise ValueError("two different arrays, where the model has one for both")
+    def one(a, *others):
+        if not isinstance(a, Tracer):
+            numbers = np.asarray(a).tobytes()
+            if any(np.asarray(other).tobytes() != numbers for other in others):
+                raise ValueError("two different arrays, where the model has one")
         return (a,)
 
-    return Weight((param,), keys, one, lambda a: (a, a))
+    return Weight((param,), keys, one, lambda a: (a,) * len(keys))
 
 
 def unused(key: str, value: np.ndarray) -> Weight:

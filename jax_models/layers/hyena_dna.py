@@ -1,0 +1,403 @@
+"""Hyena as in HyenaDNA (arXiv 2306.15794) and in safari, the code of the Hyena paper."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_models import ops
+from jax_models.layers.dropout import Dropout
+from jax_models.layers.hyena import HyenaOperator, HyenaState
+from jax_models.layers.hyena_filter import decays, unit_times, wide
+from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.layers.norm import LayerNorm
+from jax_models.options import CheckedOptions, FloatingDtype, Initializer
+from jax_models.sequence import SequenceLayer, check_time
+from jax_models.weights import (
+    Layouts,
+    Weight,
+    layer_norm,
+    linear,
+    nested,
+    same,
+    squeezed,
+    tied,
+    transposed,
+)
+from jax_models.weights.constant import Constant
+from jax_models.weights.rows import reshaped
+
+LOWEST_FREQUENCY = 1e-4
+"""The first of the frequencies by which a position is embedded; the last is their number − 1."""
+TAPS = 3
+"""Those of the short convolution."""
+
+
+class HyenaDNAFilter(CheckedOptions, nnx.Module):
+    """The filters of HyenaDNA: a network of the position with trained sines, times a window.
+
+        >>> taps = HyenaDNAFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
+        >>> taps.shape
+        (1, 64, 100)
+
+        h_t = (sin(f ⊙ (… sin(f ⊙ (z_t W_1 + b_1)) …)) W_last) ⊙ (exp(−t/(L−1) |δ|) + shift)
+
+    z (max_length, embed_features) is trained, and so is f, one for all sines; δ (order, features)
+    and t are constants. All of them depend on max_length: taps of a model of another length differ.
+
+    Args:
+        features: D.
+        max_length: L, the longest sequence.
+        order: the number of filters, one less than the operator's order.
+        embed_features: size of z_t, odd: t/(L−1), then cosines and sines of 1e-4, …, K − 1
+            periods, K of them in equal steps.
+        mlp_features: width of the network.
+        num_filter_layers: linear layers of the network, at least 2; all but the last have a bias
+            and a sine.
+        omega: f at first.
+        shift: what the window falls to: 0.05 in HyenaDNA, 0 in safari, by default.
+        param_dtype: the parameters' dtype.
+        rngs: draws the matrices and biases, as torch does.
+
+    Raises:
+        ValueError: a size is not positive, embed_features is even or less than 3, or there are
+            fewer than 2 layers.
+
+    Layouts: `hyena-dna` (HyenaFilter of HyenaDNA's standalone file), `hyena-dna-file` (the same
+    with f under one key, as safetensors has it), `safari` (HyenaFilter of safari, which numbers
+    several filters' features in another order).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        max_length: int,
+        *,
+        order: int = 1,
+        embed_features: int = 5,
+        mlp_features: int = 64,
+        num_filter_layers: int = 4,
+        omega: float = 10.0,
+        shift: float = 0.05,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if embed_features % 2 == 0 or embed_features < 3:
+            raise ValueError(
+                f"embed_features: expected an odd number of at least 3 (the time, and a cosine and "
+                f"a sine of each frequency), got {embed_features}"
+            )
+        if num_filter_layers < 2:
+            raise ValueError(f"num_filter_layers: expected at least 2, got {num_filter_layers}")
+        self.shape, self.shift = (order, features, max_length), shift
+        widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
+        self.z = nnx.Param(_positions(max_length, embed_features, param_dtype))
+        self.kernels = nnx.List(
+            nnx.Param(torch_uniform(fan_in)(rngs.params(), (fan_in, fan_out), param_dtype))
+            for fan_in, fan_out in itertools.pairwise(widths)
+        )
+        self.biases = nnx.List(
+            nnx.Param(torch_uniform(fan_in)(rngs.params(), (mlp_features,), param_dtype))
+            for fan_in in widths[:-2]
+        )
+        self.freq = nnx.Param(jnp.full((1, mlp_features), omega, param_dtype))
+        self.t = Constant(unit_times(max_length, param_dtype))
+        self.deltas = Constant(decays(order * features, param_dtype).reshape(order, features))
+
+    def __call__(self, length: int) -> Float[Array, "order features length"]:
+        """The first `length` taps, in at least float32."""
+        order, features, max_length = self.shape
+        check_time("length", length, max_length)
+        z = wide(self.z)[:length]
+        for kernel, bias in zip(self.kernels, self.biases, strict=False):
+            z = ops.affine(z, wide(kernel), wide(bias))
+            z = jnp.sin(jnp.broadcast_to(wide(self.freq), z.shape) * z)
+        h = ops.affine(z, wide(self.kernels[-1])).T.reshape(order, features, length)
+        decay = jnp.abs(wide(self.deltas))[..., None] * wide(self.t)[None, None, :length]
+        return h * (jnp.exp(-decay) + self.shift)
+
+    def torch_layouts(self) -> Layouts:
+        """`hyena-dna`; `hyena-dna-file`, whose sines have one key; `safari`."""
+        order, features, _ = self.shape
+        last = len(self.biases)
+        freqs = tuple(f"implicit_filter.{2 * i + 1}.freq" for i in range(last))
+        common = [
+            squeezed("z", "pos_emb.z", (0,)),
+            squeezed("t", "pos_emb.t", (0, 2)),
+            *(transposed(f"kernels.{i}", f"implicit_filter.{2 * i}.weight") for i in range(last)),
+            *(same(f"biases.{i}", f"implicit_filter.{2 * i}.bias") for i in range(last)),
+        ]
+        deltas = squeezed("deltas", "modulation.deltas", (0, 1))
+        deltas = reshaped(deltas, (order, features), (order * features,))
+        outputs = transposed(f"kernels.{last}", f"implicit_filter.{2 * last}.weight")
+        return {
+            "hyena-dna": [*common, tied("freq", freqs), outputs, deltas],
+            "hyena-dna-file": [*common, same("freq", freqs[0]), outputs, deltas],
+            "safari": [
+                *common,
+                tied("freq", freqs),
+                by_feature(outputs, order),
+                by_feature(deltas, order, axis=2),
+            ],
+        }
+
+
+def by_feature(row: Weight, order: int, axis: int = 0) -> Weight:
+    """The row of a key that numbers the filters' features by feature first, then by filter."""
+
+    def turned(a, rows: int, columns: int):
+        shape = (*a.shape[:axis], rows, columns, *a.shape[axis + 1 :])
+        return a.reshape(shape).swapaxes(axis, axis + 1).reshape(a.shape)
+
+    return row._replace(
+        to_jax=lambda a: row.to_jax(turned(a, -1, order)),
+        to_torch=lambda a: (turned(row.to_torch(a)[0], order, -1),),
+    )
+
+
+class HyenaDNAMixer(HyenaOperator):
+    """The Hyena operator of order N as safari and HyenaDNA have it, products before convolutions.
+
+        >>> layer = HyenaDNAMixer(64, max_length=128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        x_0, …, x_{N−1}, v = conv(u W + b)              conv: short, causal, depthwise
+        v ← h_n ∗ (v ⊙ x_{N−n}) + B_n ⊙ v ⊙ x_{N−n}     n = 1 … N − 1; ∗: over the whole past
+        y = (v ⊙ x_0) W_out + b_out
+
+    x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is
+    `HyenaDNAFilter`. A step costs O(log² max_length) on average (`ops.online_conv`); outputs from
+    step max_length on are NaN. For inference, `nnx.view(layer, fixed_filters=True)` computes the
+    filters once.
+
+    Args:
+        features: size of u_t and y_t.
+        max_length: the longest sequence.
+        order: N, at least 2; there are N − 1 long convolutions.
+        dropout_rate: dropout of the output in training.
+        embed_features: size of the filter's embedding of a position, odd.
+        mlp_features: width of the filter's network.
+        num_filter_layers: linear layers of the filter's network, at least 2.
+        omega: frequency of the sines in the filter's network at first.
+        shift: what the filter's window falls to.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters. Filters, transforms
+            and state are in at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
+            filters have draws of their own.
+        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
+            convolution as torch does.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+
+    Raises:
+        ValueError: order is less than 2, a size is not as the filter needs it, or (at the call) x
+            is longer than max_length.
+        NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
+
+    Layouts: those of `HyenaDNAFilter` (HyenaOperator of HyenaDNA's standalone file, and of safari).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        max_length: int,
+        *,
+        order: int = 2,
+        dropout_rate: float = 0.0,
+        embed_features: int = 5,
+        mlp_features: int = 64,
+        num_filter_layers: int = 4,
+        omega: float = 10.0,
+        shift: float = 0.05,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if order < 2:
+            raise ValueError(f"order: expected at least 2, got {order}")
+        make_filter = partial(
+            HyenaDNAFilter,
+            features,
+            max_length,
+            order=order - 1,
+            embed_features=embed_features,
+            mlp_features=mlp_features,
+            num_filter_layers=num_filter_layers,
+            omega=omega,
+            shift=shift,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        super().__init__(
+            features,
+            max_length,
+            make_filter,
+            order=order,
+            num_filters=order - 1,
+            kernel_size=TAPS,
+            dropout_rate=dropout_rate,
+            time_major=time_major,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
+
+    def operator(self, u, gates, v, convolve):
+        """`v ← h ∗ (v ⊙ x)` for each gate x but the first, from the last on, then the output."""
+        first, *others = gates
+        for n, x in enumerate(reversed(others)):
+            v = convolve(n, v * x)
+        return self.output(v * first)
+
+    def torch_layouts(self) -> Layouts:
+        """Those of the filter."""
+        order, features = self.num_filters, self.in_features
+        bias = reshaped(same("B", "filter_fn.bias"), (order, features), (order * features,))
+        return {
+            layout: [
+                *linear("proj_input", "in_proj"),
+                *nested(self.conv.torch_layouts()["hf"], "conv", "short_filter"),
+                *nested(table, "filter", "filter_fn"),
+                by_feature(bias, order) if layout == "safari" else bias,
+                *linear("proj_output", "out_proj"),
+            ]
+            for layout, table in self.filter.torch_layouts().items()
+        }
+
+
+class HyenaDNABlock(SequenceLayer[HyenaState]):
+    """The residual block of HyenaDNA.
+
+        >>> layer = HyenaDNABlock(64, 256, max_length=128, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        x ← x + mixer(norm1(x))
+        x ← x + gelu(norm2(x) W_up + b_up) W_down + b_down
+
+    x is (batch, time, features). The mixer is a `HyenaDNAMixer`, whose state is the block's; gelu
+    is the one by tanh.
+
+    Args:
+        features: size of x_t.
+        mlp_features: width of the MLP.
+        max_length: the longest sequence.
+        order: of the mixer, at least 2.
+        dropout_rate: dropout, in training, of what the mixer and the MLP add.
+        embed_features: size of the filter's embedding of a position, odd.
+        filter_features: width of the filter's network.
+        num_filter_layers: linear layers of the filter's network, at least 2.
+        omega: frequency of the sines in the filter's network at first.
+        shift: what the filter's window falls to.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices and the convolution's kernel. None: as torch does.
+        bias_init: draws the biases. None: zero, and for the convolution as torch does.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+
+    Raises:
+        ValueError: a size is not as the mixer needs it.
+        NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
+
+    Layouts: those of `HyenaDNAFilter` (Block of HyenaDNA's standalone file, and of safari).
+
+    """
+
+    divides_time = True
+
+    resettable = False
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        max_length: int,
+        *,
+        order: int = 2,
+        dropout_rate: float = 0.0,
+        embed_features: int = 5,
+        filter_features: int = 64,
+        num_filter_layers: int = 4,
+        omega: float = 10.0,
+        shift: float = 0.05,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        self.max_length = max_length
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.norm1 = LayerNorm(features, **options)
+        self.mixer = HyenaDNAMixer(
+            features,
+            max_length,
+            order=order,
+            dropout_rate=dropout_rate,
+            embed_features=embed_features,
+            mlp_features=filter_features,
+            num_filter_layers=num_filter_layers,
+            omega=omega,
+            shift=shift,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            **options,
+        )
+        self.norm2 = LayerNorm(features, **options)
+        options["bias_init"] = bias_init or nnx.initializers.zeros
+        narrow, wide = (kernel_init or torch_uniform(fan_in) for fan_in in (features, mlp_features))
+        self.up_proj = Linear(features, mlp_features, kernel_init=narrow, **options)
+        self.down_proj = Linear(mlp_features, features, kernel_init=wide, **options)
+        self.dropout = Dropout(dropout_rate, rngs=rngs)
+
+    def init_state(self, batch_size: int) -> HyenaState:
+        """The state of the mixer."""
+        return self.mixer.init_state(batch_size)
+
+    def start(self, batch_size: int) -> None:
+        """None: at the beginning the convolutions run over x alone."""
+        return None
+
+    def sequence(self, x, state, lengths, reset):
+        """The mixer, then the MLP, each after a norm and added to its input."""
+        x = x.astype(self.computation_dtype(x))
+        y, state = self.mixer.sequence(self.norm1(x), state, lengths, reset)
+        x = x + y
+        mlp = self.down_proj(jax.nn.gelu(self.up_proj(self.norm2(x))))
+        return x + self.dropout(mlp), state
+
+    def torch_layouts(self) -> Layouts:
+        """Those of the mixer."""
+        return {
+            layout: [
+                *layer_norm("norm1", "norm1"),
+                *nested(table, "mixer", "mixer"),
+                *layer_norm("norm2", "norm2"),
+                *linear("up_proj", "mlp.fc1"),
+                *linear("down_proj", "mlp.fc2"),
+            ]
+            for layout, table in self.mixer.torch_layouts().items()
+        }
+
+
+def _positions(max_length: int, embed_features: int, dtype) -> Float[Array, "max_length embed"]:
+    bands = embed_features // 2
+    frequencies = np.linspace(LOWEST_FREQUENCY, bands - 1, bands)
+    angle = 2 * np.pi * np.outer(np.arange(max_length), frequencies) / max_length
+    time = np.linspace(0, 1, max_length)[:, None]
+    return jnp.asarray(np.concatenate([time, np.cos(angle), -np.sin(angle)], axis=1), dtype)

@@ -1,0 +1,237 @@
+"""The language model of HyenaDNA (arXiv 2306.15794), over tokens of nucleotides."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Self, Unpack
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.dropout import Dropout
+from jax_models.layers.hyena_dna import HyenaDNABlock
+from jax_models.layers.linear import Linear
+from jax_models.layers.norm import LayerNorm
+from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
+from jax_models.ops.checks import checked_rate
+from jax_models.options import FloatingDtype
+from jax_models.weights import Layouts, Weight, layer_norm, nested, same, tied, transposed
+from jax_models.weights.keys import elsewhere
+from jax_models.weights.transfer import as_numpy
+
+EMBEDDING, HEAD = "backbone.embeddings.word_embeddings.weight", "lm_head.weight"
+normal = nnx.initializers.normal(0.02)
+"""How HyenaDNA draws embeddings and the head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HyenaDNALanguageModelConfig(StackConfig):
+    """The language model of HyenaDNA; the defaults are of its smallest model's size."""
+
+    vocab_size: int = 16
+    """Rows of the embedding: 12 tokens, then 4 that stand for nothing."""
+    context_length: int = 1024
+    """The most tokens of a sequence. The filters depend on it."""
+    features: int = 128
+    """Width of the model."""
+    num_layers: int = 2
+    """Blocks."""
+    mlp_features: int = 512
+    """Width of the MLPs."""
+    order: int = 2
+    """Of the Hyenas, at least 2; a Hyena has one long convolution less."""
+    embed_features: int = 3
+    """Size of a position's embedding in the filter network, odd."""
+    filter_features: int = 64
+    """Width of the filter network."""
+    num_filter_layers: int = 4
+    """Layers of the filter network."""
+    omega: float = 10.0
+    """Frequency of the filter network's sines at first."""
+    shift: float = 0.05
+    """What the filters' windows fall to."""
+    tied_head: bool = True
+    """The head is the embedding."""
+    block_dropout_rate: float = 0.0
+    """Dropout of what the blocks add."""
+    embedding_dropout_rate: float = 0.0
+    """Dropout of the embeddings: 0.1 in HyenaDNA's training."""
+
+    def __post_init__(self):
+        """Refuse sizes and rates that there are not."""
+        super().__post_init__()
+        checked_rate("block_dropout_rate", self.block_dropout_rate)
+        checked_rate("embedding_dropout_rate", self.embedding_dropout_rate)
+
+    def build(self, **options: Unpack[BuildOptions]) -> "HyenaDNALanguageModel":
+        """The model of this config."""
+        return HyenaDNALanguageModel(self, **options)
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
+        """The config of a checkpoint, read from its shapes, in any of the model's layouts.
+
+        What no shape tells is as in HyenaDNA, unless `options` say otherwise: `shift` (0 in safari
+        by default), and the rates of dropout.
+
+        Raises:
+            TypeError: the state_dict is no mapping, or there is no such option.
+            ValueError: it is not a checkpoint of such a model.
+
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
+        prefix = "hyena." if f"hyena.{EMBEDDING}" in state_dict else ""
+        if prefix + EMBEDDING not in state_dict:
+            found = elsewhere(state_dict, [{EMBEDDING}])
+            raise ValueError(f"state_dict: {found or f'not of a HyenaDNA, it has no {EMBEDDING}'}")
+
+        def shape(key: str, rank: int) -> tuple[int, ...]:
+            array = state_dict.get(prefix + key)
+            if array is None:
+                raise ValueError(f"state_dict: not of a HyenaDNA, it has no {prefix}{key}")
+            if len(array.shape) != rank:
+                found = f"{prefix}{key}: expected {rank} axes, got {tuple(array.shape)}"
+                raise ValueError(f"state_dict: {found}")
+            return tuple(array.shape)
+
+        keys = {str(key).removeprefix(prefix) for key in state_dict}
+        norms = (f"backbone.layers.{i}.norm1.weight" for i in itertools.count())
+        mixer = "backbone.layers.0.mixer"
+        network = f"{mixer}.filter_fn.implicit_filter"
+        vocab_size, features = shape(EMBEDDING, 2)
+        _, context_length, embed_features = shape(f"{mixer}.filter_fn.pos_emb.z", 3)
+        linears = sum(key.startswith(network) and key.endswith(".weight") for key in keys)
+        fields: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "context_length": context_length,
+            "features": features,
+            "num_layers": sum(1 for _ in itertools.takewhile(keys.__contains__, norms)),
+            "mlp_features": shape("backbone.layers.0.mlp.fc1.weight", 2)[0],
+            "order": shape(f"{mixer}.in_proj.weight", 2)[0] // max(features, 1) - 1,
+            "embed_features": embed_features,
+            "filter_features": shape(f"{network}.0.weight", 2)[0],
+            "num_filter_layers": linears,
+        }
+        if HEAD in state_dict:
+            head, table = (as_numpy(state_dict[key]) for key in (HEAD, prefix + EMBEDDING))
+            fields["tied_head"] = bool(np.array_equal(head, table))
+        return cls(**fields | options)
+
+
+class HyenaDNALanguageModel(LanguageModel):
+    """Token embedding → dropout → HyenaDNA blocks → LayerNorm → the token embedding again.
+
+        >>> config = HyenaDNALanguageModelConfig(features=64, mlp_features=96, context_length=128)
+        >>> model = config.build(rngs=nnx.Rngs(0))
+        >>> logits, state = model(jnp.zeros((8, 100), int))
+
+        logits = norm(layers(dropout(E[tokens]))) Eᵀ
+
+    There are no positions but those of the filters. A step costs O(log² context_length) on average.
+    `generate` and `stream` draw from the carried state until context_length is full, and from the
+    last context_length tokens from then on.
+
+    Args:
+        config: the sizes; `HyenaDNALanguageModelConfig.from_state_dict` reads them from a
+            checkpoint.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+
+    Layouts: `hyena-dna` (the model of HyenaDNA's standalone file, which has no head),
+    `hyena-dna-file` (the same in safetensors, which hold shared tensors once); with a head that is
+    or is not the embedding, `safari` (its language models, and those that HyenaDNA's repository
+    trains), `hyena-dna-hf` (the port to transformers), `hyena-dna-hf-file` (the same in
+    safetensors) and `hyena-dna-hf-file-with-head`.
+
+    """
+
+    def __init__(
+        self,
+        config: HyenaDNALanguageModelConfig,
+        *,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.config = config
+        self.max_length = config.context_length
+        self.embedding = nnx.Embed(
+            config.vocab_size, config.features, embedding_init=normal, **options
+        )
+        self.pos_embedding = None
+        self.dropout = Dropout(config.embedding_dropout_rate, rngs=rngs)
+        blocks = (
+            HyenaDNABlock(
+                config.features,
+                config.mlp_features,
+                config.context_length,
+                order=config.order,
+                dropout_rate=config.block_dropout_rate,
+                embed_features=config.embed_features,
+                filter_features=config.filter_features,
+                num_filter_layers=config.num_filter_layers,
+                omega=config.omega,
+                shift=config.shift,
+                **options,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.layers = config.stack(blocks)
+        self.norm = LayerNorm(config.features, **options)
+        sizes = (config.features, config.vocab_size)
+        own = partial(Linear, *sizes, use_bias=False, kernel_init=normal, **options)
+        self.lm_head = None if config.tied_head else own()
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens of a sequence."""
+        return self.max_length
+
+    def embed(self, tokens, positions):
+        """The embeddings, and dropout when training."""
+        return self.dropout(super().embed(tokens, positions))
+
+    def head(self, x):
+        """`x Eᵀ`, or the product with a matrix of its own."""
+        if self.lm_head is not None:
+            return self.lm_head(x)
+        return ops.affine(x, self.embedding.embedding[...].T.astype(x.dtype)).astype(x.dtype)
+
+    def torch_layouts(self) -> Layouts:
+        """Those of HyenaDNA's standalone file, if the head is the embedding; those with a head."""
+        of_layers = self.layers.torch_layouts()
+
+        def table(layout: str, prefix: str, head: bool) -> list[Weight]:
+            embedding = prefix + EMBEDDING
+            if self.lm_head is not None:
+                ends = [
+                    same("embedding.embedding", embedding),
+                    transposed("lm_head.kernel", HEAD),
+                ]
+            else:
+                ends = [tied("embedding.embedding", (embedding, HEAD) if head else (embedding,))]
+            return [
+                *ends,
+                *nested(of_layers[layout], "layers", f"{prefix}backbone.layers"),
+                *layer_norm("norm", f"{prefix}backbone.ln_f"),
+            ]
+
+        layouts = {
+            "safari": table("safari", "", head=True),
+            "hyena-dna-hf": table("hyena-dna", "hyena.", head=True),
+            "hyena-dna-hf-file": table("hyena-dna-file", "hyena.", head=False),
+        }
+        if self.lm_head is not None:
+            return layouts
+        return {
+            "hyena-dna": table("hyena-dna", "", head=False),
+            "hyena-dna-file": table("hyena-dna-file", "", head=False),
+            **layouts,
+            "hyena-dna-hf-file-with-head": table("hyena-dna-file", "hyena.", head=True),
+        }

@@ -1,0 +1,152 @@
+"""HyenaDNA's operator, block and language model."""
+
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+
+import torch_ref
+from jax_models import HyenaDNABlock, HyenaDNALanguageModelConfig, HyenaDNAMixer
+from parity_tests.registry.case import Case
+from parity_tests.registry.hyena import MAX_LENGTH, silenced
+from parity_tests.registry.mutation import (
+    STEPS,
+    TRAJECTORY,
+    Mutation,
+    edited,
+    epsilon_doubled,
+    replaced,
+    transposed,
+    zeroed,
+)
+
+hyena_dna = partial(
+    Case,
+    layout="hyena-dna",
+    architecture="hyena_dna",
+    twin_state=False,
+    prefix=20,
+    mixes_steps=True,
+)
+network = {"embed_features": 5, "num_filter_layers": 3}
+config = HyenaDNALanguageModelConfig(
+    vocab_size=11,
+    context_length=13,
+    features=6,
+    num_layers=2,
+    mlp_features=9,
+    embed_features=5,
+    filter_features=7,
+    num_filter_layers=3,
+)
+CASES = [
+    *(
+        hyena_dna(
+            f"HyenaDNAMixer, order {order}, {layout}",
+            partial(torch_ref.HyenaDNAMixer, 5, MAX_LENGTH, order=order, mlp_features=6, **network),
+            partial(HyenaDNAMixer, 5, MAX_LENGTH, order=order, mlp_features=6, **network),
+            layout=layout,
+        )
+        for order, layout in ((2, "safari"), (3, "hyena-dna"))
+    ),
+    hyena_dna(
+        "HyenaDNABlock",
+        partial(torch_ref.HyenaDNABlock, 5, 8, MAX_LENGTH, filter_features=6, **network),
+        partial(HyenaDNABlock, 5, 8, MAX_LENGTH, filter_features=6, **network),
+    ),
+    hyena_dna(
+        "HyenaDNALanguageModel",
+        partial(torch_ref.HyenaDNALanguageModel.from_config, config),
+        config.build,
+        architecture="hyena_dna_language_model",
+        prefix=5,
+    ),
+]
+
+
+def gates_in_order(operator):
+    """The gates from the first on."""
+    return lambda layer, u, gates, v, convolve: operator(
+        layer, u, [gates[0], *reversed(gates[1:])], v, convolve
+    )
+
+
+def product_after(operator):
+    """`x ⊙ (h ∗ v)`, as in the Annotated Hyena."""
+
+    def wrong(layer, u, gates, v, convolve):
+        first, *others = gates
+        for n, x in enumerate(reversed(others)):
+            v = x * convolve(n, v)
+        return layer.output(v * first)
+
+    return wrong
+
+
+def signed_decay(absolute):
+    """δ itself."""
+    return lambda x: x
+
+
+def no_shift(layer):
+    """A window that falls to 0."""
+    layer.mixer.filter.shift = 0.0
+
+
+def another_sine(layer):
+    """The sines' frequency as it is at first."""
+    freq = layer.mixer.filter.freq
+    freq[...] = jnp.full_like(freq[...], 10)
+
+
+def train_decay(layer):
+    """The decays of a filter, which are buffers in torch."""
+    layer.mixer.filter.deltas = nnx.Param(layer.mixer.filter.deltas[...])
+
+
+of_mixer = partial(Mutation, case="HyenaDNAMixer, order 3, hyena-dna")
+of_block = partial(Mutation, case="HyenaDNABlock")
+of_model = partial(Mutation, case="HyenaDNALanguageModel")
+MIXER = "jax_models.layers.hyena_dna.HyenaDNAMixer.operator"
+
+MUTATIONS = [
+    of_mixer("B forgotten", kind="weights", plant=zeroed("B"), culprit=""),
+    of_block(
+        "another frequency",
+        kind="weights",
+        plant=edited(another_sine),
+        culprit="mixer.filter_fn.implicit_filter.1",
+    ),
+    of_model(
+        "output projection transposed",
+        kind="weights",
+        plant=transposed("layers.layers.1.mixer.proj_output.kernel"),
+        culprit="backbone.layers.1.mixer.out_proj",
+    ),
+    of_mixer("gates in order", kind="forward", plant=replaced(MIXER, gates_in_order)),
+    of_mixer("product after the convolution", kind="forward", plant=replaced(MIXER, product_after)),
+    of_block("decays signed", kind="forward", plant=replaced("jax.numpy.abs", signed_decay)),
+    of_block("window without shift", kind="forward", plant=edited(no_shift)),
+    of_block(
+        "exact gelu",
+        kind="forward",
+        plant=replaced("jax.nn.gelu", lambda gelu: partial(gelu, approximate=False)),
+        culprit="mlp",
+    ),
+    of_model(
+        "epsilon doubled",
+        kind="forward",
+        plant=epsilon_doubled("layers.layers.1.norm2"),
+        culprit="backbone.layers.1.norm2",
+    ),
+    *(
+        of_mixer(
+            f"online convolution without its {name}",
+            kind="states and masks",
+            plant=replaced(f"jax_models.ops.online_conv.{function}", silenced),
+            check=STEPS,
+        )
+        for name, function in (("tiles", "_tile"), ("steps ahead", "_ahead"))
+    ),
+    of_block("a constant trained", kind="training", plant=edited(train_decay), check=TRAJECTORY),
+]
