@@ -98,7 +98,7 @@ class Comparison:
             d = difference(actual[key], wanted, self.least, largest)
             error = np.inf if d is None else d.error
             self.differences.setdefault((call, slot), {})[key] = Difference(error)
-            bound = max(self.least, self.theirs.constant_error(call, slot, label))
+            bound = self.least
             states = evidence.of.setdefault((call, slot), {})
             states[f"weight {key}"] = AGREES if error <= bound else DEPARTS
 
