@@ -67,6 +67,7 @@ from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModel
 from jax_models.models.hawk import HawkLanguageModel, HawkLanguageModelConfig
 from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
+from jax_models.models.load import load_pretrained
 from jax_models.models.pretrained import (
     griffin_from_weights,
     hyena_dna_from_weights,
@@ -175,6 +176,7 @@ __all__ = [
     "griffin_from_weights",
     "hyena_dna_from_weights",
     "keras_table",
+    "load_pretrained",
     "onnx_table",
     "project",
     "read_pth",

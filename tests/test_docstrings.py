@@ -12,7 +12,8 @@ import jax_models
 
 COMPUTED = {
     "Constant", "from_torch", "generate", "griffin_from_weights", "hyena_dna_from_weights",
-    "keras_table", "onnx_table", "project", "read_pth", "rwkv_from_torch", "stream", "to_torch",
+    "keras_table", "load_pretrained", "onnx_table", "project", "read_pth",
+    "rwkv_from_torch", "stream", "to_torch",
 }  # fmt: skip
 """Examples that need values. All others are traced: their shapes are real, nothing is compiled."""
 NEEDED = {"from_keras": "keras", "from_onnx": "onnx"}

@@ -2,26 +2,16 @@
 
 import codecs
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from safetensors import SafetensorError
 
-from jax_models import (
-    GriffinLanguageModelConfig,
-    HyenaDNALanguageModel,
-    LanguageModel,
-    griffin_from_weights,
-    hyena_dna_from_weights,
-    read_pth,
-    rwkv_from_torch,
-)
+from jax_models import HyenaDNALanguageModel, LanguageModel, load_pretrained
+from jax_models.weights.checkpoint import json_object
 from train.vocabulary import Subwords, Tokens, until_end
 from twinscan.command_line import CommandLineError, in_one_line
 
@@ -131,22 +121,11 @@ def read_model(path: Path) -> LanguageModel:
         CommandLineError: there is no such file, or no such model in it.
 
     """
-    from safetensors.flax import load_file
-
     with _faults_of(path):
-        path.stat()  # safetensors has words of its own for a missing file
-        if path.is_dir():
-            fields = _json_object(path / "config.json")
-            config = GriffinLanguageModelConfig.from_hf(fields)
-            weights = {}
-            for shard in _shards(path):
-                shard.stat()
-                weights |= load_file(shard)
-            dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-            return griffin_from_weights(weights, config, param_dtype=dtype)
-        weights = load_file(path) if path.suffix == ".safetensors" else read_pth(path)
-        is_hyena_dna = any(".mixer.filter_fn." in key for key in weights)
-        return hyena_dna_from_weights(weights) if is_hyena_dna else rwkv_from_torch(weights)
+        model = load_pretrained(path)
+        if not isinstance(model, LanguageModel):
+            raise ValueError(f"expected a language model, got a {type(model).__name__}")
+        return model
 
 
 def tokens_of(model: LanguageModel, path: Path) -> Tokens:
@@ -178,39 +157,14 @@ def _faults_of(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CommandLineError(f"{error.filename or path}: {error.strerror or error}") from None
-    except (ImportError, SafetensorError, TypeError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise CommandLineError(f"{path}: {in_one_line(error)}") from None
 
 
 def _ends(folder: Path) -> list[int]:
     """The tokens that end a text."""
     for path in (folder / "generation_config.json", folder / "config.json"):
-        ends = _json_object(path).get("eos_token_id") if path.exists() else None
+        ends = json_object(path).get("eos_token_id") if path.exists() else None
         if ends is not None:
             return ends if isinstance(ends, list) else [ends]
     return []
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The files of the weights: those that an index names, or the only one."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = _json_object(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise ValueError(f"{index.name}: expected a weight_map")
-        return [folder / name for name in sorted({*map(str, names.values())})]
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) != 1:
-        found = ", ".join(file.name for file in files) or "none"
-        raise ValueError(f"expected one safetensors file, or {index.name}, got {found}")
-    return files
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path.name}: expected a JSON object")
-    return fields

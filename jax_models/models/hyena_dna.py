@@ -20,7 +20,7 @@ from jax_models.ops.checks import checked_rate
 from jax_models.options import FloatingDtype
 from jax_models.weights import Layouts, Weight, layer_norm, nested, same, tied, transposed
 from jax_models.weights.keys import elsewhere
-from jax_models.weights.transfer import as_numpy
+from jax_models.weights.stored import as_numpy
 
 EMBEDDING, HEAD = "backbone.embeddings.word_embeddings.weight", "lm_head.weight"
 normal = nnx.initializers.normal(0.02)

@@ -1,10 +1,13 @@
 """The model of a checkpoint, told by its keys."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Sharding
 
 from jax_models.layers.rwkv_version import rwkv_version
 from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
@@ -16,7 +19,10 @@ from jax_models.models.rwkv7 import RWKV7LanguageModelConfig
 from jax_models.options import FloatingDtype, Index, checked_options
 from jax_models.weights import from_torch
 from jax_models.weights.keys import elsewhere, flattened
+from jax_models.weights.transfer import params_of
 
+ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
+"""Where a parameter of a path and a shape is."""
 CONFIGS = {
     config.version: config
     for config in (RWKVLanguageModelConfig, RWKV6LanguageModelConfig, RWKV7LanguageModelConfig)
@@ -30,6 +36,7 @@ def rwkv_from_torch(
     dtype: FloatingDtype | None = None,
     param_dtype: FloatingDtype = jnp.float32,
     rescaled_every: Index = 0,
+    sharding: ShardingOf | None = None,
 ) -> LanguageModel:
     """The RWKV language model, of version 4, 6 or 7, whose checkpoint this is.
 
@@ -46,6 +53,7 @@ def rwkv_from_torch(
         rescaled_every: `rescale_every` of transformers' model, if it had run in evaluation before
             its weights were saved: it then had divided some of them by powers of two. 0: it had
             not, as in the published checkpoints.
+        sharding: where a parameter of a path and a shape is. None: on the default device.
 
     Raises:
         TypeError: the state_dict is no mapping.
@@ -69,10 +77,7 @@ def rwkv_from_torch(
     if rescaled_every:
         state_dict = undivided(state_dict, rescaled_every)
     config = CONFIGS[version].from_state_dict(state_dict)
-    model = nnx.eval_shape(
-        lambda: config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
-    )
-    return from_torch(model, state_dict)
+    return loaded(config, state_dict, dtype, param_dtype, sharding)
 
 
 @checked_options
@@ -82,6 +87,7 @@ def griffin_from_weights(
     *,
     dtype: FloatingDtype | None = None,
     param_dtype: FloatingDtype = jnp.float32,
+    sharding: ShardingOf | None = None,
 ) -> GriffinLanguageModel:
     """The Griffin language model whose checkpoint this is: a RecurrentGemma, or smaller.
 
@@ -98,6 +104,7 @@ def griffin_from_weights(
             `GriffinLanguageModelConfig.from_state_dict` reads from the shapes.
         dtype: of the computation; by default the parameters'.
         param_dtype: of the parameters.
+        sharding: where a parameter of a path and a shape is. None: on the default device.
 
     Raises:
         TypeError: the weights are no mapping.
@@ -109,10 +116,7 @@ def griffin_from_weights(
         raise TypeError(f"weights: expected a mapping, got {type(weights).__name__}")
     state_dict = {key.removeprefix("params."): value for key, value in flattened(weights).items()}
     known = config or GriffinLanguageModelConfig.from_state_dict(state_dict)
-    model = nnx.eval_shape(
-        lambda: known.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
-    )
-    return from_torch(model, state_dict)
+    return loaded(known, state_dict, dtype, param_dtype, sharding)
 
 
 @checked_options
@@ -122,6 +126,7 @@ def hyena_dna_from_weights(
     *,
     dtype: FloatingDtype | None = None,
     param_dtype: FloatingDtype = jnp.float32,
+    sharding: ShardingOf | None = None,
 ) -> HyenaDNALanguageModel:
     """The HyenaDNA whose checkpoint this is.
 
@@ -136,6 +141,7 @@ def hyena_dna_from_weights(
         config: None: what `HyenaDNALanguageModelConfig.from_state_dict` reads from the shapes.
         dtype: of the computation; by default the parameters'.
         param_dtype: of the parameters.
+        sharding: where a parameter of a path and a shape is. None: on the default device.
 
     Raises:
         TypeError: the weights are no mapping.
@@ -144,9 +150,30 @@ def hyena_dna_from_weights(
 
     """
     known = config or HyenaDNALanguageModelConfig.from_state_dict(weights)
+    return loaded(known, weights, dtype, param_dtype, sharding)
 
-    def build() -> HyenaDNALanguageModel:
-        return known.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
 
-    drops = known.block_dropout_rate or known.embedding_dropout_rate
-    return from_torch(build() if drops else nnx.eval_shape(build), weights)
+def loaded(
+    config: Any,
+    weights: Mapping[str, Any],
+    dtype: Any,
+    param_dtype: Any,
+    sharding: ShardingOf | None,
+) -> Any:
+    """The model of a config with these weights, each read when its parameters are made."""
+
+    def build() -> Any:
+        return config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+
+    draws_masks = any(
+        getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name.endswith("dropout_rate")
+    )
+    model = build() if draws_masks else nnx.eval_shape(build)
+    if sharding is not None:
+        for path, param in params_of(model).items():
+            like = param.get_value()
+            place = sharding(path, like.shape)
+            param.set_value(jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place))
+    return from_torch(model, weights)

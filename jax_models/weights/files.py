@@ -53,6 +53,10 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise TypeError(f"path: expected the path of a file, got {type(path).__name__}")
     path = Path(path)
     with path.open("rb") as file:
+        if _is_compressed(file):
+            raise ValueError(
+                f"{path.name}: refused, it is compressed, which torch.save does not do"
+            )
         try:
             weights = torch.load(file, map_location="cpu", weights_only=True)
             damage = _damage(file)
@@ -67,6 +71,17 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
     if {"state", "param_groups"} <= weights.keys():
         raise ValueError(f"{path.name}: expected a state_dict of a model, got an optimizer's")
     return dict(weights)
+
+
+def _is_compressed(file: BinaryIO) -> bool:
+    """Has an archive members that become larger when they are read?"""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist())
+    except Exception:  # no archive, or a damaged one, of which `_damage` tells
+        return False
+    finally:
+        file.seek(0)
 
 
 def _damage(file: BinaryIO) -> str | None:

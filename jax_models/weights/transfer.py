@@ -1,14 +1,13 @@
 """Load a torch `state_dict` into a layer, and export one, by the layer's weight tables."""
 
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
@@ -17,6 +16,7 @@ from jax_models.weights.bounds import bounds
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import Fault, elsewhere, joined, lines
 from jax_models.weights.rows import Weight
+from jax_models.weights.stored import StoredArray, as_numpy, dtype_of
 from jax_models.weights.tables import HasLayouts, Layouts, Table
 
 Layer = TypeVar("Layer", bound=nnx.Module)
@@ -67,35 +67,23 @@ def from_torch(
 
     placeholders = {path: _placeholder(param.get_value()) for path, param in params.items()}
     what = f"{type(layer).__name__} in layout {name!r}"
-    arrays = checked_entries(table, placeholders, state_dict, _read, what)
+    check_entries(table, placeholders, state_dict, _check, what)
 
-    faults: list[Fault] = []
-    loaded = {}
+    placed, faults, not_finite = {}, [], []
     for row in table:
-        if not row.params:
-            continue
         try:
-            values = transformed(row, "to_jax", [arrays[key] for key in row.keys])
+            placed |= _placed(row, state_dict, params, not_finite)
         except ValueError as error:
             faults.append(("", str(error), ""))
-            continue
-        loaded |= zip(row.params, values, strict=True)
-        faults += [
-            ("", ", ".join(row.keys), f": {fault}")
-            for path, value in zip(row.params, values, strict=True)
-            if (fault := _misfit(params[path], value))
-        ]
     _refuse(faults, what)
 
-    if not_finite := [key for key, array in arrays.items() if not np.isfinite(array).all()]:
+    if not_finite:
         warnings.warn(
             f"state_dict: numbers that are not finite in {', '.join(joined(not_finite))}",
             stacklevel=2,
         )
-    for path, value in loaded.items():
-        old = params[path].get_value()
-        own = np.array(value, dtype=old.dtype)  # jax may keep the memory that it is given
-        params[path].set_value(jax.device_put(own, getattr(old, "sharding", None)))
+    for path, value in placed.items():
+        params[path].set_value(value)
     return layer
 
 
@@ -119,6 +107,17 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
         ValueError: this layer has no such layout, or its parameters have no values.
 
     """
+    return {key: np.array(value, order="C") for key, value in stored_weights(layer, layout).items()}
+
+
+def stored_weights(layer: Any, layout: str | Table | None = None) -> dict[str, StoredArray]:
+    """What `to_torch` gives, each array made when somebody asks for its numbers.
+
+    Raises:
+        TypeError: as `to_torch`.
+        ValueError: as `to_torch`.
+
+    """
     params = {path: param.get_value() for path, param in params_of(layer).items()}
     if any(isinstance(value, jax.ShapeDtypeStruct | Tracer) for value in params.values()):
         raise ValueError(
@@ -126,13 +125,19 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
             "load weights first, or call to_torch outside"
         )
     _, table = weight_table(layer, layout)
-    state_dict = {}
+    weights = {}
     for row in table:
-        values = transformed(row, "to_torch", [np.asarray(params[path]) for path in row.params])
-        state_dict |= {
-            key: np.array(value, order="C") for key, value in zip(row.keys, values, strict=True)
-        }
-    return state_dict
+        arrays = [params[path] for path in row.params]
+        likes = transformed(row, "to_torch", [_placeholder(array) for array in arrays])
+        for i, (key, like) in enumerate(zip(row.keys, likes, strict=True)):
+            read = partial(_exported, row, arrays, i)
+            weights[key] = StoredArray(like.shape, like.dtype, read)
+    return weights
+
+
+def _exported(row: Weight, params: list[Any], i: int) -> np.ndarray:
+    """The array of a row's i-th key."""
+    return transformed(row, "to_torch", [np.asarray(param) for param in params])[i]
 
 
 def weight_table(
@@ -179,20 +184,20 @@ def check_rows(table: Table, params: Collection[str], kind: str, what: str) -> N
         raise ValueError(f"{what}: {'; '.join(lines(faults))}")
 
 
-def checked_entries(
+def check_entries(
     table: Table,
     placeholders: Mapping[str, Any],
     state_dict: Mapping[str, Any],
-    read: Callable[[Any, np.ndarray], Any],
+    check: Callable[[Any, np.ndarray], None],
     what: str,
-) -> dict[str, Any]:
-    """What `read` makes of a state_dict's entries, each given with an array of its shape and dtype.
+) -> None:
+    """Compare a state_dict's entries with arrays of the shapes and dtypes that they should have.
 
     Raises:
-        ValueError: keys are missing, unexpected, or refused by `read`: all of them are listed.
+        ValueError: keys are missing, unexpected, or refused by `check`: all of them are listed.
 
     """
-    arrays, faults, missing = {}, [], {}
+    faults, missing = [], {}
     for row in table:
         likes = transformed(row, "to_torch", [placeholders[path] for path in row.params])
         for key, like in zip(row.keys, likes, strict=True):
@@ -200,7 +205,7 @@ def checked_entries(
                 missing |= {key: like.shape} if row.params else {}
                 continue
             try:
-                arrays[key] = read(state_dict[key], like)
+                check(state_dict[key], like)
             except ValueError as error:
                 faults.append(("", key, f": {error}"))
     known = {key for row in table for key in row.keys}
@@ -209,7 +214,6 @@ def checked_entries(
     _refuse(
         [*_missing(missing, shapes), *faults, *(("unexpected key ", k, "") for k in shapes)], what
     )
-    return arrays
 
 
 def _missing(missing: Mapping[str, Any], unexpected: Mapping[str, Any]) -> list[Fault]:
@@ -240,27 +244,63 @@ def transformed(row: Weight, transform: str, arrays: list[Any]) -> tuple[Any, ..
     return values
 
 
-def _read(value: Any, like: np.ndarray) -> np.ndarray:
-    """A value of the state_dict as an array, if it has the shape and the dtype of `like`."""
-    try:
-        if not hasattr(value, "shape"):
-            raise ValueError(f"expected a tensor or an array, got {type(value).__name__}")
-        array = as_numpy(value)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"it cannot be read: {str(error).splitlines()[0]}") from None
+def _check(value: Any, like: np.ndarray) -> None:
+    """Refuse a value of the state_dict that has not the shape and the dtype of `like`."""
+    dtype = dtype_of(value)
     if np.ma.isMaskedArray(value):
         raise ValueError("expected a whole array, got a masked one: fill it by .filled()")
-    if array.shape != like.shape:
-        raise ValueError(f"expected shape {like.shape}, got {array.shape}")
-    if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"expected floating numbers, got {array.dtype}")
-    if not np.can_cast(array.dtype, like.dtype, "safe"):
+    if tuple(value.shape) != like.shape:
+        raise ValueError(f"expected shape {like.shape}, got {tuple(value.shape)}")
+    if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"expected floating numbers, got {dtype}")
+    if not np.can_cast(dtype, like.dtype, "safe"):
         raise ValueError(
-            f"{array.dtype} does not fit into {like.dtype} exactly: build the layer with "
-            f"param_dtype={array.dtype} (float64 needs jax_enable_x64), or cast the state_dict "
-            "first"
+            f"{dtype} does not fit into {like.dtype} exactly: build the layer with "
+            f"param_dtype={dtype} (float64 needs jax_enable_x64), or cast the state_dict first"
         )
-    return array
+
+
+def _placed(
+    row: Weight,
+    state_dict: Mapping[str, Any],
+    params: Mapping[str, nnx.Variable],
+    not_finite: list[str],
+) -> dict[str, jax.Array]:
+    """What a row makes of its keys' arrays, where its parameters are; its keys of odd numbers.
+
+    No more than one copy of them is in memory beside the result.
+
+    Raises:
+        ValueError: an array cannot be read, or a parameter cannot take what the row makes.
+
+    """
+    if not row.params:
+        return {}
+    entries = [state_dict[key] for key in row.keys]
+    arrays = [_read(key, entry) for key, entry in zip(row.keys, entries, strict=True)]
+    not_finite += [
+        key for key, array in zip(row.keys, arrays, strict=True) if not np.isfinite(array).all()
+    ]
+    values = [*transformed(row, "to_jax", arrays)]
+    del arrays
+    # JAX may keep the memory that it is given
+    own = np.asarray if all(isinstance(entry, StoredArray) for entry in entries) else np.array
+    placed = {}
+    for path in row.params:
+        value = values.pop(0)
+        if fault := _misfit(params[path], value):
+            raise ValueError(f"{', '.join(row.keys)}: {fault}")
+        like = params[path].get_value()
+        value = own(value, dtype=like.dtype)
+        placed[path] = jax.device_put(value, getattr(like, "sharding", None)).block_until_ready()
+    return placed
+
+
+def _read(key: str, value: Any) -> np.ndarray:
+    try:
+        return as_numpy(value)
+    except (TypeError, RuntimeError, OSError) as error:
+        raise ValueError(f"{key}: it cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def _refuse(faults: list[Fault], what: str) -> None:
@@ -329,14 +369,3 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer) -> str:
 def _placeholder(value) -> np.ndarray:
     """An array of the value's shape and dtype that holds nothing, to run a transform on."""
     return np.broadcast_to(np.zeros((), value.dtype), value.shape)
-
-
-def as_numpy(value) -> np.ndarray:
-    """A torch tensor, of whatever dtype, or an array as a numpy array."""
-    if not hasattr(value, "detach"):
-        return np.asarray(value)
-    tensor = value.detach().cpu()
-    if str(tensor.dtype) == "torch.bfloat16":
-        uint16 = sys.modules["torch"].uint16
-        return tensor.contiguous().view(uint16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()

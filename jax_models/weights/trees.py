@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_models.weights.stored import as_numpy
 from jax_models.weights.tables import Table
-from jax_models.weights.transfer import as_numpy, check_rows, checked_entries, transformed
+from jax_models.weights.transfer import check_entries, check_rows, transformed
 
 
 def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
@@ -42,11 +43,11 @@ def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
     }
 
     def load(state_dict: Mapping[str, Any]) -> Any:
-        arrays = checked_entries(table, placeholders, state_dict, _read, what)
+        check_entries(table, placeholders, state_dict, _check, what)
         loaded = dict(leaves)
         for row in table:
             if row.params:
-                values = transformed(row, "to_jax", [arrays[key] for key in row.keys])
+                values = transformed(row, "to_jax", [_read(state_dict[key]) for key in row.keys])
                 loaded |= zip(row.params, values, strict=True)
         return jax.tree.unflatten(structure, loaded.values())
 
@@ -63,8 +64,10 @@ def is_floating(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _read(value: Any, like: np.ndarray) -> Any:
-    array = value if isinstance(value, jax.Array) else as_numpy(value)
-    if array.shape != like.shape:
-        raise ValueError(f"expected shape {like.shape}, got {array.shape}")
-    return array
+def _check(value: Any, like: np.ndarray) -> None:
+    if np.shape(value) != like.shape:
+        raise ValueError(f"expected shape {like.shape}, got {tuple(np.shape(value))}")
+
+
+def _read(value: Any) -> Any:
+    return value if isinstance(value, jax.Array) else as_numpy(value)

@@ -18,7 +18,7 @@ from jax_models.ops.checks import described
 from jax_models.weights import Table, Weight
 from jax_models.weights.constant import Constant
 from jax_models.weights.rows import at
-from jax_models.weights.transfer import as_numpy
+from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
 from parity_tests.engine.problem import Arrays
 

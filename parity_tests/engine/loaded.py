@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_models.weights.transfer import as_numpy
+from jax_models.weights.stored import as_numpy
 from parity_tests.engine.frameworks import is_floating
 from parity_tests.engine.problem import checked_arrays, in_dtype, is_list_of_numbers
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_models.ops.checks import described
 from jax_models.weights import Table
-from jax_models.weights.transfer import as_numpy
+from jax_models.weights.stored import as_numpy
 
 DTYPES = ("float64", "float32", "bfloat16")
 COMPLEX = {"float64": "complex128", "float32": "complex64", "bfloat16": "complex64"}

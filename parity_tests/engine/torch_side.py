@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import torch
 
-from jax_models.weights.transfer import as_numpy
+from jax_models.weights.stored import as_numpy
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.results import (
     Results,

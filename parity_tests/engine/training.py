@@ -15,7 +15,7 @@ import torch
 from flax import nnx
 
 from jax_models.ops.checks import checked_bool, described
-from jax_models.weights.transfer import as_numpy
+from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating
 from parity_tests.engine.correspondence import ByLoader, ByTable
 from parity_tests.engine.loaded import weights_in

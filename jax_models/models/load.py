@@ -1,0 +1,160 @@
+"""`load_pretrained`: the model in a file or a folder, whichever family it is of."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models.layers.rwkv_version import rwkv_version
+from jax_models.models.griffin import GriffinLanguageModelConfig
+from jax_models.models.pretrained import (
+    ShardingOf,
+    griffin_from_weights,
+    hyena_dna_from_weights,
+    loaded,
+    rwkv_from_torch,
+)
+from jax_models.models.silero_vad import SileroVAD
+from jax_models.options import FloatingDtype, checked_options
+from jax_models.weights.checkpoint import open_checkpoint
+from jax_models.weights.stored import cast, dtype_of, is_floating
+
+SIZES = {"vocab_size": "vocab_size", "hidden_size": "features", "num_hidden_layers": "num_layers"}
+"""The fields of a config.json that every language model has, and what our configs call them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Models that are told alike."""
+
+    name: str
+    model_types: tuple[str, ...]
+    """What a config.json calls them."""
+    has: Callable[[Iterable[str]], bool]
+    """Are these the keys of such a model?"""
+    model: Callable[..., Any]
+    """Makes it of the weights and the fields of a config.json, which may be None."""
+
+
+def mark(part: str) -> Callable[[Iterable[str]], bool]:
+    """Has a key this part?"""
+    return lambda keys: any(part in key for key in keys)
+
+
+def griffin(weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any) -> Any:
+    """Its window and its activation are in the config.json alone."""
+    config = None if fields is None else GriffinLanguageModelConfig.from_hf(fields)
+    return griffin_from_weights(weights, config, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class SileroVADConfig:
+    """What a SileroVAD is built of."""
+
+    sample_rate: Literal[16000, 8000]
+
+    def build(self, **options: Any) -> SileroVAD:
+        """The model."""
+        return SileroVAD(self.sample_rate, **options)
+
+
+def silero_vad(weights: Mapping[str, Any], fields: Any, **options: Any) -> SileroVAD:
+    """The windows of the STFT tell the sample rate."""
+    stft = next(array for key, array in weights.items() if "stft" in key)
+    config = SileroVADConfig(16000 if stft.shape[-1] == 256 else 8000)
+    return loaded(config, weights, *(options[n] for n in ("dtype", "param_dtype", "sharding")))
+
+
+def of_keys(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Of families whose keys and shapes tell all."""
+    return lambda weights, fields, **options: load(weights, **options)
+
+
+FAMILIES = (
+    Family("RecurrentGemma", ("recurrent_gemma",), mark("rg_lru"), griffin),
+    Family("HyenaDNA", ("hyenadna",), mark(".mixer.filter_fn."), of_keys(hyena_dna_from_weights)),
+    Family("silero-VAD", (), mark("stft"), silero_vad),
+    Family(
+        "RWKV",
+        ("rwkv", "rwkv6", "rwkv7"),
+        lambda keys: rwkv_version(keys) is not None,
+        of_keys(rwkv_from_torch),
+    ),
+)
+
+
+@checked_options
+def load_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    dtype: FloatingDtype | None = None,
+    param_dtype: FloatingDtype | None = None,
+    sharding: ShardingOf | None = None,
+) -> nnx.Module:
+    """The model in a file or a folder that somebody else trained, with its weights.
+
+        >>> from safetensors.numpy import save_file
+        >>> config = RWKV7LanguageModelConfig(features=64, num_layers=1)
+        >>> save_file(to_torch(config.build(rngs=nnx.Rngs(0))), "model.safetensors")
+        >>> model = load_pretrained("model.safetensors")
+
+    It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
+    and 7 (BlinkDL's files, fla's, transformers'), HyenaDNA and silero-VAD, from safetensors, files
+    of `torch.save`, both also in parts that an index names, and folders of orbax. Keys, shapes and
+    the config.json tell the model. No weights are drawn. A weight is read when its parameter is
+    made, so that little more than the model is in memory.
+
+    Args:
+        path: the file, or the folder with it.
+        dtype: of the computation; by default the parameters', and float32 for those in float16,
+            in which RWKV-4 overflows.
+        param_dtype: of the parameters. None: the widest of the file. Another one rounds.
+        sharding: where a parameter of a path and a shape is, as
+            `lambda path, shape: NamedSharding(mesh, spec)`. None: on the default device.
+
+    Raises:
+        ImportError: a package is not installed that the file takes.
+        TypeError: `path` is not a path.
+        OSError: a file is missing or cannot be opened.
+        ValueError: a file is damaged, there is no such model, or keys, shapes and the config.json
+            contradict each other.
+
+    """
+    weights, fields = open_checkpoint(path)
+    family = _family(weights, fields)
+    if param_dtype is None:
+        dtypes = {dtype_of(each) for each in weights.values() if is_floating(each)}
+        param_dtype = functools.reduce(jnp.promote_types, dtypes) if dtypes else jnp.float32
+    else:
+        weights = cast(weights, param_dtype)
+    if dtype is None and param_dtype == jnp.float16:
+        dtype = jnp.float32
+    model = family.model(weights, fields, dtype=dtype, param_dtype=param_dtype, sharding=sharding)
+    config = getattr(model, "config", None)
+    for field, ours in SIZES.items():
+        size = getattr(config, ours, None)
+        if fields and size is not None and fields.get(field, size) != size:
+            raise ValueError(
+                f"config.json: {field} is {fields[field]}, the weights of {Path(path).name} have "
+                f"{size}"
+            )
+    return model
+
+
+def _family(weights: Mapping[str, Any], fields: Mapping[str, Any] | None) -> Family:
+    kind = (fields or {}).get("model_type")
+    by_config = [family for family in FAMILIES if kind in family.model_types]
+    by_keys = [family for family in FAMILIES if family.has(weights)]
+    for family in (*by_config, *(by_keys if kind is None else ())):
+        return family
+    names = ", ".join(family.name for family in FAMILIES)
+    if kind is not None:
+        architectures = (fields or {}).get("architectures") or [kind]
+        raise ValueError(f"config.json: of {architectures[0]}; there are models of {names}")
+    some = ", ".join(sorted(map(str, weights))[:3]) or "none"
+    raise ValueError(f"the keys ({some}, …) are of no model that there is: {names}")

@@ -1,0 +1,231 @@
+"""The weights in a file or a folder, each read when somebody asks for its numbers.
+
+Files of safetensors and of torch.save, alone or in the parts that an index names, and the folders
+of orbax. What can be told of a file without its numbers is checked when it is opened.
+"""
+
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_models.weights.files import read_pth
+from jax_models.weights.stored import StoredArray, dtype_of
+
+SAFETENSORS, TORCH = (".safetensors",), (".pth", ".pt", ".bin", ".ckpt")
+INDEX = "*.index.json"
+CONFIG = "config.json"
+OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
+SHORT = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat", "BOOL": "bool"}
+"""How safetensors writes the names of dtypes."""
+
+
+class Checkpoint(NamedTuple):
+    """What a file or a folder has."""
+
+    weights: dict[str, StoredArray]
+    config: dict[str, Any] | None
+    """The fields of its config.json."""
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in a file or a folder.
+
+    Raises:
+        ImportError: a package is not installed that it takes.
+        TypeError: `path` is not a path.
+        OSError: a file is missing or cannot be opened.
+        ValueError: a file is damaged or no checkpoint, or the folder has none or several.
+
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: expected that of a file or a folder, got {type(path).__name__}")
+    path = Path(path)
+    path.stat()
+    if path.is_file():
+        return Checkpoint(weights_in(path), None)
+    config = json_object(path / CONFIG) if (path / CONFIG).exists() else None
+    if any((path / name).exists() for name in OF_ORBAX):
+        return Checkpoint(_orbax_weights(path), config)
+    weights: dict[str, StoredArray] = {}
+    for file, keys in _parts(path).items():
+        found = weights_in(file)
+        if missing := [key for key in keys or () if key not in found]:
+            raise ValueError(f"{file.name}: no {missing[0]}, which the index says it has")
+        weights |= found
+    return Checkpoint(weights, config)
+
+
+def weights_in(path: Path) -> dict[str, StoredArray]:
+    """The arrays in one file.
+
+    Raises:
+        ImportError: a package is not installed that it takes.
+        OSError: it cannot be opened.
+        ValueError: it is damaged, or of another format.
+
+    """
+    return _safetensors_weights(path) if path.suffix in SAFETENSORS else _torch_weights(path)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The fields in a file.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it has no JSON object.
+
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path.name}: expected a JSON object")
+    return fields
+
+
+def _parts(folder: Path) -> dict[Path, list[str] | None]:
+    """The files of a folder's weights, and the keys that an index says they have."""
+    indices = sorted(folder.glob(INDEX))
+    if len(indices) == 1:
+        places = json_object(indices[0]).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+            raise ValueError(f"{indices[0].name}: expected a weight_map of keys to files")
+        parts: dict[Path, list[str] | None] = {}
+        for key, name in places.items():
+            if Path(name).name != name:
+                raise ValueError(f"{indices[0].name}: expected files of its folder, got {name}")
+            parts.setdefault(folder / name, []).append(key)  # pyright: ignore[reportOptionalMemberAccess]
+        for part in parts:
+            part.stat()
+        return parts
+    files = indices or [f for f in sorted(folder.iterdir()) if f.suffix in SAFETENSORS + TORCH]
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ValueError(f"expected one file of weights, or an index of its parts, got {found}")
+    return {files[0]: None}
+
+
+def _safetensors_weights(path: Path) -> dict[str, StoredArray]:
+    """By the offsets in the header, once the library has checked them.
+
+    So no page of a mapped file counts as memory of this process.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ImportError(f"{path.name} needs safetensors: pip install safetensors") from None
+    with path.open("rb") as file:
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{path.name}: not a whole safetensors file: {error}") from None
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    weights = {}
+    for key, entry in header.items():
+        shape, dtype = tuple(entry["shape"]), _dtype(path, key, entry["dtype"])
+        offset = 8 + size + entry["data_offsets"][0]
+        weights[key] = StoredArray(shape, dtype, partial(_read, path, dtype, offset, shape))
+    return weights
+
+
+def _dtype(path: Path, key: str, name: str) -> np.dtype:
+    kind, bits, rest = re.fullmatch(r"([A-Z]+)(\d*)(.*)", name).groups()  # pyright: ignore
+    try:
+        return jnp.dtype(f"{SHORT[kind]}{bits}{rest.lower()}")
+    except (KeyError, TypeError):
+        raise ValueError(f"{path.name}: {key}: expected floating numbers, got {name}") from None
+
+
+def _read(
+    path: Path,
+    dtype: np.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+) -> np.ndarray:
+    """An array of a file: contiguous, or of some strides, in items."""
+    last = sum(s * (n - 1) for s, n in zip(strides or (), shape, strict=bool(strides)))
+    count = 1 + last if strides and all(shape) else int(np.prod(shape))
+    flat = np.fromfile(path, dtype, count, offset=offset)
+    if flat.size != count:
+        raise OSError(f"{path.name} has become shorter")
+    if strides is None or not count:
+        return flat.reshape(shape)
+    items = [stride * flat.itemsize for stride in strides]
+    return np.lib.stride_tricks.as_strided(flat, shape, items)
+
+
+def _torch_weights(path: Path) -> dict[str, StoredArray]:
+    """By the offsets of the storages; all tensors at once of a file from before PyTorch 1.6."""
+    if not zipfile.is_zipfile(path):
+        return read_pth(path)
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError:
+        raise ImportError(f"{path.name} needs PyTorch: pip install torch") from None
+    with FakeTensorMode():  # tensors without numbers, that know where in the file these are
+        return {key: _stored(path, value) for key, value in read_pth(path).items()}
+
+
+def _stored(path: Path, value: Any) -> Any:
+    """A tensor as an array; what is none, or has a dtype that numpy has not, as it is."""
+    try:
+        dtype = dtype_of(value)
+    except ValueError:
+        return value
+    offset = value.untyped_storage()._checkpoint_offset + value.storage_offset() * dtype.itemsize
+    shape = tuple(value.shape)
+    return StoredArray(shape, dtype, partial(_read, path, dtype, offset, shape, value.stride()))
+
+
+def _orbax_weights(path: Path) -> dict[str, StoredArray]:
+    """The leaves of a tree, under their keys joined by dots; those of Flax without `params`."""
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError:
+        raise ImportError(f"{path.name} needs orbax: pip install orbax-checkpoint") from None
+    checkpointer = ocp.PyTreeCheckpointer()
+    try:
+        tree = checkpointer.metadata(path.resolve()).item_metadata.tree  # pyright: ignore
+    except Exception as error:  # of tensorstore, msgpack, JSON, the file system
+        raise ValueError(f"{path.name}: not a whole folder of orbax: {error}") from None
+
+    def restore(at: tuple[str, ...]) -> np.ndarray:
+        item: Any = 0
+        args: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+        for key in reversed(at):
+            item, args = {key: item}, {key: args}
+        restored = checkpointer.restore(
+            path.resolve(),
+            args=ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True),
+        )
+        for key in at:
+            restored = restored[key]
+        return restored
+
+    return {
+        ".".join(at).removeprefix("params."): StoredArray(
+            tuple(leaf.shape), jnp.dtype(leaf.dtype), partial(restore, at)
+        )
+        for at, leaf in _leaves(tree)
+    }
+
+
+def _leaves(tree: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*at, key))
+        else:
+            yield (*at, key), value

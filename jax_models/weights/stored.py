@@ -1,0 +1,79 @@
+"""Arrays that are read when somebody asks for their numbers."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """An array whose shape and dtype are known, and whose numbers are read by `np.asarray(it)`.
+
+    >>> stored = StoredArray((2,), np.dtype("float32"), lambda: np.ones(2, np.float32))
+    >>> np.asarray(stored)
+    array([1., 1.], dtype=float32)
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The numbers, read anew each time."""
+        return np.array(self.read(), dtype, copy=copy)
+
+
+def dtype_of(value: Any) -> np.dtype:
+    """The dtype of an array or a torch tensor, without a look at its numbers.
+
+    Raises:
+        ValueError: it is neither, or numpy has no such dtype.
+
+    """
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise ValueError(f"expected a tensor or an array, got {type(value).__name__}")
+    name = str(value.dtype)
+    try:
+        return jnp.dtype(name.removeprefix("torch.") if hasattr(value, "detach") else value.dtype)
+    except TypeError:
+        raise ValueError(f"expected floating numbers, got {name}") from None
+
+
+def is_floating(value: Any) -> bool:
+    """Is it an array or a tensor of floating numbers?"""
+    try:
+        return jnp.issubdtype(dtype_of(value), jnp.floating)
+    except ValueError:
+        return False
+
+
+def cast(weights: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """The same weights with floating numbers of a dtype, each rounded when it is read."""
+
+    def rounded(value: Any) -> StoredArray:
+        def read() -> np.ndarray:
+            with np.errstate(over="ignore"):  # `from_torch` warns of what is not finite
+                return as_numpy(value).astype(dtype)
+
+        return StoredArray(tuple(value.shape), jnp.dtype(dtype), read)
+
+    return {
+        key: rounded(value) if is_floating(value) and dtype_of(value) != dtype else value
+        for key, value in weights.items()
+    }
+
+
+def as_numpy(value) -> np.ndarray:
+    """A torch tensor, of whatever dtype, or an array as a numpy array."""
+    if not hasattr(value, "detach"):
+        return np.asarray(value)
+    tensor = value.detach().cpu()
+    if str(tensor.dtype) == "torch.bfloat16":
+        uint16 = sys.modules["torch"].uint16
+        return tensor.contiguous().view(uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
