@@ -338,7 +338,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [safetensors_file, torch_file])
 def test_little_more_than_the_model_is_in_memory(form, tmp_path):
-    """Its size and its largest tensor, and 5% for the allocator."""
+    """Its size and its largest tensor, and 16 MiB for whatever Python keeps."""
     paths, sizes = [], []
     for name, features, vocab_size in (("small", 8, 12), ("large", 1024, 16_000)):
         config = RWKVLanguageModelConfig(
@@ -356,7 +356,7 @@ def test_little_more_than_the_model_is_in_memory(form, tmp_path):
         [sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True
     )
     assert sum(sizes) > 200
-    assert float(run.stdout) < 1.05 * sum(sizes) + max(sizes)
+    assert float(run.stdout) < sum(sizes) + max(sizes) + 16
 
 
 def zeros(model):

@@ -5,6 +5,7 @@ of orbax. What can be told of a file without its numbers is checked when it is o
 """
 
 import json
+import mmap
 import os
 import re
 import zipfile
@@ -155,13 +156,22 @@ def _read(
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
 ) -> np.ndarray:
-    """An array of a file: contiguous, or of some strides, in items."""
+    """An array of a file: contiguous, or of some strides, in items.
+
+    It has pages of its own, which the system gets back: in malloc's heap, arrays that are read and
+    dropped leave holes between those that stay.
+    """
     last = sum(s * (n - 1) for s, n in zip(strides or (), shape, strict=bool(strides)))
     count = 1 + last if strides and all(shape) else int(np.prod(shape))
-    flat = np.fromfile(path, dtype, count, offset=offset)
-    if flat.size != count:
-        raise OSError(f"{path.name} has become shorter")
-    if strides is None or not count:
+    if not count:
+        return np.zeros(shape, dtype)
+    pages = mmap.mmap(-1, count * dtype.itemsize)
+    with path.open("rb") as file:
+        file.seek(offset)
+        if file.readinto(pages) != len(pages):
+            raise OSError(f"{path.name} has become shorter")
+    flat = np.frombuffer(pages, dtype)
+    if strides is None:
         return flat.reshape(shape)
     items = [stride * flat.itemsize for stride in strides]
     return np.lib.stride_tricks.as_strided(flat, shape, items)
