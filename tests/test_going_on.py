@@ -1,5 +1,6 @@
 """Runs that become longer or get other options, and runs that begin with another's weights."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -8,9 +9,12 @@ import chex
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
+from safetensors.numpy import save_file
 
 import train.__main__ as train_command
+from jax_models import GriffinLanguageModelConfig, to_torch
 from train.export import export
 from train.optimizer import AveragedState
 from train.run import Run, build_trainer
@@ -179,6 +183,34 @@ def test_a_tuned_run_has_the_characters_of_the_other(source, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_a_checkpoint_of_others_is_tuned(tmp_path):
+    """Its model and its tokenizer are the default's; without steps, the weights stay."""
+    folder, words = tmp_path / "griffin", ["<pad>", *"abcdefg"]
+    folder.mkdir()
+    model = GriffinLanguageModelConfig(
+        vocab_size=len(words), features=8, num_layers=3, recurrent_features=8, mlp_features=6,
+        num_heads=2, window=5,
+    )  # fmt: skip
+    weights = to_torch(model.build(rngs=nnx.Rngs(7)), "hf-file")
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(model.to_hf()))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = tmp_path / "text"
+    text.write_text("a b c d e f g " * 200)
+    args = ["--init", str(folder), "--text", str(text), "--num-steps", "2"]
+    train_command.main(["--out", str(tmp_path / "run"), *args, "--optimizer.learning-rate", "1e-9"])
+    run = Run.open(tmp_path / "run")
+    assert run.config.model == model
+    assert run.vocabulary.encode("a g").tolist() == [1, 7]
+    tuned = to_torch(run.model(), "hf-file")
+    for key, array in weights.items():
+        np.testing.assert_allclose(tuned[key], array, rtol=0, atol=1e-7, err_msg=key)
+
+
 @pytest.mark.parametrize(
     ("init", "args", "fault"),
     [
@@ -191,7 +223,7 @@ def test_a_tuned_run_has_the_characters_of_the_other(source, tmp_path):
         ("twin.safetensors", [], "--init: .*twin.safetensors: "),
         ("no.safetensors", [], "no.safetensors: No such file"),
         ("config.json", [], "config.json: "),
-        ("checkpoints", [], "not the folder of a run"),
+        ("checkpoints", [], "checkpoints: expected one file of weights"),
         ("", ["--resume", "x"], "--init: a run is resumed with its own weights"),
     ],
 )

@@ -154,7 +154,7 @@ def test_one_command():
     assert "usage: twinscan COMMAND" in twinscan().stdout
     done = twinscan("trian")
     assert done.returncode == 2
-    assert done.stderr.startswith("twinscan: error: expected one of train, generate, evaluate, ")
+    assert done.stderr.startswith("twinscan: error: expected one of train, generate, convert, ")
     done = twinscan("generate", "--run", "no-such-run")
     assert done.returncode == 2
     assert done.stderr.startswith("twinscan generate: error: no-such-run: not the folder of a run")

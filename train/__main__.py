@@ -24,11 +24,12 @@ from jax_models import LanguageModel, __version__, generate, tune_allocator
 from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
 from train.hosts import HostsConfig, agree, by_each, by_first, is_first, join
-from train.initial import initialise
+from train.initial import initialise, is_run, model_of
 from train.loop import train
 from train.mesh import provide_devices
 from train.monitor import check_tensorboard
 from train.optimizer import build_schedule
+from train.pretrained import TOKENIZER
 from train.run import EXPORTED, Run, build_trainer, check_content, locked
 from train.step import Trainer
 from train.text import Text
@@ -109,11 +110,11 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, T
 
 
 def config_to_start_from(start: Start) -> TrainConfig:
-    """The config of a run or a preset; with --init DIR, its model is that of the run there."""
+    """The config of a run or a preset; with --init, its model is the one there."""
     config = PRESETS[start.preset or DEFAULT_PRESET]
     if start.resume is not None:
         config = Run.open(start.resume).config
-    elif start.init is not None and start.init.is_dir():
+    elif start.init is not None and is_run(start.init):
         of_run = Run.open(start.init).config
         try:
             config = dataclasses.replace(config, model=of_run.model) if start.preset else of_run
@@ -121,9 +122,19 @@ def config_to_start_from(start: Start) -> TrainConfig:
             raise CommandLineError(
                 f"--preset: not with the model of {start.init}: {error}"
             ) from None
+    elif start.init is not None and start.preset is None:
+        config = of_checkpoint(config, start.init)
     if start.num_steps is not None:  # in the place of epochs
         config = dataclasses.replace(config, num_epochs=None)
     return config
+
+
+def of_checkpoint(config: TrainConfig, path: Path) -> TrainConfig:
+    """The config with the model of a checkpoint, if it tells it, and its folder's tokenizer."""
+    tokenizer = path / TOKENIZER
+    if (model := model_of(path)) is not None:
+        config = dataclasses.replace(config, model=model)
+    return dataclasses.replace(config, tokenizer=str(tokenizer)) if tokenizer.exists() else config
 
 
 def default_folder(folder: Path, config: TrainConfig) -> Path:
@@ -236,7 +247,7 @@ def planned(arguments: Arguments, before: TrainConfig) -> Plan:
     check_tensorboard(config)
     text = Text(config.text, config.separator)
     source = arguments.resume or config.init
-    of_source = Run.open(source) if source is not None and source.is_dir() else None
+    of_source = Run.open(source) if source is not None and is_run(source) else None
     if of_source is None:
         vocabulary = text.build_vocabulary(config.tokenizer, config.end_of_text)
     else:

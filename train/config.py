@@ -64,7 +64,8 @@ class TrainConfig(CheckedFields):
     mesh: MeshConfig = MeshConfig()
     init: Path | None = None
     """What the weights begin as: those of a run, by its folder, whose options and characters are
-    then the default's, or those of a safetensors file that `export` wrote. None: random."""
+    then the default's; or those of a checkpoint, a file or a folder, as `generate --weights` takes
+    it, whose model and tokenizer are then the default's. None: random."""
     text: Paths = ()
     """UTF-8 files, or folders of them. A file is a document, and so is the "text" of each line of a
     .jsonl file. None: the seed's text."""

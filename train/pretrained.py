@@ -121,7 +121,7 @@ def read_model(path: Path) -> LanguageModel:
         CommandLineError: there is no such file, or no such model in it.
 
     """
-    with _faults_of(path):
+    with faults_of_checkpoint(path):
         model = load_pretrained(path)
         if not isinstance(model, LanguageModel):
             raise ValueError(f"expected a language model, got a {type(model).__name__}")
@@ -140,7 +140,7 @@ def tokens_of(model: LanguageModel, path: Path) -> Tokens:
     if path.is_dir():
         if not (path / TOKENIZER).exists():
             raise CommandLineError(f"--prompt: {path} has no {TOKENIZER} ({OR_TOKENS})")
-        with _faults_of(path):
+        with faults_of_checkpoint(path):
             return OwnTokens(path)
     if model.config.vocab_size != WORLD_SIZE:
         raise CommandLineError(
@@ -151,7 +151,7 @@ def tokens_of(model: LanguageModel, path: Path) -> Tokens:
 
 
 @contextlib.contextmanager
-def _faults_of(path: Path) -> Iterator[None]:
+def faults_of_checkpoint(path: Path) -> Iterator[None]:
     """Name the path, in one line, where a checkpoint is not what it should be."""
     try:
         yield

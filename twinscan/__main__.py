@@ -10,6 +10,7 @@ from twinscan.interrupted import exit_at_once
 COMMANDS = {
     "train": ("train.__main__", "train a language model by character on a text"),
     "generate": ("train.generate", "continue a prompt with a run's model"),
+    "convert": ("train.convert", "a checkpoint in the layout of another package"),
     "evaluate": ("train.evaluate", "the loss of a run's model on a text"),
     "export": ("train.export", "the weights of a run's model for its torch twin"),
     "parity": ("parity_tests.report.command", "compare every JAX layer with its torch twin"),

@@ -175,6 +175,39 @@ class GriffinLanguageModelConfig(StackConfig):
             logits_soft_cap=float(config.get("logits_soft_cap", 30.0)),
         )
 
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json of this model as a RecurrentGemma of transformers.
+
+        Raises:
+            ValueError: transformers has no such option.
+
+        """
+        if not self.scale_embeddings:
+            raise ValueError("a RecurrentGemma of transformers scales its embeddings, this not")
+        of_ours = {ours: theirs for theirs, ours in HF_ACTIVATIONS.items()}
+        rotary = {"rope_theta": self.rope_theta, "partial_rotary_factor": self.rotary_fraction}
+        return {
+            "architectures": ["RecurrentGemmaForCausalLM"],
+            "model_type": "recurrent_gemma",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.features,
+            "num_hidden_layers": self.num_layers,
+            "intermediate_size": 2 * self.mlp_features,
+            "lru_width": self.recurrent_features,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "attention_window_size": self.window,
+            "conv1d_width": self.kernel_size,
+            "block_types": [*self.block_types],
+            "rope_parameters": {"rope_type": "default", **rotary},
+            **rotary,
+            "attention_bias": self.attention_bias,
+            "hidden_activation": of_ours[self.activation],
+            "rms_norm_eps": self.epsilon,
+            "logits_soft_cap": self.logits_soft_cap,
+            "tie_word_embeddings": True,
+        }
+
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
         """The config of a checkpoint, read from its shapes, in any of the model's layouts.

@@ -4,21 +4,15 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from flax import nnx
 
 from jax_models.layers.rwkv_version import rwkv_version
 from jax_models.models.griffin import GriffinLanguageModelConfig
-from jax_models.models.pretrained import (
-    ShardingOf,
-    griffin_from_weights,
-    hyena_dna_from_weights,
-    loaded,
-    rwkv_from_torch,
-)
+from jax_models.models.hyena_dna import HyenaDNALanguageModelConfig
+from jax_models.models.language_model import LanguageModel
+from jax_models.models.pretrained import ShardingOf, loaded, rwkv_config
 from jax_models.models.silero_vad import SileroVAD
 from jax_models.options import FloatingDtype, checked_options
 from jax_models.weights.checkpoint import open_checkpoint
@@ -37,19 +31,20 @@ class Family:
     """What a config.json calls them."""
     has: Callable[[Iterable[str]], bool]
     """Are these the keys of such a model?"""
-    model: Callable[..., Any]
-    """Makes it of the weights and the fields of a config.json, which may be None."""
+    config: Callable[[Mapping[str, Any], Mapping[str, Any] | None], Any]
+    """Of the weights and the fields of a config.json, which may be None; its `build` makes one."""
 
 
-def mark(part: str) -> Callable[[Iterable[str]], bool]:
+def with_part(part: str) -> Callable[[Iterable[str]], bool]:
     """Has a key this part?"""
     return lambda keys: any(part in key for key in keys)
 
 
-def griffin(weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any) -> Any:
-    """Its window and its activation are in the config.json alone."""
-    config = None if fields is None else GriffinLanguageModelConfig.from_hf(fields)
-    return griffin_from_weights(weights, config, **options)
+def griffin(weights: Mapping[str, Any], fields: Mapping[str, Any] | None) -> Any:
+    """The window and the activation are in the config.json alone."""
+    if fields is not None:
+        return GriffinLanguageModelConfig.from_hf(fields)
+    return GriffinLanguageModelConfig.from_state_dict(weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,27 +58,31 @@ class SileroVADConfig:
         return SileroVAD(self.sample_rate, **options)
 
 
-def silero_vad(weights: Mapping[str, Any], fields: Any, **options: Any) -> SileroVAD:
+def silero_vad(weights: Mapping[str, Any], fields: Any) -> SileroVADConfig:
     """The windows of the STFT tell the sample rate."""
     stft = next(array for key, array in weights.items() if "stft" in key)
-    config = SileroVADConfig(16000 if stft.shape[-1] == 256 else 8000)
-    return loaded(config, weights, *(options[n] for n in ("dtype", "param_dtype", "sharding")))
+    return SileroVADConfig(16000 if stft.shape[-1] == 256 else 8000)
 
 
-def of_keys(load: Callable[..., Any]) -> Callable[..., Any]:
+def by_shapes(config: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping, Any], Any]:
     """Of families whose keys and shapes tell all."""
-    return lambda weights, fields, **options: load(weights, **options)
+    return lambda weights, fields: config(weights)
 
 
 FAMILIES = (
-    Family("RecurrentGemma", ("recurrent_gemma",), mark("rg_lru"), griffin),
-    Family("HyenaDNA", ("hyenadna",), mark(".mixer.filter_fn."), of_keys(hyena_dna_from_weights)),
-    Family("silero-VAD", (), mark("stft"), silero_vad),
+    Family("RecurrentGemma", ("recurrent_gemma",), with_part("rg_lru"), griffin),
+    Family(
+        "HyenaDNA",
+        ("hyenadna",),
+        with_part(".mixer.filter_fn."),
+        by_shapes(HyenaDNALanguageModelConfig.from_state_dict),
+    ),
+    Family("silero-VAD", (), with_part("stft"), silero_vad),
     Family(
         "RWKV",
         ("rwkv", "rwkv6", "rwkv7"),
         lambda keys: rwkv_version(keys) is not None,
-        of_keys(rwkv_from_torch),
+        by_shapes(rwkv_config),
     ),
 )
 
@@ -95,7 +94,7 @@ def load_pretrained(
     dtype: FloatingDtype | None = None,
     param_dtype: FloatingDtype | None = None,
     sharding: ShardingOf | None = None,
-) -> nnx.Module:
+) -> LanguageModel | SileroVAD:
     """The model in a file or a folder that somebody else trained, with its weights.
 
         >>> from safetensors.numpy import save_file
@@ -126,7 +125,7 @@ def load_pretrained(
 
     """
     weights, fields = open_checkpoint(path)
-    family = _family(weights, fields)
+    config = config_of(weights, fields)
     if param_dtype is None:
         dtypes = {dtype_of(each) for each in weights.values() if is_floating(each)}
         param_dtype = functools.reduce(jnp.promote_types, dtypes) if dtypes else jnp.float32
@@ -134,27 +133,32 @@ def load_pretrained(
         weights = cast(weights, param_dtype)
     if dtype is None and param_dtype == jnp.float16:
         dtype = jnp.float32
-    model = family.model(weights, fields, dtype=dtype, param_dtype=param_dtype, sharding=sharding)
-    config = getattr(model, "config", None)
+    return loaded(config, weights, dtype, param_dtype, sharding)
+
+
+def config_of(weights: Mapping[str, Any], fields: Mapping[str, Any] | None) -> Any:
+    """The config of the model with these weights and these fields of a config.json, if any.
+
+    Raises:
+        ValueError: there is no such model, or the two contradict each other.
+
+    """
+    kind = (fields or {}).get("model_type")
+    families = [
+        family
+        for family in FAMILIES
+        if (family.has(weights) if kind is None else kind in family.model_types)
+    ]
+    names = ", ".join(family.name for family in FAMILIES)
+    if not families and kind is not None:
+        architectures = (fields or {}).get("architectures") or [kind]
+        raise ValueError(f"config.json: of {architectures[0]}; there are models of {names}")
+    if not families:
+        some = ", ".join(sorted(map(str, weights))[:3]) or "none"
+        raise ValueError(f"the keys ({some}, …) are of no model that there is: {names}")
+    config = families[0].config(weights, fields)
     for field, ours in SIZES.items():
         size = getattr(config, ours, None)
         if fields and size is not None and fields.get(field, size) != size:
-            raise ValueError(
-                f"config.json: {field} is {fields[field]}, the weights of {Path(path).name} have "
-                f"{size}"
-            )
-    return model
-
-
-def _family(weights: Mapping[str, Any], fields: Mapping[str, Any] | None) -> Family:
-    kind = (fields or {}).get("model_type")
-    by_config = [family for family in FAMILIES if kind in family.model_types]
-    by_keys = [family for family in FAMILIES if family.has(weights)]
-    for family in (*by_config, *(by_keys if kind is None else ())):
-        return family
-    names = ", ".join(family.name for family in FAMILIES)
-    if kind is not None:
-        architectures = (fields or {}).get("architectures") or [kind]
-        raise ValueError(f"config.json: of {architectures[0]}; there are models of {names}")
-    some = ", ".join(sorted(map(str, weights))[:3]) or "none"
-    raise ValueError(f"the keys ({some}, …) are of no model that there is: {names}")
+            raise ValueError(f"config.json: {field} is {fields[field]}, the weights have {size}")
+    return config

@@ -13,7 +13,7 @@ from jax_models.layers.rwkv_version import rwkv_version
 from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
 from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel
-from jax_models.models.rwkv import RWKVLanguageModelConfig, undivided
+from jax_models.models.rwkv import RWKVConfig, RWKVLanguageModelConfig, undivided
 from jax_models.models.rwkv6 import RWKV6LanguageModelConfig
 from jax_models.models.rwkv7 import RWKV7LanguageModelConfig
 from jax_models.options import FloatingDtype, Index, checked_options
@@ -61,6 +61,14 @@ def rwkv_from_torch(
             shapes contradict each other.
 
     """
+    config = rwkv_config(state_dict)
+    if rescaled_every:
+        state_dict = undivided(state_dict, rescaled_every)
+    return loaded(config, state_dict, dtype, param_dtype, sharding)
+
+
+def rwkv_config(state_dict: Mapping[str, Any]) -> RWKVConfig:
+    """The config of an RWKV of whichever version; `rwkv_from_torch` says what is refused."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
     version, key = rwkv_version(state_dict) or ("no RWKV", None)
@@ -74,10 +82,7 @@ def rwkv_from_torch(
         raise ValueError(
             f"state_dict: of {version}{because}; there are models of {', '.join(CONFIGS)}"
         )
-    if rescaled_every:
-        state_dict = undivided(state_dict, rescaled_every)
-    config = CONFIGS[version].from_state_dict(state_dict)
-    return loaded(config, state_dict, dtype, param_dtype, sharding)
+    return CONFIGS[version].from_state_dict(state_dict)
 
 
 @checked_options

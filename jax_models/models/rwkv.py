@@ -195,6 +195,20 @@ class RWKVLanguageModelConfig(RWKVConfig):
     hidden_features: int = 768
     """Width of the channel mixes; four times `features` in RWKV-4."""
 
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json of this model as an RWKV of transformers."""
+        return {
+            "architectures": ["RwkvForCausalLM"],
+            "model_type": "rwkv",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.features,
+            "attention_hidden_size": self.features,
+            "num_hidden_layers": self.num_layers,
+            "intermediate_size": self.hidden_features,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": False,
+        }
+
     def build(self, **options: Unpack[BuildOptions]) -> "RWKVLanguageModel":
         """The model of this config."""
         return RWKVLanguageModel(self, **options)

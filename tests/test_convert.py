@@ -1,0 +1,152 @@
+"""`twinscan convert`: another layout, another dtype, whole or not at all."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import train.convert as command
+from jax_models import (
+    GriffinLanguageModelConfig,
+    RWKVLanguageModelConfig,
+    load_pretrained,
+    to_torch,
+)
+from twinscan.command_line import CommandLineError
+
+GRIFFIN = GriffinLanguageModelConfig(
+    vocab_size=12, features=8, num_layers=3, recurrent_features=8, mlp_features=6, num_heads=2,
+    window=5, logits_soft_cap=7.0,
+)  # fmt: skip
+RWKV = RWKVLanguageModelConfig(vocab_size=12, features=8, num_layers=3, hidden_features=16)
+
+
+def random_weights(config, layout):
+    """Of all parameters, tied ones the same."""
+    rng = np.random.default_rng(0)
+    weights = to_torch(config.build(rngs=nnx.Rngs(0)), layout)
+    return {k: rng.standard_normal(w.shape).astype(w.dtype) for k, w in weights.items()}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A RecurrentGemma of transformers, with a tokenizer and a field that is not ours."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("griffin")
+    folder.mkdir()
+    save_file(random_weights(GRIFFIN, "hf-file"), folder / "model.safetensors")
+    config = GRIFFIN.to_hf() | {"eos_token_id": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def convert(*args):
+    command.main([str(arg) for arg in args])
+
+
+def test_there_and_back_bit_for_bit(folder, capsys):
+    """With the commands of docs/weights.md."""
+    convert("--from", folder, "--to", "d.safetensors", "--layout", "deepmind")
+    assert (
+        capsys.readouterr().out
+        == "d.safetensors: GriffinLanguageModel in layout deepmind, 0.0 MB\n"
+    )
+    assert "embedder.input_embedding" in load_file("d.safetensors")
+    convert("--from", "d.safetensors", "--to", "t.pth", "--layout", "deepmind-torch")
+    convert("--from", "t.pth", "--to", "back", "--layout", "hf")
+    before, after = (load_file(f / "model.safetensors") for f in (folder, Path("back")))
+    assert before.keys() == after.keys()
+    for key, array in before.items():
+        assert after[key].tobytes() == array.tobytes(), key
+
+
+def test_the_config_and_the_tokenizer_come_along(folder):
+    convert("--from", folder, "--to", "other", "--layout", "hf", "--param-dtype", "bfloat16")
+    config = json.loads(Path("other/config.json").read_text())
+    assert config == GRIFFIN.to_hf() | {"eos_token_id": 3, "dtype": "bfloat16"}
+    assert GriffinLanguageModelConfig.from_hf(config) == GRIFFIN
+    assert Path("other/tokenizer.json").read_text() == "{}"
+    weights = load_file(folder / "model.safetensors")
+    for key, array in to_torch(load_pretrained("other"), "hf-file").items():
+        assert array.tobytes() == weights[key].astype(jnp.bfloat16).tobytes(), key
+
+
+def test_large_weights_are_written_in_parts(folder, monkeypatch):
+    monkeypatch.setattr(command, "MOST", 2000)
+    convert("--from", folder, "--to", "parts", "--layout", "hf")
+    index = json.loads(Path("parts/model.safetensors.index.json").read_text())["weight_map"]
+    assert {*index.values()} == {path.name for path in Path("parts").glob("*.safetensors")}
+    assert len({*index.values()}) > 2
+    assert max(path.stat().st_size for path in Path("parts").glob("*.safetensors")) < 5000
+    before, after = (to_torch(load_pretrained(each)) for each in (folder, "parts"))
+    for key, array in before.items():
+        assert after[key].tobytes() == array.tobytes(), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [GRIFFIN, RWKV], ids=["Griffin", "RWKV-4"])
+def test_transformers_loads_what_is_written(config, tmp_path, monkeypatch):
+    """Strictly, by its own `from_pretrained`, with equal logits."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    source = "deepmind" if config is GRIFFIN else "blinkdl"
+    weights = random_weights(config, source)
+    weights = {key: w if w.ndim > 1 else 0.1 * w for key, w in weights.items()}
+    save_file(weights, "a.safetensors")
+    convert("--from", "a.safetensors", "--to", "hf", "--layout", "hf")
+    read, report = transformers.AutoModelForCausalLM.from_pretrained(
+        "hf", output_loading_info=True, **({"rescale_every": 0} if config is RWKV else {})
+    )
+    assert not any(report.values()), report
+    tokens = np.arange(5)[None]
+    with torch.no_grad():
+        theirs = read.eval()(torch.tensor(tokens), use_cache=False).logits.numpy()
+    ours = np.asarray(load_pretrained("hf")(tokens)[0])
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_what_cannot_be_written_is_refused(folder):
+    Path("there").mkdir()
+    for args, message in (
+        (("--to", "there"), "--to: there exists"),
+        (("--to", "new", "--layout", "gguf"), r"--layout: GriffinLanguageModel .* not 'gguf'"),
+        (("--to", "nowhere/a.safetensors"), "nowhere"),
+        (("--to", "new", "--param-dtype", "int8"), "param.dtype"),
+    ):
+        with pytest.raises(CommandLineError, match=message):
+            convert("--from", folder, *args)
+    with pytest.raises(CommandLineError, match="no-such-folder: No such file or directory"):
+        convert("--from", "no-such-folder", "--to", "new")
+    assert sorted(path.name for path in Path().iterdir()) == ["griffin", "there"]
+
+
+FULL = """
+import resource, signal, sys
+import train.convert as command
+from twinscan.command_line import CommandLineError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    command.main(sys.argv[1:])
+except CommandLineError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("target", ["new", "new.safetensors", "new.pth"])
+def test_a_write_that_fails_leaves_nothing(folder, target):
+    run = subprocess.run(
+        [sys.executable, "-c", FULL, "--from", folder, "--to", target, "--layout", "hf"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.startswith(f"{target}: "), run.stdout + run.stderr
+    assert len(run.stdout.splitlines()) == 1
+    assert [path.name for path in Path().iterdir()] == ["griffin"]

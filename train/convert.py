@@ -1,0 +1,186 @@
+"""`python -m train.convert`: a checkpoint in the layout of another package."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+
+from jax_models import load_pretrained, tune_allocator
+from jax_models.options import CheckedFields
+from jax_models.weights.checkpoint import CONFIG, SAFETENSORS, TORCH, json_object
+from jax_models.weights.stored import StoredArray
+from jax_models.weights.transfer import stored_weights
+from train.files import whole
+from train.pretrained import faults_of_checkpoint
+from twinscan.command_line import CommandLineError, parse, run_command
+from twinscan.files import to_disk
+
+PROG = "python -m train.convert"
+MOST = 5 * 10**9
+"""Bytes of a part of a folder's weights."""
+ONE, PART = "model.safetensors", "model-{:05}-of-{:05}.safetensors"
+INDEX = "model.safetensors.index.json"
+BESIDE = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+"""The files of a folder that are as good for its weights in another layout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(CheckedFields):
+    """Write a checkpoint in the layout of another package, or in another dtype."""
+
+    source: Annotated[Path, tyro.conf.arg(name="from")]
+    """What `--weights` of `generate` reads: a file, or a folder."""
+    to: Path
+    """A new file (.safetensors, .pth) or a new folder; transformers' layout has its config.json."""
+    layout: str | None = None
+    """As docs/weights.md lists them; by default the model's first."""
+    param_dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None
+    """Of the weights; by default as they are."""
+
+
+def main(args: Sequence[str], prog: str = PROG) -> None:
+    """Read, write, and say what."""
+    arguments = parse(Arguments, args, prog=prog)
+    source, target = arguments.source, arguments.to
+    if target.exists() or target.is_symlink():
+        raise CommandLineError(f"--to: {target} exists: name a new file or folder")
+    with faults_of_checkpoint(source):
+        model = load_pretrained(source, param_dtype=arguments.param_dtype)
+    layout = arguments.layout or next(iter(model.torch_layouts()))
+    try:
+        weights = stored_weights(model, layout)
+    except ValueError as error:
+        raise CommandLineError(f"--{error}") from None
+    if target.suffix in SAFETENSORS + TORCH:
+        with whole(target) as partial:
+            write_file(partial, weights, is_torch=target.suffix in TORCH)
+    else:
+        config = config_of(model, layout, source)
+        if f"{layout}-file" in model.torch_layouts():  # what the packages save of this layout
+            weights = stored_weights(model, f"{layout}-file")
+        with whole_folder(target) as partial:
+            write_folder(partial, weights, config, source)
+    size = sum(array.dtype.itemsize * int(np.prod(array.shape)) for array in weights.values())
+    print(f"{target}: {type(model).__name__} in layout {layout}, {size / 1e6:,.1f} MB")
+
+
+def config_of(model: Any, layout: str, source: Path) -> dict[str, Any] | None:
+    """The config.json of a layout, with what else that of the source has; None if it has none."""
+    to_hf = getattr(getattr(model, "config", None), "to_hf", None)
+    if not layout.startswith("hf") or to_hf is None:
+        return None
+    try:
+        fields = to_hf()
+    except ValueError as error:
+        raise CommandLineError(f"--layout: {error}") from None
+    known = json_object(source / CONFIG) if (source / CONFIG).exists() else {}
+    is_same = known.get("model_type") == fields["model_type"]
+    dtype = str(next(iter(stored_weights(model, layout).values())).dtype)
+    return {**(known if is_same else {}), **fields, "dtype": dtype}
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Where to write a folder that is there under its own name once all of it is written."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for file in (*partial.iterdir(), partial):
+            to_disk(file)
+        partial.rename(path)
+    except OSError as error:
+        raise CommandLineError(f"{path}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_folder(
+    folder: Path,
+    weights: Mapping[str, StoredArray],
+    config: Mapping[str, Any] | None,
+    source: Path,
+) -> None:
+    """The weights in parts, the config, and the files that stay as they are in the source."""
+    parts: list[dict[str, StoredArray]] = [{}]
+    size = 0
+    for key, array in weights.items():
+        nbytes = array.dtype.itemsize * int(np.prod(array.shape))
+        if parts[-1] and size + nbytes > MOST:
+            parts.append({})
+            size = 0
+        parts[-1][key] = array
+        size += nbytes
+    names = [PART.format(i + 1, len(parts)) for i in range(len(parts))] if parts[1:] else [ONE]
+    for name, part in zip(names, parts, strict=True):
+        write_file(folder / name, part)
+    if len(parts) > 1:
+        places = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=1))
+    if config is not None:
+        (folder / CONFIG).write_text(json.dumps(config, indent=1))
+    for name in BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def write_file(path: Path, weights: Mapping[str, StoredArray], *, is_torch: bool = False) -> None:
+    """One file; of safetensors a tensor at a time."""
+    if is_torch:
+        import torch
+
+        tensors = {key: torch_tensor(np.asarray(array)) for key, array in weights.items()}
+        try:
+            with path.open("wb") as file:
+                torch.save(tensors, file)
+        except RuntimeError as error:  # torch's own, after the system's
+            raise error.__context__ or error from None
+        return
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, array in weights.items():
+        start, end = end, end + array.dtype.itemsize * int(np.prod(array.shape))
+        header[key] = {
+            "dtype": NAMES[str(array.dtype)],
+            "shape": array.shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in weights.values():
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def torch_tensor(array: np.ndarray) -> Any:
+    """The same numbers; torch does not know NumPy's bfloat16."""
+    import torch
+
+    array = np.array(array, order="C")  # torch may write to it
+    if array.dtype != "bfloat16":
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+
+
+NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""What safetensors calls the dtypes."""
+
+
+if __name__ == "__main__":
+    tune_allocator()
+    run_command(main, sys.argv[1:], PROG)
