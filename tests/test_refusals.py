@@ -238,7 +238,7 @@ REFUSED = {
     "weights of another model": (
         "generate",
         lambda d, f: ["--weights", str(f / "twin.safetensors"), "--prompt", "x"],
-        "twin.safetensors: the keys (embedding.weight, layer_norm.bias, layer_norm.weight, …) are of no",
+        "twin.safetensors: the keys (embedding.weight, layer_norm.bias, layer_norm.weight, …) are",
     ),
     "text for an unknown vocabulary": (
         "generate",
