@@ -49,7 +49,8 @@ def gradients(
     """
     if row.gradients is not None:
         return row.gradients(*given)
-    keys = [in_dtype(state_dict[key], str(given[0].dtype)) for key in row.keys]
+    dtype = str(jnp.finfo(given[0].dtype).dtype)
+    keys = [in_dtype(state_dict[key], dtype) for key in row.keys]
     try:
         return jax.vjp(row.to_jax, *map(jnp.asarray, keys))[1](given)
     except Exception:  # whatever NumPy says of what JAX traces

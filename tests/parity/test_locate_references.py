@@ -96,7 +96,7 @@ def nnx_model(fault=None):
     return FRAMEWORKS["NNX, as it is"](fault)[0]
 
 
-@pytest.mark.parametrize("make", [TorchModel, nnx_model])
+@pytest.mark.parametrize("make", [TorchModel, pytest.param(nnx_model, marks=pytest.mark.slow)])
 def test_a_record_tells_what_its_side_tells(make, tmp_path):
     side, path = make(), tmp_path / "side.safetensors"
     record(side, TOKENS, path=path, dtypes=["float64", "bfloat16"])
@@ -136,7 +136,10 @@ def test_what_is_told_is_not_rounded():
     assert not any(theirs.scatter().values())
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, marks=[] if f == "gelu by tanh" else pytest.mark.slow) for f in FAULTS],
+)
 def test_a_jax_model_is_a_reference(fault, tmp_path):
     """Its GELU is no module."""
     path = tmp_path / "model.safetensors"

@@ -26,7 +26,16 @@ def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
     assert location.culprit == mutation.culprit, f"\n{location}"
 
 
-@pytest.mark.parametrize("name", ["HawkBlock", "RWKVLanguageModel", "GPModel of hyena"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HawkBlock",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("RWKVLanguageModel", "GPModel of hyena")
+        ),
+    ],
+)
 def test_no_fault_is_found_where_there_is_none(name):
     location = departure(name, "float32")
     assert location.culprit is None, f"\n{location}"

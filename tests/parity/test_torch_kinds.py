@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from torch import nn
 
+from jax_models.weights import same
 from parity_tests import compare
 
 pytestmark = [
@@ -360,3 +362,17 @@ def test_the_gradient_at_a_kink_needs_inputs_there(at_zero):
     assert edges.passed == (at_zero == 0), f"\n{edges}"
     assert any("edge inputs were compared: zeros" in note for note in edges.notes)
     assert all("biases zero" in fault for fault in edges.faults)
+
+
+class SpectralPort(nnx.Module):
+    def __init__(self):
+        self.filter = nnx.Param(jnp.ones(3, jnp.complex64))
+
+    def __call__(self, x):
+        return jnp.fft.irfft(jnp.fft.rfft(x) * self.filter[...], n=4)
+
+
+def test_complex_weights_go_through_a_table():
+    report = compare(Spectral(), SpectralPort(), SQUARE, weights=[same("filter", "filter")])
+    assert report.passed, f"\n{report}"
+    assert "weight gradients" in report.errors["float64"]
