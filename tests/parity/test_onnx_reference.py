@@ -278,9 +278,9 @@ def test_the_scatter_of_a_recurrent_operator_knows_its_conditioning():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((60, 1, 4))
     shapes, errors = {"W": (1, 24, 4), "R": (1, 24, 6)}, []
-    drawn = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    numbers = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     for size in (0.1, 16):
-        weights = {name: np.float32(size * array) for name, array in drawn.items()}
+        weights = {name: np.float32(size * array) for name, array in numbers.items()}
         (error,) = scatter_of(graph_of([node], ["x"], ["y"], weights), x)[0].values()
         errors.append(error)
     assert errors[0] < 16 * np.finfo(np.float32).eps
