@@ -22,7 +22,7 @@ from torch_ref.layers.hyena_filter import (
 )
 from torch_ref.layers.hyper_lstm import HyperLSTM, HyperLSTMCell
 from torch_ref.layers.layer_norm_lstm import LayerNormLSTM
-from torch_ref.layers.lstm import LSTMProj, LSTMScratch
+from torch_ref.layers.lstm import LSTMDeep, LSTMProj, LSTMScratch
 from torch_ref.layers.min_rnn import MinGRU, MinLSTM
 from torch_ref.layers.reversed import Reversed
 from torch_ref.layers.rnn import RNN, RNNDeep, RNNScratch
@@ -65,6 +65,7 @@ __all__ = [
     "HyenaFilter",
     "HyperLSTM",
     "HyperLSTMCell",
+    "LSTMDeep",
     "LSTMProj",
     "LSTMScratch",
     "LayerNormLSTM",

@@ -7,6 +7,7 @@ from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import LSTMMethod, LSTMState
 from jax_models.options import Initializer
+from jax_models.weights import Layouts, same, summed, transposed
 
 
 class LSTM(RecurrentStack[LSTMState]):
@@ -33,6 +34,7 @@ class LSTM(RecurrentStack[LSTMState]):
         proj_features: size of h_t, less than hidden_features; None for no projection.
         proj_bias: add b_hr, as the seed's LSTMProj does. torch.nn.LSTM has no b_hr.
         use_bias: add b_ih and b_hh.
+        recurrent_bias: add b_hh. False leaves one bias.
         use_peepholes: the gates see the cell, too. torch.nn.LSTM has no peepholes.
         dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
@@ -59,9 +61,11 @@ class LSTM(RecurrentStack[LSTMState]):
     another setting asks for more. Under `vmap` cuDNN's calls come one after the other, and it has
     no forward-mode gradient.
 
-    Layouts: `torch.nn` (torch.nn.LSTM), `scratch` (LSTMScratch, LSTMProj). Source: Hochreiter and
-    Schmidhuber 1997; peepholes, Gers and Schmidhuber 2000; the projection, Sak et al. 2014 (arXiv
-    1402.1128); torch.nn.LSTM.
+    Layouts: `torch.nn` (torch.nn.LSTM), `scratch` (LSTMScratch, LSTMProj), `labml` (labml's LSTM,
+    with one bias a layer). To continue training labml's, build with `recurrent_bias=False`: two
+    biases would each get the gradient of the one. Source: Hochreiter and Schmidhuber 1997;
+    peepholes, Gers and Schmidhuber 2000; the projection, Sak et al. 2014 (arXiv 1402.1128);
+    torch.nn.LSTM.
 
     """
 
@@ -78,6 +82,7 @@ class LSTM(RecurrentStack[LSTMState]):
         proj_features: int | None = None,
         proj_bias: bool = False,
         use_bias: bool = True,
+        recurrent_bias: bool = True,
         use_peepholes: bool = False,
         dropout_rate: float = 0.0,
         time_major: bool = False,
@@ -104,6 +109,7 @@ class LSTM(RecurrentStack[LSTMState]):
             proj_features=proj_features,
             proj_bias=proj_bias,
             use_bias=use_bias,
+            recurrent_bias=recurrent_bias,
             use_peepholes=use_peepholes,
             dropout_rate=dropout_rate,
             time_major=time_major,
@@ -127,3 +133,22 @@ class LSTM(RecurrentStack[LSTMState]):
             num_directions=self.num_directions,
             method=self.method,
         )
+
+    def torch_layouts(self) -> Layouts:
+        """As for every stack, and `labml`: the keys of labml's LSTM."""
+        layouts = super().torch_layouts()
+        weights = self.cells[0].arrays().keys()
+        has_recurrent_bias = "bias_hh" in weights
+        if self.causal and weights - {"bias_hh"} == {"kernel_ih", "kernel_hh", "bias_ih"}:
+            layouts["labml"] = [
+                row
+                for cell in (f"cells.{index}" for index in range(self.num_layers))
+                for row in (
+                    transposed(f"{cell}.kernel_ih", f"{cell}.input_lin.weight"),
+                    transposed(f"{cell}.kernel_hh", f"{cell}.hidden_lin.weight"),
+                    summed((f"{cell}.bias_ih", f"{cell}.bias_hh"), f"{cell}.hidden_lin.bias")
+                    if has_recurrent_bias
+                    else same(f"{cell}.bias_ih", f"{cell}.hidden_lin.bias"),
+                )
+            ]
+        return layouts

@@ -15,15 +15,19 @@ from jax.core import Tracer
 from jax_models.weights.bounds import bounds
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import Fault, elsewhere, joined, lines
-from jax_models.weights.rows import Weight
+from jax_models.weights.rows import Weight, at
 from jax_models.weights.stored import StoredArray, as_numpy, dtype_of
-from jax_models.weights.tables import HasLayouts, Layouts, Table
+from jax_models.weights.tables import HasLayouts, Layouts, Table, nested
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 
 
 def from_torch(
-    layer: Layer, state_dict: Mapping[str, Any], layout: str | Table | None = None
+    layer: Layer,
+    state_dict: Mapping[str, Any],
+    layout: str | Table | None = None,
+    *,
+    prefix: str = "",
 ) -> Layer:
     """Load a torch `state_dict` into a layer, in place, and return the layer.
 
@@ -37,18 +41,22 @@ def from_torch(
             (`nnx.eval_shape`), if it has no dropout.
         state_dict: torch tensors (or arrays) by key, as `module.state_dict()` gives them.
         layout: the layout's name, or a table. None: the layout that has the state_dict's keys.
+        prefix: where the torch module is in the model that the `state_dict` is of, as
+            "encoder.lstm.". Only the keys that start so are read.
 
     Every key is used once and every parameter is set once. Values are never changed: a dtype that
     the parameter cannot hold exactly is refused, and so are integers and bools. A parameter keeps
     its dtype, its sharding and its metadata.
 
     Raises:
-        TypeError: `layer` is not an `nnx.Module`, `state_dict` not a mapping, or `layout` neither a
-            name nor a table; or the layer has no layouts of its own and `layout` is None.
-        ValueError: the layout is unknown, a table's row does not fit, or keys are missing,
-            unexpected, of another shape or of a wider dtype, or hold values outside a parameter's
-            bounds: all of them are listed, and the layer is left as it was. If the weights are
-            under a prefix of the keys or in an entry, the message has the code that gives them.
+        TypeError: `layer` is not an `nnx.Module`, `state_dict` not a mapping, `layout` neither a
+            name nor a table, or `prefix` no string; or the layer has no layouts of its own and
+            `layout` is None.
+        ValueError: the layout is unknown, no key is under the prefix, a table's row does not fit,
+            or keys are missing, unexpected, of another shape or of a wider dtype, or hold values
+            outside a parameter's bounds: all of them are listed, and the layer is left as it was.
+            If the weights are under another prefix or in an entry, the message has the code that
+            gives them.
 
     Warns:
         UserWarning: weights are NaN or infinite.
@@ -59,11 +67,13 @@ def from_torch(
             f"state_dict: expected a mapping of keys to tensors, as module.state_dict() gives it, "
             f"got {type(state_dict).__name__}"
         )
+    if place := _place(prefix):
+        state_dict = _entries_at(place, state_dict)
     foreign_format = getattr(layer, "foreign_format", None)
     if foreign_format is not None and (foreign := foreign_format(state_dict)):
         raise ValueError(f"state_dict: {foreign}")
     params = params_of(layer)
-    name, table = weight_table(layer, layout, state_dict)
+    name, table = weight_table(layer, layout, state_dict, place)
 
     placeholders = {path: _placeholder(param.get_value()) for path, param in params.items()}
     what = f"{type(layer).__name__} in layout {name!r}"
@@ -87,7 +97,9 @@ def from_torch(
     return layer
 
 
-def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndarray]:
+def to_torch(
+    layer: Any, layout: str | Table | None = None, *, prefix: str = ""
+) -> dict[str, np.ndarray]:
     """The layer's weights as a `state_dict` of numpy arrays, bit for bit.
 
         >>> state_dict = to_torch(LSTM(5, 6, rngs=nnx.Rngs(0)))
@@ -97,17 +109,21 @@ def to_torch(layer: Any, layout: str | Table | None = None) -> dict[str, np.ndar
     Args:
         layer: a layer of this package, or any `nnx.Module` with a table as `layout`.
         layout: the layout's name, or a table. None: the layer's first layout.
+        prefix: where the torch module is in a larger model, as "encoder.lstm.": what each key
+            starts with.
 
     Each array is a contiguous copy, ready for `torch.from_numpy`. numpy has no bfloat16 of its
     own: such arrays have the dtype of `ml_dtypes`, and `torch.from_numpy(a.view(np.uint16))
     .view(torch.bfloat16)` reads them.
 
     Raises:
-        TypeError: `layer` is not an `nnx.Module`, or `layout` neither a name nor a table.
+        TypeError: `layer` is not an `nnx.Module`, `layout` neither a name nor a table, or `prefix`
+            no string.
         ValueError: this layer has no such layout, or its parameters have no values.
 
     """
-    return {key: np.array(value, order="C") for key, value in stored_weights(layer, layout).items()}
+    place, weights = _place(prefix), stored_weights(layer, layout)
+    return {at(place, key): np.array(value, order="C") for key, value in weights.items()}
 
 
 def stored_weights(layer: Any, layout: str | Table | None = None) -> dict[str, StoredArray]:
@@ -135,15 +151,36 @@ def stored_weights(layer: Any, layout: str | Table | None = None) -> dict[str, S
     return weights
 
 
+def _place(prefix: str) -> str:
+    """The path of a torch module from the prefix of its keys."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix: expected a string, got {type(prefix).__name__}")
+    return prefix.removesuffix(".")
+
+
+def _entries_at(place: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of the torch module at a path, under their whole keys."""
+    entries = {k: v for k, v in state_dict.items() if str(k).startswith(f"{place}.")}
+    if not entries:
+        keys = ", ".join(joined(sorted(map(str, state_dict))))
+        raise ValueError(f"prefix: no key starts with {place}., state_dict has {keys or 'no keys'}")
+    return entries
+
+
 def _exported(row: Weight, params: list[Any], i: int) -> np.ndarray:
     """The array of a row's i-th key."""
     return transformed(row, "to_torch", [np.asarray(param) for param in params])[i]
 
 
 def weight_table(
-    layer: Any, layout: str | Table | None, state_dict: Mapping[str, Any] | None = None
+    layer: Any,
+    layout: str | Table | None,
+    state_dict: Mapping[str, Any] | None = None,
+    place: str = "",
 ) -> tuple[str, Table]:
     """The layout's name and its table. None: the state_dict's layout, or else the layer's first.
+
+    `place` is the path of the torch module, where the keys are those of a larger one.
 
     Raises:
         TypeError: the layout is neither a name nor a table.
@@ -166,6 +203,7 @@ def weight_table(
         layouts = {layout: layouts[layout]}
     for name, table in layouts.items():
         check_rows(table, params_of(layer), type(layer).__name__, f"layout {name!r}")
+    layouts = {name: nested(table, "", place) for name, table in layouts.items()}
     name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer)
     return name, layouts[name]
 

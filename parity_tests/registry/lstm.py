@@ -60,6 +60,12 @@ CASES = [
         partial(torch_ref.LSTMProj, 5, 6, 4, use_peepholes=True),
         partial(LSTM, 5, 6, proj_features=4, proj_bias=True, use_peepholes=True),
     ),
+    lstm(
+        "LSTMDeep",
+        partial(torch_ref.LSTMDeep, 5, 6, 3),
+        partial(LSTM, 5, 6, num_layers=3, recurrent_bias=False),
+        layout="labml",
+    ),
     *plain,
     *projected,
     joined(plain[0]),
@@ -140,6 +146,7 @@ MUTATIONS = [
             ),
         )
     ),
+    in_two_dtypes("bias forgotten", "LSTMDeep", plant=zeroed("cells.2.bias_ih")),
     in_two_dtypes("peepholes forgotten", "LSTMScratch peepholes", plant=zeroed("cells.0.peephole")),
     masks(
         "h and c swapped",

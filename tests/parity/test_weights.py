@@ -74,7 +74,7 @@ def test_a_layout_is_found_by_its_keys():
 def test_keys_of_no_layout_and_unknown_layouts():
     with pytest.raises(ValueError, match="none of its keys fits LSTM with these options"):
         from_torch(lstm(), {"kernel": np.zeros(3)})
-    with pytest.raises(ValueError, match=r"has \['scratch', 'torch.nn'\], not 'keras'"):
+    with pytest.raises(ValueError, match=r"has \['labml', 'scratch', 'torch.nn'\], not 'keras'"):
         to_torch(lstm(), layout="keras")
     with pytest.raises(ValueError, match="not 'scratch'"):
         to_torch(lstm(num_layers=2), layout="scratch")
@@ -226,6 +226,35 @@ def test_weights_in_another_place_are_found(prefix, entry, layout):
     assert "\n" not in message
     found = eval(message.rpartition(": give ")[2], {"state_dict": state_dict})
     assert to_torch(from_torch(lstm(), found)).keys() == module.state_dict().keys()
+
+
+@pytest.mark.parametrize("prefix", ["encoder.lstm.", "encoder.lstm"])
+def test_a_layer_of_a_larger_model_is_loaded_and_put_back(prefix):
+    def model() -> torch.nn.Module:
+        encoder = {"lstm": torch.nn.LSTM(5, 6), "lstm_head": torch.nn.LSTM(5, 6)}
+        return torch.nn.ModuleDict({"encoder": torch.nn.ModuleDict(encoder)})
+
+    theirs, others = model().state_dict(), model()
+    weights = to_torch(from_torch(lstm(), theirs, prefix=prefix), prefix=prefix)
+    assert weights.keys() == {key for key in theirs if key.startswith("encoder.lstm.")}
+    whole = {**others.state_dict(), **{k: torch.from_numpy(a) for k, a in weights.items()}}
+    others.load_state_dict(whole)
+    for key, number in others.state_dict().items():
+        assert torch.equal(number, theirs[key]) == (key in weights)
+
+
+def test_faults_of_a_layer_of_a_larger_model_have_its_whole_keys():
+    weights = {f"rnn.{key}": a for key, a in torch.nn.LSTM(5, 7).state_dict().items()}
+    with pytest.raises(ValueError, match=r"rnn\.weight_hh_l0: expected shape \(24, 6\)"):
+        from_torch(lstm(), weights, prefix="rnn")
+    no_key = (
+        r"^prefix: no key starts with encoder\.rnn\., state_dict has rnn\.bias_hh_l0, "
+        r"rnn\.bias_ih_l0, rnn\.weight_hh_l0, rnn\.weight_ih_l0$"
+    )
+    with pytest.raises(ValueError, match=no_key):
+        from_torch(lstm(), weights, prefix="encoder.rnn")
+    with pytest.raises(TypeError, match=r"^prefix: expected a string, got NoneType$"):
+        to_torch(lstm(), prefix=None)  # pyright: ignore[reportArgumentType]
 
 
 def test_weights_in_an_entry_and_in_several_places():

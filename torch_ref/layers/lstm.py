@@ -80,3 +80,49 @@ class LSTMProj(LSTMScratch):
 
     def output(self, h: Tensor) -> Tensor:
         return self.w_hr(h)
+
+
+class LSTMDeep(nn.Module):
+    """Layers of LSTM with one bias each, the gates side by side (labml's LSTM).
+
+        i, f, g, o = x_t W_ih + h_{t−1} W_hh + b
+        c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g),   h_t = σ(o) ⊙ tanh(c_t)
+
+    x_t of a layer is the h_t of the one below. x is (batch, time, in_features), the state (h, c),
+    each (num_layers, batch, hidden_features).
+    """
+
+    def __init__(self, in_features: int, hidden_features: int, num_layers: int):
+        super().__init__()
+        self.hidden_features = hidden_features
+        sizes = in_features, *(num_layers - 1) * (hidden_features,)
+        self.cells = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "hidden_lin": nn.Linear(hidden_features, 4 * hidden_features),
+                    "input_lin": nn.Linear(size, 4 * hidden_features, bias=False),
+                }
+            )
+            for size in sizes
+        )
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        state = self.init_state(x.shape[0]) if state is None else state
+        last = []
+        for cell, h, c in zip(self.cells, *state, strict=True):
+            outputs = []
+            for x_t in x.unbind(1):
+                gates = cell["input_lin"](x_t) + cell["hidden_lin"](h)
+                i, f, g, o = gates.chunk(4, dim=-1)
+                c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+                h = torch.sigmoid(o) * torch.tanh(c)
+                outputs.append(h)
+            x = torch.stack(outputs, dim=1)
+            last.append((h, c))
+        h, c = map(torch.stack, zip(*last, strict=True))
+        return x, (h, c)
+
+    def init_state(self, batch_size: int) -> State:
+        shape = len(self.cells), batch_size, self.hidden_features
+        zeros = self.cells[0]["hidden_lin"].weight.new_zeros(shape)
+        return zeros, zeros
