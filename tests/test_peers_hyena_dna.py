@@ -24,7 +24,8 @@ from jax_models import (
 from parity_tests import assert_parity
 from parity_tests.engine.problem import in_every_dtype
 from parity_tests.engine.tolerance import assert_same
-from train.pretrained import Nucleotides, read_model
+from train.pretrained import read_model
+from train.published_vocabulary import Nucleotides
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
@@ -197,7 +198,7 @@ def test_the_tokens_are_those_of_the_file(standalone):
     text = "ACGTNNTGCA"
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert Nucleotides().encode(text).tolist() == expected
-    assert tokenizer.eos_token_id == Nucleotides.end_of_text
+    assert tokenizer.eos_token_id == Nucleotides.end
 
 
 def test_the_filters_of_the_file_depend_on_the_longest_sequence(standalone):

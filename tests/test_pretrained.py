@@ -13,6 +13,7 @@ import torch
 from flax import nnx
 from safetensors.flax import save_file
 
+import train.__main__ as train_command
 from jax_models import (
     GriffinLanguageModelConfig,
     HyenaDNALanguageModelConfig,
@@ -23,21 +24,17 @@ from jax_models import (
     to_torch,
 )
 from train import generate as command
-from train.pretrained import (
-    END_OF_TEXT,
-    WORLD_SIZE,
-    Nucleotides,
-    Numbers,
-    World,
-    read_model,
-    tokens_of,
-)
+from train import published_vocabulary
+from train.pretrained import Numbers, read_model, tokens_of
+from train.published_vocabulary import Nucleotides, World
+from train.run import Run
+from twinscan.command_line import CommandLineError
 
 TEXT = "Grüße, 世界 🎉\n\tdef f(x):"
 SIZES = {"features": 8, "num_layers": 2, "head_size": 4}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def world() -> World:
     pytest.importorskip("rwkv")
     return World()
@@ -71,14 +68,14 @@ def test_a_character_of_several_tokens_is_written_when_it_is_whole(world):
 
 def test_a_text_ends_at_its_end(world):
     letter = ord("a") + 1
-    assert "".join(world.pieces([letter, END_OF_TEXT, letter])) == "a"
-    assert "".join(world.pieces([letter, WORLD_SIZE - 1])) == "a\N{REPLACEMENT CHARACTER}"
+    assert "".join(world.pieces([letter, World.end, letter])) == "a"
+    assert "".join(world.pieces([letter, World.size - 1])) == "a\N{REPLACEMENT CHARACTER}"
 
 
 def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
     """The command of docs/weights.md."""
     monkeypatch.chdir(tmp_path)
-    model = random_model(RWKV7LanguageModelConfig(WORLD_SIZE, **SIZES))
+    model = random_model(RWKV7LanguageModelConfig(World.size, **SIZES))
     weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
     torch.save(weights, "RWKV-x070-World-0.1B.pth")
     command.main(["--weights", "RWKV-x070-World-0.1B.pth", "--prompt", TEXT, "--num-tokens", "9"])
@@ -110,7 +107,7 @@ def test_a_sequence_of_nucleotides_goes_on(tmp_path, monkeypatch, capsys):
     text = "".join(Nucleotides().pieces(np.asarray(tokens)[0]))
     assert capsys.readouterr().out == f"ACGTN{text}\n"
     expected = r"--prompt: expected nucleotides, ACGTN, got ' ', 'U', 'a'"
-    with pytest.raises(command.CommandLineError, match=expected):
+    with pytest.raises(CommandLineError, match=expected):
         command.main(["--weights", "hyenadna.pth", "--prompt", "aCG U"])
 
 
@@ -118,10 +115,49 @@ def test_a_sequence_of_nucleotides_ends_at_its_separator():
     assert [*Nucleotides().pieces([7, 11, 0, 12, 1, 8])] == ["A", "N", "\ufffd", "\ufffd"]
 
 
-def test_the_world_vocabulary_needs_its_package(monkeypatch):
+def test_the_world_vocabulary_needs_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rwkv.rwkv_tokenizer", None)
-    with pytest.raises(command.CommandLineError, match=r"pip install rwkv .*--prompt-tokens"):
-        World()
+    published_vocabulary._trie.cache_clear()
+    model = RWKV7LanguageModelConfig(World.size, **SIZES).build(rngs=nnx.Rngs(0))
+    path = tmp_path / "world.safetensors"
+    save_file(to_torch(model), path)
+    with pytest.raises(CommandLineError, match=r"pip install rwkv \(or .*--prompt-tokens"):
+        command.main(["--weights", str(path), "--prompt", "a"])
+    with pytest.raises(CommandLineError, match=r"--tokenizer: .*pip install rwkv"):
+        train_command.main(["--init", str(path), "--text", __file__, "--out", str(tmp_path / "a")])
+
+
+@pytest.mark.slow
+def test_a_model_of_nucleotides_is_trained_on(tmp_path, monkeypatch, capsys):
+    """On a text of lines; its vocabulary has tokens that stand for nothing."""
+    monkeypatch.chdir(tmp_path)
+    model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
+    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
+    torch.save(weights, "hyenadna.pth")
+    Path("genome").write_text(30 * "ACGTTGCANNACGGT\n")
+    train_command.main([
+        *["--init", "hyenadna.pth", "--text", "genome", "--out", "run", "--num-steps", "2"],
+        *["--window", "32", "--batch-size", "2", "--eval-batches", "1"],
+    ])  # fmt: skip
+    run = Run.open(Path("run"))
+    assert (run.vocabulary, run.config.model.vocab_size) == (Nucleotides(), 16)
+    capsys.readouterr()
+    command.main(["--run", "run", "--prompt", "ACG", "--num-tokens", "9"])
+    assert capsys.readouterr().out.startswith("ACG")
+
+
+@pytest.mark.slow
+def test_a_model_of_the_world_vocabulary_is_trained_on(world, tmp_path):
+    """Of a file alone, or of a folder without a tokenizer."""
+    model = RWKV7LanguageModelConfig(World.size, **SIZES).build(rngs=nnx.Rngs(0))
+    path = tmp_path / "world.safetensors"
+    save_file(to_torch(model), path)
+    (tmp_path / "text").write_text(9 * TEXT)
+    train_command.main([
+        *["--init", str(path), "--text", str(tmp_path / "text"), "--out", str(tmp_path / "run")],
+        *["--num-steps", "1", "--window", "4", "--batch-size", "1", "--eval-batches", "1"],
+    ])  # fmt: skip
+    assert Run.open(tmp_path / "run").vocabulary == world
 
 
 RECURRENT_GEMMA = {
@@ -217,6 +253,6 @@ def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, mes
     """In one line."""
     path = Path("recurrentgemma-2b", name)
     path.unlink() if content is None else path.write_text(content)
-    with pytest.raises(command.CommandLineError, match=message) as refused:
+    with pytest.raises(CommandLineError, match=message) as refused:
         command.main(["--weights", "recurrentgemma-2b", "--prompt", "a"])
     assert "\n" not in str(refused.value)

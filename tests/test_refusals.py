@@ -116,8 +116,8 @@ REFUSED = {
     ),
     "vocabulary of another size": (
         "train",
-        lambda d, f: ["--model.vocab-size", "77"],
-        "--model.vocab-size: the vocabulary has 20 characters, got 77",
+        lambda d, f: ["--model.vocab-size", "7"],
+        "--model.vocab-size: expected at least 20, the vocabulary's characters, got 7",
     ),
     "wide window": (
         "train",

@@ -88,9 +88,11 @@ def test_documents_however_they_are_read(block, separator, tmp_path, monkeypatch
     assert documents(Text([path], separator)) == expected
 
 
-@pytest.mark.parametrize("kind", ["characters", "bytes", "tokenizer"])
+@pytest.mark.parametrize("kind", ["characters", "bytes", "tokenizer", "world"])
 def test_tokens_of_documents(kind, folder, tmp_path):
     """Each ends with the vocabulary's end; a second look reads the file that the first wrote."""
+    if kind == "world":
+        pytest.importorskip("rwkv")
     (tmp_path / "tokenizer.json").write_text(tokenizer())
     text = Text([folder])
     vocabulary = text.build_vocabulary(

@@ -286,8 +286,8 @@ def test_epochs_become_steps(by_rows, text_file, tmp_path):
 def test_steps_replace_a_presets_epochs(monkeypatch, text_file):
     monkeypatch.setitem(PRESETS, "gru", dataclasses.replace(PRESETS["gru"], num_epochs=40.0))
     args = ["--preset", "gru", "--text", str(text_file)]
-    assert train_command.parse_arguments(args)[0].config.num_epochs == 40
-    config = train_command.parse_arguments([*args, "--num-steps", "1000"])[0].config
+    assert train_command.parse_arguments(args).config.num_epochs == 40
+    config = train_command.parse_arguments([*args, "--num-steps", "1000"]).config
     assert (config.num_steps, config.num_epochs) == (1000, None)
 
 

@@ -29,11 +29,11 @@ from train.loop import train
 from train.mesh import provide_devices
 from train.monitor import check_tensorboard
 from train.optimizer import build_schedule
-from train.pretrained import TOKENIZER
+from train.pretrained import tokenizer_of
 from train.run import EXPORTED, Run, build_trainer, check_content, locked
 from train.step import Trainer
 from train.text import Text
-from train.vocabulary import BYTES, CHARACTERS, Vocabulary, first_token
+from train.vocabulary import NAMES, Vocabulary, first_token
 from train.windows import Windows, split
 from twinscan.command_line import CommandLineError, command, parse, parse_known, run_command
 
@@ -88,15 +88,14 @@ RESUME_MAY_CHANGE = {
 """What --resume may change of a run, and what becomes of it. All else makes another run."""
 
 
-def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, TrainConfig]:
-    """The arguments, and the config from which the command line started."""
+def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
+    """The arguments of the command line."""
     start = parse_known(Start, args, prog=prog)
     if start.resume is not None and start.preset is not None:
         raise CommandLineError("--preset: a run is resumed with its own config")
     if start.resume is not None and start.init is not None:
         raise CommandLineError("--init: a run is resumed with its own weights")
-    before = config_to_start_from(start)
-    default = Arguments(before, start.preset, resume=start.resume)
+    default = Arguments(config_to_start_from(start), start.preset, resume=start.resume)
     arguments = parse(Arguments, args, prog=prog, default=default)
     if start.num_steps is not None and arguments.config.num_epochs is not None:
         raise CommandLineError("--num-epochs: expected without --num-steps")
@@ -106,7 +105,7 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> tuple[Arguments, T
         raise CommandLineError("--out: a run is resumed in its own folder")
     if start.preset not in (None, DEFAULT_PRESET) and not arguments.config.text:
         raise CommandLineError(f"--text: the preset {start.preset} needs a text file")
-    return arguments, before
+    return arguments
 
 
 def config_to_start_from(start: Start) -> TrainConfig:
@@ -130,11 +129,11 @@ def config_to_start_from(start: Start) -> TrainConfig:
 
 
 def of_checkpoint(config: TrainConfig, path: Path) -> TrainConfig:
-    """The config with the model of a checkpoint, if it tells it, and its folder's tokenizer."""
-    tokenizer = path / TOKENIZER
+    """The config with the model of a checkpoint, if its keys tell it, and its vocabulary."""
     if (model := model_of(path)) is not None:
         config = dataclasses.replace(config, model=model)
-    return dataclasses.replace(config, tokenizer=str(tokenizer)) if tokenizer.exists() else config
+    tokenizer = tokenizer_of(config.model, path)
+    return config if tokenizer is None else dataclasses.replace(config, tokenizer=tokenizer)
 
 
 def default_folder(folder: Path, config: TrainConfig) -> Path:
@@ -173,14 +172,16 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
 def config_of_new_run(
     config: TrainConfig, preset: TrainConfig, vocabulary: Vocabulary
 ) -> TrainConfig:
-    """The config with a model of the vocabulary's size."""
-    if config.model.vocab_size not in (preset.model.vocab_size, len(vocabulary)):
+    """The config with a model of the vocabulary's size, unless a larger one is asked for."""
+    size = config.model.vocab_size
+    if size != preset.model.vocab_size and size < len(vocabulary):
         raise CommandLineError(
-            f"--model.vocab-size: the vocabulary has {len(vocabulary)} {vocabulary.unit}s, "
-            f"got {config.model.vocab_size}"
+            f"--model.vocab-size: expected at least {len(vocabulary)}, the vocabulary's "
+            f"{vocabulary.unit}s, got {size}"
         )
-    model = dataclasses.replace(config.model, vocab_size=len(vocabulary))
-    return dataclasses.replace(config, model=model)
+    if size == preset.model.vocab_size:
+        size = len(vocabulary)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
@@ -219,7 +220,7 @@ def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
 
 def absolute(tokenizer: str) -> str:
     """The tokenizer, by a path that holds from any folder."""
-    return tokenizer if tokenizer in (CHARACTERS, BYTES) else str(Path(tokenizer).absolute())
+    return tokenizer if tokenizer in NAMES else str(Path(tokenizer).absolute())
 
 
 class Plan(NamedTuple):
@@ -232,12 +233,8 @@ class Plan(NamedTuple):
     folder: Path
 
 
-def planned(arguments: Arguments, before: TrainConfig) -> Plan:
+def planned(arguments: Arguments) -> Plan:
     """What the arguments ask for, with their text read.
-
-    Args:
-        arguments: of the command line.
-        before: the config from which they started.
 
     Raises:
         CommandLineError: a file or an option of theirs does not do.
@@ -261,7 +258,8 @@ def planned(arguments: Arguments, before: TrainConfig) -> Plan:
         tokenizer=absolute(config.tokenizer),
     )
     if arguments.resume is None:
-        config = config_of_new_run(config, before, vocabulary)
+        preset = PRESETS[arguments.preset or DEFAULT_PRESET]
+        config = config_of_new_run(config, preset, vocabulary)
         name = arguments.preset or (config.init and config.init.stem) or DEFAULT_PRESET
         folder = arguments.out or default_folder(Path("runs") / name, config)
     else:
@@ -310,11 +308,11 @@ def begin(plan: Plan, arguments: Arguments) -> None:
 
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Train as the arguments say."""
-    arguments, before = parse_arguments(args, prog)
+    arguments = parse_arguments(args, prog)
     if arguments.hosts == HostsConfig():
         provide_devices(arguments.config.mesh)
     join(arguments.hosts)
-    plan = by_each(lambda: planned(arguments, before))
+    plan = by_each(lambda: planned(arguments))
     config = plan.config
     fields = json.dumps(to_fields(config))
     agree({"version": __version__, "config": fields, "text": plan.text_digest})

@@ -72,7 +72,8 @@ class TrainConfig(CheckedFields):
     separator: str | None = None
     """What ends a document inside a file, such as <|endoftext|>."""
     tokenizer: str = "characters"
-    """What a token is: characters, bytes, or the tokenizer.json of the package tokenizers."""
+    """What a token is: characters, bytes, the tokenizer.json of the package tokenizers, world
+    (RWKV's) or nucleotides (HyenaDNA's)."""
     end_of_text: str | None = None
     """The tokenizer's token that ends a document; by default a usual one that it has."""
     val_rows: int | None = None

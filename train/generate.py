@@ -13,7 +13,8 @@ from jax_models.options import CheckedFields
 from train.checks import NotNegative, Seed
 from train.pretrained import Numbers, read_model, tokens_of
 from train.run import Run
-from train.vocabulary import Tokens, first_token
+from train.tokens import Tokens
+from train.vocabulary import first_token
 from twinscan.command_line import CommandLineError, NonFiniteError, parse, run_command
 
 PROG = "python -m train.generate"

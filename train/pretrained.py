@@ -1,23 +1,25 @@
 """A checkpoint that somebody else trained: its model, and what its tokens stand for."""
 
-import codecs
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jax_models import HyenaDNALanguageModel, LanguageModel, load_pretrained
+from jax_models import (
+    HyenaDNALanguageModelConfig,
+    LanguageModel,
+    LanguageModelConfig,
+    load_pretrained,
+)
 from jax_models.weights.checkpoint import json_object
-from train.vocabulary import Subwords, Tokens, until_end
+from train.published_vocabulary import PUBLISHED, Nucleotides, World
+from train.tokens import Tokens, until_end
+from train.vocabulary import Subwords
 from twinscan.command_line import CommandLineError, in_one_line
 
-WORLD_SIZE = 2**16
-"""Tokens of a model of RWKV's World vocabulary; the last ones stand for nothing."""
-END_OF_TEXT = 0
 TOKENIZER = "tokenizer.json"
 OR_TOKENS = "give the tokens themselves, by --prompt-tokens"
 
@@ -36,61 +38,6 @@ class Numbers:
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
         """A space before each."""
         return (f" {int(np.ravel(token)[0])}" for token in tokens)
-
-
-class World:
-    """RWKV's World vocabulary, of the package `rwkv`: a token is a piece of UTF-8."""
-
-    def __init__(self) -> None:
-        try:
-            from rwkv.rwkv_tokenizer import (  # pyright: ignore[reportMissingImports]
-                TRIE_TOKENIZER,
-            )
-        except ImportError:
-            raise CommandLineError(
-                "--prompt: the vocabulary is in the package rwkv: pip install rwkv "
-                f"(or {OR_TOKENS})"
-            ) from None
-        with resources.as_file(resources.files("rwkv") / "rwkv_vocab_v20230424.txt") as path:
-            self._trie = TRIE_TOKENIZER(path)
-
-    def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """The longest tokens, one after the other."""
-        try:
-            return np.array(self._trie.encode(text), np.int32)
-        except UnicodeEncodeError:
-            raise CommandLineError(f"{name}: expected text in UTF-8") from None
-
-    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """Up to the end of the text. A token may hold some bytes of a character only."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token in tokens:
-            number = int(np.ravel(token)[0])
-            if number == END_OF_TEXT:
-                break
-            yield decoder.decode(self._trie.idx2token.get(number, b"\xff"))
-        yield decoder.decode(b"", final=True)
-
-
-class Nucleotides:
-    """The tokens of HyenaDNA: A, C, G, T and N, after seven that stand for no nucleotide."""
-
-    letters = "ACGTN"
-    first = 7
-    end_of_text = 1
-
-    def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """A token for each letter, int32."""
-        if unknown := {*text} - {*self.letters}:
-            found = ", ".join(map(repr, sorted(unknown)[:20]))
-            raise CommandLineError(f"{name}: expected nucleotides, {self.letters}, got {found}")
-        return np.array([self.first + self.letters.index(letter) for letter in text], np.int32)
-
-    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The letters of tokens, as they come, up to the end of the text."""
-        for token in until_end(tokens, self.end_of_text):
-            known = self.first <= token < self.first + len(self.letters)
-            yield self.letters[token - self.first] if known else "\N{REPLACEMENT CHARACTER}"
 
 
 class OwnTokens(Subwords):
@@ -128,6 +75,15 @@ def read_model(path: Path) -> LanguageModel:
         return model
 
 
+def tokenizer_of(config: LanguageModelConfig, path: Path) -> str | None:
+    """The vocabulary of the model in a file or a folder, by `--tokenizer`; None if unknown."""
+    if isinstance(config, HyenaDNALanguageModelConfig):
+        return Nucleotides.name
+    if (path / TOKENIZER).exists():
+        return str(path / TOKENIZER)
+    return World.name if config.vocab_size == World.size else None
+
+
 def tokens_of(model: LanguageModel, path: Path) -> Tokens:
     """What the tokens of the model in a file or a folder stand for.
 
@@ -135,19 +91,21 @@ def tokens_of(model: LanguageModel, path: Path) -> Tokens:
         CommandLineError: it is not known.
 
     """
-    if isinstance(model, HyenaDNALanguageModel):
-        return Nucleotides()
-    if path.is_dir():
-        if not (path / TOKENIZER).exists():
-            raise CommandLineError(f"--prompt: {path} has no {TOKENIZER} ({OR_TOKENS})")
-        with faults_of_checkpoint(path):
-            return OwnTokens(path)
-    if model.config.vocab_size != WORLD_SIZE:
+    name = tokenizer_of(model.config, path)
+    if name is None and path.is_dir():
+        raise CommandLineError(f"--prompt: {path} has no {TOKENIZER} ({OR_TOKENS})")
+    if name is None:
         raise CommandLineError(
-            f"--prompt: expected a model of RWKV's World vocabulary ({WORLD_SIZE} tokens), got one "
+            f"--prompt: expected a model of RWKV's World vocabulary ({World.size} tokens), got one "
             f"of {model.config.vocab_size} ({OR_TOKENS})"
         )
-    return World()
+    if name not in PUBLISHED:
+        with faults_of_checkpoint(path):
+            return OwnTokens(path)
+    try:
+        return PUBLISHED[name]()
+    except ImportError as error:
+        raise CommandLineError(f"--prompt: {error} (or {OR_TOKENS})") from None
 
 
 @contextlib.contextmanager

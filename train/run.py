@@ -95,7 +95,7 @@ class Run:
         check_path(folder)
         config = _read(folder, CONFIG, from_fields)
         vocabulary, *identity = _read(folder, VOCABULARY, _vocabulary)
-        if len(vocabulary) != config.model.vocab_size:
+        if len(vocabulary) > config.model.vocab_size:
             raise CommandLineError(
                 f"{folder / VOCABULARY}: {len(vocabulary)} {vocabulary.unit}s for a model of "
                 f"{config.model.vocab_size}"

@@ -15,6 +15,7 @@ import numpy as np
 
 from train.digest import bytes_digest
 from train.files import blocks, faults_of, file_digest
+from train.published_vocabulary import PUBLISHED
 from train.vocabulary import (
     BYTES,
     CHARACTERS,
@@ -22,6 +23,7 @@ from train.vocabulary import (
     Characters,
     Subwords,
     Vocabulary,
+    published,
     read_tokenizer,
     to_text,
 )
@@ -81,12 +83,14 @@ class Text:
                 yield from _divided(_decoded(file), self.separator)
 
     def build_vocabulary(self, tokenizer: str, end: str | None = None) -> Vocabulary:
-        """The vocabulary of a new run on the text: "characters", "bytes" or a tokenizer's file."""
+        """The vocabulary of a new run on the text, by a name or a tokenizer's file."""
         if tokenizer == CHARACTERS:
             pieces = (piece for piece in self.pieces() if piece is not None)
             return Characters.of_pieces(pieces, has_end=self.has_documents)
         if tokenizer == BYTES:
             return Bytes(has_end=self.has_documents)
+        if tokenizer in PUBLISHED:
+            return published(tokenizer, has_end=self.has_documents)
         return read_tokenizer(Path(tokenizer), end)
 
     def tokens(self, vocabulary: Vocabulary, cache: Path | None = None) -> TokenArray:

@@ -2,11 +2,10 @@
 
 import codecs
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,24 +13,16 @@ from numpy.typing import ArrayLike
 from jax_models.ops.checks import described
 from jax_models.options import CheckedFields, checked_options
 from train.files import faults_of
+from train.published_vocabulary import PUBLISHED, Nucleotides, World
+from train.tokens import until_end
 from twinscan.command_line import CommandLineError
 
 CHARACTERS, BYTES = "characters", "bytes"
+NAMES = (CHARACTERS, BYTES, *PUBLISHED)
+"""Vocabularies that no file defines."""
 CODE_POINTS = 0x110000
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """How tokenizers name the token that ends a document."""
-
-
-class Tokens(Protocol):
-    """What tokens stand for."""
-
-    def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """The tokens of a text; an error calls the text by the name."""
-        ...
-
-    def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, as they come, up to the end of the text."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +117,7 @@ class Bytes(CheckedFields):
         """The text of tokens, as they come, up to the end of the text."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in until_end(tokens, self.end_of_text):
-            yield decoder.decode(bytes([token]))
+            yield decoder.decode(bytes([token]) if token < 256 else b"\xff")
         yield decoder.decode(b"", final=True)
 
 
@@ -192,24 +183,18 @@ class Subwords:
 
 def checked_vocabulary(name: str, vocabulary: Any) -> "Vocabulary":
     """A vocabulary."""
-    if not isinstance(vocabulary, Characters | Bytes | Subwords):
+    if not isinstance(vocabulary, Characters | Bytes | Subwords | World | Nucleotides):
         raise TypeError(f"{name}: expected a vocabulary, got {described(vocabulary)}")
     return vocabulary
 
 
-Vocabulary = Annotated[Characters | Bytes | Subwords, checked_vocabulary]
+Vocabulary = Annotated[Characters | Bytes | Subwords | World | Nucleotides, checked_vocabulary]
 """The tokens of a run. `unit` says what a token is, `end_of_text` which one ends a document."""
 
 
 def first_token(vocabulary: Vocabulary) -> int:
     """With which a text begins of itself: the end of another, or token 0."""
     return vocabulary.end_of_text or 0
-
-
-def until_end(tokens: Iterable[ArrayLike], *ends: int | None) -> Iterator[int]:
-    """The tokens as integers, up to the first that ends a text."""
-    numbers = (int(np.ravel(token)[0]) for token in tokens)
-    return itertools.takewhile(lambda token: token not in ends, numbers)
 
 
 def from_fields(fields: dict[str, Any]) -> Vocabulary:
@@ -226,7 +211,9 @@ def from_fields(fields: dict[str, Any]) -> Vocabulary:
         return Bytes(has_end)
     if "tokenizer" in fields:
         return Subwords(fields["tokenizer"], fields.get("end"))
-    raise ValueError("expected characters, bytes or a tokenizer")
+    if fields.get("published") in PUBLISHED:
+        return PUBLISHED[fields["published"]](has_end)
+    raise ValueError("expected characters, bytes, a tokenizer or a published vocabulary")
 
 
 def read_tokenizer(path: Path, end: str | None) -> Subwords:
@@ -244,6 +231,19 @@ def read_tokenizer(path: Path, end: str | None) -> Subwords:
     except ValueError as error:
         first = str(error).splitlines()[0]
         raise CommandLineError(f"--tokenizer: {path}: {first}") from None
+
+
+def published(name: str, *, has_end: bool) -> World | Nucleotides:
+    """A published vocabulary, by its name.
+
+    Raises:
+        CommandLineError: its package is not installed.
+
+    """
+    try:
+        return PUBLISHED[name](has_end)
+    except ImportError as error:
+        raise CommandLineError(f"--tokenizer: {error}") from None
 
 
 def to_text(vocabulary: Vocabulary) -> str:
