@@ -274,6 +274,13 @@ BAD = {
         ValueError,
         "head.weight: expected floating numbers, got int8",
     ),
+    "floats of 8 bits": (
+        with_weights(
+            lambda w: w.update({"head.weight": w["head.weight"].astype(jnp.float8_e4m3fn)})
+        ),
+        ValueError,
+        "head.weight: expected at least 16 bits a number, got float8_e4m3",
+    ),
     "cut": (cut, ValueError, "model.safetensors: not a whole safetensors file"),
     "offsets beyond the file": (
         with_header(lambda e: {"data_offsets": [e["data_offsets"][0], 2**40]}),

@@ -45,11 +45,12 @@ def dtype_of(value: Any) -> np.dtype:
 
 
 def is_floating(value: Any) -> bool:
-    """Is it an array or a tensor of floating numbers?"""
+    """Is it an array or a tensor of floating numbers? Those of 8 bits are quantised weights."""
     try:
-        return jnp.issubdtype(dtype_of(value), jnp.floating)
+        dtype = dtype_of(value)
     except ValueError:
         return False
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
 def cast(weights: Mapping[str, Any], dtype: Any) -> dict[str, Any]:

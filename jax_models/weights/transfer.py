@@ -16,7 +16,7 @@ from jax_models.weights.bounds import bounds
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import Fault, elsewhere, joined, lines
 from jax_models.weights.rows import Weight, at
-from jax_models.weights.stored import StoredArray, as_numpy, dtype_of
+from jax_models.weights.stored import StoredArray, as_numpy, dtype_of, is_floating
 from jax_models.weights.tables import HasLayouts, Layouts, Table, nested
 
 Layer = TypeVar("Layer", bound=nnx.Module)
@@ -291,6 +291,8 @@ def _check(value: Any, like: np.ndarray) -> None:
         raise ValueError(f"expected shape {like.shape}, got {tuple(value.shape)}")
     if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"expected floating numbers, got {dtype}")
+    if jnp.issubdtype(dtype, jnp.floating) and not is_floating(value):
+        raise ValueError(f"expected at least 16 bits a number, got {dtype}: make it float first")
     if not np.can_cast(dtype, like.dtype, "safe"):
         raise ValueError(
             f"{dtype} does not fit into {like.dtype} exactly: build the layer with "
