@@ -5,6 +5,7 @@ the tests marked `optimized`. What is compiled is kept for the next run and for 
 tests start.
 """
 
+import gc
 import importlib.metadata
 import os
 from pathlib import Path
@@ -23,6 +24,12 @@ QUICK = [
 ]
 if importlib.metadata.version("jaxlib") < "0.11":  # later versions have no such flag
     QUICK += ["--xla_cpu_use_fusion_emitters=false"]
+
+
+MAPS = Path("/proc/self/maps")
+MOST_MAPS = 30_000
+"""Linux allows a process 65,530 mappings; each compiled program takes some, and one too many ends
+the process."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,3 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
     items[:] = filter(is_chosen, items)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings():
+    """Drop what is compiled when it takes many mappings."""
+    yield
+    import jax  # not before `pytest_configure` has told XLA
+
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()

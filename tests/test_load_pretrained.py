@@ -1,11 +1,14 @@
 """Files and folders of weights: read a tensor at a time, whatever their format, or refused."""
 
+import collections
 import json
 import os
 import pickle
 import subprocess
 import sys
+import types
 import zipfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +110,26 @@ def folder_of_orbax(weights, folder):
     return folder / "orbax"
 
 
+def file_of_lightning(weights, folder):
+    """With what a training program has beside weights; the package of its settings is not there."""
+    settings = types.ModuleType("omegaconf")
+    settings.DictConfig = type("DictConfig", (), {"__module__": settings.__name__})
+    of_program = settings.DictConfig()
+    of_program._content = {"d_model": [8], "folder": folder}
+    content = {
+        "epoch": 3,
+        "state_dict": tensors(weights),
+        "hyper_parameters": of_program,
+        "loops": collections.defaultdict(int, {"steps": 9}),
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(3)}}}],
+    }
+    with mock.patch.dict(sys.modules, {settings.__name__: settings}):
+        torch.save(content, folder / "weights.ckpt")
+    return folder / "weights.ckpt"
+
+
 FORMATS = (
+    file_of_lightning,
     safetensors_file,
     torch_file,
     old_torch_file,
@@ -161,6 +183,22 @@ def test_each_parameter_goes_to_its_sharding(tmp_path):
         value, name = param.get_value(), ".".join(map(str, name))
         assert shapes[name] == value.shape
         assert value.sharding == sharding(name, value.shape)
+
+
+@pytest.mark.parametrize("blocks", ["", "-checkpointed"])
+def test_a_published_folder_of_hyena_dna_is_read(blocks, tmp_path):
+    """As its training program saved it; the vocabulary of its config.json is rounded up."""
+    model = CONFIGS["hyena_dna"].build(rngs=nnx.Rngs(0))
+    file_of_lightning(to_torch(model, f"safari-lightning{blocks}"), tmp_path)
+    fields = {"d_model": 8, "n_layer": 2, "vocab_size": 12, "pad_vocab_size_multiple": 8}
+    in_config(**fields)(tmp_path)
+    read = load_pretrained(tmp_path)
+    assert read.config == model.config
+    tokens = np.arange(7, 12)[None]
+    np.testing.assert_array_equal(read(tokens)[0], model(tokens)[0])
+    in_config(**fields | {"n_layer": 3})(tmp_path)
+    with pytest.raises(ValueError, match=r"config.json: n_layer is 3, the weights have 2"):
+        load_pretrained(tmp_path)
 
 
 GRIFFIN = {"model_type": "recurrent_gemma", "architectures": ["RecurrentGemmaForCausalLM"]}

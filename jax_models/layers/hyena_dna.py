@@ -312,7 +312,8 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
         ValueError: a size is not as the mixer needs it.
         NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
 
-    Layouts: those of `HyenaDNAFilter` (Block of HyenaDNA's standalone file, and of safari).
+    Layouts: those of `HyenaDNAFilter` (Block of HyenaDNA's standalone file, and of safari), and
+    `safari-checkpointed` (safari's with checkpoint_mixer and checkpoint_mlp).
 
     """
 
@@ -382,16 +383,21 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
         return x + self.dropout(mlp), state
 
     def torch_layouts(self) -> Layouts:
-        """Those of the mixer."""
-        return {
-            layout: [
+        """Those of the mixer; `safari-checkpointed`, whose mixer and MLP are in a `layer`."""
+        of_mixer = self.mixer.torch_layouts()
+
+        def table(layout: str, wrapper: str = "") -> list[Weight]:
+            return [
                 *layer_norm("norm1", "norm1"),
-                *nested(table, "mixer", "mixer"),
+                *nested(of_mixer[layout], "mixer", f"mixer{wrapper}"),
                 *layer_norm("norm2", "norm2"),
-                *linear("up_proj", "mlp.fc1"),
-                *linear("down_proj", "mlp.fc2"),
+                *linear("up_proj", f"mlp{wrapper}.fc1"),
+                *linear("down_proj", f"mlp{wrapper}.fc2"),
             ]
-            for layout, table in self.mixer.torch_layouts().items()
+
+        return {
+            **{layout: table(layout) for layout in of_mixer},
+            "safari-checkpointed": table("safari", ".layer"),
         }
 
 

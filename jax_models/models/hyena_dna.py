@@ -23,6 +23,8 @@ from jax_models.weights.keys import elsewhere
 from jax_models.weights.stored import as_numpy
 
 EMBEDDING, HEAD = "backbone.embeddings.word_embeddings.weight", "lm_head.weight"
+HF, LIGHTNING = "hyena.", "model."
+"""What the port to transformers, and a training program of PyTorch Lightning, puts before keys."""
 normal = nnx.initializers.normal(0.02)
 """How HyenaDNA draws embeddings and the head."""
 
@@ -84,8 +86,9 @@ class HyenaDNALanguageModelConfig(StackConfig):
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
-        prefix = "hyena." if f"hyena.{EMBEDDING}" in state_dict else ""
-        if prefix + EMBEDDING not in state_dict:
+        prefixes = (prefix for prefix in ("", HF, LIGHTNING) if prefix + EMBEDDING in state_dict)
+        prefix = next(prefixes, None)
+        if prefix is None:
             found = elsewhere(state_dict, [{EMBEDDING}])
             raise ValueError(f"state_dict: {found or f'not of a HyenaDNA, it has no {EMBEDDING}'}")
 
@@ -100,7 +103,10 @@ class HyenaDNALanguageModelConfig(StackConfig):
 
         keys = {str(key).removeprefix(prefix) for key in state_dict}
         norms = (f"backbone.layers.{i}.norm1.weight" for i in itertools.count())
-        mixer = "backbone.layers.0.mixer"
+        is_wrapped = any(".mixer.layer." in key for key in keys)
+        mixer, mlp = (
+            f"backbone.layers.0.{part}{'.layer' if is_wrapped else ''}" for part in ("mixer", "mlp")
+        )
         network = f"{mixer}.filter_fn.implicit_filter"
         vocab_size, features = shape(EMBEDDING, 2)
         _, context_length, embed_features = shape(f"{mixer}.filter_fn.pos_emb.z", 3)
@@ -110,14 +116,15 @@ class HyenaDNALanguageModelConfig(StackConfig):
             "context_length": context_length,
             "features": features,
             "num_layers": sum(1 for _ in itertools.takewhile(keys.__contains__, norms)),
-            "mlp_features": shape("backbone.layers.0.mlp.fc1.weight", 2)[0],
+            "mlp_features": shape(f"{mlp}.fc1.weight", 2)[0],
             "order": shape(f"{mixer}.in_proj.weight", 2)[0] // max(features, 1) - 1,
             "embed_features": embed_features,
             "filter_features": shape(f"{network}.0.weight", 2)[0],
             "num_filter_layers": linears,
         }
-        if HEAD in state_dict:
-            head, table = (as_numpy(state_dict[key]) for key in (HEAD, prefix + EMBEDDING))
+        head = LIGHTNING + HEAD if prefix == LIGHTNING else HEAD
+        if head in state_dict:
+            head, table = (as_numpy(state_dict[key]) for key in (head, prefix + EMBEDDING))
             fields["tied_head"] = bool(np.array_equal(head, table))
         return cls(**fields | options)
 
@@ -207,15 +214,15 @@ class HyenaDNALanguageModel(LanguageModel):
         """Those of HyenaDNA's standalone file, if the head is the embedding; those with a head."""
         of_layers = self.layers.torch_layouts()
 
-        def table(layout: str, prefix: str, head: bool) -> list[Weight]:
+        def table(layout: str, prefix: str = "", *heads: str) -> list[Weight]:
             embedding = prefix + EMBEDDING
             if self.lm_head is not None:
                 ends = [
                     same("embedding.embedding", embedding),
-                    transposed("lm_head.kernel", HEAD),
+                    *(transposed("lm_head.kernel", head) for head in heads),
                 ]
             else:
-                ends = [tied("embedding.embedding", (embedding, HEAD) if head else (embedding,))]
+                ends = [tied("embedding.embedding", (embedding, *heads))]
             return [
                 *ends,
                 *nested(of_layers[layout], "layers", f"{prefix}backbone.layers"),
@@ -223,15 +230,19 @@ class HyenaDNALanguageModel(LanguageModel):
             ]
 
         layouts = {
-            "safari": table("safari", "", head=True),
-            "hyena-dna-hf": table("hyena-dna", "hyena.", head=True),
-            "hyena-dna-hf-file": table("hyena-dna-file", "hyena.", head=False),
+            **{
+                f"safari{of_file}{of_blocks}": table(f"safari{of_blocks}", prefix, prefix + HEAD)
+                for of_file, prefix in (("", ""), ("-lightning", LIGHTNING))
+                for of_blocks in ("", "-checkpointed")
+            },
+            "hyena-dna-hf": table("hyena-dna", HF, HEAD),
+            "hyena-dna-hf-file": table("hyena-dna-file", HF, *([HEAD] if self.lm_head else [])),
         }
         if self.lm_head is not None:
             return layouts
         return {
-            "hyena-dna": table("hyena-dna", "", head=False),
-            "hyena-dna-file": table("hyena-dna-file", "", head=False),
+            "hyena-dna": table("hyena-dna"),
+            "hyena-dna-file": table("hyena-dna-file"),
             **layouts,
-            "hyena-dna-hf-file-with-head": table("hyena-dna-file", "hyena.", head=True),
+            "hyena-dna-hf-file-with-head": table("hyena-dna-file", HF, HEAD),
         }

@@ -18,8 +18,14 @@ from jax_models.options import FloatingDtype, checked_options
 from jax_models.weights.checkpoint import open_checkpoint
 from jax_models.weights.stored import cast, dtype_of, is_floating
 
-SIZES = {"vocab_size": "vocab_size", "hidden_size": "features", "num_hidden_layers": "num_layers"}
-"""The fields of a config.json that every language model has, and what our configs call them."""
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "features",
+    "num_hidden_layers": "num_layers",
+    "d_model": "features",
+    "n_layer": "num_layers",
+}
+"""The sizes in a config.json, and what our configs call them. HyenaDNA has names of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +80,7 @@ FAMILIES = (
     Family(
         "HyenaDNA",
         ("hyenadna",),
-        with_part(".mixer.filter_fn."),
+        with_part(".filter_fn.pos_emb."),
         by_shapes(HyenaDNALanguageModelConfig.from_state_dict),
     ),
     Family("silero-VAD", (), with_part("stft"), silero_vad),
@@ -159,6 +165,14 @@ def config_of(weights: Mapping[str, Any], fields: Mapping[str, Any] | None) -> A
     config = families[0].config(weights, fields)
     for field, ours in SIZES.items():
         size = getattr(config, ours, None)
-        if fields and size is not None and fields.get(field, size) != size:
+        if fields and size is not None and _size(fields, field, size) != size:
             raise ValueError(f"config.json: {field} is {fields[field]}, the weights have {size}")
     return config
+
+
+def _size(fields: Mapping[str, Any], name: str, default: int) -> Any:
+    """A size in a config.json; a vocabulary's is rounded up, where there is a multiple for it."""
+    size = fields.get(name, default)
+    if name == "vocab_size" and isinstance(multiple := fields.get("pad_vocab_size_multiple"), int):
+        return -(-size // multiple) * multiple
+    return size

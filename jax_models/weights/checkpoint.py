@@ -24,6 +24,8 @@ SAFETENSORS, TORCH = (".safetensors",), (".pth", ".pt", ".bin", ".ckpt")
 INDEX = "*.index.json"
 CONFIG = "config.json"
 OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
+OF_MODEL = ("state_dict", "model_state_dict", "model")
+"""What training programs call the model's weights in a file with more."""
 SHORT = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat", "BOOL": "bool"}
 """How safetensors writes the names of dtypes."""
 
@@ -180,13 +182,19 @@ def _read(
 def _torch_weights(path: Path) -> dict[str, StoredArray]:
     """By the offsets of the storages; all tensors at once of a file from before PyTorch 1.6."""
     if not zipfile.is_zipfile(path):
-        return read_pth(path)
+        return {**_of_model(read_pth(path))}
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:
         raise ImportError(f"{path.name} needs PyTorch: pip install torch") from None
     with FakeTensorMode():  # tensors without numbers, that know where in the file these are
-        return {key: _stored(path, value) for key, value in read_pth(path).items()}
+        return {key: _stored(path, value) for key, value in _of_model(read_pth(path)).items()}
+
+
+def _of_model(content: dict[str, Any]) -> Mapping[str, Any]:
+    """The model's weights in what a training program saved, or in a file of weights alone."""
+    entries = (content[name] for name in OF_MODEL if isinstance(content.get(name), Mapping))
+    return next(entries, content)
 
 
 def _stored(path: Path, value: Any) -> Any:

@@ -3,10 +3,16 @@
 import os
 import re
 import zipfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+SETTINGS = re.compile(
+    r"(lightning|lightning_fabric|omegaconf|pathlib|pytorch_lightning|typing)\."
+    r"|collections\.defaultdict$|builtins\.(bool|bytes|dict|float|int|list|str|tuple)$"
+)
+"""Of what classes the settings are that training programs save beside weights."""
 OTHER_FILES = {
     rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)*<(!DOCTYPE|html|\?xml)": (
         "a web page: download the file itself, by its raw link"
@@ -33,8 +39,9 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
         >>> torch.save(torch.nn.LSTM(5, 6).state_dict(), "lstm.pth")
         >>> layer = from_torch(LSTM(5, 6, rngs=nnx.Rngs(0)), read_pth("lstm.pth"))
 
-    The file is read with `weights_only=True`: it may hold tensors and plain containers. No other
-    function of the package needs PyTorch. The file's checksums reveal a changed byte, unless the
+    The file is read with `weights_only=True`: it may hold tensors and plain containers. Settings
+    that PyTorch Lightning saves beside them are left out: no code of theirs runs. No other function
+    of the package needs PyTorch. The file's checksums reveal a changed byte, unless the
     file is from before PyTorch 1.6, which wrote none.
 
     Raises:
@@ -58,7 +65,8 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
                 f"{path.name}: refused, it is compressed, which torch.save does not do"
             )
         try:
-            weights = torch.load(file, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals(_settings(file)):
+                weights = torch.load(file, map_location="cpu", weights_only=True)
             damage = _damage(file)
         except Exception as error:  # damage shows as any of a dozen
             raise ValueError(f"{path.name}: {_reason(file, error)}") from None
@@ -82,6 +90,24 @@ def _is_compressed(file: BinaryIO) -> bool:
         return False
     finally:
         file.seek(0)
+
+
+class _LeftOut:
+    """What an object becomes of which nothing is kept and whose code does not run."""
+
+    def __new__(cls, *args):
+        return OrderedDict()
+
+
+def _settings(file: BinaryIO) -> list[Any]:
+    """What `torch.load` is to leave out of a file."""
+    from torch.serialization import get_unsafe_globals_in_checkpoint
+
+    is_archive = zipfile.is_zipfile(file)
+    file.seek(0)
+    names = get_unsafe_globals_in_checkpoint(file) if is_archive else []
+    file.seek(0)
+    return [(_LeftOut, name) for name in names if SETTINGS.match(name)]
 
 
 def _damage(file: BinaryIO) -> str | None:
