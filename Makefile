@@ -70,7 +70,8 @@ $(VENV)/.benchmarks: $(VENV)/.installed
 
 # What no extra can name: recurrentgemma asks for typeguard < 3 and numpy < 2.4, tyro for typeguard
 # >= 4. It runs with the later ones. Of helical the tests run one file, HyenaDNA's, and import no
-# other; helical asks for a Python before 3.13.
+# other; helical asks for a Python before 3.13. Of stripedhyena they import its Hyena block, which
+# needs torch and einops.
 $(VENV)/.without-dependencies: $(VENV)/.installed benchmarks/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement benchmarks/requirements.txt
 	touch $@

@@ -61,6 +61,12 @@ from jax_models.layers.rwkv7 import (
     RWKV7TimeMixState,
 )
 from jax_models.layers.stack import Stack
+from jax_models.layers.striped_hyena import (
+    ModalConvState,
+    StripedHyenaBlock,
+    StripedHyenaMixer,
+    StripedHyenaState,
+)
 from jax_models.models.generation import generate, stream
 from jax_models.models.gp import GPModel, GPModelConfig
 from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
@@ -135,6 +141,7 @@ __all__ = [
     "MinGRU",
     "MinLSTM",
     "MinRNNState",
+    "ModalConvState",
     "RGLRUState",
     "RMSNorm",
     "RNNLanguageModel",
@@ -167,6 +174,9 @@ __all__ = [
     "SileroVAD",
     "SileroVADState",
     "Stack",
+    "StripedHyenaBlock",
+    "StripedHyenaMixer",
+    "StripedHyenaState",
     "WKVState",
     "ZeroCenteredRMSNorm",
     "from_keras",

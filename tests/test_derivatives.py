@@ -25,6 +25,20 @@ def linear_recurrence(a, b, h0, **options):
     return jnp.where(REAL, h, 0), last
 
 
+def of_complex_numbers(a, b, h0, **options):
+    """Of pairs of real numbers, the last axis."""
+    h, last = linear_recurrence(
+        *(jax.lax.complex(x[..., 0], x[..., 1]) for x in (a, b, h0)), **options
+    )
+    return h.real, h.imag, last.real, last.imag
+
+
+def modal_conv(v, modes, poles, residues, skip, **options):
+    given = {"poles": poles, "residues": residues, "skip": skip}
+    y, state = ops.modal_conv(v, ops.ModalConvState(modes), **given, lengths=LENGTHS, **options)
+    return jnp.where(REAL, y, 0), state
+
+
 def wkv(k, v, w, u, num, den, largest, **options):
     state = ops.WKVState(num, den, largest)
     y, last = ops.wkv(k, v, state, w=w, u=u, lengths=LENGTHS, reset=RESET, **options)
@@ -53,6 +67,17 @@ def rows(count: int):
 
 
 OF_RECURRENCE = [1 / (1 + np.exp(draw(BATCH, TIME, FEATURES))), *sequences(2)[1:], *rows(1)]
+OF_COMPLEX_NUMBERS = [
+    0.5 * draw(BATCH, TIME, FEATURES, 2),
+    draw(BATCH, TIME, FEATURES, 2, seed=1),
+    draw(BATCH, FEATURES, 2),
+]
+OF_MODES = [
+    draw(BATCH, TIME, FEATURES),
+    draw(BATCH, FEATURES, 2, 2),
+    *(0.5 * draw(FEATURES, 2, 2, seed=seed) for seed in (1, 2)),
+    draw(FEATURES),
+]
 OF_WKV = [
     *(3 * x for x in sequences(2)),
     np.exp(draw(FEATURES)),
@@ -82,6 +107,15 @@ OPERATORS = {
         for method in ("auto", "associative", "chunked", "pallas_interpreted")
         for reverse in (False, True)
     },
+    **{
+        f"linear recurrence of complex numbers, {method}": (
+            partial(of_complex_numbers, method=method),
+            OF_COMPLEX_NUMBERS,
+        )
+        for method in ("auto", "associative", "chunked")
+    },
+    "modal convolution": (modal_conv, OF_MODES),
+    "modal convolution of documents": (partial(modal_conv, reset=RESET), OF_MODES),
     **{
         f"WKV, {method}": (partial(wkv, method=method), OF_WKV)
         for method in ("auto", "associative")
@@ -126,7 +160,14 @@ def test_forward_mode_is_the_slope_and_reverse_mode_its_transpose(x64, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["linear recurrence, auto", "WKV, auto", "long convolution, twisted"]
+    "name",
+    [
+        "linear recurrence, auto",
+        "linear recurrence of complex numbers, auto",
+        "modal convolution",
+        "WKV, auto",
+        "long convolution, twisted",
+    ],
 )
 def test_hessians_are_the_same_in_both_modes(x64, name):
     operator, (first, *others) = OPERATORS[name]

@@ -82,6 +82,9 @@ OPS = {
         "state": ops.LocalAttentionState(POSITIONS[:, 0], *array(2, BATCH, 3, 2, IN)),
     },
     "linear_recurrence": MASKS | arrays(a="B T H", b="B T H", h0="B H"),
+    "modal_conv": MASKS
+    | arrays(v="B T H", poles="H O 2", residues="H O 2", skip="H")
+    | {"state": ops.ModalConvState(array(BATCH, HIDDEN, OUT, 2))},
     "wkv": MASKS
     | arrays(k="B T H", v="B T H", w="H", u="H")
     | {"state": ops.WKVState(*array(3, BATCH, HIDDEN))},
@@ -118,6 +121,7 @@ ALLOWED = {
     ("affine", "kernel", "an axis more"), ("affine in blocks", "kernel", "an axis more"),
     ("decay", "exponent", "an axis more"), ("softplus_decay", "exponent", "an axis more"),
     ("rotary", "x", "one more along the last axis"),
+    ("linear_recurrence", "a", "a complex dtype"), ("linear_recurrence", "b", "a complex dtype"),
     ("document_ends", "reset", "one more along the last axis"),
     ("document_ends", "reset", "one along the last axis"),
     ("long_conv_state", "v", "one more along the last axis"),

@@ -12,6 +12,7 @@ from parity_tests.engine.tolerance import FLOAT64, K, assert_same, rms, ulp
 
 METHODS = ("sequential", "associative", "chunked")
 WKV_METHODS = ("sequential", "associative")
+COMPLEX_METHODS = ("auto", *METHODS)
 KERNEL = "pallas_interpreted"
 """Slow where the steps are many."""
 
@@ -61,6 +62,68 @@ def test_linear_recurrence_is_the_loop(x64, method, time, reverse):
         assert_same(ours, expected, "gradient")
 
 
+def turning(a, b, h0):
+    """Factors turned by random angles, and complex inputs and states."""
+    rng = np.random.default_rng(2)
+    b, h0 = (x + 1j * rng.standard_normal(x.shape) for x in (b, h0))
+    return a * np.exp(1j * rng.uniform(-np.pi, np.pi, a.shape)), b, h0
+
+
+@pytest.mark.parametrize("method", COMPLEX_METHODS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_recurrence_of_complex_numbers_is_the_loop(x64, method, reverse):
+    inputs = turning(*recurrence_inputs(3, 13, 5))
+    cotangent, h, gradients = loop(*inputs, reverse=reverse)
+    cotangent = cotangent.astype(complex)
+
+    @jax.jit
+    def both(*inputs):
+        run = partial(linear_recurrence, reverse=reverse, method=method)
+        (h, last), pullback = jax.vjp(run, *inputs)
+        return h, pullback((cotangent, jnp.zeros_like(last)))
+
+    ours, our_gradients = both(*inputs)
+    assert_same(ours, h, "h")
+    for ours, expected in zip(our_gradients, gradients, strict=True):
+        assert_same(ours, expected, "gradient")
+
+
+@pytest.mark.parametrize("method", COMPLEX_METHODS)
+def test_masks_of_complex_numbers(x64, method):
+    a, b, h0 = turning(*recurrence_inputs(2, 9, 3))
+    reset, lengths = np.zeros((2, 9), bool), np.array([9, 4])
+    reset[0, 5] = True
+    h, last = linear_recurrence(a, b, h0, lengths=lengths, reset=reset, method=method)
+    zero = np.zeros_like(h0)
+    for row, part, start in ((0, np.s_[:5], h0), (0, np.s_[5:], zero), (1, np.s_[:4], h0)):
+        _, expected, _ = loop(a[row : row + 1, part], b[row : row + 1, part], start[row : row + 1])
+        assert_same(h[row, part], expected[0], f"row {row}, steps {part}")
+    assert_same(last, np.stack([h[0, -1], h[1, 3]]), "the last")
+
+
+def test_complex_numbers_meet_others():
+    a, b, h0 = (jnp.asarray(x, jnp.float32) for x in recurrence_inputs(2, 5, 3))
+    z, half = a.astype(jnp.complex64), b.astype(jnp.bfloat16)
+    for x, y, start in ((z, half, h0), (a, b.astype(jnp.complex64), None), (z, b, None)):
+        h, last = linear_recurrence(x, y, start)
+        assert h.dtype == last.dtype == jnp.complex64
+        expected, _ = linear_recurrence(a, y.real.astype(jnp.float32), start)
+        np.testing.assert_allclose(h.real, expected, rtol=K * ulp(np.float32), atol=1e-6)
+    for gradient, like in zip(
+        jax.grad(lambda *x: jnp.sum(linear_recurrence(*x)[0].real), (0, 1))(z, b),
+        (z, b),
+        strict=True,
+    ):
+        assert gradient.dtype == like.dtype
+    with pytest.raises(TypeError, match="h0: expected a floating dtype, as a and b have, got comp"):
+        linear_recurrence(a, b, h0.astype(jnp.complex64))
+    for method in ("pallas", KERNEL):
+        with pytest.raises(
+            NotImplementedError, match='method: expected "auto" or "associative" fo'
+        ):
+            linear_recurrence(z, b, method=method)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_linear_recurrence_over_65536_steps(method):
@@ -103,6 +166,8 @@ def test_linear_recurrence_of_bfloat16_accumulates_in_float32(method):
 
 def test_auto_is_sequential_on_a_cpu_a_kernel_on_a_tpu_and_associative_elsewhere():
     a, v = jnp.full((1, 9, 4), 0.5), jnp.ones(4)
+    turned = jax.jit(lambda a: linear_recurrence(1j * a, a)[0].real).trace(a)
+    assert "tpu_custom_call" not in turned.lower(lowering_platforms=("tpu",)).as_text()
     for call in (lambda a: linear_recurrence(a, a)[0], lambda a: wkv(a, a, w=v, u=v)[0]):
         lowered = {
             platform: jax.jit(call).trace(a).lower(lowering_platforms=(platform,)).as_text()
@@ -126,8 +191,8 @@ def test_what_the_operators_refuse():
         wkv(a, a[:, :1], w=jnp.ones(4), u=jnp.ones(4))
     with pytest.raises(ValueError, match="method: expected one of"):
         wkv(a, a, w=jnp.ones(4), u=jnp.ones(4), method="chunked")
-    with pytest.raises(TypeError, match="a: expected a floating dtype, got complex64"):
-        linear_recurrence(a.astype(jnp.complex64), a)
+    with pytest.raises(TypeError, match="a: expected a floating or complex dtype, got int32"):
+        linear_recurrence(a.astype(jnp.int32), a)
     with pytest.raises(ValueError, match=r"w: expected shape \(4,\), got \(1,\)"):
         wkv(a, a, w=jnp.ones(1), u=jnp.ones(4))
     with pytest.raises(ValueError, match=r"state\.num: expected shape \(2, 4\), got \(1, 4\)"):

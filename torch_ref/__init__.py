@@ -29,6 +29,7 @@ from torch_ref.layers.rnn import RNN, RNNDeep, RNNScratch
 from torch_ref.layers.rwkv import RWKVBlock, RWKVChannelMix, RWKVTimeMix
 from torch_ref.layers.rwkv6 import RWKV6Block, RWKV6ChannelMix, RWKV6TimeMix
 from torch_ref.layers.rwkv7 import RWKV7Block, RWKV7ChannelMix, RWKV7TimeMix
+from torch_ref.layers.striped_hyena import StripedHyenaBlock, StripedHyenaMixer
 from torch_ref.models.generation import generate
 from torch_ref.models.gp import GPModel
 from torch_ref.models.griffin import GriffinLanguageModel
@@ -94,6 +95,8 @@ __all__ = [
     "SelfAttentionBlock",
     "SileroVAD",
     "Sin",
+    "StripedHyenaBlock",
+    "StripedHyenaMixer",
     "Window",
     "ZeroCenteredRMSNorm",
     "generate",

@@ -30,11 +30,18 @@ lecun_normal = nnx.initializers.lecun_normal()
 
 Gelu = Literal["gelu", "gelu_tanh"]
 """The exact gelu, with erf, or the one by tanh."""
+Activation = Literal[Gelu, "silu"]
+"""Of the gate of a gated MLP."""
 
 
 def gelu(name: Gelu, x: Array) -> Array:
     """The gelu of this name."""
     return ops.gelu(x) if name == "gelu" else jax.nn.gelu(x)
+
+
+def activated(name: Activation, x: Array) -> Array:
+    """The activation of this name."""
+    return jax.nn.silu(x) if name == "silu" else gelu(name, x)
 
 
 def normal_of_fan_in(variance: float = 1.0) -> Initializer:
@@ -365,13 +372,13 @@ class GatedMLP(CheckedOptions, nnx.Module):
 
         y = (gelu(x W_gate) ⊙ x W_up) W_down
 
-    x and y are (…, features). gelu is the exact one, with erf, or the one by tanh.
+    x and y are (…, features). gelu is the exact one, with erf, or the one by tanh, or else silu.
 
     Args:
         features: size of x and y.
         mlp_features: width of the MLP.
         use_bias: the three projections have biases.
-        activation: which gelu.
+        activation: which gelu, or silu.
         dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
         kernel_init: draws the matrices. None: `lecun_normal`.
@@ -379,8 +386,9 @@ class GatedMLP(CheckedOptions, nnx.Module):
         bias_init: draws the biases. None: zero.
         rngs: draws the parameters.
 
-    Layouts: `hawk` (torch_ref.GatedMLP). With biases: `hf` (transformers' RecurrentGemma),
-    `deepmind` (recurrentgemma in Flax) and `deepmind-torch`.
+    Layouts: `hawk` (torch_ref.GatedMLP) and `stripedhyena` (the package's ParallelGatedMLP). With
+    biases: `hf` (transformers' RecurrentGemma), `deepmind` (recurrentgemma in Flax) and
+    `deepmind-torch`.
 
     """
 
@@ -390,7 +398,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
         mlp_features: int,
         *,
         use_bias: bool = False,
-        activation: Gelu = "gelu",
+        activation: Activation = "gelu",
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
         kernel_init: Initializer | None = None,
@@ -406,23 +414,25 @@ class GatedMLP(CheckedOptions, nnx.Module):
             "param_dtype": param_dtype,
             "rngs": rngs,
         }
-        self.activation: Gelu = activation
+        self.activation: Activation = activation
         self.gate_proj = Linear(features, mlp_features, kernel_init=init, **options)
         self.up_proj = Linear(features, mlp_features, kernel_init=init, **options)
         self.down_proj = Linear(mlp_features, features, kernel_init=down_init or init, **options)
 
     def __call__(self, x):
         """Apply the MLP to the last axis of x."""
-        gate = gelu(self.activation, self.gate_proj(x))
+        gate = activated(self.activation, self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: the twin's keys; with biases, those of RecurrentGemma."""
+        """`hawk`: the twin's keys; `stripedhyena`; with biases, those of RecurrentGemma."""
         bias = self.gate_proj.use_bias
         rows = [row for p in ("gate_proj", "up_proj") for row in linear(p, p, bias=bias)]
         keys = [*rows, *linear("down_proj", "down_proj", bias=bias)]
         if not bias:
-            return {"hawk": keys}
+            names = {"gate_proj": "l1", "up_proj": "l2", "down_proj": "l3"}
+            numbered = (row for p, key in names.items() for row in linear(p, key, bias=False))
+            return {"hawk": keys, "stripedhyena": [*numbered]}
         up = [
             stacked(("gate_proj.kernel", "up_proj.kernel"), "ffw_up.w"),
             stacked(("gate_proj.bias", "up_proj.bias"), "ffw_up.b", (1, 2)),

@@ -14,6 +14,7 @@ from jax_models.ops.local_attention import LocalAttentionState, local_attention
 from jax_models.ops.long_conv import LongConvMethod, long_conv
 from jax_models.ops.lstm import LSTMState, lstm
 from jax_models.ops.min_rnn import MinRNNState, min_gru, min_lstm
+from jax_models.ops.modal_conv import ModalConvState, modal_conv
 from jax_models.ops.online_conv import (
     LongConvState,
     empty_long_conv_state,
@@ -42,6 +43,7 @@ __all__ = [
     "LongConvMethod",
     "LongConvState",
     "MinRNNState",
+    "ModalConvState",
     "Nonlinearity",
     "Pair",
     "Product",
@@ -76,6 +78,7 @@ __all__ = [
     "lstm_stack",
     "min_gru",
     "min_lstm",
+    "modal_conv",
     "online_conv",
     "recurrence",
     "recurrent_stack",

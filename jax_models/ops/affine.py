@@ -8,10 +8,13 @@ from jaxtyping import Array, Float
 
 from jax_models.ops.checks import checked
 
+WIDE = (jnp.float64, jnp.complex64, jnp.complex128)
+
 
 def carry_dtype(dtype) -> jnp.dtype:
     """The dtype in which a recurrence computed in `dtype` accumulates: at least float32."""
-    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+    dtype = jnp.dtype(dtype)
+    return dtype if dtype in WIDE else jnp.dtype(jnp.float32)
 
 
 def common_carry_dtype(*arrays: Array) -> jnp.dtype:

@@ -21,7 +21,7 @@ def by_platform(*args: Any, **forms: Callable[..., Any]) -> Any:
 
     `jax.lax.platform_dependent` traces every form at once. Here the first form is traced for the
     shapes of its results; the form that runs, and its derivatives, where the program is lowered.
-    All forms give the same tree of floating arrays.
+    All forms give the same tree of floating or complex arrays.
     """
     leaves, structure = jax.tree.flatten(args)
 
@@ -65,25 +65,25 @@ def _lowering(platform: str):
 
 
 class _Moving(NamedTuple):
-    """The forms as functions of their floating arguments, which come after all arguments."""
+    """The forms as functions of their inexact arguments, which come after all arguments."""
 
     forms: Forms
-    floating: tuple[int, ...]
+    inexact: tuple[int, ...]
 
     def each(self, derivative: Callable[..., Any], leaves, others) -> list[Array]:
-        """`derivative(form, its floating arguments, others)` of the form that runs."""
+        """`derivative(form, its inexact arguments, others)` of the form that runs."""
 
         def of(form):
             def moved(*args):
                 leaves = list(args[: -len(others)])
 
-                def of_floating(*some):
-                    for i, leaf in zip(self.floating, some, strict=True):
+                def of_inexact(*some):
+                    for i, leaf in zip(self.inexact, some, strict=True):
                         leaves[i] = leaf
                     return form(*leaves)
 
-                some = [leaves[i] for i in self.floating]
-                return derivative(of_floating, some, list(args[-len(others) :]))
+                some = [leaves[i] for i in self.inexact]
+                return derivative(of_inexact, some, list(args[-len(others) :]))
 
             return moved
 
@@ -101,9 +101,9 @@ class _Gradient(_Moving):
 
 
 def _jvp(primals, tangents, *, forms: Forms):
-    floating = tuple(i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.floating))
-    moved = [ad.instantiate_zeros(tangents[i]) for i in floating]
-    derivatives = _Tangent(forms, floating), _Gradient(forms, floating)
+    inexact = tuple(i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact))
+    moved = [ad.instantiate_zeros(tangents[i]) for i in inexact]
+    derivatives = _Tangent(forms, inexact), _Gradient(forms, inexact)
     y = by_platform_p.bind(*primals, forms=forms)
     return y, linear_map(*derivatives, list(primals), moved)
 

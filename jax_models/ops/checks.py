@@ -25,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import AbstractArray, Array, Bool, Float, Int
+from jaxtyping import AbstractArray, Array, Bool, Float, Inexact, Int
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -33,6 +33,7 @@ Choice = TypeVar("Choice")
 
 KINDS = {
     Float: (jnp.floating, "a floating dtype"),
+    Inexact: (jnp.inexact, "a floating or complex dtype"),
     Int: (jnp.integer, "an integer dtype"),
     Bool: (jnp.bool_, "dtype bool"),
 }
@@ -289,10 +290,10 @@ def lengths_within(
 
 
 def nan_rows(rows: Bool[Array, " batch"], tree: Any, batch_axes: Any) -> Any:
-    """A tree of arrays, the floating ones NaN in some rows of the batch."""
+    """A tree of arrays, all but the integers NaN in some rows of the batch."""
 
     def nan(array: Array, axis: int) -> Array:
-        if not jnp.issubdtype(array.dtype, jnp.floating):
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
             return array
         shape = [-1 if i == axis else 1 for i in range(array.ndim)]
         return jnp.where(rows.reshape(shape), jnp.nan, array)

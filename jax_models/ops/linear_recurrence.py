@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Inexact, Int
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.by_platform import by_platform
@@ -26,16 +26,16 @@ LinearRecurrenceMethod = Literal[
 
 @checked()
 def linear_recurrence(
-    a: Float[Array, "batch time features"],
-    b: Float[Array, "batch time features"],
-    h0: Float[Array, "batch features"] | None = None,
+    a: Inexact[Array, "batch time features"],
+    b: Inexact[Array, "batch time features"],
+    h0: Inexact[Array, "batch features"] | None = None,
     *,
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
     reverse: bool = False,
     method: LinearRecurrenceMethod = "auto",
     time_axis: str | None = None,
-) -> tuple[Float[Array, "batch time features"], Float[Array, "batch features"]]:
+) -> tuple[Inexact[Array, "batch time features"], Inexact[Array, "batch features"]]:
     """`h_t = a_t ⊙ h_{t−1} + b_t` for t = 0 … T−1, or `a_t ⊙ h_{t+1} + b_t` with `reverse`.
 
     The gradient is the same recurrence run the other way, and is computed so, by the same method:
@@ -44,7 +44,7 @@ def linear_recurrence(
 
     which keeps a and h, and nothing else, for the backward pass. Forward mode and higher
     derivatives are linear recurrences, too. Where a_t is 0 nothing of h_{t−1} remains, not even of
-    a NaN.
+    a NaN. If a or b is complex, so are all h; gradients are JAX's, without conjugation.
 
     Args:
         a: the factors of the state. The parallel methods form products of them, so |a| ≤ 1 keeps
@@ -57,9 +57,10 @@ def linear_recurrence(
         reverse: run from the last step to the first.
         method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
             deep; "chunked", √T chunks side by side, √T steps each, then the states between them;
-            "pallas", the sequential steps in one kernel of the device (`ops.kernels.row_scan`);
-            "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and slowly; "auto",
-            sequential on a CPU, on a TPU the kernel where it can serve, associative elsewhere.
+            "pallas", the sequential steps in one kernel of the device (`ops.kernels.row_scan`), of
+            real numbers; "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and
+            slowly; "auto", sequential on a CPU, on a TPU the kernel where it can serve, associative
+            elsewhere.
         time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. With
             P_t the product of a device's factors up to step t, and h⁰_t its states from zero,
             `h_t = P_t h + h⁰_t`, where h is the state before its steps: the devices exchange the
@@ -72,13 +73,17 @@ def linear_recurrence(
     Raises:
         NotImplementedError: "pallas" has no kernel for this device, dtype or division over devices;
             when the program is lowered. Or `lengths` are given with a `time_axis`.
-        TypeError: an array is of another kind of dtype.
+        TypeError: an array is of another kind of dtype, or h0 is complex while a and b are real.
         ValueError: the shapes differ, a length lies outside 0 … time, or there is no such method.
 
     """
     refuse_lengths(lengths, time_axis)
     dtype = common_carry_dtype(a, b)
-    h0 = jnp.zeros((a.shape[0], a.shape[2]), dtype) if h0 is None else h0.astype(dtype)
+    if h0 is None:
+        h0 = jnp.zeros((a.shape[0], a.shape[2]), dtype)
+    elif jnp.iscomplexobj(h0) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"h0: expected a floating dtype, as a and b have, got {h0.dtype}")
+    h0 = h0.astype(dtype)
     if a.dtype != b.dtype:
         a, b = a.astype(dtype), b.astype(dtype)
     if 0 in a.shape:
@@ -186,16 +191,20 @@ def _solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bo
     if method == "auto" and is_symbolic_dim(a.shape[1]):
         method = "sequential"
     if method == "auto":
-        with_kernel = partial(row_scan, fallback=_without_kernel(reverse, ahead))
-        return by_platform(
-            a,
-            b,
-            h0,
-            cpu=partial(_solve, "sequential", reverse=reverse, ahead=ahead),
-            tpu=partial(_in_kernel, with_kernel, reverse=reverse, ahead=ahead),
-            default=partial(_solve, "associative", reverse=reverse, ahead=ahead),
-        )
+        forms = {
+            "cpu": partial(_solve, "sequential", reverse=reverse, ahead=ahead),
+            "default": partial(_solve, "associative", reverse=reverse, ahead=ahead),
+        }
+        if not jnp.iscomplexobj(h0):
+            with_kernel = partial(row_scan, fallback=_without_kernel(reverse, ahead))
+            forms["tpu"] = partial(_in_kernel, with_kernel, reverse=reverse, ahead=ahead)
+        return by_platform(a, b, h0, **forms)
     if method in KERNELS:
+        if jnp.iscomplexobj(h0):
+            raise NotImplementedError(
+                f'method: expected "auto" or "associative" for complex numbers, which the kernel '
+                f"does not have, got {method!r}"
+            )
         return _in_kernel(KERNELS[method], a, b, h0, reverse=reverse, ahead=ahead)
     a, b = a.astype(h0.dtype), b.astype(h0.dtype)
     if method == "sequential":

@@ -1,0 +1,272 @@
+"""StripedHyena's Hyena block, whose filters are poles and residues (arXiv 2310.18780)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_models import ops
+from jax_models.layers.hawk import Activation, CausalConv1D, GatedMLP
+from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.ops import CausalConv1DState, ModalConvState, carry_dtype
+from jax_models.ops.checks import checked_positive
+from jax_models.options import FloatingDtype, Initializer
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, linear, nested, rms_norm, same, squeezed
+
+SMALLEST_POLE, LARGEST_POLE = 0.9, 0.999
+"""The magnitudes that poles have at first."""
+
+
+class StripedHyenaState(NamedTuple):
+    """What a StripedHyena block carries: the short convolution's inputs, the long one's modes."""
+
+    conv: CausalConv1DState
+    modal: ModalConvState
+
+
+class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
+    """The Hyena operator of StripedHyena, whose long convolution is a recurrence.
+
+        >>> layer = StripedHyenaMixer(64, num_heads=4, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        x_2, x_1, v = conv(u W + b)                     conv: short, causal, depthwise
+        s_t = λ ⊙ s_{t−1} + x_1 ⊙ v                     of each feature and mode, complex
+        y = (x_2 ⊙ (Re Σ_modes R ⊙ s + D ⊙ x_1 ⊙ v)) W_out + b_out
+
+    u and y are (batch, time, features), the state `StripedHyenaState(conv, modal)`. λ are the
+    poles and R the residues, (features, state_size, 2): real and imaginary parts. A step costs
+    O(state_size), however long the sequence. `ops.modal_conv` computes whole sequences.
+
+    Args:
+        features: size of u_t and y_t.
+        num_heads: x_2, x_1 and v of a head stand side by side in the projection's result; a
+            divisor of `features`. 1: they are its three thirds.
+        state_size: modes of each feature's filter.
+        kernel_size: taps of the short convolution.
+        time_major: u and y are (time, batch, features).
+        dtype: the computation's dtype. None: from u and the parameters. The long convolution and
+            the state are in at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does.
+        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
+            convolution as torch does.
+        rngs: draws the parameters. Poles start at magnitudes from 0.9 to 0.999 and any angle,
+            with residues that make the filter's energy about 1.
+
+    Raises:
+        ValueError: a size is not positive, or num_heads does not divide the features.
+
+    Layouts: `stripedhyena` (the parts of the package's ParallelGatedConvBlock that these are, with
+    `hyena_filter_groups` 1).
+
+    """
+
+    divides_time = True
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        num_heads: int = 1,
+        state_size: int = 8,
+        kernel_size: int = 3,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        if features % num_heads:
+            raise ValueError(f"num_heads: expected a divisor of {features}, got {num_heads}")
+        self.num_heads = num_heads
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        matrix = {
+            "kernel_init": kernel_init or torch_uniform(features),
+            "bias_init": bias_init or nnx.initializers.zeros,
+            **options,
+        }
+        self.proj_input = Linear(features, 3 * features, **matrix)
+        self.conv = CausalConv1D(
+            3 * features, kernel_size, kernel_init=kernel_init, bias_init=bias_init, **options
+        )
+        poles, residues = _ring(rngs.params(), (features, state_size), carry_dtype(param_dtype))
+        self.poles = nnx.Param(poles.astype(param_dtype))
+        self.residues = nnx.Param(residues.astype(param_dtype))
+        self.D = nnx.Param(jax.random.normal(rngs.params(), (features,), param_dtype))
+        self.proj_output = Linear(features, features, **matrix)
+
+    def init_state(self, batch_size: int) -> StripedHyenaState:
+        """Zeros, in at least float32."""
+        modes = jnp.zeros((batch_size, *self.poles.shape), self.state_dtype)
+        return StripedHyenaState(self.conv.init_state(batch_size), ModalConvState(modes))
+
+    def sequence(self, x, state, lengths, reset):
+        """The gates around `ops.modal_conv`, between the projections."""
+        dtype = self.computation_dtype(x)
+        z, conv = self.conv.sequence(self.proj_input(x.astype(dtype)), state.conv, lengths, reset)
+        size = self.in_features // self.num_heads
+        by_head = z.reshape(*z.shape[:2], self.num_heads, 3, size)
+        x2, x1, v = (by_head[:, :, :, i].reshape(x.shape) for i in range(3))
+        y, modal = ops.modal_conv(
+            x1 * v,
+            state.modal,
+            poles=self.poles[...],
+            residues=self.residues[...],
+            skip=self.D[...],
+            lengths=lengths,
+            reset=reset,
+            time_axis=self.time_axis,
+        )
+        return self.proj_output(y * x2), StripedHyenaState(conv, modal)
+
+    def torch_layouts(self) -> Layouts:
+        """`stripedhyena`: the package's keys."""
+        conv = nested(self.conv.torch_layouts()["hf"], "conv", "")
+        return {
+            "stripedhyena": [
+                *linear("proj_input", "projections"),
+                *(
+                    row._replace(keys=tuple(f"filter.short_filter_{key}" for key in row.keys))
+                    for row in conv
+                ),
+                squeezed("poles", "filter.poles", (2,)),
+                squeezed("residues", "filter.residues", (2,)),
+                same("D", "filter.D"),
+                *linear("proj_output", "out_filter_dense"),
+            ]
+        }
+
+
+class StripedHyenaNorm(nnx.Module):
+    """`x / (√mean(x²) + ε) · scale` over the features: ε is outside of the root."""
+
+    def __init__(
+        self, features: int, epsilon: float, *, dtype, param_dtype: FloatingDtype, rngs: nnx.Rngs
+    ):
+        self.epsilon, self.dtype = epsilon, dtype
+        self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (features,), param_dtype))
+
+    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+        """Normalise the last axis of x; the gradient is that of `x / ε · scale` at x = 0."""
+        scale = self.scale[...]
+        dtype = self.dtype or jnp.result_type(x, scale)
+        x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))
+        square = jnp.mean(x * x, axis=-1, keepdims=True)
+        root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+        return (x / (root + self.epsilon) * jnp.broadcast_to(scale, x.shape)).astype(dtype)
+
+
+class StripedHyenaBlock(SequenceLayer[StripedHyenaState]):
+    """The residual block of StripedHyena with a Hyena, not with attention.
+
+        >>> layer = StripedHyenaBlock(64, 192, num_heads=4, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        x ← x + mixer(norm(x))
+        x ← x + (silu(norm(x) W_gate) ⊙ norm(x) W_up) W_down
+
+    x is (batch, time, features). The mixer is a `StripedHyenaMixer`, whose state is the block's;
+    each norm is x / (√mean(x²) + ε) · scale.
+
+    Args:
+        features: size of x_t.
+        mlp_features: width of the gated MLP; in the package 8/3 of `features`, up to the next
+            multiple of 64.
+        num_heads: of the mixer, a divisor of `features`.
+        state_size: modes of each feature's filter.
+        kernel_size: taps of the short convolution.
+        activation: of the MLP's gate.
+        epsilon: ε of the norms.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices and the convolution's kernel. None: as torch does.
+        bias_init: draws the biases. None: zero, and for the convolution as torch does.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size or epsilon is not positive, or num_heads does not divide the features.
+
+    Layouts: `stripedhyena` (the package's ParallelGatedConvBlock, with `hyena_filter_groups` 1).
+
+    """
+
+    divides_time = True
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        *,
+        num_heads: int = 1,
+        state_size: int = 8,
+        kernel_size: int = 3,
+        activation: Activation = "silu",
+        epsilon: float = 1e-5,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        epsilon = checked_positive("epsilon", epsilon)
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.pre_norm = StripedHyenaNorm(features, epsilon, **options)
+        self.mixer = StripedHyenaMixer(
+            features,
+            num_heads=num_heads,
+            state_size=state_size,
+            kernel_size=kernel_size,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            **options,
+        )
+        self.post_norm = StripedHyenaNorm(features, epsilon, **options)
+        self.mlp = GatedMLP(
+            features,
+            mlp_features,
+            activation=activation,
+            kernel_init=kernel_init or torch_uniform(features),
+            down_init=kernel_init or torch_uniform(mlp_features),
+            **options,
+        )
+
+    def init_state(self, batch_size: int) -> StripedHyenaState:
+        """The state of the mixer."""
+        return self.mixer.init_state(batch_size)
+
+    def sequence(self, x, state, lengths, reset):
+        """The mixer, then the gated MLP, each after a norm and added to its input."""
+        x = x.astype(self.computation_dtype(x))
+        y, state = self.mixer.sequence(self.pre_norm(x), state, lengths, reset)
+        x = x + y
+        return x + self.mlp(self.post_norm(x)), state
+
+    def torch_layouts(self) -> Layouts:
+        """`stripedhyena`: the package's keys."""
+        return {
+            "stripedhyena": [
+                *rms_norm("pre_norm", "pre_norm", "scale"),
+                *nested(self.mixer.torch_layouts()["stripedhyena"], "mixer", ""),
+                *rms_norm("post_norm", "post_norm", "scale"),
+                *nested(self.mlp.torch_layouts()["stripedhyena"], "mlp", "mlp"),
+            ]
+        }
+
+
+def _ring(key: Array, shape: tuple[int, int], dtype) -> tuple[Array, Array]:
+    """Poles uniform in a ring, as in arXiv 2303.06349, and residues normal, times √(1 − |λ|²)."""
+    of_magnitude, of_angle, of_residue = jax.random.split(key, 3)
+    square = jax.random.uniform(of_magnitude, shape, dtype, SMALLEST_POLE**2, LARGEST_POLE**2)
+    angle = jax.random.uniform(of_angle, shape, dtype, -jnp.pi, jnp.pi)
+    poles = jnp.sqrt(square)[..., None] * jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+    residues = jax.random.normal(of_residue, (*shape, 2), dtype) * shape[1] ** -0.5
+    return poles, residues * jnp.sqrt(1 - square)[..., None]

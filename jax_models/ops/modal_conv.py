@@ -1,0 +1,149 @@
+"""The causal convolution with a sum of complex exponentials, whose state has a fixed size."""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.export import is_symbolic_dim
+from jaxtyping import Array, Bool, Complex, Float, Int
+
+from jax_models.ops.affine import common_carry_dtype
+from jax_models.ops.checks import checked
+from jax_models.ops.linear_recurrence import linear_recurrence
+from jax_models.ops.segments import mask_padding
+from jax_models.ops.time_axis import of_device_before, refuse_lengths
+
+CHUNK = 32
+"""Steps of a chunk. A longer one costs more products within it, a shorter one more states."""
+
+
+class ModalConvState(NamedTuple):
+    """What a modal convolution carries: a complex number a mode, as its two parts."""
+
+    modes: Float[Array, "batch features modes 2"]
+
+
+@checked()
+def modal_conv(
+    v: Float[Array, "batch time features"],
+    state: ModalConvState,
+    *,
+    poles: Float[Array, "features modes 2"],
+    residues: Float[Array, "features modes 2"],
+    skip: Float[Array, " features"],
+    lengths: Int[Array, " batch"] | None = None,
+    reset: Bool[Array, "batch time"] | None = None,
+    time_axis: str | None = None,
+) -> tuple[Float[Array, "batch time features"], ModalConvState]:
+    """`y_t = Σ_{i ≤ t} h_{t−i} v_i + skip ⊙ v_t` with `h_t = Re Σ_n R_n λ_n^t`, as a recurrence.
+
+        s_t = λ ⊙ s_{t−1} + v_t
+        y_t = Re Σ_n R_n s_{t,n} + skip ⊙ v_t
+
+    λ are the poles and R the residues, n of each feature. Complex numbers are pairs of real ones,
+    the last axis. Computed in at least float32; y has the dtype of v.
+
+    Time is cut in chunks of 32 steps. A product with the taps makes what a chunk gives to itself,
+    and `linear_recurrence` the states between chunks, so that memory for states is 2n/32 of that
+    for v. A NaN reaches all steps of its chunk. With `reset`, a chunk is one step, and there are
+    states of each: 2n times the memory of v.
+
+    Args:
+        v: the inputs.
+        state: the modes before the first step.
+        poles: |λ| ≤ 1 for a filter that does not grow.
+        residues: the weights of the modes.
+        skip: the weight of the current input beside the filter.
+        lengths: row b takes only the steps t < lengths[b].
+        reset: the first steps of packed documents.
+        time_axis: as in `linear_recurrence`; chunks are of the largest power of two, up to 32,
+            that divides the steps of a device.
+
+    Raises:
+        NotImplementedError: `lengths` are given with a `time_axis`.
+        TypeError: an array is not floating.
+        ValueError: the shapes do not fit each other, or a length lies outside 0 … time.
+
+    """
+    refuse_lengths(lengths, time_axis)
+    dtype = common_carry_dtype(v, poles, residues)
+    batch, time, features = v.shape
+    poles, residues, start = (
+        lax.complex(x[..., 0], x[..., 1])
+        for x in (array.astype(dtype) for array in (poles, residues, state.modes))
+    )
+    u = mask_padding(v.astype(dtype), lengths)
+    size = _chunk_size(time, reset is not None, time_axis is not None)
+    full, count = time // size, -(-time // size)
+    padding = 0 if size == 1 else count * size - time
+    chunks = jnp.pad(u, ((0, 0), (0, padding), (0, 0))).reshape(batch, count, size, features)
+    powers = _powers(poles, size)
+
+    taps = jnp.sum(residues[None] * powers[:-1], axis=-1).real
+    age = jnp.arange(size)[None] - jnp.arange(size)[:, None]
+    own = jnp.where((age >= 0)[..., None], taps[jnp.maximum(age, 0)], 0)
+    y = _einsum("bkid,ijd->bkjd", chunks, own)
+
+    given = _einsum("bkid,idnc->bkdnc", chunks[:, :full], _parts(powers[size - 1 :: -1]))
+    ends, last = linear_recurrence(
+        _spread(powers[size], batch, full),
+        lax.complex(given[..., 0], given[..., 1]).reshape(batch, full, poles.size),
+        start.reshape(batch, poles.size),
+        lengths=None if lengths is None else lengths // size,
+        reset=reset,
+        time_axis=time_axis,
+    )
+    first = start.reshape(batch, 1, poles.size)
+    if time_axis is not None:
+        first = of_device_before(ends[:, -1:], first, time_axis)
+    before = jnp.concatenate([first, ends], axis=1)[:, :count]
+    if reset is not None:
+        before = jnp.where(reset[..., None], 0, before)
+    before = _parts(before.reshape(batch, count, *poles.shape))
+    y = y + _einsum("bkdnc,jdnc->bkjd", before, _parts((residues[None] * powers[1:]).conj()))
+
+    if size > 1 and (lengths is not None or full < count):
+        steps = jnp.full(batch, time, jnp.int32) if lengths is None else lengths
+        at = jnp.minimum(steps // size, count - 1)[:, None, None, None]
+        rest = jnp.take_along_axis(chunks, at, axis=1)[:, 0, :, :, None]
+        _, last = linear_recurrence(
+            _spread(poles, batch, size),
+            jnp.broadcast_to(rest, (batch, size, *poles.shape)).reshape(batch, size, poles.size),
+            last,
+            lengths=steps % size,
+        )
+    y = y.reshape(batch, count * size, features)[:, :time]
+    y = y + jnp.broadcast_to(skip.astype(dtype), y.shape) * u
+    return y.astype(v.dtype), ModalConvState(_parts(last.reshape(batch, *poles.shape)))
+
+
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def _chunk_size(time: int, has_reset: bool, divided: bool) -> int:
+    """One step where documents may begin anywhere, or where nobody knows how many steps there are.
+
+    Time that is divided over devices has to be whole chunks on each.
+    """
+    if has_reset or is_symbolic_dim(time):
+        return 1
+    return math.gcd(time, CHUNK) if divided else max(min(time, CHUNK), 1)
+
+
+def _powers(
+    poles: Complex[Array, "features modes"], count: int
+) -> Complex[Array, "count+1 features modes"]:
+    """`λ⁰ … λ^count`, by products: a pole may be 0."""
+    factors = jnp.broadcast_to(poles, (count, *poles.shape))
+    return jnp.cumprod(jnp.concatenate([jnp.ones_like(poles)[None], factors]), axis=0)
+
+
+def _spread(poles: Complex[Array, "features modes"], batch: int, steps: int) -> Array:
+    """The same factors for each step of a `linear_recurrence`."""
+    return jnp.broadcast_to(poles.reshape(-1), (batch, steps, poles.size))
+
+
+def _parts(z: Complex[Array, "..."]) -> Float[Array, "... 2"]:
+    return jnp.stack([z.real, z.imag], axis=-1)

@@ -1,0 +1,132 @@
+"""StripedHyena's Hyena operator and block."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import torch_ref
+from jax_models import StripedHyenaBlock, StripedHyenaMixer
+from parity_tests.engine.problem import in_every_dtype
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import (
+    CUT,
+    STEPS,
+    Mutation,
+    deaf,
+    edited,
+    epsilon_doubled,
+    replaced,
+    zeroed,
+)
+
+
+def inside_the_circle(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Parts of poles of magnitudes below 0.85, exact in bfloat16."""
+    return in_every_dtype(rng.uniform(0.2, 0.6, shape))
+
+
+striped_hyena = partial(
+    Case,
+    layout="stripedhyena",
+    architecture="striped_hyena",
+    bounded=lambda twin: [twin.get_parameter("filter.poles").data],
+    draw_bounded=inside_the_circle,
+)
+sizes = {"num_heads": 2, "state_size": 3}
+CASES = [
+    striped_hyena(
+        "StripedHyenaMixer",
+        partial(torch_ref.StripedHyenaMixer, 6, **sizes),
+        partial(StripedHyenaMixer, 6, **sizes),
+    ),
+    striped_hyena(
+        "StripedHyenaMixer, thirds, 4 taps",
+        partial(torch_ref.StripedHyenaMixer, 5, state_size=1, kernel_size=4),
+        partial(StripedHyenaMixer, 5, state_size=1, kernel_size=4),
+    ),
+    striped_hyena(
+        "StripedHyenaBlock",
+        partial(torch_ref.StripedHyenaBlock, 6, 7, **sizes),
+        partial(StripedHyenaBlock, 6, 7, **sizes),
+    ),
+    striped_hyena(
+        "StripedHyenaBlock, gelu",
+        partial(torch_ref.StripedHyenaBlock, 6, 7, activation="gelu", epsilon=1e-3, **sizes),
+        partial(StripedHyenaBlock, 6, 7, activation="gelu", epsilon=1e-3, **sizes),
+    ),
+]
+
+
+def of_real_parts(modal_conv):
+    """Re R ⊙ Re s instead of Re(R ⊙ s), as the package's `prefill_style` "recurrence" has it."""
+
+    def wrong(v, state, *, residues, **options):
+        return modal_conv(v, state, residues=residues.at[..., 1].set(0), **options)
+
+    return wrong
+
+
+def in_thirds(layer):
+    """x_2, x_1 and v of all heads, one after the other."""
+    layer.num_heads = 1
+
+
+def epsilon_inside(_):
+    """`x / √(mean(x²) + ε) · scale`."""
+
+    def wrong(norm, x):
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm.epsilon)
+        return y * jnp.broadcast_to(norm.scale[...], y.shape)
+
+    return wrong
+
+
+def state_without_the_rest(modal_conv):
+    """The state goes back as it came."""
+
+    def wrong(v, state, **options):
+        return modal_conv(v, state, **options)[0], state
+
+    return wrong
+
+
+def conjugate(modal_conv):
+    """Poles that turn the other way."""
+
+    def wrong(v, state, *, poles, **options):
+        return modal_conv(v, state, poles=poles.at[..., 1].multiply(-1), **options)
+
+    return wrong
+
+
+OPERATOR = "jax_models.ops.modal_conv"
+of_mixer = partial(Mutation, case="StripedHyenaMixer")
+of_block = partial(Mutation, case="StripedHyenaBlock")
+
+MUTATIONS = [
+    of_mixer("D forgotten", kind="weights", plant=zeroed("D"), culprit="filter"),
+    of_mixer("projection in thirds", kind="forward", plant=edited(in_thirds), culprit="filter"),
+    of_mixer("residues' real parts alone", kind="forward", plant=replaced(OPERATOR, of_real_parts)),
+    of_mixer("poles conjugate", kind="forward", plant=replaced(OPERATOR, conjugate)),
+    of_block(
+        "epsilon inside of the root",
+        kind="forward",
+        plant=replaced("jax_models.layers.striped_hyena.StripedHyenaNorm.__call__", epsilon_inside),
+        culprit="pre_norm",
+    ),
+    of_block(
+        "epsilon doubled", kind="forward", plant=epsilon_doubled("post_norm"), culprit="post_norm"
+    ),
+    *(
+        of_mixer(
+            f"state stands still, {check}",
+            kind="states and masks",
+            plant=replaced(OPERATOR, state_without_the_rest),
+            check=check,
+        )
+        for check in (STEPS, CUT)
+    ),
+    *deaf("StripedHyenaMixer", OPERATOR),
+]
