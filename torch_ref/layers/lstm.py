@@ -82,6 +82,21 @@ class LSTMProj(LSTMScratch):
         return self.w_hr(h)
 
 
+class LSTMDeepCell(nn.Module):
+    """A step of LSTMDeep: x and (h, c) are (batch, features)."""
+
+    def __init__(self, in_features: int, hidden_features: int):
+        super().__init__()
+        self.hidden_lin = nn.Linear(hidden_features, 4 * hidden_features)
+        self.input_lin = nn.Linear(in_features, 4 * hidden_features, bias=False)
+
+    def forward(self, x: Tensor, state: State) -> State:
+        h, c = state
+        i, f, g, o = (self.input_lin(x) + self.hidden_lin(h)).chunk(4, dim=-1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(c), c
+
+
 class LSTMDeep(nn.Module):
     """Layers of LSTM with one bias each, the gates side by side (labml's LSTM).
 
@@ -96,33 +111,22 @@ class LSTMDeep(nn.Module):
         super().__init__()
         self.hidden_features = hidden_features
         sizes = in_features, *(num_layers - 1) * (hidden_features,)
-        self.cells = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "hidden_lin": nn.Linear(hidden_features, 4 * hidden_features),
-                    "input_lin": nn.Linear(size, 4 * hidden_features, bias=False),
-                }
-            )
-            for size in sizes
-        )
+        self.cells = nn.ModuleList(LSTMDeepCell(size, hidden_features) for size in sizes)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         state = self.init_state(x.shape[0]) if state is None else state
         last = []
-        for cell, h, c in zip(self.cells, *state, strict=True):
+        for cell, *of_cell in zip(self.cells, *state, strict=True):
             outputs = []
             for x_t in x.unbind(1):
-                gates = cell["input_lin"](x_t) + cell["hidden_lin"](h)
-                i, f, g, o = gates.chunk(4, dim=-1)
-                c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-                h = torch.sigmoid(o) * torch.tanh(c)
-                outputs.append(h)
+                of_cell = cell(x_t, of_cell)
+                outputs.append(of_cell[0])
             x = torch.stack(outputs, dim=1)
-            last.append((h, c))
+            last.append(of_cell)
         h, c = map(torch.stack, zip(*last, strict=True))
         return x, (h, c)
 
     def init_state(self, batch_size: int) -> State:
         shape = len(self.cells), batch_size, self.hidden_features
-        zeros = self.cells[0]["hidden_lin"].weight.new_zeros(shape)
+        zeros = next(self.parameters()).new_zeros(shape)
         return zeros, zeros
