@@ -23,6 +23,7 @@ from jax_models.layers.hawk import (
     HawkState,
     RGLRUState,
 )
+from jax_models.layers.hippogriff import HippogriffBlock, HippogriffHawk, HippogriffState
 from jax_models.layers.hyena import (
     AuthenticHyenaBlock,
     AuthenticHyenaFilter,
@@ -71,6 +72,10 @@ from jax_models.models.generation import generate, stream
 from jax_models.models.gp import GPModel, GPModelConfig
 from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
 from jax_models.models.hawk import HawkLanguageModel, HawkLanguageModelConfig
+from jax_models.models.hippogriff import (
+    HippogriffLanguageModel,
+    HippogriffLanguageModelConfig,
+)
 from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
 from jax_models.models.load import load_pretrained
@@ -119,6 +124,11 @@ __all__ = [
     "HawkLanguageModel",
     "HawkLanguageModelConfig",
     "HawkState",
+    "HippogriffBlock",
+    "HippogriffHawk",
+    "HippogriffLanguageModel",
+    "HippogriffLanguageModelConfig",
+    "HippogriffState",
     "HyenaBlock",
     "HyenaDNABlock",
     "HyenaDNAFilter",

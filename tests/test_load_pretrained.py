@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from jax_models import (
     GriffinLanguageModelConfig,
+    HippogriffLanguageModelConfig,
     HyenaDNALanguageModelConfig,
     RWKV7LanguageModelConfig,
     RWKVLanguageModelConfig,
@@ -39,6 +40,9 @@ CONFIGS = {
     ),
     "rwkv": RWKVLanguageModelConfig(**SIZES, hidden_features=16),
     "rwkv7": RWKV7LanguageModelConfig(**SIZES, head_size=4),
+    "hippogriff": HippogriffLanguageModelConfig(
+        vocab_size=12, features=8, hidden_features=6, mlp_features=9, num_heads=2, window=513
+    ),
     "hyena_dna": HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9),
 }
 

@@ -19,6 +19,7 @@ from jax_models import (
     GPModelConfig,
     GriffinLanguageModelConfig,
     HawkLanguageModelConfig,
+    HippogriffLanguageModelConfig,
     RNNLanguageModelConfig,
     RWKV6LanguageModelConfig,
     RWKV7LanguageModelConfig,
@@ -39,6 +40,9 @@ MODELS = {
     ),
     "griffin": GriffinLanguageModelConfig(
         **SMALL | {"num_layers": 3}, mlp_features=96, recurrent_features=48, window=9
+    ),
+    "hippogriff": HippogriffLanguageModelConfig(
+        **SMALL, mlp_features=96, hidden_features=48, window=9
     ),
     "rwkv": RWKVLanguageModelConfig(**SMALL, hidden_features=64),
     "rwkv6": RWKV6LanguageModelConfig(**SMALL, head_size=8, hidden_features=64),

@@ -28,6 +28,7 @@ SIZES = {
     "AuthenticHyenaFilter": (5, 8), "HyenaDNAFilter": (5, 8), "HyenaDNAMixer": (5, 8),
     "HyenaDNABlock": (5, 6, 8), "LayerNorm": (5,), "RMSNorm": (5,), "GroupNorm": (6, 2),
     "ZeroCenteredRMSNorm": (5,), "SileroVAD": (),
+    "HippogriffHawk": (6,), "HippogriffBlock": (8, 6, 2),
     "StripedHyenaMixer": (6,), "StripedHyenaBlock": (6, 5),
 }  # fmt: skip
 CONFIGS = [

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 import torch_ref
 from jax_models import (
     GriffinLanguageModelConfig,
+    HippogriffLanguageModelConfig,
     HyenaDNALanguageModelConfig,
     RWKV7LanguageModelConfig,
     to_torch,
@@ -62,6 +63,10 @@ def test_a_block_runs(name, tmp_path, monkeypatch):
     torch.save(rwkv7.state_dict(), "RWKV-x070-World-0.1B.pth")
     dna = HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9)
     torch.save(torch_ref.HyenaDNALanguageModel.from_config(dna).state_dict(), "hyenadna.pth")
+    hippogriff = HippogriffLanguageModelConfig(vocab_size=30, features=16, num_kv_heads=2)
+    torch.save(
+        torch_ref.HippogriffLanguageModel.from_config(hippogriff).state_dict(), "hippogriff.pth"
+    )
     save_recurrentgemma(tmp_path / "recurrentgemma-2b")
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     for package, sign in NEEDED.items():

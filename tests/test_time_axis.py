@@ -42,6 +42,8 @@ LAYERS = {
     "AuthenticHyenaBlock": {"max_length": 32},
     "HyenaDNAMixer": {"max_length": 32, "order": 3},
     "HyenaDNABlock": {"mlp_features": 12, "max_length": 32},
+    "HippogriffHawk": {},
+    "HippogriffBlock": {"mlp_features": 12, "num_heads": 2, "window": 9},
     "StripedHyenaMixer": {"num_heads": 2},
     "StripedHyenaBlock": {"mlp_features": 12},
 }

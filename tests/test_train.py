@@ -168,6 +168,7 @@ BY_THE_SEED = "--model.features 12 --val-rows 30 --eval-batches 3 --dtype float3
 SIZES = {
     "hawk": "--model.features 12 --model.mlp-features 16 --model.kernel-size 2",
     "griffin": "--model.features 12 --model.mlp-features 16 --model.num-heads 2 --model.window 4",
+    "hippogriff": "--model.features 12 --model.hidden-features 18 --model.num-heads 2",
     "rwkv": "--model.features 12 --model.hidden-features 16",
     "rwkv6": "--model.features 12 --model.head-size 6 --model.hidden-features 16",
     "rwkv7": "--model.features 12 --model.head-size 6 --model.hidden-features 16",

@@ -10,6 +10,7 @@ from torch_ref.layers.griffin import (
 )
 from torch_ref.layers.gru import GRUScratch
 from torch_ref.layers.hawk import RGLRU, CausalConv1d, GatedMLP, Hawk, HawkBlock
+from torch_ref.layers.hippogriff import HippogriffBlock, HippogriffHawk
 from torch_ref.layers.hyena import AuthenticHyenaBlock, HyenaBlock, Projection
 from torch_ref.layers.hyena_dna import HyenaDNABlock, HyenaDNAFilter, HyenaDNAMixer
 from torch_ref.layers.hyena_filter import (
@@ -34,6 +35,7 @@ from torch_ref.models.generation import generate
 from torch_ref.models.gp import GPModel
 from torch_ref.models.griffin import GriffinLanguageModel
 from torch_ref.models.hawk import HawkLanguageModel
+from torch_ref.models.hippogriff import HippogriffLanguageModel
 from torch_ref.models.hyena_dna import HyenaDNALanguageModel
 from torch_ref.models.rnn import RNNLanguageModel
 from torch_ref.models.rwkv import RWKVLanguageModel
@@ -58,6 +60,9 @@ __all__ = [
     "Hawk",
     "HawkBlock",
     "HawkLanguageModel",
+    "HippogriffBlock",
+    "HippogriffHawk",
+    "HippogriffLanguageModel",
     "HyenaBlock",
     "HyenaDNABlock",
     "HyenaDNAFilter",

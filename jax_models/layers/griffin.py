@@ -23,7 +23,7 @@ from jax_models.ops.rotary import checked_rotated
 from jax_models.ops.segments import positions_and_end
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, dense, linear, nested, rms_norm
+from jax_models.weights import Layouts, dense, linear, nested, parts, rms_norm, transposed
 
 CONV_VARIANCE = 0.01
 """Of a convolution's kernel, times its taps, at first."""
@@ -48,7 +48,8 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         window: steps that a step sees, itself among them.
         rotary_fraction: the part of each head that is turned, the first of its features.
         rope_theta: θ of `ops.rotary`.
-        use_bias: queries, keys and values have biases. The last projection always has one.
+        use_bias: queries, keys and values have biases.
+        out_bias: the last projection has a bias.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The softmax and the
             state are in at least float32.
@@ -63,7 +64,8 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
             not num_heads, or the part of a head that is turned is odd.
 
     Layouts: `hf` (transformers' RecurrentGemmaAttention). With one head of keys and no biases of
-    queries: `deepmind` (recurrentgemma's LocalAttentionBlock in Flax) and `deepmind-torch`.
+    queries: `deepmind` (recurrentgemma's LocalAttentionBlock in Flax) and `deepmind-torch`. Without
+    any biases: `hippogriff` (its SlidingMQA).
 
     """
 
@@ -79,6 +81,7 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         rotary_fraction: float = 0.5,
         rope_theta: float = 10_000.0,
         use_bias: bool = False,
+        out_bias: bool = True,
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
@@ -110,7 +113,9 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         self.q_proj = Linear(features, features, use_bias=use_bias, kernel_init=init, **options)
         self.k_proj = Linear(features, of_keys, use_bias=use_bias, kernel_init=init, **options)
         self.v_proj = Linear(features, of_keys, use_bias=use_bias, kernel_init=init, **options)
-        self.out_proj = Linear(features, features, kernel_init=out_init or init, **options)
+        self.out_proj = Linear(
+            features, features, use_bias=out_bias, kernel_init=out_init or init, **options
+        )
 
     def init_state(self, batch_size: int) -> LocalAttentionState:
         """No keys yet, in at least float32."""
@@ -143,16 +148,22 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         return self.out_proj(y.reshape(x.shape)), state
 
     def torch_layouts(self) -> Layouts:
-        """`hf`: transformers' keys; recurrentgemma's, where it has such a layer."""
+        """`hf`: transformers' keys; those of packages, where they have such a layer."""
         bias = self.q_proj.use_bias
         inputs = ("q_proj", "k_proj", "v_proj")
         layouts = {
             "hf": [
                 *(row for p in inputs for row in linear(p, p, bias=bias)),
-                *linear("out_proj", "o_proj"),
+                *linear("out_proj", "o_proj", bias=self.out_proj.use_bias),
             ]
         }
-        if self.num_kv_heads == 1 and not bias:
+        if not (bias or self.out_proj.use_bias):
+            layouts["hippogriff"] = [
+                transposed("q_proj.kernel", "q.weight"),
+                parts(["k_proj.kernel", "v_proj.kernel"], "kv.weight"),
+                transposed("out_proj.kernel", "output.weight"),
+            ]
+        elif self.num_kv_heads == 1 and not bias:
             for layout, rows in (("deepmind", dense), ("deepmind-torch", linear)):
                 layouts[layout] = [
                     *(row for p in inputs for row in rows(p, f"proj_{p[0]}", bias=False)),

@@ -20,9 +20,11 @@ from jax_models.weights import (
     dense,
     linear,
     nested,
+    parts,
     rms_norm,
     same,
     stacked,
+    transposed,
 )
 
 lecun_normal = nnx.initializers.lecun_normal()
@@ -68,11 +70,13 @@ class RGLRU(SequenceLayer[RGLRUState]):
 
     With `num_blocks` it is that of RecurrentGemma: W_i and W_r are block-diagonal and have biases,
     and the parameter is not `a` but `a_param`, which may be any number: a = e^{−softplus(a_param)}.
+    The factor is then √(1 − a_t² + ε).
 
     Args:
         features: size of x_t and h_t.
         num_blocks: blocks of W_i and W_r, a divisor of `features`. None: dense, as in the seed.
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
+        epsilon: ε, of blocks alone; 1e-6 in hippogriff.
         method: how `ops.linear_recurrence` runs.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The gates and the state
@@ -85,8 +89,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
             uniform in [0.81, 0.998], as in recurrentgemma.
 
     Raises:
-        ValueError: a size or c is not positive, there is no such method, or num_blocks does not
-            divide the features.
+        ValueError: a size or c is not positive, there is no such method, num_blocks does not
+            divide the features, or there is an epsilon without blocks.
 
     Layouts: `hawk` (the seed's RGLRU), whose `a` must lie in [0, 1]. With `num_blocks`: `hf`
     (transformers' RecurrentGemma) and `deepmind` (recurrentgemma).
@@ -101,6 +105,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
         *,
         num_blocks: int | None = None,
         c: float = 8.0,
+        epsilon: float = 0.0,
         method: ops.LinearRecurrenceMethod = "auto",
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
@@ -111,6 +116,9 @@ class RGLRU(SequenceLayer[RGLRUState]):
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.c = checked_positive("c", c)
+        if epsilon < 0 or (epsilon and num_blocks is None):
+            raise ValueError(f"epsilon: expected 0, or with num_blocks at least 0, got {epsilon}")
+        self.epsilon = epsilon
         self.method: ops.LinearRecurrenceMethod = method
         self.num_blocks = num_blocks
         if num_blocks is None:
@@ -161,6 +169,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
             **gates,
             first=first,
             c=self.c,
+            epsilon=self.epsilon,
             method=self.method,
             lengths=lengths,
             reset=reset,
@@ -386,8 +395,8 @@ class GatedMLP(CheckedOptions, nnx.Module):
         bias_init: draws the biases. None: zero.
         rngs: draws the parameters.
 
-    Layouts: `hawk` (torch_ref.GatedMLP) and `stripedhyena` (the package's ParallelGatedMLP). With
-    biases: `hf` (transformers' RecurrentGemma), `deepmind` (recurrentgemma in Flax) and
+    Layouts: `hawk` (torch_ref.GatedMLP), and those of the packages `stripedhyena` and `hippogriff`.
+    With biases: `hf` (transformers' RecurrentGemma), `deepmind` (recurrentgemma in Flax) and
     `deepmind-torch`.
 
     """
@@ -425,14 +434,18 @@ class GatedMLP(CheckedOptions, nnx.Module):
         return self.down_proj(gate * self.up_proj(x))
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: the twin's keys; `stripedhyena`; with biases, those of RecurrentGemma."""
+        """`hawk`: the twin's keys; those of packages; with biases, those of RecurrentGemma."""
         bias = self.gate_proj.use_bias
         rows = [row for p in ("gate_proj", "up_proj") for row in linear(p, p, bias=bias)]
         keys = [*rows, *linear("down_proj", "down_proj", bias=bias)]
         if not bias:
             names = {"gate_proj": "l1", "up_proj": "l2", "down_proj": "l3"}
             numbered = (row for p, key in names.items() for row in linear(p, key, bias=False))
-            return {"hawk": keys, "stripedhyena": [*numbered]}
+            joined = [
+                parts(["gate_proj.kernel", "up_proj.kernel"], "grow.weight"),
+                transposed("down_proj.kernel", "shrink.weight"),
+            ]
+            return {"hawk": keys, "stripedhyena": [*numbered], "hippogriff": joined}
         up = [
             stacked(("gate_proj.kernel", "up_proj.kernel"), "ffw_up.w"),
             stacked(("gate_proj.bias", "up_proj.bias"), "ffw_up.b", (1, 2)),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_models.layers.rwkv_version import rwkv_version
 from jax_models.models.griffin import GriffinLanguageModelConfig
+from jax_models.models.hippogriff import HippogriffLanguageModelConfig
 from jax_models.models.hyena_dna import HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.pretrained import ShardingOf, loaded, rwkv_config
@@ -78,6 +79,12 @@ def by_shapes(config: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping, 
 FAMILIES = (
     Family("RecurrentGemma", ("recurrent_gemma",), with_part("rg_lru"), griffin),
     Family(
+        "hippogriff",
+        (),
+        with_part(".hawk.forget_base"),
+        by_shapes(HippogriffLanguageModelConfig.from_state_dict),
+    ),
+    Family(
         "HyenaDNA",
         ("hyenadna",),
         with_part(".filter_fn.pos_emb."),
@@ -109,10 +116,10 @@ def load_pretrained(
         >>> model = load_pretrained("model.safetensors")
 
     It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
-    and 7 (BlinkDL's files, fla's, transformers'), HyenaDNA and silero-VAD, from safetensors, files
-    of `torch.save`, both also in parts that an index names, and folders of orbax. Keys, shapes and
-    the config.json tell the model. No weights are drawn. A weight is read when its parameter is
-    made, so that little more than the model is in memory.
+    and 7 (BlinkDL's files, fla's, transformers'), HyenaDNA, hippogriff and silero-VAD, from
+    safetensors, files of `torch.save`, both also in parts that an index names, and folders of
+    orbax. Keys, shapes and the config.json tell the model. No weights are drawn. A weight is read
+    when its parameter is made, so that little more than the model is in memory.
 
     Args:
         path: the file, or the folder with it.

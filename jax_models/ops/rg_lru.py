@@ -33,6 +33,7 @@ def rg_lru(
     recurrence_bias: Float[Array, "*blocks block"] | None = None,
     first: Bool[Array, "batch time"] | None = None,
     c: float = 8.0,
+    epsilon: float = 0.0,
     method: LinearRecurrenceMethod = "auto",
     **masks,
 ) -> tuple[Float[Array, "batch time features"], RGLRUState]:
@@ -43,10 +44,10 @@ def rg_lru(
         a_t = a^(c·r_t)
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
-    Either `a` is given or, as in recurrentgemma, `a_param`: a = e^{−softplus(a_param)}. Kernels
-    (blocks, block, block) are the blocks of block-diagonal matrices. At the `first` steps of
-    documents √(1 − a_t²) counts as 1. `masks` are `lengths`, `reset` and `reverse`, as in
-    `linear_recurrence`.
+    Either `a` is given or, as in recurrentgemma, `a_param`: a = e^{−softplus(a_param)}. Then
+    `epsilon` is added under the root. Kernels (blocks, block, block) are the blocks of
+    block-diagonal matrices. At the `first` steps of documents √(1 − a_t²) counts as 1. `masks` are
+    `lengths`, `reset` and `reverse`, as in `linear_recurrence`.
     """
     checked_positive("c", c)
     i = jax.nn.sigmoid(affine(x, input_kernel, _flat(input_bias)))
@@ -54,7 +55,7 @@ def rg_lru(
     if a is not None and a_param is None:
         a_t, complement = decay(a.astype(r.dtype), c * r)
     elif a_param is not None and a is None:
-        a_t, complement = softplus_decay(a_param.astype(r.dtype), c * r)
+        a_t, complement = softplus_decay(a_param.astype(r.dtype), c * r, epsilon)
     else:
         raise ValueError("a, a_param: expected one of them")
     if first is not None:
@@ -109,15 +110,17 @@ def _decay_jvp(primals, tangents):
 
 @checked()
 def softplus_decay(
-    a_param: Float[Array, " features"], exponent: Float[Array, "*steps features"]
+    a_param: Float[Array, " features"],
+    exponent: Float[Array, "*steps features"],
+    epsilon: float = 0.0,
 ) -> tuple[Float[Array, "*steps features"], Float[Array, "*steps features"]]:
-    """`a^e` and `√(1 − a^{2e})` for e ≥ 0 and a = e^{−softplus(a_param)}.
+    """`a^e` and `√(1 − a^{2e} + ε)` for e ≥ 0 and a = e^{−softplus(a_param)}.
 
     The logarithm of an `a` near 1 keeps all its digits. The derivative of the square root is at
     most 1000, as in recurrentgemma.
     """
     log = -exponent * jnp.broadcast_to(jax.nn.softplus(a_param), exponent.shape)
-    return jnp.exp(log), _bounded_sqrt(-jnp.expm1(2 * log))
+    return jnp.exp(log), _bounded_sqrt(epsilon - jnp.expm1(2 * log))
 
 
 @jax.custom_jvp

@@ -32,13 +32,53 @@ def rotary(x: Tensor, positions: Tensor, *, rotated: int, theta: float) -> Tenso
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
+def local_attention(
+    q: Tensor, k: Tensor, v: Tensor, state: State, *, rotated: int, theta: float
+) -> tuple[Tensor, State]:
+    """Attention of turned q and k over the keys of the state and of the steps up to each.
+
+    q is (batch, time, heads, d); k and v have as many heads or fewer, each of which serves as many
+    neighbouring heads of q. The state is (position, keys, values): the steps so far of each row,
+    and the keys and values of the last window − 1 > 0, (batch, window − 1, heads, d), those of step
+    p in slot p mod (window − 1).
+    """
+    position, keys, values = state
+    positions = position[:, None] + torch.arange(q.shape[1], device=q.device)
+    q = rotary(q, positions, rotated=rotated, theta=theta)
+    k = rotary(k, positions, rotated=rotated, theta=theta)
+
+    slots = torch.arange(keys.shape[1], device=q.device)
+    last = position[:, None] - 1
+    of_slots = last - (last - slots) % len(slots)
+    of_keys = torch.cat([of_slots, positions], dim=1)  # the steps that the keys are of
+    distance = positions[:, None, :, None] - of_keys[:, None, None]
+    unseen = (of_keys < 0)[:, None, None] | (distance < 0) | (distance > len(slots))
+    all_keys, all_values = (
+        torch.cat(pair, dim=1).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        for pair in ((keys, k), (values, v))
+    )
+    scores = torch.einsum("bthd,bshd->bhts", q, all_keys) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
+    y = torch.einsum("bhts,bshd->bthd", weights, all_values)
+
+    rows = torch.arange(q.shape[0], device=q.device)[:, None]
+    written = positions[:, -len(slots) :] % len(slots)
+    keys, values = keys.clone(), values.clone()
+    keys[rows, written] = k[:, -len(slots) :]
+    values[rows, written] = v[:, -len(slots) :]
+    return y, (positions[:, -1] + 1, keys, values)
+
+
+def no_keys(weight: Tensor, batch_size: int, window: int, heads: int, size: int) -> State:
+    """The state before the first step, where the weight is."""
+    keys, values = weight.new_zeros(2, batch_size, window - 1, heads, size)
+    return torch.zeros(batch_size, dtype=torch.int32, device=weight.device), keys, values
+
+
 class LocalAttention(nn.Module):
     """Each head is `softmax(q kᵀ / √d) v` over the current step and the window − 1 before it.
 
-    q and k are turned by their positions. Each head of the keys serves as many neighbouring heads
-    of the queries. x is (batch, time, features), the state (position, keys, values): the steps so
-    far of each row, and the keys and values of the last window − 1 > 0, (batch, window − 1, heads,
-    d), those of step p in slot p mod (window − 1).
+    x is (batch, time, features); `local_attention` has the state.
     """
 
     def __init__(
@@ -54,7 +94,6 @@ class LocalAttention(nn.Module):
     ):
         super().__init__()
         self.head_features = features // num_heads
-        self.groups = num_heads // num_kv_heads
         self.window = window
         self.rotated = int(self.head_features * rotary_fraction)
         self.rope_theta = rope_theta
@@ -68,38 +107,14 @@ class LocalAttention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_features))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        position, keys, values = self.init_state(x.shape[0]) if state is None else state
-        positions = position[:, None] + torch.arange(x.shape[1], device=x.device)
-        q = rotary(q, positions, rotated=self.rotated, theta=self.rope_theta)
-        k = rotary(k, positions, rotated=self.rotated, theta=self.rope_theta)
-
-        slots = torch.arange(self.window - 1, device=x.device)
-        last = position[:, None] - 1
-        of_slots = last - (last - slots) % len(slots)
-        of_keys = torch.cat([of_slots, positions], dim=1)  # the steps that the keys are of
-        distance = positions[:, None, :, None] - of_keys[:, None, None]
-        unseen = (of_keys < 0)[:, None, None] | (distance < 0) | (distance >= self.window)
-        all_keys, all_values = (
-            torch.cat(pair, dim=1).repeat_interleave(self.groups, dim=2)
-            for pair in ((keys, k), (values, v))
-        )
-        scores = torch.einsum("bthd,bshd->bhts", q, all_keys) * self.head_features**-0.5
-        weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
-        y = torch.einsum("bhts,bshd->bthd", weights, all_values)
-
-        rows = torch.arange(x.shape[0], device=x.device)[:, None]
-        written = positions[:, -len(slots) :] % len(slots)
-        keys, values = keys.clone(), values.clone()
-        keys[rows, written] = k[:, -len(slots) :]
-        values[rows, written] = v[:, -len(slots) :]
-        return self.o_proj(y.flatten(-2)), (positions[:, -1] + 1, keys, values)
+        state = self.init_state(x.shape[0]) if state is None else state
+        y, state = local_attention(q, k, v, state, rotated=self.rotated, theta=self.rope_theta)
+        return self.o_proj(y.flatten(-2)), state
 
     def init_state(self, batch_size: int) -> State:
         weight = self.k_proj.weight
         heads = len(weight) // self.head_features
-        shape = (2, batch_size, self.window - 1, heads, self.head_features)
-        keys, values = weight.new_zeros(shape)
-        return torch.zeros(batch_size, dtype=torch.int32, device=weight.device), keys, values
+        return no_keys(weight, batch_size, self.window, heads, self.head_features)
 
 
 class GriffinRecurrence(nn.Module):

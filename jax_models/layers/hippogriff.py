@@ -1,0 +1,286 @@
+"""The layers of hippogriff, a Griffin to train from scratch (arXiv 2402.19427)."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_models import ops
+from jax_models.layers.griffin import LocalAttention
+from jax_models.layers.hawk import (
+    RGLRU,
+    CausalConv1D,
+    GatedMLP,
+    HawkState,
+    normal_of_fan_in,
+)
+from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.ops import LocalAttentionState, carry_dtype
+from jax_models.options import FloatingDtype, Initializer
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import (
+    Layouts,
+    Weight,
+    nested,
+    parts,
+    rms_norm,
+    same,
+    transposed,
+)
+
+SLOWEST, FASTEST = -9.0, -4.323
+"""a_param at first: a^c is 0.999 and 0.9."""
+EPSILON = 1e-6
+"""Under the root of the RG-LRU."""
+
+
+class HippogriffHawk(SequenceLayer[HawkState]):
+    """The recurrent block of hippogriff.
+
+        >>> layer = HippogriffHawk(64, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        y = (gelu(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
+        a_t = e^{−8 softplus(a_param) ⊙ σ(u_t W_r + b_r)}
+        h_t = a_t ⊙ h_{t−1} + √(1 − a_t² + 1e-6) ⊙ σ(u_t W_i + b_i) ⊙ u_t
+
+    u is the convolution's result and h the RG-LRU's. x and y are (batch, time, features), the state
+    `HawkState(conv, rglru)`. gelu is the exact one, with erf.
+
+    Args:
+        features: size of x_t and y_t.
+        hidden_features: width of the recurrence. None: 3/2 of `features`, rounded down.
+        kernel_size: taps of the causal convolution.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices and the convolution's kernel. None: as hippogriff does.
+        bias_init: draws the biases. None: uniform, as in torch.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: a size is not positive.
+
+    Layouts: `hippogriff` (its Hawk).
+
+    """
+
+    divides_time = True
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        hidden_features: int | None = None,
+        kernel_size: int = 4,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        hidden = 3 * features // 2 if hidden_features is None else hidden_features
+        init = kernel_init or normal_of_fan_in()
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        matrix = {"use_bias": False, "kernel_init": init, **options}
+        self.gate_proj = Linear(features, hidden, **matrix)
+        self.recurrent_proj = Linear(features, hidden, **matrix)
+        self.conv = CausalConv1D(
+            hidden, kernel_size, kernel_init=kernel_init, bias_init=bias_init, **options
+        )
+        self.rglru = RGLRU(
+            hidden,
+            num_blocks=1,
+            epsilon=EPSILON,
+            kernel_init=kernel_init,
+            bias_init=bias_init or torch_uniform(hidden),
+            **options,
+        )
+        self.rglru.a_param[...] = jnp.linspace(FASTEST, SLOWEST, hidden, dtype=param_dtype)
+        self.out_proj = Linear(hidden, features, **matrix)
+
+    def init_state(self, batch_size: int) -> HawkState:
+        """Zeros, in at least float32."""
+        return HawkState(self.conv.init_state(batch_size), self.rglru.init_state(batch_size))
+
+    def sequence(self, x, state, lengths, reset):
+        """The gate times the recurrence of the convolution, projected."""
+        x = x.astype(self.computation_dtype(x))
+        gate = ops.gelu(self.gate_proj(x))
+        u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
+        h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset)
+        return self.out_proj(gate * h), HawkState(conv, rglru)
+
+    def torch_layouts(self) -> Layouts:
+        """`hippogriff`: its keys."""
+        return {
+            "hippogriff": [
+                parts(["gate_proj.kernel", "recurrent_proj.kernel"], "input.weight"),
+                *nested(self.conv.torch_layouts()["hf"], "conv", "conv"),
+                same("rglru.a_param", "forget_base"),
+                _gates("kernel", "gates.weight"),
+                _gates("bias", "gates.bias"),
+                transposed("out_proj.kernel", "output.weight"),
+            ]
+        }
+
+
+def _gates(part: str, key: str) -> Weight:
+    """The row of both gates, each of one block."""
+    row = parts([f"rglru.{gate}_gate.{part}" for gate in ("recurrence", "input")], key)
+    return row._replace(
+        to_jax=lambda a: tuple(value[None] for value in row.to_jax(a)),
+        to_torch=lambda *values: row.to_torch(*(value[0] for value in values)),
+    )
+
+
+class HippogriffNorm(nnx.Module):
+    """`x / √mean(x²) · scale` over the features, in at least float32; zeros stay zeros."""
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        dtype: FloatingDtype | None,
+        param_dtype: FloatingDtype,
+        rngs: nnx.Rngs,
+    ):
+        self.dtype = dtype
+        self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (features,), param_dtype))
+
+    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+        """Normalise the last axis of x."""
+        scale = self.scale[...]
+        dtype = self.dtype or jnp.result_type(x, scale)
+        x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))
+        square = jnp.mean(x * x, axis=-1, keepdims=True)
+        y = x / jnp.sqrt(jnp.where(square > 0, square, 1))
+        return (y * jnp.broadcast_to(scale, x.shape)).astype(dtype)
+
+
+class HippogriffState(NamedTuple):
+    """What a block of hippogriff carries."""
+
+    hawk: HawkState
+    attention: LocalAttentionState
+
+
+class HippogriffBlock(SequenceLayer[HippogriffState]):
+    """The block of hippogriff: a recurrence, then attention, each with an MLP behind it.
+
+        >>> layer = HippogriffBlock(64, 128, num_heads=4, window=17, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        x ← x + hawk(norm(x)),         x ← x + mlp(norm(x))
+        x ← x + attention(norm(x)),    x ← x + mlp(norm(x))
+
+    x is (batch, time, features), the state `HippogriffState(hawk, attention)`. The layers are a
+    `HippogriffHawk`, a `LocalAttention` without biases, whose heads are turned as a whole, and two
+    `GatedMLP`s. The norms are `HippogriffNorm`s.
+
+    Args:
+        features: size of x_t.
+        mlp_features: width of the gated MLPs; twice `features` in hippogriff.
+        num_heads: heads of the queries.
+        hidden_features: width of the recurrence. None: 3/2 of `features`, rounded down.
+        kernel_size: taps of the causal convolution.
+        num_kv_heads: heads of the keys and values.
+        window: steps that a step of the attention sees, itself among them: one more than what
+            hippogriff calls smqa_window_size.
+        time_major: x and y are (time, batch, features).
+        dtype: the computation's dtype. None: from x and the parameters.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the matrices and the convolution's kernel. None: as hippogriff does.
+        bias_init: draws the biases. None: uniform, as in torch.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: as `HippogriffHawk` and `LocalAttention`, or heads have an odd size.
+
+    Layouts: `hippogriff` (its Griffin).
+
+    """
+
+    divides_time = True
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        num_heads: int,
+        *,
+        hidden_features: int | None = None,
+        kernel_size: int = 4,
+        num_kv_heads: int = 1,
+        window: int = 513,
+        time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        if features % (2 * num_heads):
+            raise ValueError(f"num_heads: expected heads of an even size, got {num_heads} of them")
+        matrix = {"kernel_init": kernel_init or normal_of_fan_in(), **options}
+        self.hawk_norm = HippogriffNorm(features, **options)
+        self.hawk = HippogriffHawk(
+            features,
+            hidden_features=hidden_features,
+            kernel_size=kernel_size,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            **options,
+        )
+        self.hawk_mlp_norm = HippogriffNorm(features, **options)
+        self.hawk_mlp = GatedMLP(features, mlp_features, **matrix)
+        self.attention_norm = HippogriffNorm(features, **options)
+        self.attention = LocalAttention(
+            features,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            window=window,
+            rotary_fraction=1.0,
+            out_bias=False,
+            **matrix,
+        )
+        self.attention_mlp_norm = HippogriffNorm(features, **options)
+        self.attention_mlp = GatedMLP(features, mlp_features, **matrix)
+
+    def init_state(self, batch_size: int) -> HippogriffState:
+        """Zeros, and no keys yet."""
+        return HippogriffState(
+            self.hawk.init_state(batch_size), self.attention.init_state(batch_size)
+        )
+
+    def sequence(self, x, state, lengths, reset):
+        """The four layers, each after a norm and added to its input."""
+        x = x.astype(self.computation_dtype(x))
+        y, hawk = self.hawk.sequence(self.hawk_norm(x), state.hawk, lengths, reset)
+        x = x + y
+        x = x + self.hawk_mlp(self.hawk_mlp_norm(x))
+        y, attention = self.attention.sequence(
+            self.attention_norm(x), state.attention, lengths, reset
+        )
+        x = x + y
+        x = x + self.attention_mlp(self.attention_mlp_norm(x))
+        return x, HippogriffState(hawk, attention)
+
+    def torch_layouts(self) -> Layouts:
+        """`hippogriff`: its keys."""
+        names = {
+            "hawk": "hawk",
+            "hawk_mlp": "hawk_gmlp",
+            "attention": "smqa",
+            "attention_mlp": "smqa_gmlp",
+        }
+        rows = []
+        for part, key in names.items():
+            table = getattr(self, part).torch_layouts()["hippogriff"]
+            rows += [*rms_norm(f"{part}_norm", f"{key}_norm", "gamma"), *nested(table, part, key)]
+        return {"hippogriff": rows}

@@ -1,0 +1,118 @@
+"""hippogriff's Hawk, block and language model."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+import torch_ref
+from jax_models import HippogriffBlock, HippogriffHawk, HippogriffLanguageModelConfig
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import CUT, Mutation, edited, replaced, zeroed
+
+hippogriff = partial(Case, layout="hippogriff", architecture="hippogriff")
+WINDOW = 3
+config = HippogriffLanguageModelConfig(
+    vocab_size=11,
+    features=8,
+    num_layers=2,
+    hidden_features=6,
+    mlp_features=7,
+    num_heads=2,
+    window=WINDOW,
+)
+CASES = [
+    hippogriff(
+        "HippogriffHawk",
+        partial(torch_ref.HippogriffHawk, 5, hidden_features=7, kernel_size=3),
+        partial(HippogriffHawk, 5, hidden_features=7, kernel_size=3),
+    ),
+    hippogriff(
+        "HippogriffBlock",
+        partial(torch_ref.HippogriffBlock, 8, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
+        partial(HippogriffBlock, 8, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
+        prefix=5,
+    ),
+    hippogriff(
+        "HippogriffLanguageModel",
+        partial(torch_ref.HippogriffLanguageModel.from_config, config),
+        config.build,
+        architecture="hippogriff_language_model",
+        twin_state=False,
+        prefix=5,
+    ),
+]
+
+
+def gates_swapped(layer):
+    """The input's gate for the recurrence's, and the other way round."""
+    of_input, of_recurrence = layer.rglru.input_gate.kernel, layer.rglru.recurrence_gate.kernel
+    of_input[...], of_recurrence[...] = of_recurrence[...], of_input[...]
+
+
+def first_step_whole(rg_lru):
+    """At the first step h = i ⊙ u, as in RecurrentGemma."""
+
+    def wrong(x, state, **options):
+        first = jnp.zeros(x.shape[:2], bool).at[:, 0].set(True)
+        return rg_lru(x, state, **options | {"first": first})
+
+    return wrong
+
+
+def without_epsilon(rg_lru):
+    """√(1 − a²)."""
+    return lambda *args, epsilon, **options: rg_lru(*args, **options)
+
+
+def half_of_a_head(rotary):
+    """Half of each head is turned, as in RecurrentGemma."""
+    return lambda x, positions, *, rotated, theta: rotary(
+        x, positions, rotated=rotated // 2, theta=theta
+    )
+
+
+def with_epsilon(_):
+    """`x / √(mean(x²) + 1e-6) · scale`."""
+
+    def wrong(norm, x):
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        return y * jnp.broadcast_to(norm.scale[...], x.shape)
+
+    return wrong
+
+
+def pieces_without_keys(local_attention):
+    """No piece sees the keys of the one before."""
+    return lambda q, k, v, state, **masks: local_attention(
+        q, k, v, state._replace(position=state.position * 0), **masks
+    )
+
+
+RG_LRU = "jax_models.ops.rg_lru"
+of_hawk = partial(Mutation, case="HippogriffHawk")
+of_block = partial(Mutation, case="HippogriffBlock")
+MUTATIONS = [
+    of_hawk("gates swapped", kind="weights", plant=edited(gates_swapped)),
+    of_hawk("a gate's bias forgotten", kind="weights", plant=zeroed("rglru.input_gate.bias")),
+    of_hawk("first step whole", kind="forward", plant=replaced(RG_LRU, first_step_whole)),
+    of_hawk("no epsilon", kind="forward", plant=replaced(RG_LRU, without_epsilon)),
+    of_block(
+        "half of a head turned",
+        kind="forward",
+        plant=replaced("jax_models.ops.rotary", half_of_a_head),
+        culprit="smqa",
+    ),
+    of_block(
+        "norm with epsilon",
+        kind="forward",
+        plant=replaced("jax_models.layers.hippogriff.HippogriffNorm.__call__", with_epsilon),
+        culprit="hawk_norm",
+    ),
+    of_block(
+        "pieces begin without keys",
+        kind="states and masks",
+        plant=replaced("jax_models.ops.local_attention", pieces_without_keys),
+        check=CUT,
+    ),
+]

@@ -1,0 +1,145 @@
+"""The layers of hippogriff in plain PyTorch, under its keys (Griffin, arXiv 2402.19427)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_ref.layers.griffin import local_attention, no_keys
+from torch_ref.layers.state import State
+
+
+class HippogriffNorm(nn.Module):
+    """`x / √mean(x²) · gamma`."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt() * self.gamma
+
+
+class HippogriffHawk(nn.Module):
+    """The recurrent block.
+
+        y_t = (gelu(x_t W_gate) ⊙ h_t) W_out,   u = conv(x W_rec)
+        a_t = e^{−8 softplus(forget_base) ⊙ σ(u_t W_r + b_r)}
+        h_t = a_t ⊙ h_{t−1} + √(1 − a_t² + 1e-6) ⊙ σ(u_t W_i + b_i) ⊙ u_t
+
+    x and y are (batch, time, features), the state (inputs, h): the last kernel_size − 1 inputs of
+    the convolution, (batch, hidden_features, kernel_size − 1), and h, (batch, hidden_features).
+    """
+
+    def __init__(self, features: int, *, hidden_features: int, kernel_size: int = 4):
+        super().__init__()
+        self.input = nn.Linear(features, 2 * hidden_features, bias=False)
+        self.conv = nn.Conv1d(hidden_features, hidden_features, kernel_size, groups=hidden_features)
+        self.gates = nn.Linear(hidden_features, 2 * hidden_features)
+        self.forget_base = nn.Parameter(torch.linspace(-4.323, -9, hidden_features))
+        self.output = nn.Linear(hidden_features, features, bias=False)
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        inputs, h = self.init_state(x.shape[0]) if state is None else state
+        gate, u = self.input(x).chunk(2, dim=-1)
+        window = torch.cat([inputs, u.mT], dim=-1)
+        u = self.conv(window).mT
+        r, i = torch.sigmoid(self.gates(u)).chunk(2, dim=-1)
+        log_a = -8 * F.softplus(self.forget_base) * r
+        b = (1e-6 - torch.expm1(2 * log_a)).sqrt() * i * u
+        outputs = []
+        for a_t, b_t in zip(log_a.exp().unbind(1), b.unbind(1), strict=True):
+            h = a_t * h + b_t
+            outputs.append(h)
+        y = self.output(F.gelu(gate) * torch.stack(outputs, dim=1))
+        return y, (window[:, :, x.shape[1] :], h)
+
+    def init_state(self, batch_size: int) -> State:
+        hidden, _, kernel_size = self.conv.weight.shape
+        inputs = self.conv.weight.new_zeros(batch_size, hidden, kernel_size - 1)
+        return inputs, self.forget_base.new_zeros(batch_size, hidden)
+
+
+class HippogriffMLP(nn.Module):
+    """`(gelu(x W_gate) ⊙ x W_up) W_down`, the first two side by side."""
+
+    def __init__(self, features: int, mlp_features: int):
+        super().__init__()
+        self.grow = nn.Linear(features, 2 * mlp_features, bias=False)
+        self.shrink = nn.Linear(mlp_features, features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, x = self.grow(x).chunk(2, dim=-1)
+        return self.shrink(F.gelu(gate) * x)
+
+
+class HippogriffAttention(nn.Module):
+    """Each head is `softmax(q kᵀ / √d) v` over the current step and the window − 1 before it.
+
+    Heads are turned by their positions as a whole. x is (batch, time, features);
+    `local_attention` has the state.
+    """
+
+    def __init__(self, features: int, num_heads: int, *, num_kv_heads: int, window: int):
+        super().__init__()
+        self.head_features, self.window = features // num_heads, window
+        self.q = nn.Linear(features, features, bias=False)
+        self.kv = nn.Linear(features, 2 * num_kv_heads * self.head_features, bias=False)
+        self.output = nn.Linear(features, features, bias=False)
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        q, k, v = (
+            array.unflatten(-1, (-1, self.head_features))
+            for array in (self.q(x), *self.kv(x).chunk(2, dim=-1))
+        )
+        state = self.init_state(x.shape[0]) if state is None else state
+        y, state = local_attention(q, k, v, state, rotated=self.head_features, theta=10_000.0)
+        return self.output(y.flatten(-2)), state
+
+    def init_state(self, batch_size: int) -> State:
+        weight, size = self.kv.weight, self.head_features
+        return no_keys(weight, batch_size, self.window, len(weight) // (2 * size), size)
+
+
+class HippogriffBlock(nn.Module):
+    """A recurrence, then attention, each with an MLP behind it.
+
+        x ← x + hawk(norm(x)),    x ← x + mlp(norm(x))
+        x ← x + smqa(norm(x)),    x ← x + mlp(norm(x))
+
+    x is (batch, time, features), the state that of `hawk`, then that of `smqa`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        num_heads: int,
+        *,
+        hidden_features: int,
+        kernel_size: int = 4,
+        num_kv_heads: int = 1,
+        window: int = 513,
+    ):
+        super().__init__()
+        self.hawk_norm = HippogriffNorm(features)
+        self.hawk = HippogriffHawk(
+            features, hidden_features=hidden_features, kernel_size=kernel_size
+        )
+        self.hawk_gmlp_norm = HippogriffNorm(features)
+        self.hawk_gmlp = HippogriffMLP(features, mlp_features)
+        self.smqa_norm = HippogriffNorm(features)
+        self.smqa = HippogriffAttention(
+            features, num_heads, num_kv_heads=num_kv_heads, window=window
+        )
+        self.smqa_gmlp_norm = HippogriffNorm(features)
+        self.smqa_gmlp = HippogriffMLP(features, mlp_features)
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        of_hawk, of_smqa = (None, None) if state is None else (state[:2], state[2:])
+        y, of_hawk = self.hawk(self.hawk_norm(x), of_hawk)
+        x = x + y
+        x = x + self.hawk_gmlp(self.hawk_gmlp_norm(x))
+        y, of_smqa = self.smqa(self.smqa_norm(x), of_smqa)
+        x = x + y
+        x = x + self.smqa_gmlp(self.smqa_gmlp_norm(x))
+        return x, (*of_hawk, *of_smqa)
