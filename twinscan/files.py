@@ -55,7 +55,10 @@ def check_writable(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         _partial(path).stat()  # the name may be too long
     if path.is_file() or not path.exists():
-        tempfile.TemporaryFile(dir=path.parent).close()
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:  # of a name that nobody gave
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _partial(path: Path) -> Path:

@@ -404,9 +404,14 @@ def described(value: Any) -> str:
         name = value.__name__ if isinstance(value, type) else type(value).__name__
         return f"{name}({', '.join(value._fields)})"
     if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
+        return f"{_with_article(value)} of {len(value)}"
     array = isinstance(value, jax.Array | np.ndarray)
-    kind = "an array" if array else f"a {type(value).__name__}"
+    kind = "an array" if array else _with_article(value)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{kind} of shape {tuple(value.shape)} and dtype {value.dtype}"
     return kind
+
+
+def _with_article(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

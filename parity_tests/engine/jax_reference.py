@@ -153,7 +153,15 @@ def source_of(model: Any) -> Source:
     name = getattr(parts[0], "__name__", type(parts[0]).__name__)
 
     def reference(problem: Problem, say: Say) -> JaxReference:
-        return JaxReference(name, own(problem), parameters, say)
+        try:
+            return JaxReference(name, own(problem), parameters, say)
+        except TypeError as error:
+            if is_function and "must be Tensor" in str(error):
+                raise TypeError(
+                    "twin: a function is taken for one of JAX, and this calls torch: put it into a "
+                    "torch.nn.Module"
+                ) from error
+            raise
 
     def own(problem: Problem) -> Problem:
         start = partial(

@@ -112,6 +112,9 @@ def _of_module(
         note = "weight gradients are not compared: `weights` does not say which is which"
         notes = [note] if known.parameters else []
         return start(build=lambda _, dtype: weights_in(model, dtype), to_torch=None), [], notes
+    if isinstance(weights, str) and not hasattr(model, "torch_layouts"):
+        name = type(model).__name__
+        raise TypeError(f"weights: {name} has no layout {weights!r}: give a table (`draft_table`)")
     state_dict = _floating(all_in_dtype(known.arrays, "float64"))
     try:
         _, table = weight_table(model, weights, state_dict)

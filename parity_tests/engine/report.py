@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+from jax_models.options import Index, checked_options
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.logits import LogitsError, logits_lines
 from parity_tests.engine.tolerance import Error, worst
@@ -64,7 +65,8 @@ class Report:
         lines += [] if self.location is None else str(self.location).splitlines()[-1:]
         return "\n".join(lines)
 
-    def table(self, worst: int = 20) -> str:
+    @checked_options
+    def table(self, worst: Index = 20) -> str:
         """The tensors that take most of their bounds, a line each."""
         errors = [
             (dtype, group, error)

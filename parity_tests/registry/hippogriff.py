@@ -29,8 +29,8 @@ CASES = [
     ),
     hippogriff(
         "HippogriffBlock",
-        partial(torch_ref.HippogriffBlock, 8, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
-        partial(HippogriffBlock, 8, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
+        partial(torch_ref.HippogriffBlock, 16, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
+        partial(HippogriffBlock, 16, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
         prefix=5,
     ),
     hippogriff(
@@ -97,6 +97,13 @@ MUTATIONS = [
     of_hawk("a gate's bias forgotten", kind="weights", plant=zeroed("rglru.input_gate.bias")),
     of_hawk("first step whole", kind="forward", plant=replaced(RG_LRU, first_step_whole)),
     of_hawk("no epsilon", kind="forward", plant=replaced(RG_LRU, without_epsilon)),
+    Mutation(
+        "convolution's bias forgotten",
+        "HippogriffLanguageModel",
+        "weights",
+        zeroed("layers.layers.1.hawk.conv.bias"),
+        culprit="backbone.1.hawk.conv",
+    ),
     of_block(
         "half of a head turned",
         kind="forward",

@@ -105,6 +105,8 @@ def test_each_tensor_has_its_error():
     assert report.errors["float64"]["weight gradients"] == max(
         named.values(), key=lambda e: e.share
     )
+    with pytest.raises(ValueError, match="worst: expected an integer, got 'x'"):
+        report.table("x")
     first, *rows = report.table(3).splitlines()
     assert first.split() == ["torch", "JAX", "ratio", "bound", "/", "bound"]
     assert all(row.startswith("float64") for row in rows)
@@ -387,17 +389,22 @@ def test_options_that_do_not_fit(option, message):
         ([{"x": {1}}], {}, r"^inputs\[0\]\['x'\]: expected an array of numbers, got a set"),
         ([[[1.0, 2.0], [3.0]]], {}, r"^inputs\[0\]: expected an array of numbers, got a list"),
         ([], {"kwargs": [1.0]}, "^kwargs: expected a dict of inputs by name, got a list"),
-        ([], {"call": 3}, "^call: expected a function, got a int"),
+        ([], {"call": 3}, "^call: expected a function, got an int"),
         ([], {"call_twin": torch.nn.Tanh()}, "^call_twin: expected a function, got a Tanh"),
         ([], {"names": [("", "")]}, "^names: expected a dict of torch names to JAX paths, got"),
         ([], {"weights": 3}, "^weights: layout: expected a name or a list"),
-        ([], {"weights": "keras"}, "^weights: layer: Linear knows no layout"),
+        ([], {"weights": "keras"}, "^weights: Linear has no layout 'keras': give a table"),
     ],
 )
 def test_arguments_of_another_type(arguments, option, message):
     module, model = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=message):
         compare(module, model, *arguments, **option)
+
+
+def test_a_function_of_torch_is_no_twin():
+    with pytest.raises(TypeError, match=r"^twin: .* this calls torch: put it into a torch"):
+        compare(lambda x: torch.relu(x), lambda x: jnp.maximum(x, 0), np.ones((2, 3)))
 
 
 def test_modules_without_values():

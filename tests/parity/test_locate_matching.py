@@ -8,6 +8,8 @@ import torch
 from faulty_pairs import INDICES, X, located
 from flax import nnx
 
+from jax_models.weights.rows import Weight
+from jax_models.weights.tables import linear
 from parity_tests import compare
 from parity_tests.engine.locate.agree import difference
 
@@ -91,6 +93,72 @@ def test_complex_weights_tell_which_module_is_which():
     assert location.culprit == "b", f"\n{location}"
     compared = [(visit.torch_name, visit.jax_name) for visit in location.visits]
     assert compared == [("a", "first"), ("b", "middle")]
+
+
+class TorchAttention(torch.nn.Module):
+    """One projection to queries, keys and values, which are of each head in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (2, 3, 4)).unbind(-2)
+        weights = torch.softmax(torch.einsum("thd,shd->hts", q, k), -1)
+        return self.out(torch.einsum("hts,shd->thd", weights, v).flatten(-2))
+
+
+class Attention(nnx.Module):
+    """A projection to each of the three."""
+
+    def __init__(self, fault):
+        self.fault = fault
+        self.q, self.v, self.out = (nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(3))
+        self.k = (Doubled if fault == "keys" else nnx.Linear)(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        q, k, v = (p(x).reshape(-1, 2, 4) for p in (self.q, self.k, self.v))
+        if self.fault == "after":
+            q = 2 * q
+        if self.fault == "gradient":
+            v = 2 * v - jax.lax.stop_gradient(v)
+        weights = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k))
+        return self.out(jnp.einsum("hts,shd->thd", weights, v).reshape(-1, 8))
+
+
+class Doubled(nnx.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def of_heads(joint):
+    return tuple(joint.reshape(2, 3, 4, -1)[:, i].reshape(8, -1).squeeze().T for i in range(3))
+
+
+def joint_of(*parts):
+    return (np.stack([part.T.reshape(2, 4, -1) for part in parts], 1).reshape(24, -1).squeeze(),)
+
+
+SPLIT = [
+    *(
+        Weight((f"q.{part}", f"k.{part}", f"v.{part}"), (f"qkv.{key}",), of_heads, joint_of)
+        for part, key in (("kernel", "weight"), ("bias", "bias"))
+    ),
+    *linear("out", "out"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit", "direction"),
+    [("after", "", "forward"), ("keys", "qkv", "forward"), ("gradient", "", "backward")],
+)
+def test_one_projection_that_is_three_here(fault, culprit, direction):
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((5, 8))
+    location = compare(TorchAttention(), Attention(fault), x, weights=SPLIT, locate=True).location
+    assert location.culprit == culprit, f"\n{location}"
+    assert direction in location.verdict
+    assert ("qkv", "q") in [(visit.torch_name, visit.jax_name) for visit in location.visits]
 
 
 def torch_gate(x, gate):

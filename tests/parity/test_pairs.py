@@ -145,6 +145,13 @@ def test_a_file_without_pairs_is_refused_in_one_line(name, file, tmp_path):
     assert not (tmp_path / "x.json").exists()
 
 
+def test_a_folder_is_no_file_of_pairs(tmp_path):
+    with pytest.raises(
+        CommandLineError, match=r"expected a file of pairs, FILE\.py, got a folder$"
+    ):
+        main([str(tmp_path)])
+
+
 def test_a_name_that_no_pair_has(file):
     with pytest.raises(CommandLineError, match=r"^--case: .* has no pair with nix in its name"):
         main([str(file), "--case", "nix"])

@@ -9,18 +9,44 @@ from parity_tests.engine.locate.record import Call, Rows
 
 
 def stacked(calls: tuple[Call, ...], slot: str) -> Rows:
-    """The arrays of several calls, the calls as an axis if they are more than one."""
-    first, *rest = calls
-    if not rest:
-        return first.slots[slot]
+    """The arrays of a module's calls, the calls as an axis if they are more than one."""
+    if len(calls) == 1:
+        return calls[0].slots[slot]
     return {
-        label: np.stack([call.slots[slot][label] for call in calls])
-        for label, array in first.slots[slot].items()
-        if all(
-            label in call.slots[slot] and call.slots[slot][label].shape == array.shape
-            for call in rest
-        )
+        label: np.stack(arrays)
+        for label, arrays in _common(calls, slot)
+        if len({array.shape for array in arrays}) == 1
     }
+
+
+def are_parts(calls: tuple[Call, ...]) -> bool:
+    """Do several modules the work of one, as where a port splits a joint projection?"""
+    return len({call.name for call in calls}) > 1
+
+
+def of_parts(calls: tuple[Call, ...], slot: str) -> Rows:
+    """What several modules take and give together, the features `in_order`."""
+    if slot == "inputs":
+        return calls[0].slots[slot]
+    if slot == "input gradients":
+        return {label: each.sum(axis=0) for label, each in stacked(calls, slot).items()}
+    return {
+        label: in_order(np.concatenate(arrays, axis=-1))
+        for label, arrays in _common(calls, slot)
+        if len({array.shape[:-1] for array in arrays}) == 1 and all(a.ndim for a in arrays)
+    }
+
+
+def in_order(array: np.ndarray) -> np.ndarray:
+    """The features of each place by their size: nobody says which part gives which."""
+    return np.sort(array, axis=-1)
+
+
+def _common(calls: tuple[Call, ...], slot: str) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """The arrays that all calls have, by label."""
+    for label in calls[0].slots[slot]:
+        if all(label in call.slots[slot] for call in calls):
+            yield label, [call.slots[slot][label] for call in calls]
 
 
 def assigned(expected: Rows, actual: Rows) -> Iterator[tuple[str, np.ndarray]]:

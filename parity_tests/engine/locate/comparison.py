@@ -6,7 +6,7 @@ import numpy as np
 
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.locate.agree import Difference, difference
-from parity_tests.engine.locate.arrays import assigned, stacked
+from parity_tests.engine.locate.arrays import are_parts, assigned, in_order, of_parts, stacked
 from parity_tests.engine.locate.blame import (
     AGREES,
     BACKWARD,
@@ -60,14 +60,22 @@ class Comparison:
                 is_cut = not ours[0].slots[direction.given]
                 evidence.cut.update(c for c in theirs if is_cut and c.slots[direction.given])
             for slot in (direction.taken, direction.given):
-                self._compare(evidence, theirs[0], slot, stacked(ours, slot))
+                self._compare(evidence, theirs[0], slot, ours)
         if direction is BACKWARD:
             self._compare_weight_gradients(evidence)
         evidence.spread(self.oracle.trace)
         return evidence
 
-    def _compare(self, evidence: Evidence, call: Call, slot: str, ours: Rows) -> None:
-        expected = call.slots[slot]
+    def _compare(
+        self, evidence: Evidence, call: Call, slot: str, our_calls: tuple[Call, ...]
+    ) -> None:
+        expected: Rows = call.slots[slot]
+        if are_parts(our_calls):
+            ours = of_parts(our_calls, slot)
+            if slot in (FORWARD.given, BACKWARD.taken):
+                expected = {k: in_order(array) for k, array in expected.items() if array.ndim}
+        else:
+            ours = stacked(our_calls, slot)
         largest = max((rms(a) for a in expected.values()), default=0.0) if "grad" in slot else 0.0
         found = self.differences.setdefault((call, slot), {})
         states = evidence.of.setdefault((call, slot), {})

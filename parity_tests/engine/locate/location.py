@@ -38,7 +38,7 @@ class Location:
         """A table up to the culprit."""
         names = [visit.torch_name or "(itself)" for visit in self.visits]
         width = max([len(name) + 2 for name in names] + [11])
-        lines = [f"{self.dtype:{width}}{'input':>9}{'output':>9}  in JAX"] if names else []
+        lines = [f"{self.dtype:{width}}{'input':>9}{'output':>9}  in the model"] if names else []
         for name, visit in zip(names, self.visits, strict=True):
             errors = "".join(f"{_short(e):>9}" for e in (visit.input_error, visit.output_error))
             remark = f"  {visit.remark}" if visit.remark else ""
