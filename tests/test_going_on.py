@@ -81,6 +81,7 @@ OPTIONS = {
 WITHOUT = ["--optimizer.clip-norm", "None", "--optimizer.ema-decay", "None"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_optimiser_may_change(name, tmp_path, capsys):
     """With its moments kept, both ways, and wherever the process ends in between."""

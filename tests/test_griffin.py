@@ -196,6 +196,7 @@ def test_a_text_longer_than_the_window_goes_on_as_the_twins():
     assert len({*np.asarray(text).ravel().tolist()}) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hf", "hf-file", "deepmind", "deepmind-torch"])
 def test_the_keys_tell_the_model(layout):
     model = random_model(CONFIG, jnp.float32)

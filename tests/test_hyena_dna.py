@@ -82,6 +82,7 @@ def test_safari_numbers_the_features_of_several_filters_in_another_order(x64):
     np.testing.assert_array_equal(from_torch(again, exported, "safari")(x)[0], layer(x)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_every_layout_is_read_with_the_config_of_its_shapes(x64, tied_head):
     config = HyenaDNALanguageModelConfig(**{**vars(CONFIG), "tied_head": tied_head})

@@ -144,6 +144,7 @@ FORMATS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_of_every_family_is_read(model, form, tmp_path):
     """Bit for bit; and no weights are drawn."""

@@ -165,6 +165,7 @@ def test_an_averaged_run_goes_on(tmp_path):
     chex.assert_trees_all_equal(whole, cut)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [TrainConfig().model, HawkLanguageModelConfig(features=12)])
 def test_parts_make_the_gradient_of_the_whole(model, x64):
     """In float64, where nothing but the order of the sums differs."""

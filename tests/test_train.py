@@ -156,6 +156,7 @@ def assert_errs_as_the_twin(printed: str) -> None:
     assert jax_error <= K * max(twin_error, FLOOR_ULPS * ulp(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru", "min-gru"])
 def test_every_cell_trains_and_exports(text_file, tmp_path, capsys, cell):
     start(tmp_path / "run", *small(text_file, "--preset", cell, "--model.num-layers", "2"))

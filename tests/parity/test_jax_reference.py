@@ -134,6 +134,7 @@ def test_models_of_all_kinds_are_references(pair, factor):
     assert str(report).split()[:2] == ["reference", "model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("factor", [1, 1 + 1e-10])
 def test_models_of_all_kinds_are_recorded(pair, factor, tmp_path):

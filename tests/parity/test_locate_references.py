@@ -136,10 +136,8 @@ def test_what_is_told_is_not_rounded():
     assert not any(theirs.scatter().values())
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(f, marks=[] if f == "gelu by tanh" else pytest.mark.slow) for f in FAULTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_jax_model_is_a_reference(fault, tmp_path):
     """Its GELU is no module."""
     path = tmp_path / "model.safetensors"

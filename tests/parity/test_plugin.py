@@ -109,6 +109,7 @@ def test_the_message_is_the_short_report(run):
     assert "1 failed, 1 passed, 2 deselected" in lines[-1]
 
 
+@pytest.mark.slow
 def test_workers_send_their_reports(run, tmp_path):
     code, _ = run("-n", "2", "--parity-json", "all.json")
     assert code == 1

@@ -21,6 +21,7 @@ def whole(tmp_path_factory):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_pieces_are_the_whole(whole, tmp_path, capsys):
     path, page, calls = tmp_path / "pieces.json", tmp_path / "pieces.html", 1
     command = [*ASKED, *A_MOMENT, "--json", str(path), "--html", str(page)]
