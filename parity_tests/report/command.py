@@ -196,9 +196,8 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
     """Print the table; 1 if a row fails, or a planted fault is not caught."""
     if any(Path(arg).suffix == ".py" for arg in args):
         return pairs.main(args, prog)
-    for arg in args[:1]:
-        if Path(arg).is_dir():
-            raise CommandLineError(f"{arg}: expected a file of pairs, FILE.py, got a folder")
+    if args and Path(args[0]).is_dir():
+        raise CommandLineError(f"{args[0]}: expected a file of pairs, FILE.py, got a folder")
     arguments = parse(Arguments, args, prog=prog)
     names, platforms = choose(arguments)
     old = arguments.before()

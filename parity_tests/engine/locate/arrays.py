@@ -19,9 +19,17 @@ def stacked(calls: tuple[Call, ...], slot: str) -> Rows:
     }
 
 
-def are_parts(calls: tuple[Call, ...]) -> bool:
-    """Do several modules the work of one, as where a port splits a joint projection?"""
-    return len({call.name for call in calls}) > 1
+def of_both(call: Call, our_calls: tuple[Call, ...], slot: str) -> tuple[Rows, Rows]:
+    """What a call of the reference has in a slot, and what JAX's calls of its work have.
+
+    These are several modules where a port splits a joint projection.
+    """
+    expected = call.slots[slot]
+    if len({ours.name for ours in our_calls}) == 1:
+        return expected, stacked(our_calls, slot)
+    if slot in ("outputs", "output gradients"):
+        expected = {label: in_order(array) for label, array in expected.items() if array.ndim}
+    return expected, of_parts(our_calls, slot)
 
 
 def of_parts(calls: tuple[Call, ...], slot: str) -> Rows:

@@ -6,7 +6,7 @@ import numpy as np
 
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.locate.agree import Difference, difference
-from parity_tests.engine.locate.arrays import are_parts, assigned, in_order, of_parts, stacked
+from parity_tests.engine.locate.arrays import assigned, of_both
 from parity_tests.engine.locate.blame import (
     AGREES,
     BACKWARD,
@@ -20,7 +20,7 @@ from parity_tests.engine.locate.blame import (
 )
 from parity_tests.engine.locate.frameworks import recording
 from parity_tests.engine.locate.match import Pairs
-from parity_tests.engine.locate.record import Call, Rows, Trace
+from parity_tests.engine.locate.record import Call, Trace
 from parity_tests.engine.locate.run import Run
 from parity_tests.engine.locate.search import Search, Wanted, watched
 from parity_tests.engine.locate.theirs import Theirs
@@ -69,13 +69,7 @@ class Comparison:
     def _compare(
         self, evidence: Evidence, call: Call, slot: str, our_calls: tuple[Call, ...]
     ) -> None:
-        expected: Rows = call.slots[slot]
-        if are_parts(our_calls):
-            ours = of_parts(our_calls, slot)
-            if slot in (FORWARD.given, BACKWARD.taken):
-                expected = {k: in_order(array) for k, array in expected.items() if array.ndim}
-        else:
-            ours = stacked(our_calls, slot)
+        expected, ours = of_both(call, our_calls, slot)
         largest = max((rms(a) for a in expected.values()), default=0.0) if "grad" in slot else 0.0
         found = self.differences.setdefault((call, slot), {})
         states = evidence.of.setdefault((call, slot), {})
