@@ -23,7 +23,7 @@ from parity_tests.engine.results import (
     largest_by_group,
     only_floating,
 )
-from parity_tests.engine.tolerance import CONSTANT_ULPS, ROUNDED_RUNS, finite, rms, ulp
+from parity_tests.engine.tolerance import CONSTANT_ULPS, FLOAT64, ROUNDED_RUNS, finite, rms, ulp
 
 if TYPE_CHECKING:
     from parity_tests.engine.reference import Reference
@@ -86,7 +86,8 @@ class Constants:
     def fitted(self, ours: Results) -> tuple[Results, Results] | None:
         """Both sides with the constants, within their rounding, that bring them closest.
 
-        None if they are too many, or those of a record.
+        Numbers that no constants explain have no say: a wrong gradient does not move the outputs.
+        None if the constants are too many, or those of a record.
         """
         values = [*self._theirs, *self._ours]
         if not 0 < self.count <= MOST or rounded_count(values) < self.count:
@@ -118,7 +119,9 @@ class Constants:
             [(difference(STEP * unit) - start) / STEP for unit in np.eye(self.count)], axis=1
         )
         most = CONSTANT_ULPS * ulp(np.float32)
+        explicable = np.abs(start) <= 2 * most * np.abs(slopes).sum(axis=1) + FLOAT64
         for _ in range(ROUNDS):
-            step = np.linalg.lstsq(slopes, -difference(moves), rcond=COLLINEAR)[0]
+            off = difference(moves)[explicable]
+            step = np.linalg.lstsq(slopes[explicable], -off, rcond=COLLINEAR)[0]
             moves = np.clip(moves + step, -most, most)
         return moved(moves)

@@ -205,6 +205,21 @@ def test_torch_modules_of_every_kind(kind, faulty):
     assert report.passed != faulty, f"\n{report}"
 
 
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_wrong_gradient_beside_constants_in_float32_is_of_the_gradients_alone(faulty):
+    """The constants are not moved to make up for it, which would move the outputs."""
+
+    def port(w, x):
+        y = rotated(w, x)
+        return y - 0.5 * (y - jax.lax.stop_gradient(y)) * faulty
+
+    torch.manual_seed(0)
+    report = compare(Rotary(), port, rows(9, 8), weights=Reading("constants in float32"))
+    failing = {(dtype, group) for dtype, group, _ in report.failures}
+    wrong = {(d, g) for d in ("float64", "float32") for g in ("input gradient", "weight gradients")}
+    assert failing == (wrong if faulty else set()), f"\n{report}"
+
+
 class Reading:
     """A loader that reads all, or what the port does not compute."""
 
