@@ -20,7 +20,7 @@ from twinscan.files import whole
 
 KEY, CHECKSUM = "twinscan", "twinscan.checksum"
 """Of the file's metadata: the facts, and what shows damage to them or to an array."""
-SCHEMA = 2
+SCHEMA = 3
 PLAIN = {np.dtype(name) for name in ("float64", "float32", "float16", "int64", "int32", "bool")}
 """What safetensors stores as it is; other arrays are stored as their bytes."""
 

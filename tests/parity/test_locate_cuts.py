@@ -57,6 +57,17 @@ class Experts(torch.nn.Module):
         return sum(shares[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
+class Residual(torch.nn.Module):
+    """Its output and its layer's output have one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.linear(x.tanh())
+
+
 class Within(torch.nn.Module):
     """Computes before and after its one module."""
 
@@ -77,6 +88,20 @@ def not_straight(w, x):
     h = jnp.tanh(x)
     y = affine(w, h)
     return y, ((y - jax.lax.stop_gradient(h)) ** 2).sum(1)
+
+
+def losing(x):
+    """Half of the gradient is lost."""
+    return 0.5 * x + 0.5 * jax.lax.stop_gradient(x)
+
+
+def scaled_with_a_lost_gradient(w, x):
+    return affine(w, 0.1 * affine(w, losing(affine(w, x, "0")), "1"), "2")
+
+
+def residuals(w, x):
+    x = losing(x + affine(w, jnp.tanh(x), "0.linear"))
+    return x + affine(w, jnp.tanh(x), "1.linear")
 
 
 def experts(w, x):
@@ -178,6 +203,24 @@ PLACES = {
             nnx.Linear, lambda m, x: nnx.leaky_relu(m.inner(jax.lax.stop_gradient(x)), 0.2)
         ),
         linear("inner", "inner.0"),
+        {None, ""},
+    ),
+    "a gradient that JAX stops behind a layer": (
+        Residual,
+        lambda: named(nnx.Linear, lambda m, x: x + jax.lax.stop_gradient(m.inner(jnp.tanh(x)))),
+        linear("inner", "linear"),
+        {""},
+    ),
+    "a gradient before a constant in float32": (
+        lambda: torch.nn.Sequential(LINEAR, Scaled(), torch.nn.Linear(4, 4)),
+        lambda: scaled_with_a_lost_gradient,
+        dict,
+        {"0"},
+    ),
+    "a gradient that is lost between two blocks": (
+        lambda: torch.nn.Sequential(Residual(), Residual()),
+        lambda: residuals,
+        dict,
         {None, ""},
     ),
     "experts in one product": (

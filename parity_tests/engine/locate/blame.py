@@ -227,6 +227,9 @@ class _Search:
             frame = frame.parent
         outer, (frame, is_clear) = frame, self._inside(frame)
         is_clear &= not any(frame in (cut, *cut.ancestors) for cut in self.evidence.cut)
+        handing = self._handing(frame)
+        if handing not in (frame.parent, None) and self._gives_all_wrong(frame):
+            frame, is_clear = handing, False
         unknown = tuple(
             other
             for other, slot in self.before
@@ -273,6 +276,33 @@ class _Search:
                     return frame, part.kind == "Embedding"
                 return part, True
         return frame, True
+
+    def _handing(self, part: Call) -> Call | None:
+        """The call whose code hands a part what it takes, which others around the part pass on.
+
+        None if it comes from outside of the run.
+        """
+        slot = self.direction.taken
+        taken = self._numbers(part, slot)
+        outers = (c for c in part.ancestors if c.parent and not taken <= self._numbers(c, slot))
+        return next(outers, None)
+
+    def _gives_all_wrong(self, part: Call) -> bool:
+        """Do its weights' gradients depart, and is nothing right that it or a call in it gives?
+
+        If JAX has no counterpart of it, code around it may have handed it a wrong gradient.
+        """
+        if self.direction is FORWARD or part in self.evidence.compared:
+            return False
+        taken = self._numbers(part, self.direction.taken)
+        states = {
+            state
+            for (call, slot), found in self.evidence.of.items()
+            if slot == self.direction.given and part in (call, *call.ancestors)
+            for label, state in found.items()
+            if numbers(call, slot, label) not in taken
+        }
+        return DEPARTS in states and AGREES not in states
 
     def _not_shown_right(self, frame: Call) -> list[Call]:
         """The calls in the frame that do not give what is right, and which nothing right needs."""

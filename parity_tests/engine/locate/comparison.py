@@ -56,11 +56,10 @@ class Comparison:
             shared.setdefault(tuple(calls), []).append(call)
         for ours, theirs in shared.items():
             evidence.compared.update(call for call in theirs if call is not self.oracle.whole)
-            if direction is BACKWARD and ours[0].slots[FORWARD.taken]:  # a tap takes nothing
-                is_cut = not ours[0].slots[direction.given]
-                evidence.cut.update(c for c in theirs if is_cut and c.slots[direction.given])
             for slot in (direction.taken, direction.given):
                 self._compare(evidence, theirs[0], slot, ours)
+            if direction is BACKWARD and ours[0].slots[FORWARD.taken]:  # a tap takes nothing
+                self._note_stopped(evidence, theirs, ours[0])
         if direction is BACKWARD:
             self._compare_weight_gradients(evidence)
         evidence.spread(self.oracle.trace)
@@ -83,31 +82,38 @@ class Comparison:
             found[label] = d
             states[label] = AGREES if d.error <= bound else DEPARTS
 
-    def _compare_weight_gradients(self, evidence: Evidence) -> None:
-        """A weight's gradient is given by the last call of the innermost module that has it.
+    def _note_stopped(self, evidence: Evidence, calls: list[Call], ours: Call) -> None:
+        """JAX stops a gradient where torch does not: after a module, or in it or before it."""
+        stopped = [c for c in calls if c.slots[BACKWARD.given] and not ours.slots[BACKWARD.given]]
+        if ours.slots[BACKWARD.taken] or "weight gradients" not in self.ours.results:
+            evidence.cut.update(stopped)
+            return
+        for call in stopped:
+            labels = call.slots[BACKWARD.taken]
+            evidence.of[call, BACKWARD.taken] = dict.fromkeys(labels, DEPARTS)
 
-        In float64, where rounding explains nothing, also by those around: none of them is right.
+    def _compare_weight_gradients(self, evidence: Evidence) -> None:
+        """A call gives the gradients of its weights beside those of its inputs.
+
+        In float64, where rounding explains nothing, also those around: none of them is right.
         """
-        expected = self.oracle.results.get("weight gradients", {})
         actual = self.ours.results.get("weight gradients", {})
+        expected = self.oracle.results.get("weight gradients", {})
         largest = max(map(rms, expected.values()), default=0.0)
-        for key, wanted in expected.items():
-            if key not in actual:
-                continue
-            owner = key.rpartition(".")[0]
-            calls = [c for c in self.oracle.trace.calls if c.kind != "run" and c.name == owner]
-            if not calls:
-                continue
-            call, slot = calls[0], BACKWARD.given
-            d = difference(actual[key], wanted, self.least, largest)
-            error = np.inf if d is None else d.error
-            self.differences.setdefault((call, slot), {})[key] = Difference(error)
-            bound = self.least
-            state = AGREES if error <= bound else DEPARTS
-            is_clear = state == DEPARTS and self.theirs.dtype == "float64"
-            for giver in (call, *call.ancestors) if is_clear else (call,):
-                giver.slots[slot][f"weight {key}"] = wanted
-                evidence.of.setdefault((giver, slot), {})[f"weight {key}"] = state
+        slot = BACKWARD.given
+        for call in self.oracle.trace.calls:
+            for key, wanted in call.slots["weight gradients"].items():
+                if key not in actual:
+                    continue
+                d = difference(actual[key], wanted, self.least, largest)
+                error = np.inf if d is None else d.error
+                bound = self.theirs.bound(call, "weight gradients", key, error, self.least)
+                self.differences.setdefault((call, slot), {})[key] = Difference(error)
+                state = AGREES if error <= bound else DEPARTS
+                is_clear = state == DEPARTS and self.theirs.dtype == "float64"
+                for giver in (call, *call.ancestors) if is_clear else (call,):
+                    giver.slots[slot][f"weight {key}"] = wanted
+                    evidence.of.setdefault((giver, slot), {})[f"weight {key}"] = state
 
     def search(self, direction: Direction, evidence: Evidence) -> None:
         """Look for what is unknown among all that JAX computes.

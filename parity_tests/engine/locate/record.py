@@ -16,7 +16,8 @@ from jax.interpreters import batching, mlir
 Rows = dict[str, np.ndarray]
 """Arrays by label."""
 
-SLOTS = ("inputs", "outputs", "output gradients", "input gradients")
+SLOTS = ("inputs", "outputs", "output gradients", "input gradients", "weight gradients")
+"""Those of weights are of the innermost module around each that is called, in its first call."""
 
 
 @dataclasses.dataclass(eq=False)

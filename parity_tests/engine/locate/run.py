@@ -55,4 +55,10 @@ def whole_run(problem: Problem, results: Results, trace: Trace) -> Run:
         whole.slots[slot] |= {
             f"{group} {n}": np.array(a) for n, a in results.get(group, {}).items()
         }
+    called = {"": whole} | {c.name: c for c in reversed(trace.calls[1:]) if c.kind != "tap"}
+    for key, gradient in results.get("weight gradients", {}).items():
+        owner = key.rpartition(".")[0]
+        while owner and owner not in called:
+            owner = owner.rpartition(".")[0]
+        called[owner].slots["weight gradients"][key] = np.array(gradient)
     return Run(results, trace, whole)
