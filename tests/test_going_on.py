@@ -157,6 +157,7 @@ def test_a_run_begins_with_the_weights_of_another(kind, source, tmp_path):
     chex.assert_trees_all_equal(restored(run), at_0)
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_with_a_tuned_run(source, tmp_path, monkeypatch):
     """Also where it was killed before its first checkpoint."""
     args = ["--init", str(source.folder), "--seed", "3"]

@@ -325,6 +325,7 @@ def test_a_decay_near_1_keeps_its_digits_and_its_gradient_is_bounded():
         assert_same(slope, [[2000 * np.log1p(np.exp(-30.0))]], "slope")
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model_computes_its_state_in_float32():
     model = random_model(CONFIG, jnp.bfloat16)
     logits, state = model(np.arange(13)[None])

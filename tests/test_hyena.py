@@ -218,6 +218,7 @@ def test_generation_is_that_of_full_recomputation(x64, block):
     assert len(np.unique(tokens)) > 3
 
 
+@pytest.mark.slow
 def test_filters_are_computed_once_for_inference(x64, monkeypatch):
     """By `generate` too; and only for what is fixed."""
     config = GPModelConfig(

@@ -97,6 +97,7 @@ def test_every_layout_is_read_with_the_config_of_its_shapes(x64, tied_head):
         np.testing.assert_array_equal(port(TOKENS)[0], logits, err_msg=layout)
 
 
+@pytest.mark.slow
 def test_a_model_with_dropout_drops_in_training_alone(x64):
     rates = {"block_dropout_rate": 0.2, "embedding_dropout_rate": 0.1}
     weights = to_torch(model_of())
@@ -163,6 +164,7 @@ def test_what_a_long_convolution_cannot_do_is_refused():
             build(rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_a_text_goes_on_past_the_context(x64):
     """By steps up to context_length, and then over a window that slides."""
     model = model_of()

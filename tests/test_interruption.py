@@ -285,6 +285,7 @@ def test_a_flipped_bit_of_a_runs_files_is_noticed(name, tmp_path):
             assert (found.config, found.vocabulary) == (run.config, run.vocabulary)
 
 
+@pytest.mark.slow
 def test_a_killed_report_is_made_again(tmp_path, monkeypatch):
     """Also of a run that was longer than before, whose first end left its weights."""
     monkeypatch.undo()

@@ -119,7 +119,6 @@ def compare(model: str, meshes: list[str]) -> None:
 @pytest.mark.parametrize(
     ("model", "meshes"),
     [
-        ("hawk", ["2×2×2, fully sharded"]),
         ("lstm", ["8×1×1, fully sharded"]),
         *(pytest.param(model, meshes_of(model), marks=pytest.mark.slow) for model in MODELS),
     ],

@@ -254,6 +254,7 @@ def test_bfloat16_keeps_its_state_in_float32(version):
     assert {leaf.dtype for leaf in jax.tree.leaves(state.layers)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_a_decay_beyond_float32_forgets_at_once():
     layer = RWKV6TimeMix(8, head_size=4, rngs=nnx.Rngs(0))
     layer.time_decay[...] = jnp.full(8, 1e4)

@@ -201,6 +201,7 @@ def test_rows_of_several_lengths_are_each_alone(vad):
         assert (y[row, count:] == 0).all()
 
 
+@pytest.mark.slow
 def test_packed_recordings_are_each_alone(vad):
     audio = recordings(vad.sample_rate, 9, float)
     reset = np.zeros((1, 27), bool)

@@ -53,6 +53,7 @@ def test_scan_and_remat_change_no_number():
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_a_layer_that_comes_twice_draws_two_masks():
     block = attention(1).layers[0]

@@ -47,7 +47,7 @@ LAYERS = {
     "StripedHyenaMixer": {"num_heads": 2},
     "StripedHyenaBlock": {"mlp_features": 12},
 }
-QUICK = {"HawkBlock", "HyenaBlock"}
+QUICK = {"HawkBlock"}
 
 ON_DEVICES = """
 import jax

@@ -219,6 +219,7 @@ def test_several_documents_need_an_end(folder, tmp_path):
         Text([folder]).build_vocabulary(str(tmp_path / "t.json"))
 
 
+@pytest.mark.slow
 def test_documents_do_not_see_each_other():
     """A token's loss depends on its own document alone, which begins with the end of another."""
     vocabulary = Characters(Characters.of(ALL_WORK).characters, has_end=True)

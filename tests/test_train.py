@@ -101,6 +101,7 @@ def test_evaluates_on_the_whole_text(finished, capsys):
     assert all(0.1 < float(line.split()[1]) < 0.3 for line in lines)
 
 
+@pytest.mark.slow
 def test_evaluates_as_the_seed_does(by_rows, text_file, capsys):
     """Token by token from each prefix, over the first 29 tokens of the rows that it drew."""
     evaluate.main(["--run", str(by_rows), "--num-tokens", "29"])
@@ -417,6 +418,7 @@ def test_parity_report(tmp_path, capsys):
     assert "report.json: nothing moved" in capsys.readouterr().out.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_parity_report_fails_where_a_case_fails(capsys):
     fault = next(m for m in MUTATIONS if m.case == "RNNScratch tanh" and m.check is None)
     with fault.plant():
@@ -424,6 +426,7 @@ def test_parity_report_fails_where_a_case_fails(capsys):
     assert "FAIL RNNScratch tanh, cpu, float64, outputs: worst in y" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_parity_report_counts_the_planted_faults(monkeypatch, tmp_path, capsys):
     path = tmp_path / "report.json"
     arguments = ["--case", "CausalConv1D, kernel 4", "--mutations", "--json", str(path)]

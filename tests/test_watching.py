@@ -90,6 +90,7 @@ def test_a_step_that_is_not_finite_changes_the_steps_number_only(number, monkeyp
     assert trainer.is_finite(of_all)
 
 
+@pytest.mark.slow
 def test_the_gradients_norm_is_that_before_clipping():
     trainer = build_trainer(TrainConfig())
     state, batch = trainer.initial_state(), trainer.put(BATCHES[0])

@@ -213,6 +213,7 @@ def reordered(x, factor=1.0):
     return x
 
 
+@pytest.mark.slow
 def test_the_bound_grows_with_the_conditioning():
     x = np.random.default_rng(0).uniform(0.1, 0.9, (7,))
     report = compare(logistic, reordered, x)

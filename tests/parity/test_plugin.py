@@ -79,6 +79,7 @@ def read(path) -> Record:
     return Record.from_json(path.read_text())
 
 
+@pytest.mark.slow
 def test_every_report_is_kept_under_its_test(run, tmp_path):
     code, lines = run("--parity-json", "all.json", "--parity-html", "all.html")
     assert code == 1

@@ -40,6 +40,7 @@ def test_pieces_are_the_whole(whole, tmp_path, capsys):
     assert main(command) == UNFINISHED, "a finished record is measured anew"
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_measured_is_kept(whole, tmp_path, monkeypatch):
     path = tmp_path / "killed.json"
     args = [*ASKED, "--minutes", "9", "--json", str(path)]

@@ -206,6 +206,7 @@ def test_masks_with_channels_last():
     assert report.passed, str(report)
 
 
+@pytest.mark.slow
 def test_other_random_numbers_are_told():
     report = train(
         batch_normed,
