@@ -185,6 +185,7 @@ def test_a_tuned_run_has_the_characters_of_the_other(source, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_others_is_tuned(tmp_path):
     """Its model and its tokenizer are the default's; without steps, the weights stay."""
     folder, words = tmp_path / "griffin", ["<pad>", *"abcdefg"]

@@ -218,6 +218,7 @@ def test_other_options_are_told_by_the_keys_too():
         to_torch(random_model(OTHER, jnp.float32), "deepmind")
 
 
+@pytest.mark.slow
 def test_a_tree_of_flax_variables_is_taken_as_it_is():
     """As recurrentgemma restores it: a block's name has a dot."""
     model = random_model(CONFIG, jnp.float32)

@@ -56,6 +56,7 @@ def test_the_filter_begins_as_in_hyena_dna(x64):
     assert (layer.freq[...] == 10).all()
 
 
+@pytest.mark.slow
 def test_safari_numbers_the_features_of_several_filters_in_another_order(x64):
     """Feature by feature, where the standalone file has filter by filter."""
     order, features = 4, 5

@@ -175,6 +175,7 @@ def times(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.slow
 def test_the_default_folder(tmp_path, monkeypatch, interrupted_at):
     """The unfinished run of the same options, or a new one."""
     monkeypatch.chdir(tmp_path)

@@ -152,6 +152,7 @@ def test_a_run_evaluates_and_exports_the_average(tmp_path):
     assert first > last != of_others[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_an_averaged_run_goes_on(tmp_path):
     args = [*ARGS, "--optimizer.ema-decay", "0.9"]

@@ -123,6 +123,7 @@ def test_what_fla_makes_of_rwkv7():
     assert not any("layers.0.attn.v_lora" in key for key in theirs)
 
 
+@pytest.mark.slow
 def test_the_lowest_layer_may_have_values_that_it_does_not_use():
     weights = checkpoint("RWKV-7", torch.float32)
     more = {f"{ATT}.v{i}": weights[f"blocks.1.att.v{i}"] + 1 for i in range(3)}

@@ -212,6 +212,7 @@ def test_packed_recordings_are_each_alone(vad):
     assert_same_results((y.reshape(3, 9), state), (alone, jax.tree.map(lambda s: s[-1:], last)))
 
 
+@pytest.mark.slow
 def test_logits_are_of_the_probabilities(vad):
     audio = recordings(vad.sample_rate, 5, float)
     (logits, _), (y, _) = vad.logits(audio), vad(audio)

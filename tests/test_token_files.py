@@ -244,6 +244,7 @@ def test_an_epoch_has_each_row_once(val_rows):
     assert len({*starts}) == len(starts)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_folder_with_a_tokenizer(folder, tmp_path, monkeypatch, capsys):
     """Trains, goes on, is evaluated and continued, without the tokenizer's file."""
     (folder / "long.txt").write_text(20 * ALL_WORK)
