@@ -102,7 +102,8 @@ def look_into(closed: ClosedJaxpr, found: Found) -> None:
         name = equation.primitive.name
         if name == "convert_element_type" and varies:
             old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
-            if str(old) in ("float64", "complex128") and str(new) in COARSER | WIDE:
+            is_coarser = str(old) in ("float64", "complex128") and str(new) in COARSER | WIDE
+            if is_coarser and ENGINE not in place:
                 found.casts.append(f"{old} to {new} at {place}")
         elif name in DRAWS:
             found.draws.append(place)

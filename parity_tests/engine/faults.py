@@ -68,11 +68,11 @@ def other_dtypes(
 ) -> list[str]:
     """Results in another dtype than was asked for, if the reference's have not the same.
 
-    In float64 a layer of a framework may have another, as `nnx.Embed` has: nobody asked it. A final
-    state may be carried in more.
+    In float64 a layer of a framework may have another, as `nnx.Embed` has, and so has all that
+    follows: nobody asked it. A final state may be carried in more.
     """
     asked = {dtype, COMPLEX[dtype]}
-    if dtype == "float64" and found.casts and all(map(is_library, found.casts)):
+    if dtype == "float64" and any(map(is_library, found.casts)):
         return []
     return [
         f"{group}, {name}: {sides[1]} computes in {actual} where {dtype} was asked for"

@@ -6,8 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 from jax import lax
 
+from jax_models.weights import embedding
 from parity_tests import compare
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -147,6 +149,34 @@ def test_a_cast_to_less_than_torchs_is_no_excuse():
         call_twin=lambda twin, x: torch.softmax(twin(x), -1, dtype=torch.float32).to(x.dtype),
     )
     assert {failure[0] for failure in report.failures} == {"float64", "float32"}
+
+
+class Tied(nnx.Module):
+    """`nnx.Embed` computes in float32, whatever its weights are, and so does all that follows."""
+
+    def __init__(self):
+        self.embed = nnx.Embed(7, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, tokens):
+        h = self.embed(tokens)
+        return self.embed.attend(h * SCALES.astype(h.dtype))
+
+
+SCALES = np.array([0.5, 1.5, 2.0, 3.0])
+
+
+def test_what_follows_a_layer_in_float32_has_its_dtype():
+    def call_twin(twin, tokens):
+        h = twin(tokens)
+        return h * torch.from_numpy(SCALES).to(h) @ twin.weight.T
+
+    tokens = np.random.default_rng(0).integers(0, 7, (2, 5))
+    table = embedding("embed", "")
+    report = compare(torch.nn.Embedding(7, 4), Tied(), tokens, weights=table, call_twin=call_twin)
+    assert report.passed, f"\n{report}"
+    (note,) = (note for note in report.notes if note.startswith("JAX casts"))
+    assert "flax" in note
+    assert "jax_side" not in note
 
 
 def test_what_stays_in_less_is_said():

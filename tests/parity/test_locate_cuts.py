@@ -68,6 +68,17 @@ class Residual(torch.nn.Module):
         return x + self.linear(x.tanh())
 
 
+class Perceptron(torch.nn.Module):
+    """Has its layer in a module of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
 class Within(torch.nn.Module):
     """Computes before and after its one module."""
 
@@ -127,6 +138,24 @@ class Named(nnx.Module):
 class Fused(nnx.Linear):
     def __call__(self, x):
         return nnx.relu(super().__call__(x))
+
+
+class Block(nnx.Module):
+    """Computes what torch has a module for, and loses a part of its gradient."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return x + losing(nnx.tanh(self.linear(x)))
+
+
+class Stack(nnx.Module):
+    def __init__(self):
+        self.block, self.out = Block(), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.out(self.block(x))
 
 
 class Convolved(nnx.Module):
@@ -210,6 +239,12 @@ PLACES = {
         lambda: named(nnx.Linear, lambda m, x: x + jax.lax.stop_gradient(m.inner(jnp.tanh(x)))),
         linear("inner", "linear"),
         {""},
+    ),
+    "a gradient that a block loses": (
+        lambda: torch.nn.Sequential(Perceptron(), LINEAR),
+        Stack,
+        [*linear("block.linear", "0.mlp.0"), *linear("out", "1")],
+        {"0"},
     ),
     "a gradient before a constant in float32": (
         lambda: torch.nn.Sequential(LINEAR, Scaled(), torch.nn.Linear(4, 4)),

@@ -227,9 +227,8 @@ class _Search:
             frame = frame.parent
         outer, (frame, is_clear) = frame, self._inside(frame)
         is_clear &= not any(frame in (cut, *cut.ancestors) for cut in self.evidence.cut)
-        handing = self._handing(frame)
-        if handing not in (frame.parent, None) and self._gives_all_wrong(frame):
-            frame, is_clear = handing, False
+        frame, is_certain = self._or_around(frame)
+        is_clear &= is_certain
         unknown = tuple(
             other
             for other, slot in self.before
@@ -277,21 +276,23 @@ class _Search:
                 return part, True
         return frame, True
 
-    def _handing(self, part: Call) -> Call | None:
-        """The call whose code hands a part what it takes, which others around the part pass on.
+    def _or_around(self, part: Call) -> tuple[Call, bool]:
+        """The call, or one around it whose code hands it what it takes, and whether that is clear.
 
-        None if it comes from outside of the run.
+        What a part takes may have come to it wrong from a call through which torch passes it on.
         """
-        slot = self.direction.taken
-        taken = self._numbers(part, slot)
-        outers = (c for c in part.ancestors if c.parent and not taken <= self._numbers(c, slot))
-        return next(outers, None)
+        taken = self._numbers(part, self.direction.taken)
+        for outer in part.ancestors if self._gives_all_wrong(part) else ():
+            if outer.parent is None:
+                break
+            if not taken <= self._numbers(outer, self.direction.taken):
+                return (part, True) if outer is part.parent else (outer, False)
+            if outer in self.evidence.compared:
+                return outer, True
+        return part, True
 
     def _gives_all_wrong(self, part: Call) -> bool:
-        """Do its weights' gradients depart, and is nothing right that it or a call in it gives?
-
-        If JAX has no counterpart of it, code around it may have handed it a wrong gradient.
-        """
+        """Is it without a counterpart, and no gradient right that it gives, or a call in it?"""
         if self.direction is FORWARD or part in self.evidence.compared:
             return False
         taken = self._numbers(part, self.direction.taken)
