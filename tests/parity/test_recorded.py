@@ -367,7 +367,6 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text() == "of before"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_script_file_is_recorded(tmp_path):
     torch.manual_seed(0)
     twin = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))

@@ -19,7 +19,6 @@ from parity_tests import compare
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning"),
 ]
 
