@@ -7,7 +7,7 @@ import numpy as np
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.locate.agree import Difference, difference
 from parity_tests.engine.locate.arrays import assigned, of_both
-from parity_tests.engine.locate.blame import (
+from parity_tests.engine.locate.evidence import (
     AGREES,
     BACKWARD,
     DEPARTS,

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from parity_tests.engine.jax_side import JaxSide
-from parity_tests.engine.locate.blame import BACKWARD, FORWARD, find
+from parity_tests.engine.locate.blame import find
 from parity_tests.engine.locate.comparison import Comparison
+from parity_tests.engine.locate.evidence import BACKWARD, FORWARD
 from parity_tests.engine.locate.frameworks import nnx_modules, recording
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.locate.match import paired

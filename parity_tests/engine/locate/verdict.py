@@ -2,16 +2,15 @@
 
 import dataclasses
 
-from parity_tests.engine.locate.blame import (
+from parity_tests.engine.locate.blame import Blame, timeline
+from parity_tests.engine.locate.comparison import Comparison
+from parity_tests.engine.locate.evidence import (
     AGREES,
     DEPARTS,
     FORWARD,
-    Blame,
     Direction,
     Evidence,
-    timeline,
 )
-from parity_tests.engine.locate.comparison import Comparison
 from parity_tests.engine.locate.location import Location, Visit
 from parity_tests.engine.locate.record import Call
 
