@@ -1,13 +1,16 @@
 """What a worker computes with: its threads, their cores, its malloc."""
 
+import contextlib
 import ctypes
 import dataclasses
 import os
 import platform
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -18,6 +21,9 @@ ALLOCATORS: tuple[Allocator, ...] = get_args(Allocator)
 OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "NPROC", "XLA_FLAGS")
 """How the names of environment variables begin that change malloc, or threads."""
+AT_ONCE, PAUSE = 0.75, 0.003
+"""The quantile of the numbers of active threads, and the seconds between two looks at them."""
+Seen = TypeVar("Seen")
 BLOCK, TOUCHED = 2**32, 2**28
 """Bytes. By default glibc returns a block of more than 2²⁵ to the system when it is freed; a small
 one may fit a gap between others, though. Only what is touched takes memory."""
@@ -81,30 +87,53 @@ def working_threads(
 ) -> tuple[int, int]:
     """How many threads compute at the same time, and on how many cores the most restricted may run.
 
-    Other processes can keep a thread from working, so it tries again until no thread is missing.
+    Threads that take turns are one. A thread that wakes late may find nothing to do, so it tries
+    again until none is missing.
     """
     x, most = np.zeros(2**22, np.float32), (0, 0)
     compute(x)
     for _ in range(tries):
-        before, start = ticks_by_thread(), time.perf_counter()
-        while time.perf_counter() - start < seconds:
-            compute(x)
-        used = {thread: t - before.get(thread, 0) for thread, t in ticks_by_thread().items()}
-        working = [thread for thread, ticks in used.items() if 4 * ticks >= max(used.values())]
-        cores = min(len(os.sched_getaffinity(thread)) for thread in working)
-        most = max(most, (len(working), cores))
-        if len(working) >= cores:
+        with looking(active_threads) as seen:
+            start = time.perf_counter()
+            while time.perf_counter() - start < seconds:
+                compute(x)
+        at_once = int(np.quantile([len(threads) for threads in seen], AT_ONCE))
+        active = Counter(thread for threads in seen for thread in threads)
+        working = [thread for thread, _ in active.most_common(at_once)]
+        cores = min((len(os.sched_getaffinity(thread)) for thread in working), default=0)
+        most = max(most, (at_once, cores))
+        if working and at_once >= cores:
             break
     return most
 
 
-def ticks_by_thread() -> dict[int, int]:
-    """Processor time of each thread of this process so far."""
-    found = {}
+@contextlib.contextmanager
+def looking(look: Callable[[], Seen]) -> Iterator[list[Seen]]:
+    """What another thread sees meanwhile, every few milliseconds."""
+    seen, done = [], threading.Event()
+
+    def run() -> None:
+        while not done.is_set():
+            seen.append(look())
+            done.wait(PAUSE)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
+
+
+def active_threads() -> set[int]:
+    """The threads of this process that run or wait for a core, but for the one that asks."""
+    found = set()
     for path in Path("/proc/self/task").iterdir():
-        fields = (path / "stat").read_text().rpartition(")")[2].split()
-        found[int(path.name)] = int(fields[11]) + int(fields[12])
-    return found
+        state, *_ = (path / "stat").read_text().rpartition(")")[2].split()
+        if state == "R":
+            found.add(int(path.name))
+    return found - {threading.get_native_id()}
 
 
 def keeps_memory() -> bool:

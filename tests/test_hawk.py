@@ -118,11 +118,15 @@ def test_no_steps_and_a_reset():
 @pytest.mark.optimized
 @pytest.mark.parametrize("method", ["sequential", "associative", "chunked"])
 def test_long_memories_survive_float32(method):
-    """1,024 steps at decays next to 1, against float64: as exact as the twin's step by step."""
+    """1,024 steps at decays next to 1, against float64: as exact as the twin's step by step.
+
+    Over sixteen sequences: of one, the twin's error may be small by chance.
+    """
+    torch.manual_seed(0)
     twin = torch_ref.RGLRU(8)
     with torch.no_grad():
         twin.a.copy_(1 - 2.0 ** -torch.arange(13.0, 21))
-    weights, x = twin.state_dict(), torch.randn(1, 1024, 8)
+    weights, x = twin.state_dict(), torch.randn(16, 1024, 8)
 
     def run_twin(dtype):
         with torch.no_grad():
