@@ -484,6 +484,7 @@ def is_of_float32(x):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Setting the shape on a NumPy array:DeprecationWarning")
 def test_operators_run_in_float64_as_onnx_defines_them():
     """By onnx's own tests: the results are theirs, and smooth far below float32's rounding."""
     from onnx.backend.test.case.node import collect_testcases
