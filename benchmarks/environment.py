@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -23,7 +23,6 @@ OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "NPROC", "XLA_FLAGS")
 """How the names of environment variables begin that change malloc, or threads."""
 AT_ONCE, PAUSE = 0.75, 0.003
 """The quantile of the numbers of active threads, and the seconds between two looks at them."""
-Seen = TypeVar("Seen")
 BLOCK, TOUCHED = 2**32, 2**28
 """Bytes. By default glibc returns a block of more than 2²⁵ to the system when it is freed; a small
 one may fit a gap between others, though. Only what is touched takes memory."""
@@ -93,7 +92,7 @@ def working_threads(
     x, most = np.zeros(2**22, np.float32), (0, 0)
     compute(x)
     for _ in range(tries):
-        with looking(active_threads) as seen:
+        with watched_threads() as seen:
             start = time.perf_counter()
             while time.perf_counter() - start < seconds:
                 compute(x)
@@ -108,32 +107,33 @@ def working_threads(
 
 
 @contextlib.contextmanager
-def looking(look: Callable[[], Seen]) -> Iterator[list[Seen]]:
-    """What another thread sees meanwhile, every few milliseconds."""
-    seen, done = [], threading.Event()
+def watched_threads() -> Iterator[list[set[int]]]:
+    """Meanwhile, every few milliseconds, the threads that are active but for the one that looks."""
+    seen: list[set[int]] = []
+    done = threading.Event()
 
-    def run() -> None:
-        while not done.is_set():
-            seen.append(look())
-            done.wait(PAUSE)
+    def watch() -> None:
+        while not done.wait(PAUSE):
+            seen.append(active_threads() - {threading.get_native_id()})
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     try:
         yield seen
     finally:
         done.set()
-        thread.join()
+        watcher.join()
 
 
 def active_threads() -> set[int]:
-    """The threads of this process that run or wait for a core, but for the one that asks."""
+    """The threads of this process that run or wait for a core."""
     found = set()
     for path in Path("/proc/self/task").iterdir():
-        state, *_ = (path / "stat").read_text().rpartition(")")[2].split()
-        if state == "R":
-            found.add(int(path.name))
-    return found - {threading.get_native_id()}
+        with contextlib.suppress(OSError):  # it has ended since
+            state, *_ = (path / "stat").read_text().rpartition(")")[2].split()
+            if state == "R":
+                found.add(int(path.name))
+    return found
 
 
 def keeps_memory() -> bool:

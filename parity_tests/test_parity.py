@@ -64,9 +64,8 @@ LATE = ("jit equals eager", "vmap equals loop", "optimiser follows the same traj
 def checks():
     """A test parameter for each row and check."""
     for name, case in CASES.items():
-        is_first = name in FIRST.values() and not isinstance(
-            case.abstract(jnp.float32), LanguageModel
-        )
+        layer = case.abstract(jnp.float32)
+        is_first = name in FIRST.values() and not isinstance(layer, LanguageModel)
         for check in CHECKS if "float64" in case.dtypes else ():
             is_quick = is_first and check not in LATE
             group = pytest.mark.xdist_group(name)

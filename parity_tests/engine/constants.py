@@ -119,7 +119,7 @@ class Constants:
             [(difference(STEP * unit) - start) / STEP for unit in np.eye(self.count)], axis=1
         )
         most = CONSTANT_ULPS * ulp(np.float32)
-        explicable = np.abs(start) <= 2 * most * np.abs(slopes).sum(axis=1) + FLOAT64
+        explicable = np.abs(start) <= most * np.abs(slopes).sum(axis=1) + FLOAT64
         for _ in range(ROUNDS):
             off = difference(moves)[explicable]
             step = np.linalg.lstsq(slopes[explicable], -off, rcond=COLLINEAR)[0]

@@ -87,9 +87,9 @@ class Evidence:
         for places in known.values():
             places.sort(key=lambda place: place[0])
         for call in trace.calls:
-            for slot, rows in call.slots.items():
+            for slot in (*TAKEN, *GIVEN):
                 states, at = self.of.setdefault((call, slot), {}), when.get((call, slot), np.inf)
-                for label in rows:
+                for label in call.slots[slot]:
                     if states.get(label, UNKNOWN) != UNKNOWN:
                         continue
                     places = known.get(numbers(call, slot, label), [])

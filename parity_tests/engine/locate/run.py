@@ -60,5 +60,5 @@ def whole_run(problem: Problem, results: Results, trace: Trace) -> Run:
         owner = key.rpartition(".")[0]
         while owner and owner not in called:
             owner = owner.rpartition(".")[0]
-        called[owner].slots["weight gradients"][key] = np.array(gradient)
+        called[owner].slots["weight gradients"][key] = np.asarray(gradient)
     return Run(results, trace, whole)
