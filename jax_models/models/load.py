@@ -127,7 +127,7 @@ def load_pretrained(
             in which RWKV-4 overflows.
         param_dtype: of the parameters. None: the widest of the file. Another one rounds.
         sharding: where a parameter of a path and a shape is, as
-            `lambda path, shape: NamedSharding(mesh, spec)`. None: on the default device.
+            `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`.
 
     Raises:
         ImportError: a package is not installed that the file takes.

@@ -53,7 +53,7 @@ def rwkv_from_torch(
         rescaled_every: `rescale_every` of transformers' model, if it had run in evaluation before
             its weights were saved: it then had divided some of them by powers of two. 0: it had
             not, as in the published checkpoints.
-        sharding: where a parameter of a path and a shape is. None: on the default device.
+        sharding: where a parameter of a path and a shape is. None: as in `from_torch`.
 
     Raises:
         TypeError: the state_dict is no mapping.
@@ -109,7 +109,7 @@ def griffin_from_weights(
             `GriffinLanguageModelConfig.from_state_dict` reads from the shapes.
         dtype: of the computation; by default the parameters'.
         param_dtype: of the parameters.
-        sharding: where a parameter of a path and a shape is. None: on the default device.
+        sharding: where a parameter of a path and a shape is. None: as in `from_torch`.
 
     Raises:
         TypeError: the weights are no mapping.
@@ -146,7 +146,7 @@ def hyena_dna_from_weights(
         config: None: what `HyenaDNALanguageModelConfig.from_state_dict` reads from the shapes.
         dtype: of the computation; by default the parameters'.
         param_dtype: of the parameters.
-        sharding: where a parameter of a path and a shape is. None: on the default device.
+        sharding: where a parameter of a path and a shape is. None: as in `from_torch`.
 
     Raises:
         TypeError: the weights are no mapping.

@@ -52,12 +52,16 @@ def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def elsewhere(
-    state_dict: Mapping[Any, Any], layouts: Collection[set[str]], code: str = "state_dict"
+    state_dict: Mapping[Any, Any],
+    layouts: Collection[set[str]],
+    code: str = "state_dict",
+    *,
+    takes_prefix: bool = False,
 ) -> str | None:
     """Where at least half of a layout's keys are: in an entry, or under a prefix.
 
     The answer ends with the Python code that gives them, made from `code`, the code that gives the
-    `state_dict`.
+    `state_dict`; or with the argument `prefix` for whoever takes one.
     """
     for name, entry in state_dict.items():
         if not isinstance(entry, Mapping):
@@ -65,7 +69,7 @@ def elsewhere(
         inside = f'{code}["{name}"]'
         if any(2 * len(known & entry.keys()) >= len(known) for known in layouts):
             return f'its weights are in the entry "{name}": give {inside}'
-        if found := elsewhere(entry, layouts, inside):
+        if found := elsewhere(entry, layouts, inside, takes_prefix=takes_prefix):
             return found
     keys = [key for key in state_dict if isinstance(key, str)]
     for known in layouts:
@@ -78,15 +82,19 @@ def elsewhere(
         most = max(places.values(), default=0)
         if 2 * most >= len(known):
             prefixes = [prefix for prefix, count in places.items() if count == most]
-            return _without(prefixes, keys, code)
+            names = ", ".join(f'"{prefix}"' for prefix in joined(prefixes))
+            give = _as_argument(prefixes, code) if takes_prefix else _without(prefixes, keys, code)
+            return f"its weights are under {names}: give {give}"
     return None
+
+
+def _as_argument(prefixes: list[str], code: str) -> str:
+    few = " or ".join(f'prefix="{prefix}"' for prefix in prefixes[:4])
+    entry = "" if code == "state_dict" else f"{code} and "
+    return f"{entry}{few}{' or …' if len(prefixes) > 4 else ''}"
 
 
 def _without(prefixes: list[str], keys: list[str], code: str) -> str:
     first = prefixes[0]
     only = "" if all(key.startswith(first) for key in keys) else f' if k.startswith("{first}")'
-    names = ", ".join(f'"{prefix}"' for prefix in joined(prefixes))
-    return (
-        f"its weights are under {names}: give "
-        f'{{k.removeprefix("{first}"): v for k, v in {code}.items(){only}}}'
-    )
+    return f'{{k.removeprefix("{first}"): v for k, v in {code}.items(){only}}}'

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jax_models.weights.bounds import bounds
 from jax_models.weights.constant import Constant
@@ -46,7 +47,9 @@ def from_torch(
 
     Every key is used once and every parameter is set once. Values are never changed: a dtype that
     the parameter cannot hold exactly is refused, and so are integers and bools. A parameter keeps
-    its dtype, its sharding and its metadata.
+    its dtype, its sharding and its metadata. Under `jax.set_mesh`, a parameter that is on no mesh
+    yet gets the sharding that its metadata names (`nnx.with_partitioning`), or else is replicated
+    on all devices of the mesh.
 
     Raises:
         TypeError: `layer` is not an `nnx.Module`, `state_dict` not a mapping, `layout` neither a
@@ -55,8 +58,8 @@ def from_torch(
         ValueError: the layout is unknown, no key is under the prefix, a table's row does not fit,
             or keys are missing, unexpected, of another shape or of a wider dtype, or hold values
             outside a parameter's bounds: all of them are listed, and the layer is left as it was.
-            If the weights are under another prefix or in an entry, the message has the code that
-            gives them.
+            If the weights are under another prefix or in an entry, the message has the argument
+            that gives them. Or a parameter's sharding does not fit the mesh, or is traced.
 
     Warns:
         UserWarning: weights are NaN or infinite.
@@ -67,13 +70,15 @@ def from_torch(
             f"state_dict: expected a mapping of keys to tensors, as module.state_dict() gives it, "
             f"got {type(state_dict).__name__}"
         )
-    if place := _place(prefix):
-        state_dict = _entries_at(place, state_dict)
+    place, whole = _place(prefix), state_dict
+    if place:
+        state_dict = {k: v for k, v in whole.items() if str(k).startswith(f"{place}.")}
     foreign_format = getattr(layer, "foreign_format", None)
     if foreign_format is not None and (foreign := foreign_format(state_dict)):
         raise ValueError(f"state_dict: {foreign}")
     params = params_of(layer)
-    name, table = weight_table(layer, layout, state_dict, place)
+    name, table = weight_table(layer, layout, whole, place)
+    shardings = {path: _sharding(path, param) for path, param in params.items()}
 
     placeholders = {path: _placeholder(param.get_value()) for path, param in params.items()}
     what = f"{type(layer).__name__} in layout {name!r}"
@@ -82,7 +87,7 @@ def from_torch(
     placed, faults, not_finite = {}, [], []
     for row in table:
         try:
-            placed |= _placed(row, state_dict, params, not_finite)
+            placed |= _placed(row, state_dict, params, shardings, not_finite)
         except ValueError as error:
             faults.append(("", str(error), ""))
     _refuse(faults, what)
@@ -158,15 +163,6 @@ def _place(prefix: str) -> str:
     return prefix.removesuffix(".")
 
 
-def _entries_at(place: str, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of the torch module at a path, under their whole keys."""
-    entries = {k: v for k, v in state_dict.items() if str(k).startswith(f"{place}.")}
-    if not entries:
-        keys = ", ".join(joined(sorted(map(str, state_dict))))
-        raise ValueError(f"prefix: no key starts with {place}., state_dict has {keys or 'no keys'}")
-    return entries
-
-
 def _exported(row: Weight, params: list[Any], i: int) -> np.ndarray:
     """The array of a row's i-th key."""
     return transformed(row, "to_torch", [np.asarray(param) for param in params])[i]
@@ -203,9 +199,8 @@ def weight_table(
         layouts = {layout: layouts[layout]}
     for name, table in layouts.items():
         check_rows(table, params_of(layer), type(layer).__name__, f"layout {name!r}")
-    layouts = {name: nested(table, "", place) for name, table in layouts.items()}
-    name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer)
-    return name, layouts[name]
+    name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer, place)
+    return name, nested(layouts[name], "", place)
 
 
 def check_rows(table: Table, params: Collection[str], kind: str, what: str) -> None:
@@ -304,6 +299,7 @@ def _placed(
     row: Weight,
     state_dict: Mapping[str, Any],
     params: Mapping[str, nnx.Variable],
+    shardings: Mapping[str, Any],
     not_finite: list[str],
 ) -> dict[str, jax.Array]:
     """What a row makes of its keys' arrays, where its parameters are; its keys of odd numbers.
@@ -330,10 +326,47 @@ def _placed(
         value = values.pop(0)
         if fault := _misfit(params[path], value):
             raise ValueError(f"{', '.join(row.keys)}: {fault}")
-        like = params[path].get_value()
-        value = own(value, dtype=like.dtype)
-        placed[path] = jax.device_put(value, getattr(like, "sharding", None)).block_until_ready()
+        value = own(value, dtype=params[path].get_value().dtype)
+        placed[path] = jax.device_put(value, shardings[path]).block_until_ready()
     return placed
+
+
+def _sharding(path: str, param: nnx.Variable) -> Sharding | None:
+    """Where a parameter's array belongs. None: on the default device, and free to move.
+
+    Under `jax.set_mesh`, the sharding of an abstract parameter names the mesh's axes but not its
+    devices, and an array that was made outside is free to move.
+    """
+    value = param.get_value()
+    if isinstance(value, Tracer):
+        raise ValueError("layer: its parameters are traced, as under jax.jit: load weights outside")
+    sharding = getattr(value, "sharding", None)
+    named = sharding if isinstance(sharding, NamedSharding) else None
+    abstract = named.mesh if named and isinstance(named.mesh, AbstractMesh) else None
+    if sharding is not None and getattr(value, "committed", abstract is None):
+        return sharding
+    mesh = param.get_metadata().get("mesh") or jax.sharding.get_mesh()
+    if mesh.empty and abstract is not None:
+        mesh = _on_devices(abstract)
+    if mesh.empty:
+        return None if sharding is None or sharding == jax.device_put(0).sharding else sharding
+    spec = named.spec if named else nnx.get_partition_spec(param).get_value()
+    try:
+        sharding = NamedSharding(mesh, spec)
+        sharding.shard_shape(value.shape)
+    except ValueError as error:
+        raise ValueError(f"layer: {path} cannot be put on the mesh: {error}") from None
+    return sharding
+
+
+def _on_devices(mesh: AbstractMesh) -> Mesh:
+    """A mesh like the one that was set when the layer was built, which no longer is."""
+    if mesh.size > jax.device_count():
+        raise ValueError(
+            f"layer: it was built for a mesh of {mesh.size} devices, got {jax.device_count()}: load "
+            "weights under jax.set_mesh, too"
+        )
+    return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _read(key: str, value: Any) -> np.ndarray:
@@ -384,25 +417,30 @@ def _layouts(layer: HasLayouts) -> Layouts:
     return layouts
 
 
-def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer) -> str:
+def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: str) -> str:
     """The layout that shares the most keys with a state_dict; of equals, the one missing fewest."""
-    keys = set(state_dict)
+    start = at(place, "")
+    keys = {str(key).removeprefix(start) for key in state_dict if str(key).startswith(start)}
     known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
     best = max(known, key=lambda name: (len(known[name] & keys), -len(known[name] - keys)))
     if known[best] & keys or not known[best]:
         return best
-    if len(layouts) == 1 and keys and not elsewhere(state_dict, known.values()):
-        return best  # what differs is listed key by key
-    if not keys:
+    if not state_dict:
         raise ValueError("state_dict: it has no keys")
-    if found := elsewhere(state_dict, known.values()):
-        raise ValueError(f"state_dict: {found}")
+    if found := elsewhere(state_dict, known.values(), takes_prefix=True):
+        got = f'prefix: got "{start}", but ' if place else "state_dict: "
+        raise ValueError(f"{got}{found}")
+    has = ", ".join(joined(sorted(map(str, state_dict))))
+    if not keys:
+        raise ValueError(f"prefix: no key starts with {start}, state_dict has {has}")
+    if len(layouts) == 1:
+        return best  # what differs is listed key by key
     expected = "; ".join(
         f"layout {name!r} takes {', '.join(joined(sorted(known[name])))}" for name in known
     )
     raise ValueError(
         f"state_dict: none of its keys fits {type(layer).__name__} with these options: it has "
-        f"{', '.join(joined(sorted(map(str, keys))))}; {expected}"
+        f"{has}; {expected}"
     )
 
 
