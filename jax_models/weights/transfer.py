@@ -363,8 +363,8 @@ def _on_devices(mesh: AbstractMesh) -> Mesh:
     """A mesh like the one that was set when the layer was built, which no longer is."""
     if mesh.size > jax.device_count():
         raise ValueError(
-            f"layer: it was built for a mesh of {mesh.size} devices, got {jax.device_count()}: load "
-            "weights under jax.set_mesh, too"
+            f"layer: it was built for a mesh of {mesh.size} devices, got {jax.device_count()}: "
+            "load weights under jax.set_mesh, too"
         )
     return jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
