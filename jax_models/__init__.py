@@ -1,5 +1,9 @@
 """Recurrent sequence models in Flax NNX, each with a PyTorch twin."""
 
+import contextlib
+
+from jax.export import register_namedtuple_serialization
+
 from jax_models.allocator import tune_allocator
 from jax_models.importers.keras import from_keras, keras_table
 from jax_models.importers.onnx import from_onnx, onnx_table
@@ -206,3 +210,11 @@ __all__ = [
     "to_torch",
     "tune_allocator",
 ]
+
+for _name in __all__:
+    if _name.endswith("State"):
+        # so that an exported program with states in and out can be serialized
+        with contextlib.suppress(ValueError):  # once a process, even if this module is reloaded
+            register_namedtuple_serialization(
+                globals()[_name], serialized_name=f"{__name__}.{_name}"
+            )

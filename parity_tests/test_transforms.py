@@ -73,13 +73,24 @@ def test_is_exported_for_any(size, name):
             exported(params, symbolic)
 
 
-@pytest.mark.parametrize("name", ["LSTMScratch", "Hawk, kernel 2", "RWKVBlock"])
-def test_what_was_exported_for_any_size_runs(name):
-    outputs, _, params, x = functions(name)
-    symbolic = jax.ShapeDtypeStruct((*export.symbolic_shape("b, t"), x.shape[2]), x.dtype)
-    exported = export.export(jax.jit(outputs), platforms=PLATFORMS)(params, symbolic)
-    some = x[:3, :5]
-    assert_close(exported.call(params, some), outputs(params, some))
+@rows
+def test_a_stored_program_runs_with_states_at_any_size(name):
+    """Nothing of ours has to be registered before."""
+    pytest.importorskip("flatbuffers")
+    case = CASES[name]
+    layer, x = case.build_layer(case.build_twin()), jnp.asarray(case.inputs(batch=3))
+    time = x.shape[1] if case.mixes_steps else "t"
+    constraints = [f"t <= {case.max_length}"] if case.max_length and time == "t" else []
+    sizes = export.symbolic_shape(f"b, {time}", constraints=constraints)
+    shapes = (
+        jax.ShapeDtypeStruct((*sizes, *x.shape[2:]), x.dtype),
+        jax.eval_shape(lambda: layer.init_state(sizes[0])),
+    )
+    stored = export.export(jax.jit(lambda x, state: layer(x, state)))(*shapes).serialize()
+    call = export.deserialize(stored).call
+    result = call(x, layer.init_state(3))
+    assert_close(result, layer(x, layer.init_state(3)))
+    assert jax.tree.structure(result[1]) == jax.tree.structure(layer.init_state(3))
 
 
 @rows

@@ -181,3 +181,21 @@ def test_the_version_is_the_distributions():
     import jax_models
 
     assert jax_models.__version__ == importlib.metadata.version("twinscan")
+
+
+def test_every_state_can_be_exported():
+    """Those of every module are public, so that `jax.export` knows them."""
+    import pkgutil
+    from importlib import import_module
+
+    import jax_models
+
+    states = {
+        value
+        for module in pkgutil.walk_packages(jax_models.__path__, "jax_models.")
+        for name, value in vars(import_module(module.name)).items()
+        if name.endswith("State") and hasattr(value, "_fields")
+    }
+    public = {getattr(jax_models, name) for name in jax_models.__all__}
+    assert len(states) > 20
+    assert states <= public
