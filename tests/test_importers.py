@@ -17,9 +17,12 @@ from jax_models import (
     LSTM,
     RNN,
     Bidirectional,
+    MinGRU,
     Reversed,
+    Stack,
     from_keras,
     from_onnx,
+    from_torch,
     keras_table,
     onnx_table,
     to_torch,
@@ -364,17 +367,89 @@ def test_bidirectional_layers_are_those_of_keras(name, keras64):
         assert_same(a[0], b, "state")
 
 
-@pytest.mark.parametrize("name", KERAS)
+def cells_of_keras():
+    """Of different kinds and sizes."""
+    kinds = keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.SimpleRNNCell
+    return [kind(HIDDEN + i) for i, kind in enumerate(kinds)]
+
+
+def rnn_of_keras(**options):
+    return with_random_weights(
+        keras.layers.RNN(cells_of_keras(), return_sequences=True, return_state=True, **options)
+    )
+
+
+@pytest.mark.parametrize("go_backwards", [False, True])
+def test_an_rnn_of_cells_is_a_stack(go_backwards, keras64):
+    theirs = rnn_of_keras(go_backwards=go_backwards)
+    ours = from_keras(theirs)
+    assert isinstance(ours.layer if go_backwards else ours, Stack)
+    lengths = np.array([TIME, 4, 1])
+    mask = np.arange(TIME) < lengths[:, None]
+    x = drawn(BATCH, TIME, IN)
+    y, *last = theirs(x, mask=mask)
+    y_ours, last_ours = ours(x, lengths=lengths)
+    y = np.flip(y, axis=1) if go_backwards else np.asarray(y)
+    assert_same(y_ours[mask], y[mask], "outputs")
+    for a, b in zip(jax.tree.leaves(last_ours), jax.tree.leaves(last), strict=True):
+        assert_same(a[0], np.asarray(b), "state")
+
+
+WITH_KERAS = {
+    **{name: lambda name=name: of_keras(name) for name in KERAS},
+    "go_backwards": lambda: of_keras("GRU", go_backwards=True),
+    "Bidirectional": lambda: with_random_weights(keras.layers.Bidirectional(of_keras("LSTM"))),
+    "RNN of a cell": lambda: with_random_weights(keras.layers.RNN(keras.layers.GRUCell(HIDDEN))),
+    "RNN of cells": rnn_of_keras,
+    "Bidirectional RNN": lambda: with_random_weights(keras.layers.Bidirectional(rnn_of_keras())),
+}
+
+
+@pytest.mark.parametrize("name", WITH_KERAS)
 def test_weights_go_back_to_keras(name, keras64):
-    theirs = of_keras(name)
+    theirs = WITH_KERAS[name]()
     layer = from_keras(theirs)
     weights = to_torch(layer, keras_table(layer))
     for array, expected in zip(weights.values(), theirs.get_weights(), strict=True):
         np.testing.assert_array_equal(array, expected)
+    again = from_torch(from_keras(theirs), weights, keras_table(layer))
+    for a, b in zip(*map(jax.tree.leaves, map(nnx.state, (again, layer))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_each_layer_of_ours_is_one_of_keras(bidirectional, keras64):
+    """One after the other, import and export leave the rest alone."""
+    sizes = {"bidirectional": bidirectional, "param_dtype": jnp.float64}
+    layer = LSTM(IN, HIDDEN, num_layers=2, **sizes, rngs=nnx.Rngs(0))
+    x = y = drawn(BATCH, TIME, IN)
+    names = "kernel", "recurrent_kernel", "bias"
+    for i in range(2):
+        theirs = keras.layers.LSTM(HIDDEN, return_sequences=True)
+        theirs = keras.layers.Bidirectional(theirs) if bidirectional else theirs
+        theirs.build(y.shape)
+        rng = np.random.default_rng(i)
+        theirs.set_weights([0.5 * rng.standard_normal(w.shape) for w in theirs.get_weights()])
+        y = np.asarray(theirs(y))
+        both = [theirs.forward_layer, theirs.backward_layer] if bidirectional else [theirs]
+        for index, one in enumerate(both, start=i * len(both)):
+            weights = dict(zip(names, one.get_weights(), strict=True))
+            table = keras_table(layer, index)
+            layer = from_torch(layer, weights, table)
+            back = to_torch(layer, table)
+            assert back.keys() == weights.keys()
+            for key, array in back.items():
+                np.testing.assert_array_equal(array, weights[key])
+    assert_same(layer(x)[0], y, "outputs")
+    with pytest.raises(ValueError, match=r"^index: expected less than the \d layers, got 4$"):
+        keras_table(layer, 4)
+    abstract = nnx.eval_shape(lambda: LSTM(IN, HIDDEN, num_layers=2, **sizes, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"cells\.0\.kernel_ih: it has no value to keep"):
+        from_torch(abstract, weights, keras_table(abstract, index))
 
 
 REFUSED_OF_KERAS = {
-    "layer": (lambda: keras.layers.Dense(3), "layer: expected SimpleRNN, LSTM, GRU or Bidirect"),
+    "layer": (lambda: keras.layers.Dense(3), "layer: expected SimpleRNN, LSTM, GRU, RNN or Bid"),
     "unbuilt": (lambda: keras.layers.GRU(3, name="a"), "layer: a has no weights yet: build it, or"),
     "activation": (
         lambda: with_random_weights(keras.layers.LSTM(3, activation="relu")),
@@ -383,6 +458,12 @@ REFUSED_OF_KERAS = {
     "gates": (
         lambda: with_random_weights(keras.layers.LSTM(3, recurrent_activation="hard_sigmoid")),
         "layer: expected recurrent_activation 'sigmoid', got 'hard_sigmoid'",
+    ),
+    "cell": (
+        lambda: with_random_weights(
+            keras.layers.RNN([keras.layers.StackedRNNCells([keras.layers.GRUCell(3)])])
+        ),
+        "layer: expected cells of SimpleRNNCell, LSTMCell, GRUCell, got StackedRNNCells",
     ),
     "sum of directions": (
         lambda: keras.layers.Bidirectional(keras.layers.GRU(3), merge_mode="sum"),
@@ -443,11 +524,12 @@ def test_a_layer_that_the_others_do_not_have_is_refused():
     rngs = nnx.Rngs(0)
     deep, projected = RNN(3, 4, num_layers=2, rngs=rngs), LSTM(3, 4, proj_features=2, rngs=rngs)
     for layer in (deep, projected):
-        for table in (onnx_table, keras_table):
-            with pytest.raises(ValueError, match="layer: expected one layer"):
-                table(layer)
-    with pytest.raises(ValueError, match="of one direction"):
-        keras_table(GRU(3, 4, bidirectional=True, rngs=rngs))
-    for table in (onnx_table, keras_table):
-        with pytest.raises(TypeError, match="layer: expected RecurrentStack, got a Reversed"):
-            table(Reversed(GRU(3, 4, rngs=rngs)))
+        with pytest.raises(ValueError, match="layer: expected one layer"):
+            onnx_table(layer)
+    with pytest.raises(ValueError, match="layer: expected no projection and no peepholes"):
+        keras_table(projected)
+    with pytest.raises(TypeError, match="layer: expected RecurrentStack, got a Reversed"):
+        onnx_table(Reversed(GRU(3, 4, rngs=rngs)))
+    for layer in (MinGRU(3, 4, rngs=rngs), Stack([MinGRU(3, 4, rngs=rngs)])):
+        with pytest.raises(TypeError, match=r"layer: expected .*, got a MinGRU"):
+            keras_table(layer)

@@ -89,6 +89,10 @@ class GRUOfKeras:
 
     built, go_backwards = True, False
 
+    @property
+    def cell(self):
+        return self
+
     def get_config(self):
         names = {"activation": "tanh", "recurrent_activation": "sigmoid", "use_bias": False}
         return {**names, "units": 4, "reset_after": True}

@@ -1,8 +1,9 @@
-"""LSTM, GRU, SimpleRNN and Bidirectional layers of Keras."""
+"""LSTM, GRU, SimpleRNN, RNN and Bidirectional layers of Keras."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_models.importers.recurrent import Kind, loaded, reordered
@@ -12,9 +13,12 @@ from jax_models.layers.lstm import LSTM
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.layers.reversed import Reversed
 from jax_models.layers.rnn import RNN
-from jax_models.options import FloatingDtype, checked_options
-from jax_models.weights import Table, Weight, same, summed
+from jax_models.layers.stack import Stack
+from jax_models.ops.checks import described
+from jax_models.options import FloatingDtype, Index, checked_options
+from jax_models.weights import Table, Weight, nested, same, summed
 from jax_models.weights.rows import namespace
+from jax_models.weights.transfer import params_of
 
 KINDS: dict[str, Kind] = {"SimpleRNN": RNN, "LSTM": LSTM, "GRU": GRU}
 TWO_GATES_SWAPPED = (1, 0, 2)
@@ -24,7 +28,7 @@ TWO_GATES_SWAPPED = (1, 0, 2)
 @checked_options
 def from_keras(
     layer: Any, *, dtype: FloatingDtype | None = None
-) -> RecurrentStack | Reversed | Bidirectional:
+) -> RecurrentStack | Stack | Reversed | Bidirectional:
     """A recurrent layer of Keras, with its weights.
 
         >>> import keras
@@ -36,17 +40,18 @@ def from_keras(
     axis of 1 before them. A mask of padding at the end is `lengths=mask.sum(axis=1)`; Keras repeats
     the last output there, ours is zero. With `go_backwards` the layer is a `Reversed`, whose
     outputs stand at their own steps; Keras returns them in reverse. A `Bidirectional` is a
-    `Bidirectional`. Dropout is left out. Keras itself is not imported. `keras_table` writes the
+    `Bidirectional`, and an `RNN` of a list of cells is a `Stack`, whose state is a tuple of the
+    layers' states. Dropout is left out. Keras itself is not imported. `keras_table` writes the
     weights back.
 
     Args:
-        layer: `keras.layers.LSTM`, `GRU`, `SimpleRNN`, or a `Bidirectional` of them that joins its
-            outputs (`merge_mode="concat"`), built.
+        layer: `keras.layers.LSTM`, `GRU`, `SimpleRNN`, an `RNN` of one or several of their cells,
+            or a `Bidirectional` of these that joins its outputs (`merge_mode="concat"`), built.
         dtype: the computation's dtype.
 
     Raises:
-        ValueError: the layer is another, is not built, or has an activation or a merge mode that no
-            layer here has.
+        ValueError: the layer or one of its cells is another, is not built, or has an activation or
+            a merge mode that no layer here has.
 
     """
     kind = type(layer).__name__
@@ -62,34 +67,86 @@ def from_keras(
 
 
 @checked_options
-def keras_table(layer: RecurrentStack) -> Table:
-    """The weights of a layer under Keras's names: a `layout` of `to_torch`.
+def keras_table(
+    layer: RecurrentStack | Stack | Reversed | Bidirectional, index: Index | None = None
+) -> Table:
+    """The weights of a layer under Keras's names: a `layout` of `to_torch` and `from_torch`.
 
         >>> layer = GRU(5, 6, rngs=nnx.Rngs(0))
         >>> weights = to_torch(layer, keras_table(layer))
 
-    Where Keras has one bias for two, it gets their sum.
+    Those of several layers or directions are numbered, as in `1.kernel`, in the order in which
+    Keras's `set_weights` takes them for a `Bidirectional` or an `RNN` of several cells. Where Keras
+    has one bias for two, it gets their sum.
+
+    Args:
+        layer: an `LSTM`, `GRU`, `RNN`, or a `Stack`, `Reversed` or `Bidirectional` of them.
+        index: which of the layers to take, for a Keras layer that is one of them. Its names have no
+            numbers. The others keep their weights. With two directions, layer l is 2 l forward and
+            2 l + 1 backward.
 
     Raises:
-        TypeError: the layer is no `LSTM`, `GRU` or `RNN`. Of a `Reversed` give its `layer`.
-        ValueError: the layer has what none of Keras's has: several layers, both directions, a
-            projection, peepholes.
+        TypeError: the layer is none of these.
+        ValueError: `index` is not below the number of layers, or the layer has a projection or
+            peepholes, which Keras has not.
 
     """
-    cell = layer.cells[0]
-    if len(layer.cells) > 1 or layer.proj_features or cell.peephole is not None:
-        raise ValueError(
-            "layer: expected one layer of one direction, without a projection and peepholes"
-        )
+    tables = [*_tables(layer)]
+    if index is None:
+        numbered = len(tables) > 1
+        return [
+            row
+            for i, table in enumerate(tables)
+            for row in nested(table, "", str(i) if numbered else "")
+        ]
+    if index >= len(tables):
+        raise ValueError(f"index: expected less than the {len(tables)} layers, got {index}")
+    others = [row for i, table in enumerate(tables) if i != index for row in table]
+    return [*tables[index], *(_kept(layer, path) for row in others for path in row.params)]
+
+
+def _tables(layer: Any) -> Iterator[Table]:
+    """A table for each of Keras's layers that this one is."""
+    if isinstance(layer, RecurrentStack):
+        yield from (_table_of_cell(layer, i) for i in range(len(layer.cells)))
+        return
+    if isinstance(layer, Stack):
+        parts = {f"layers.{i}": part for i, part in enumerate(layer.layers)}
+    elif isinstance(layer, Bidirectional):
+        parts = {"forward": layer.forward, "backward": layer.backward}
+    elif isinstance(layer, Reversed):
+        parts = {"layer": layer.layer}
+    else:
+        raise TypeError(f"layer: expected LSTM, GRU or RNN, got {described(layer)}")
+    for name, part in parts.items():
+        yield from (nested(table, name, "") for table in _tables(part))
+
+
+def _table_of_cell(layer: RecurrentStack, i: int) -> Table:
+    cell, at = layer.cells[i], f"cells.{i}"
+    if layer.proj_features or cell.peephole is not None:
+        raise ValueError("layer: expected no projection and no peepholes, which Keras has not")
     order = TWO_GATES_SWAPPED if isinstance(layer, GRU) else range(len(layer.gate_names))
-    params = ("cells.0.bias_ih", "cells.0.bias_hh")
-    table = [same("cells.0.kernel_ih", "kernel"), same("cells.0.kernel_hh", "recurrent_kernel")]
+    params = (f"{at}.bias_ih", f"{at}.bias_hh")
+    table = [same(f"{at}.kernel_ih", "kernel"), same(f"{at}.kernel_hh", "recurrent_kernel")]
     if cell.bias_hh is not None:
         two_biases = isinstance(layer, GRU) and layer.reset_after
         table.append(_rows(params, "bias") if two_biases else summed(params, "bias"))
     elif cell.bias_ih is not None:
         table.append(same(params[0], "bias"))
     return [_in_order(row, order) for row in table]
+
+
+def _kept(layer: Any, path: str) -> Weight:
+    """A parameter that no key has, and that import leaves as it is."""
+
+    def value() -> tuple[Any]:
+        array = params_of(layer)[path].get_value()
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise ValueError("it has no value to keep: give the weights of all layers together")
+        return (array,)
+
+    return Weight((path,), (), value, lambda array: ())
 
 
 def _in_order(row: Weight, order: Sequence[int]) -> Weight:
@@ -110,14 +167,24 @@ def _rows(params: tuple[str, ...], key: str) -> Weight:
     return Weight(params, (key,), tuple, lambda *rows: (namespace(rows[0]).stack(rows),))
 
 
-def _one_way(layer: Any, dtype: Any) -> RecurrentStack:
+def _one_way(layer: Any, dtype: Any) -> RecurrentStack | Stack:
     kind = type(layer).__name__
-    if kind not in KINDS:
-        expected = f"{', '.join(KINDS)} or Bidirectional of Keras"
+    if kind not in (*KINDS, "RNN"):
+        expected = f"{', '.join(KINDS)}, RNN or Bidirectional of Keras"
         raise ValueError(f"layer: expected {expected}, got {kind}")
     if not layer.built:
         raise ValueError(f"layer: {layer.name} has no weights yet: build it, or call it once")
-    config = layer.get_config()
+    if type(layer.cell).__name__ == "StackedRNNCells":
+        return Stack([_of_cell(cell, dtype) for cell in layer.cell.cells])
+    return _of_cell(layer.cell, dtype)
+
+
+def _of_cell(cell: Any, dtype: Any) -> RecurrentStack:
+    kind = type(cell).__name__.removesuffix("Cell")
+    if kind not in KINDS:
+        expected = ", ".join(f"{name}Cell" for name in KINDS)
+        raise ValueError(f"layer: expected cells of {expected}, got {type(cell).__name__}")
+    config = cell.get_config()
     options: dict[str, Any] = {}
     if kind == "SimpleRNN" and config["activation"] == "relu":
         options["nonlinearity"] = "relu"
@@ -129,7 +196,7 @@ def _one_way(layer: Any, dtype: Any) -> RecurrentStack:
     if kind == "GRU":
         options["reset_after"] = config["reset_after"]
     names = ["kernel", "recurrent_kernel", "bias"]
-    weights = dict(zip(names, map(np.asarray, layer.get_weights()), strict=False))
+    weights = dict(zip(names, map(np.asarray, cell.get_weights()), strict=False))
     return loaded(
         KINDS[kind],
         weights,

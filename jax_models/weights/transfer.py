@@ -273,7 +273,7 @@ def transformed(row: Weight, transform: str, arrays: list[Any]) -> tuple[Any, ..
             if not hasattr(value, "shape"):
                 raise ValueError(f"{transform} gives a {type(value).__name__}, expected an array")
     except Exception as error:  # a table may be anybody's
-        raise ValueError(f"{', '.join(row.keys)}: {error}") from error
+        raise ValueError(f"{', '.join(row.keys or row.params)}: {error}") from error
     return values
 
 
