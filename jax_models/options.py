@@ -12,7 +12,6 @@ from jaxtyping import Array
 
 from jax_models.ops.checks import SCALARS, Scope, checked, checked_count, checked_size, described
 from jax_models.ops.checks import FloatingDtype as FloatingDtype
-from jax_models.ops.keywords import refuse_unknown
 
 if TYPE_CHECKING:
     Index = int
@@ -89,13 +88,6 @@ class CheckedOptions:
 
 class CheckedFields:
     """A dataclass that refuses what the annotations of its fields do not allow."""
-
-    __signature__ = ConstructorSignature()
-
-    def __new__(cls, *args: Any, **kwargs: Any):
-        """Refuse fields that there are not."""
-        refuse_unknown(cls.__name__, inspect.signature(cls), args, kwargs)
-        return super().__new__(cls)
 
     def __post_init__(self):
         """Check each field, and keep what the check makes of it."""

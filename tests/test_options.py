@@ -132,7 +132,6 @@ def test_a_layer_that_is_called_has_the_signature_of_the_call():
             r"LSTM: expected in_features, hidden_features as positional arguments, got 3 of them: "
             r"give the others by name \(num_layers, ",
         ),
-        (lambda rngs: RNNLanguageModelConfig(dropout=0.1), "RNNLang.*: dropout: .* dropout_rate"),
         (lambda rngs: RNNLanguageModelConfig().build(rng=rngs), "RNNLanguageModel: rng: .* rngs"),
         (lambda rngs: build("LSTM").init_state(batch=3), r"LSTM.init_state: batch: no such"),
         (lambda rngs: jax_models.ops.gelu(inputs=3), "gelu: inputs: no such argument; expected"),
