@@ -5,7 +5,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 from flax import nnx
 from jaxtyping import Array
@@ -13,13 +13,8 @@ from jaxtyping import Array
 from jax_models.ops.checks import SCALARS, Scope, checked, checked_count, checked_size, described
 from jax_models.ops.checks import FloatingDtype as FloatingDtype
 
-if TYPE_CHECKING:
-    Index = int
-else:
-
-    class Index:
-        """An integer of at least 0."""
-
+Index = Annotated[int, "at least 0"]
+"""An integer of at least 0."""
 
 Initializer = Callable[..., Array]
 """A function `(key, shape, dtype)` that draws a parameter, as Flax's layers take it."""

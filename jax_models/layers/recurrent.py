@@ -23,9 +23,9 @@ class Cell(nnx.Module):
     """The weights of one recurrence: one direction of one layer of a stack.
 
     By default all start uniform in ±1/√hidden_features, as torch's do. With a `bias_init` alone,
-    the second bias starts at zero, because the gates see the sum of both. The matrices are (in, out),
-    and the gates stand side by side along the last axis. A weight that the options leave out is
-    None.
+    the second bias starts at zero, because the gates see the sum of both. The matrices are (in,
+    out), and the gates stand side by side along the last axis. A weight that the options leave out
+    is None.
     """
 
     def __init__(
