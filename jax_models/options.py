@@ -1,6 +1,7 @@
 """What constructors, configs and functions of a run refuse, read from their annotations."""
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from jaxtyping import Array
 from jax_models.ops.checks import SCALARS, Scope, checked, checked_count, checked_size, described
 from jax_models.ops.checks import FloatingDtype as FloatingDtype
 
-Index = Annotated[int, checked_count]
+Index = Annotated[int, "at least 0"]
 """An integer of at least 0."""
 
 Initializer = Callable[..., Array]
@@ -38,11 +39,30 @@ def checked_path(name: str, path: Any) -> Path:
     return Path(path)
 
 
-OPTIONS = {int: checked_size, nnx.Rngs: checked_rngs, Path: checked_path}
+OPTIONS: dict[Any, Callable[[str, Any], Any]] = {
+    int: checked_size,
+    Index: checked_count,
+    nnx.Rngs: checked_rngs,
+    Path: checked_path,
+}
 """The annotations that options have beside those of `ops.checks`; an `int` is a size."""
 
 checked_options = checked(OPTIONS)
 """The decorator of a function that refuses what its annotations do not allow."""
+
+
+class ConstructorSignature:
+    """What `inspect.signature` and `help` show of a class: the arguments of its constructor.
+
+    Otherwise they would show those of Flax's metaclass, `*args, **kwargs`.
+    """
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        """The signature of the class; an instance has that of its `__call__`."""
+        if instance is not None:
+            raise AttributeError("__signature__")
+        _, *parameters = inspect.signature(owner.__init__).parameters.values()
+        return inspect.Signature(parameters)
 
 
 class CheckedOptions:
@@ -51,6 +71,8 @@ class CheckedOptions:
     `ops.checked` says what they allow. Beside that, `int` is a size, which is positive, an `Index`
     may be 0, and `nnx.Rngs` is what it says.
     """
+
+    __signature__ = ConstructorSignature()
 
     def __init_subclass__(cls, **kwargs: Any):
         """Check the constructor, if the class has one of its own."""

@@ -60,7 +60,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
     )
     unresettable_reason: ClassVar[str] = (
         "a long convolution cannot keep documents in a row apart: give each document a row of its "
-        "own, and their `lengths`"
+        "own, and their `lengths`; between steps, replace a row's state with that of init_state"
     )
 
     def __init__(
@@ -141,7 +141,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         state: State | None = None,
         *,
         lengths: Int[ArrayLike, " batch"] | None = None,
-        reset: Bool[ArrayLike, "batch time"] | None = None,
+        reset: Bool[ArrayLike, "batch time"] | Bool[ArrayLike, "time batch"] | None = None,
     ) -> tuple[Float[Array, "batch time out"], State]:
         """Run over whole sequences.
 
@@ -154,8 +154,9 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
                 state is the one at the row's end, and a backward direction starts there. Under
                 `jit`, which cannot refuse it, a length outside makes the row's outputs and state
                 NaN; positions in the state then count the nearest length inside.
-            reset: (batch, time) in both layouts, true at the first step of a document: the state
-                is zeroed before that step, so that documents packed into a row stay apart.
+            reset: True at the first step of each document or episode: the state restarts before
+                that step, so that documents packed into a row stay apart. It has the layout of x
+                without features: (batch, time), or (time, batch) with `time_major=True`.
 
         Returns:
             The outputs, in x's layout, and the state after the last step.
@@ -179,7 +180,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         batch_shape = (batch_size,) if batched else ()
         start = self._batched_state(state, batch_size, batched)
         lengths, outside = checked_lengths(lengths, batch_shape, time)
-        reset = checked_reset(reset, (*batch_shape, time))
+        reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
 
         y, last_state = self.sequence(mask_padding(x, lengths), start, lengths, reset)
         y = mask_padding(y, lengths)
@@ -191,12 +192,23 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         return (jnp.swapaxes(y, 0, 1) if self.time_major else y), last_state
 
     def step(
-        self, x_t: Float[ArrayLike, "batch in"], state: State
+        self,
+        x_t: Float[ArrayLike, "batch in"],
+        state: State,
+        *,
+        reset: Bool[ArrayLike, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch out"], State]:
-        """One step: (batch, features), or (features,) unbatched, and the state before it.
+        """Run one step from the state before it.
+
+        Args:
+            x_t: (batch, features), or (features,) unbatched.
+            state: the state before the step.
+            reset: (batch,), or a single bool unbatched. True where x_t begins an episode: the state
+                of that row restarts before the step, as `reset` of a whole sequence says.
 
         Raises:
-            NotImplementedError: the layer needs the whole sequence.
+            NotImplementedError: the layer needs the whole sequence, or `reset` is given to a layer
+                that is not resettable.
             TypeError, ValueError: as for a whole sequence.
 
         """
@@ -204,7 +216,8 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
             raise NotImplementedError(f"{type(self).__name__}.step: {self.noncausal_reason}")
         x_t = checked_features(x_t, self.in_features, ranks=(1, 2), time_major=self.time_major)
         time_axis = 0 if self.time_major or x_t.ndim == 1 else 1
-        y, state = self(jnp.expand_dims(x_t, time_axis), state)
+        reset = checked_step_reset(reset, x_t.shape[:-1], time_axis)
+        y, state = self(jnp.expand_dims(x_t, time_axis), state, reset=reset)
         return jnp.squeeze(y, time_axis), state
 
     def _batched_state(self, state: State | None, batch_size: int, batched: bool) -> Any:
@@ -275,12 +288,34 @@ def checked_lengths(
     return lengths_within(lengths.reshape(-1), time)
 
 
-def checked_reset(reset, shape: tuple[int, ...]) -> Bool[Array, "batch time"] | None:
-    """`reset` as booleans (batch, time), (time,) for an unbatched sequence, or the fault."""
+def checked_reset(
+    reset, shape: tuple[int, ...], *, time_major: bool = False
+) -> Bool[Array, "batch time"] | None:
+    """`reset` as booleans (batch, time), or the fault.
+
+    It comes in `shape`, (batch, time) or (time,); of a batch with `time_major`, transposed.
+    """
+    if reset is None:
+        return None
+    reset = checked_array("reset", as_array("reset", reset), Bool)
+    time_major = time_major and len(shape) == 2
+    expected = shape[::-1] if time_major else shape
+    if reset.shape != expected:
+        if time_major and reset.shape == shape:
+            raise ValueError(
+                f"reset: expected shape (time, batch) = {expected}, the layout of x with "
+                f"time_major=True, got (batch, time) = {shape}: transpose it"
+            )
+        raise wrong_shape("reset", expected, reset.shape)
+    return jnp.atleast_2d(reset.T if time_major else reset)
+
+
+def checked_step_reset(reset, shape: tuple[int, ...], time_axis: int) -> Array | None:
+    """The `reset` of one step as that of a sequence of one step, or the fault."""
     if reset is None:
         return None
     reset = checked_array("reset", as_array("reset", reset), Bool, shape)
-    return reset if reset.ndim == 2 else reset[None]
+    return jnp.expand_dims(reset, time_axis)
 
 
 def checked_state(state: State, expected: State) -> State:

@@ -179,6 +179,25 @@ def steps_equal_sequence(subject: Subject):
 
 
 @check
+def steps_with_reset_equal_replay(subject: Subject):
+    """Episodes that end at any step, in one row at every step."""
+    layer, state = subject.layer, subject.state
+    if not subject.case.causal:
+        return
+    if not subject.case.resettable:
+        with np.testing.assert_raises(NotImplementedError):
+            layer.step(subject.x[:, 0], state, reset=NO_RESET[:, 0])
+        return
+    reset = np.array([np.ones(TIME), np.arange(TIME) % 3 == 1, np.zeros(TIME)], bool)
+    y, last, _ = subject.masked(subject.x, reset=reset)
+    step = jax.jit(lambda x_t, state, reset: layer.step(x_t, state, reset=reset))
+    for t in range(TIME):
+        y_t, state = step(subject.x[:, t], state, reset[:, t])
+        assert_same(y_t, y[:, t], f"step {t}")
+    assert_same_state(state, last, "state after all steps")
+
+
+@check
 def cut_equals_uncut(subject: Subject):
     if not subject.case.causal:
         return

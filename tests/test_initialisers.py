@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from test_options import SIZES, build
 
 import jax_models
-from jax_models import LSTM, Stack, from_torch, to_torch
+from jax_models import GRU, LSTM, RNN, Stack, from_torch, to_torch
 
 INITS = {
     "kernel_init": (nnx.initializers.normal(), (None, "model")),
@@ -77,8 +77,30 @@ def test_initialisers_draw_the_parameters():
     drawn = {name: set(w.ravel().tolist()) for name, w in layer.cells[0].arrays().items()}
     assert drawn == {
         "kernel_ih": {2}, "kernel_hr": {2}, "kernel_hh": {3},
-        "bias_ih": {4}, "bias_hh": {4}, "bias_hr": {4}, "peephole": {4},
+        "bias_ih": {4}, "bias_hh": {0}, "bias_hr": {4}, "peephole": {4},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", [RNN, LSTM, GRU])
+def test_the_recurrent_bias_has_an_initialiser_of_its_own(layer):
+    """A forget bias of 1 stays 1: the gates see the sum of both biases."""
+    one, two = nnx.initializers.ones, nnx.initializers.constant(2)
+    for options, sums, recurrent in (
+        ({"bias_init": one}, {1.0}, {0.0}),
+        ({"bias_init": one, "recurrent_bias_init": two}, {3.0}, {2.0}),
+        ({"bias_init": one, "recurrent_bias": False}, {1.0}, set()),
+    ):
+        if layer is GRU and "recurrent_bias" in options:
+            continue
+        cell = layer(5, 6, **options, rngs=nnx.Rngs(0)).cells[0].arrays()
+        biases = [bias for name, bias in cell.items() if name.startswith("bias")]
+        assert set(sum(biases).tolist()) == sums
+        assert set(cell["bias_hh"].tolist() if "bias_hh" in cell else ()) == recurrent
+    alone = layer(5, 6, recurrent_bias_init=two, rngs=nnx.Rngs(0)).cells[0]
+    untouched = layer(5, 6, rngs=nnx.Rngs(0)).cells[0]
+    assert jnp.array_equal(alone.bias_ih[...], untouched.bias_ih[...])
+    assert set(alone.bias_hh[...].tolist()) == {2}
+    assert len(set(untouched.bias_hh[...].tolist())) > 1
 
 
 def test_a_partitioned_layer_runs_on_a_mesh():

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.nnx import bridge
+from test_options import build
 
 from jax_models import (
     GRU,
@@ -50,11 +51,24 @@ def test_time_major_is_batch_major_transposed():
     lengths = np.array([7, 6, 2])
     y, state = lstm()(x, lengths=lengths, reset=reset)
     time_major = lstm(time_major=True)
-    y_time, state_time = time_major(x.swapaxes(0, 1), lengths=lengths, reset=reset)
+    y_time, state_time = time_major(x.swapaxes(0, 1), lengths=lengths, reset=reset.T)
     np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
     np.testing.assert_array_equal(state_time.c, state.c)
     y_t, _ = time_major.step(x[:, 0], time_major.init_state(3))
     np.testing.assert_allclose(y_t, y[:, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "Hawk", "RWKVBlock"])
+def test_reset_has_the_layout_of_x(name):
+    """Of a square batch, too, whose layout nobody sees from its shape."""
+    x = inputs(4, 4, build(name).in_features)
+    reset = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1], [1, 1, 0, 1]], bool)
+    y, _ = build(name)(x, reset=reset)
+    layer = build(name, time_major=True)
+    y_time, _ = layer(x.swapaxes(0, 1), reset=reset.T)
+    np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
+    with pytest.raises(ValueError, match=r"reset: expected shape \(time, batch\) = \(3, 4\), "):
+        layer(x.swapaxes(0, 1)[:3], reset=reset[:, :3])
 
 
 def test_unbatched_is_a_batch_of_one():
@@ -68,6 +82,8 @@ def test_unbatched_is_a_batch_of_one():
     y_t_batch, _ = layer.step(x[:1], state_batch)
     np.testing.assert_allclose(y_t, y_t_batch[0], rtol=1e-6)
     assert after.c.shape == (2, 6)
+    y_first, _ = layer.step(x[0], state, reset=True)
+    np.testing.assert_allclose(y_first, layer(x[:1])[0][0], rtol=1e-6)
     assert state_batch_axes(layer) == LSTMState(h=1, c=1)
 
 
@@ -211,6 +227,17 @@ REFUSED = {
         lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1, 4])),
         ValueError,
         r"lengths: expected values in 0 … 3, got \[4\]",
+    ),
+    "reset in the other layout": (
+        lambda: lstm(time_major=True)(inputs(3, 2, 5), reset=np.zeros((2, 3), bool)),
+        ValueError,
+        r"reset: expected shape \(time, batch\) = \(3, 2\), the layout of x with time_major=True, "
+        r"got \(batch, time\) = \(2, 3\): transpose it",
+    ),
+    "shape of a step's reset": (
+        lambda: lstm().step(inputs(2, 5), lstm().init_state(2), reset=np.zeros((2, 1), bool)),
+        ValueError,
+        r"reset: expected shape \(2,\), got \(2, 1\)",
     ),
     "shape of reset": (
         lambda: lstm()(inputs(2, 3, 5), reset=np.zeros((3, 2), bool)),

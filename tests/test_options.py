@@ -1,6 +1,7 @@
 """Every constructor with one wrong option at a time: an error of one line that says which."""
 
 import inspect
+import pydoc
 import re
 from functools import partial
 from typing import Annotated
@@ -13,7 +14,17 @@ from flax import nnx
 from jaxtyping import Float, Shaped
 
 import jax_models
-from jax_models import LanguageModelConfig
+import jax_models.ops
+from jax_models import (
+    GRU,
+    LSTM,
+    RNN,
+    Hawk,
+    LanguageModelConfig,
+    LayerNorm,
+    MinGRU,
+    RNNLanguageModelConfig,
+)
 from jax_models.options import FloatingDtype, Index
 
 SIZES = {
@@ -80,6 +91,55 @@ def test_a_config_refuses(name):
         for value in wrong_values(parameter.annotation):
             with pytest.raises(ValueError, match=ONE_LINE.format(option)):
                 getattr(jax_models, name)(**{option: value})
+
+
+@pytest.mark.parametrize("name", [*SIZES, *CONFIGS, "Stack", "Bidirectional", "Reversed"])
+def test_help_shows_the_signature(name):
+    shown = getattr(jax_models, name)
+    assert [*inspect.signature(shown).parameters] == [
+        *inspect.signature(shown.__init__).parameters
+    ][1:]
+    lines = pydoc.render_doc(shown, renderer=pydoc.plaintext).splitlines()
+    assert lines[3].startswith(f" |  {name}(") and "*args" not in lines[3]  # noqa: PT018
+    assert " at 0x" not in str(inspect.signature(shown)) + str(inspect.signature(shown.__init__))
+
+
+def test_a_layer_that_is_called_has_the_signature_of_the_call():
+    assert [*inspect.signature(build("LSTM")).parameters] == ["x", "state", "lengths", "reset"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda rngs: LSTM(input_size=32, hidden_size=64, rngs=rngs),
+            r"LSTM: input_size: no such argument; did you mean in_features\?; hidden_size: no such "
+            r"argument; did you mean hidden_features\?",
+        ),
+        (
+            lambda rngs: LSTM(32, 64, batch_first=True, rngs=rngs),
+            r"LSTM: batch_first: .*; x is \(batch, time, features\) unless time_major=True",
+        ),
+        (lambda rngs: LSTM(32, 64, dropout=0.1, rngs=rngs), "LSTM: dropout: .* dropout_rate"),
+        (lambda rngs: RNN(32, 64, non_linearity="relu", rngs=rngs), "RNN: non_lin.* nonlinearity"),
+        (lambda rngs: GRU(32, features=64, rngs=rngs), "GRU: features: .* hidden_features"),
+        (lambda rngs: MinGRU(32, 64, bias=False, rngs=rngs), "MinGRU: bias: .* use_bias"),
+        (lambda rngs: Hawk(32, kernel=4, rngs=rngs), "Hawk: kernel: .* kernel_size"),
+        (lambda rngs: LayerNorm(d_model=32, rngs=rngs), "LayerNorm: d_model: .* features"),
+        (lambda rngs: LSTM(32, 64, nothing=1, rngs=rngs), "nothing: .* one of in_features, hidden"),
+        (
+            lambda rngs: LSTM(32, 64, 2, rngs=rngs),
+            r"LSTM: expected in_features, hidden_features as positional arguments, got 3 of them: "
+            r"give the others by name \(num_layers, ",
+        ),
+        (lambda rngs: RNNLanguageModelConfig().build(rng=rngs), "RNNLanguageModel: rng: .* rngs"),
+        (lambda rngs: build("LSTM").init_state(batch=3), r"LSTM.init_state: batch: no such"),
+        (lambda rngs: jax_models.ops.gelu(inputs=3), "gelu: inputs: no such argument; expected"),
+    ],
+)
+def test_an_argument_of_another_package_is_answered_with_ours(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(nnx.Rngs(0))
 
 
 def test_every_constructor_is_tried():

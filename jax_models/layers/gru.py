@@ -43,7 +43,9 @@ class GRU(RecurrentStack[GRUState]):
         param_dtype: the parameters' dtype.
         kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws the W_h. None: as `kernel_init`'s None.
-        bias_init: draws the biases. None: as `kernel_init`'s None.
+        bias_init: draws the b_i. None: as `kernel_init`'s None.
+        recurrent_bias_init: draws the b_h. None: zero if there is a `bias_init`, otherwise as
+            `kernel_init`'s None.
         method: the form of the loop, "hoisted" or "joined"; "auto" takes the one measured faster
             (`ops.recurrence`).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
@@ -76,6 +78,7 @@ class GRU(RecurrentStack[GRUState]):
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
+        recurrent_bias_init: Initializer | None = None,
         method: RecurrenceMethod = "auto",
         rngs: nnx.Rngs,
     ):
@@ -92,6 +95,7 @@ class GRU(RecurrentStack[GRUState]):
             kernel_init=kernel_init,
             recurrent_kernel_init=recurrent_kernel_init,
             bias_init=bias_init,
+            recurrent_bias_init=recurrent_bias_init,
             method=method,
             rngs=rngs,
         )

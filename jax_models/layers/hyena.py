@@ -201,6 +201,10 @@ class HyenaBlock(HyenaOperator):
     average (`ops.online_conv`); outputs from step max_length on are NaN. For inference,
     `nnx.view(block, fixed_filters=True)` computes the filters once.
 
+    A call convolves by FFT, whose rounding errors are of the size of the whole row: later inputs
+    disturb earlier outputs by about an ulp of the row's largest output, and a NaN makes all of the
+    row NaN (`ops.long_conv`). `step` is exactly causal.
+
     Args:
         features: size of u_t and y_t.
         max_length: the longest sequence.
@@ -280,7 +284,7 @@ class AuthenticHyenaBlock(HyenaOperator):
     x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is
     `AuthenticHyenaFilter`. A step costs O(log² max_length) on average (`ops.online_conv`);
     outputs from step max_length on are NaN. For inference, `nnx.view(block, fixed_filters=True)`
-    computes the filters once.
+    computes the filters once. As in `HyenaBlock`, a call is causal up to rounding, `step` exactly.
 
     Args:
         features: size of u_t and y_t.

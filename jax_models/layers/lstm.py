@@ -43,7 +43,9 @@ class LSTM(RecurrentStack[LSTMState]):
         param_dtype: the parameters' dtype.
         kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
-        bias_init: draws the biases and the peepholes. None: as `kernel_init`'s None.
+        bias_init: draws b_ih, b_hr and the peepholes. None: as `kernel_init`'s None.
+        recurrent_bias_init: draws b_hh. None: zero if there is a `bias_init`, otherwise as
+            `kernel_init`'s None.
         method: "cudnn", NVIDIA's own LSTM, which runs on its GPUs in float32, without projections,
             peepholes and `reset`; "xla", which runs anywhere with every option, or one form of its
             loop, "hoisted" or "joined" (`ops.recurrence`). "auto" takes cuDNN for sequences that it
@@ -92,6 +94,7 @@ class LSTM(RecurrentStack[LSTMState]):
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
+        recurrent_bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
         if proj_features is not None and not 0 < proj_features < hidden_features:
@@ -118,6 +121,7 @@ class LSTM(RecurrentStack[LSTMState]):
             kernel_init=kernel_init,
             recurrent_kernel_init=recurrent_kernel_init,
             bias_init=bias_init,
+            recurrent_bias_init=recurrent_bias_init,
             method=method,
             rngs=rngs,
         )

@@ -6,10 +6,10 @@ from flax import nnx
 
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_positive
-from jax_models.options import CheckedOptions, FloatingDtype, checked_options
+from jax_models.options import CheckedOptions, FloatingDtype
 
 
-class LayerNorm(nnx.LayerNorm):
+class LayerNorm(nnx.LayerNorm, CheckedOptions):
     """`(x − mean) / √(var + 1e-5) · scale + bias` over the features, in at least float32.
 
         >>> norm = LayerNorm(64, rngs=nnx.Rngs(0))
@@ -19,7 +19,6 @@ class LayerNorm(nnx.LayerNorm):
     `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
     """
 
-    @checked_options
     def __init__(
         self,
         features: int,
@@ -43,7 +42,7 @@ class LayerNorm(nnx.LayerNorm):
             return super().__call__(x, **kwargs)
 
 
-class GroupNorm(nnx.GroupNorm):
+class GroupNorm(nnx.GroupNorm, CheckedOptions):
     """`(x − mean) / √(var + ε) · scale + bias` over each group of the features of a row.
 
         >>> norm = GroupNorm(64, num_groups=4, rngs=nnx.Rngs(0))
@@ -53,7 +52,6 @@ class GroupNorm(nnx.GroupNorm):
     `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
-    @checked_options
     def __init__(
         self,
         features: int,
@@ -80,7 +78,7 @@ class GroupNorm(nnx.GroupNorm):
             return super().__call__(x, mask=mask)
 
 
-class RMSNorm(nnx.RMSNorm):
+class RMSNorm(nnx.RMSNorm, CheckedOptions):
     """`x / √(mean(x²) + 1e-6) · scale` over the features, in at least float32.
 
         >>> norm = RMSNorm(64, rngs=nnx.Rngs(0))
@@ -89,7 +87,6 @@ class RMSNorm(nnx.RMSNorm):
     It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
-    @checked_options
     def __init__(
         self,
         features: int,

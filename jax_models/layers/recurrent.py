@@ -22,9 +22,10 @@ from jax_models.weights import Layouts, Table, gates, same, transposed
 class Cell(nnx.Module):
     """The weights of one recurrence: one direction of one layer of a stack.
 
-    By default all start uniform in ±1/√hidden_features, as torch's do. The matrices are (in, out),
-    and the gates stand side by side along the last axis. A weight that the options leave out is
-    None.
+    By default all start uniform in ±1/√hidden_features, as torch's do. With a `bias_init` alone,
+    the second bias starts at zero, because the gates see the sum of both. The matrices are (in,
+    out), and the gates stand side by side along the last axis. A weight that the options leave out
+    is None.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Cell(nnx.Module):
         kernel_init: Initializer | None,
         recurrent_kernel_init: Initializer | None,
         bias_init: Initializer | None,
+        recurrent_bias_init: Initializer | None,
         rngs: nnx.Rngs,
     ):
         uniform = torch_uniform(hidden_features)
@@ -54,7 +56,10 @@ class Cell(nnx.Module):
         self.kernel_ih = param(kernel_init, in_features, gates)
         self.kernel_hh = param(recurrent_kernel_init, out_features, gates)
         self.bias_ih = param(bias_init, gates) if use_bias else None
-        self.bias_hh = param(bias_init, gates) if use_bias and recurrent_bias else None
+        second_init = recurrent_bias_init or bias_init
+        self.bias_hh = param(second_init, gates) if use_bias and recurrent_bias else None
+        if self.bias_hh is not None and bias_init and not recurrent_bias_init:
+            self.bias_hh[...] = jnp.zeros_like(self.bias_hh[...])  # and keeps its axes' names
         self.kernel_hr = (
             param(kernel_init, hidden_features, proj_features) if proj_features else None
         )
@@ -93,6 +98,7 @@ class RecurrentStack(SequenceLayer[State]):
         kernel_init: Initializer | None,
         recurrent_kernel_init: Initializer | None,
         bias_init: Initializer | None,
+        recurrent_bias_init: Initializer | None,
         method: ops.RecurrenceMethod | ops.LSTMMethod,
         rngs: nnx.Rngs,
         use_bias: bool,
@@ -124,6 +130,7 @@ class RecurrentStack(SequenceLayer[State]):
                 kernel_init=kernel_init,
                 recurrent_kernel_init=recurrent_kernel_init,
                 bias_init=bias_init,
+                recurrent_bias_init=recurrent_bias_init,
                 rngs=rngs,
             )
             for layer in range(num_layers)

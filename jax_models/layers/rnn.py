@@ -37,7 +37,9 @@ class RNN(RecurrentStack[RNNState]):
         param_dtype: the parameters' dtype.
         kernel_init: draws W_ih. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
-        bias_init: draws the biases. None: as `kernel_init`'s None.
+        bias_init: draws b_ih. None: as `kernel_init`'s None.
+        recurrent_bias_init: draws b_hh. None: zero if there is a `bias_init`, otherwise as
+            `kernel_init`'s None.
         method: the form of the loop, "hoisted" or "joined"; "auto" takes the one measured faster
             (`ops.recurrence`).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
@@ -71,6 +73,7 @@ class RNN(RecurrentStack[RNNState]):
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
+        recurrent_bias_init: Initializer | None = None,
         method: RecurrenceMethod = "auto",
         rngs: nnx.Rngs,
     ):
@@ -88,6 +91,7 @@ class RNN(RecurrentStack[RNNState]):
             kernel_init=kernel_init,
             recurrent_kernel_init=recurrent_kernel_init,
             bias_init=bias_init,
+            recurrent_bias_init=recurrent_bias_init,
             method=method,
             rngs=rngs,
         )

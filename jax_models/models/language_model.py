@@ -22,6 +22,7 @@ from jax_models.sequence import (
     checked_lengths,
     checked_reset,
     checked_state,
+    checked_step_reset,
 )
 from jax_models.weights import Layouts
 
@@ -163,13 +164,21 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return logits, LanguageModelState(layers, after)
 
     def step(
-        self, token: Int[ArrayLike, " batch"], state: LanguageModelState
+        self,
+        token: Int[ArrayLike, " batch"],
+        state: LanguageModelState,
+        *,
+        reset: Bool[ArrayLike, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch vocab"], LanguageModelState]:
-        """One token of each row, and the state before it."""
+        """Run one token of each row from the state before it.
+
+        `reset` (batch,) is true where the token begins a document, as in `SequenceLayer.step`.
+        """
         token = checked_tokens("token", token, self.config.vocab_size)
         if token.ndim != 1:
             raise ValueError(f"token: expected shape (batch,), got {token.shape}")
-        logits, state = self(token[:, None], state)
+        reset = checked_step_reset(reset, token.shape, 1)
+        logits, state = self(token[:, None], state, reset=reset)
         return logits[:, 0], state
 
 

@@ -18,7 +18,12 @@ from jax_models.ops import carry_dtype
 from jax_models.ops.checks import as_array, checked_array, checked_count, nan_rows
 from jax_models.ops.segments import mask_padding
 from jax_models.options import CheckedOptions, FloatingDtype
-from jax_models.sequence import checked_lengths, checked_reset, checked_state
+from jax_models.sequence import (
+    checked_lengths,
+    checked_reset,
+    checked_state,
+    checked_step_reset,
+)
 from jax_models.weights import Layouts, Table, Weight, flipped, nested, same
 from jax_models.weights.constant import Constant
 
@@ -148,9 +153,15 @@ class SileroVAD(CheckedOptions, nnx.Module):
         return self._run(lambda logits: logits, audio, state, lengths, reset)
 
     def step(
-        self, chunk: Float[ArrayLike, "batch samples"], state: SileroVADState
+        self,
+        chunk: Float[ArrayLike, "batch samples"],
+        state: SileroVADState,
+        *,
+        reset: Bool[ArrayLike, " batch"] | None = None,
     ) -> tuple[Float[Array, " batch"], SileroVADState]:
-        """One frame, (batch, frame_length), or (frame_length,) unbatched, and the state before it.
+        """Run one frame, (batch, frame_length) or (frame_length,) unbatched, from the state before.
+
+        `reset` (batch,), or a single bool unbatched, is true where the frame begins a recording.
 
         Raises:
             TypeError, ValueError: as for a whole recording, or the chunk is no whole frame.
@@ -161,7 +172,8 @@ class SileroVAD(CheckedOptions, nnx.Module):
         chunk = _checked_audio("chunk", chunk, expected)
         if chunk.shape[-1] != length:
             raise ValueError(f"chunk: expected shape {expected}, got {chunk.shape}")
-        probabilities, state = self(chunk, state)
+        reset = checked_step_reset(reset, chunk.shape[:-1], -1)
+        probabilities, state = self(chunk, state, reset=reset)
         return probabilities[..., 0], state
 
     def _run(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from types import CodeType, NoneType, UnionType
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     Literal,
@@ -26,6 +27,8 @@ from jax.core import Tracer
 from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import AbstractArray, Array, Bool, Float, Inexact, Int
+
+from jax_models.ops.keywords import refuse_unknown
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -54,8 +57,7 @@ def checked(
     One name is one size in all arrays of a call, those in NamedTuples among them. A size may be an
     expression of others, in which the name of several axes (`*batch`) stands for their product.
     The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
-    whose `hidden` is the call's `hyper`, and whose other sizes are its own. `Annotated[int, check]`
-    is what `check(name, value)` makes of the argument.
+    whose `hidden` is the call's `hyper`, and whose other sizes are its own.
     `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool, a `Literal` one
     of its choices, and `FloatingDtype` a dtype or its name; a class takes its instances, a
     `Callable` any function. An argument without an annotation passes, and so do other annotations.
@@ -81,7 +83,8 @@ def checked(
             try:
                 given = parameters.bind(*args, **kwargs)
             except TypeError:
-                return function(*args, **kwargs)  # Python's message names the function
+                refuse_unknown(function.__name__, parameters, args, kwargs)
+                return function(*args, **kwargs)  # Python's message names what is missing
             scope = Scope(checks, sizes)
             for name, value in given.arguments.items():
                 given.arguments[name] = scope.checked(name, value, annotations[name])
@@ -128,8 +131,6 @@ class Scope:
             return {key: self._alone(f"{name}[{key!r}]", value[key], arguments[1]) for key in value}
         if origin is Annotated:
             annotation, mark, *_ = arguments
-            if inspect.isfunction(mark):
-                return mark(name, value)
             if not (hasattr(annotation, "_fields") and isinstance(mark, tuple)):
                 return self.checked(name, value, annotation)
             theirs, ours = mark
@@ -386,13 +387,19 @@ def checked_dtype(name: str, dtype: Any) -> jnp.dtype:
 
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-FloatingDtype = Annotated[DTypeLike, checked_dtype]
-"""A floating dtype or its name."""
+if TYPE_CHECKING:
+    FloatingDtype = DTypeLike
+else:
+
+    class FloatingDtype:
+        """A floating dtype or its name. A class, because a signature shows a class by its name."""
+
 
 SCALARS: dict[Any, Callable[[str, Any], Any]] = {
     int: checked_integer,
     float: checked_number,
     bool: checked_bool,
+    FloatingDtype: checked_dtype,
 }
 
 

@@ -16,6 +16,7 @@ Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 # checks that find them
 STEPS = "steps equal sequence"
+ROLLOUT = "steps with reset equal replay"
 CUT = "cut equals uncut"
 ROWS = "batch rows are independent"
 PAST_AND_FUTURE = "future has no influence and far past has"

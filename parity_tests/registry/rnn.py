@@ -12,9 +12,11 @@ from jax_models import RNN, RNNLanguageModelConfig
 from parity_tests.registry.case import Case
 from parity_tests.registry.mutation import (
     DOCUMENTS,
+    ROLLOUT,
     STEPS,
     TRAJECTORY,
     Mutation,
+    deaf_to,
     epsilon_doubled,
     gates_swapped,
     replaced,
@@ -153,6 +155,19 @@ MUTATIONS = [
         "positions count through documents",
         plant=replaced(positions, positions_without_reset),
         check=DOCUMENTS,
+    ),
+    *(
+        Mutation(
+            "a step forgets its reset",
+            case,
+            "states and masks",
+            replaced(f"jax_models.{owner}.step", deaf_to("reset")),
+            check=ROLLOUT,
+        )
+        for case, owner in (
+            ("RNNScratch tanh", "SequenceLayer"),
+            ("RNNLanguageModel", "LanguageModel"),
+        )
     ),
     training("weight decay of 0.0101", plant=adamw_with(weight_decay=0.0101)),
     training("epsilon of 1e-7", plant=adamw_with(eps=1e-7)),

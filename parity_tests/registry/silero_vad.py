@@ -23,7 +23,7 @@ from parity_tests.registry.mutation import (
 
 
 class SileroVADFrames(SileroVAD):
-    """The model by the contract of a sequence layer: a step is a frame of samples."""
+    """The model by the contract of a sequence layer: a step is a frame, (batch, frame_length)."""
 
     causal = resettable = True
 
@@ -38,11 +38,6 @@ class SileroVADFrames(SileroVAD):
         audio = audio.reshape(audio.shape[0], -1)
         y, state = super().__call__(audio, state, lengths=samples, reset=reset)
         return y[..., None], state
-
-    def step(self, chunk: Any, state):
-        """(batch, frame_length) → (batch, 1)."""
-        y, state = self(chunk[:, None], state)
-        return y[:, 0], state
 
 
 def call(twin, x, state=None):

@@ -1,0 +1,85 @@
+"""Arguments that a function does not have, answered with those that it has."""
+
+import difflib
+import inspect
+from typing import Any
+
+OUR_NAMES: dict[str, tuple[str, ...]] = {
+    "input_size": ("in_features", "features"),
+    "input_dim": ("in_features", "features"),
+    "embed_dim": ("features", "in_features"),
+    "d_model": ("features", "in_features"),
+    "in_channels": ("features", "in_features"),
+    "in_features": ("features",),
+    "num_features": ("features", "in_features"),
+    "num_channels": ("features",),
+    "normalized_shape": ("features",),
+    "hidden_size": ("hidden_features", "mlp_features"),
+    "hidden_dim": ("hidden_features", "mlp_features"),
+    "features": ("hidden_features", "in_features"),
+    "out_features": ("hidden_features",),
+    "units": ("hidden_features",),
+    "intermediate_size": ("mlp_features", "hidden_features"),
+    "proj_size": ("proj_features",),
+    "n_layers": ("num_layers",),
+    "n_layer": ("num_layers",),
+    "num_hidden_layers": ("num_layers",),
+    "num_attention_heads": ("num_heads",),
+    "n_head": ("num_heads",),
+    "bias": ("use_bias",),
+    "dropout": ("dropout_rate",),
+    "dropout_prob": ("dropout_rate",),
+    "batch_first": ("time_major",),
+    "activation": ("nonlinearity",),
+    "activation_fn": ("nonlinearity", "activation"),
+    "eps": ("epsilon",),
+    "max_len": ("max_length", "context_length"),
+    "seq_len": ("max_length", "context_length"),
+    "l_max": ("max_length",),
+    "block_size": ("context_length", "max_length"),
+    "kernel_initializer": ("kernel_init",),
+    "recurrent_initializer": ("recurrent_kernel_init",),
+    "bias_initializer": ("bias_init",),
+    "rng": ("rngs",),
+    "key": ("rngs",),
+    "seed": ("rngs",),
+    "hx": ("state",),
+    "h_0": ("state",),
+    "initial_carry": ("state",),
+    "initial_state": ("state",),
+    "seq_lengths": ("lengths",),
+}
+"""What PyTorch, Flax, Keras and transformers call an argument, and what it may be called here."""
+
+NOTES = {"batch_first": "x is (batch, time, features) unless time_major=True"}
+"""Where the value means something else, too."""
+
+
+def refuse_unknown(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Raise a TypeError for arguments that are not in the signature, by position or by name."""
+    known = {k: p.kind for k, p in signature.parameters.items() if k != "self"}
+    count = len(args)
+    if "self" in signature.parameters:
+        name, count = type(args[0]).__name__ + f".{name}".removesuffix(".__init__"), count - 1
+    unknown = [k for k in kwargs if k not in known]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in known.values():
+        raise TypeError(f"{name}: " + "; ".join(_answer(k, [*known]) for k in unknown))
+    positional = [k for k, kind in known.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if count > len(positional) and inspect.Parameter.VAR_POSITIONAL not in known.values():
+        others = [k for k in known if k not in positional]
+        raise TypeError(
+            f"{name}: expected {', '.join(positional)} as positional arguments, got {count} of "
+            f"them: give the others by name ({', '.join(others) or 'there are none'})"
+        )
+
+
+def _answer(name: str, known: list[str]) -> str:
+    ours = [ours for ours in OUR_NAMES.get(name, ()) if ours in known]
+    if name in NOTES and ours:
+        return f"{name}: no such argument; {NOTES[name]}"
+    ours = ours or difflib.get_close_matches(name, known)
+    if ours:
+        return f"{name}: no such argument; did you mean {ours[0]}?"
+    return f"{name}: no such argument; expected one of {', '.join(known)}"
