@@ -6,7 +6,7 @@ from typing import Unpack
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_models.layers.hawk import HawkBlock
+from jax_models.layers.hawk import HawkBlock, Parameterization
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
 from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
@@ -28,6 +28,8 @@ class HawkLanguageModelConfig(StackConfig):
     """Width of the gated MLPs; three times `features` in the paper."""
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
+    parameterization: Parameterization = "direct"
+    """What the RG-LRU trains: its decay "direct", or by "softplus", as the preset does."""
 
     def build(self, **options: Unpack[BuildOptions]) -> "HawkLanguageModel":
         """The model of this config."""
@@ -64,7 +66,11 @@ class HawkLanguageModel(LanguageModel):
         self.pos_embedding = None
         blocks = (
             HawkBlock(
-                config.features, config.mlp_features, kernel_size=config.kernel_size, **options
+                config.features,
+                config.mlp_features,
+                kernel_size=config.kernel_size,
+                parameterization=config.parameterization,
+                **options,
             )
             for _ in range(config.num_layers)
         )
