@@ -274,8 +274,8 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
         gate = gelu(self.activation, self.gate_proj(x))
         u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
         rglru = state.rglru._replace(position=state.position)
-        h, rglru = self.rglru.sequence(u, rglru, lengths, reset)
-        state = GriffinRecurrenceState(rglru.position, conv, rglru._replace(position=None))
+        h, (last, position) = self.rglru.sequence(u, rglru, lengths, reset)
+        state = state._replace(position=position, conv=conv, rglru=RGLRUState(last))
         return self.out_proj(gate * h), state
 
     def torch_layouts(self) -> Layouts:

@@ -143,7 +143,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
             )
         if epsilon < 0 or (epsilon and direct):
             raise ValueError(
-                f'epsilon: expected 0, or with parameterization="softplus" at least 0, got {epsilon}'
+                f'epsilon: expected at least 0, or 0 with parameterization="direct", got {epsilon}'
             )
         self.epsilon = epsilon
         self.scale_first_step = scale_first_step
