@@ -59,7 +59,7 @@ def normal_of_fan_in(variance: float = 1.0) -> Initializer:
 class RGLRU(SequenceLayer[RGLRUState]):
     """The real-gated linear recurrent unit.
 
-        >>> layer = RGLRU(64, rngs=nnx.Rngs(0))
+        >>> layer = RGLRU(64, parameterization="softplus", rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         i_t = σ(x_t W_i)
@@ -330,7 +330,7 @@ class HawkState(NamedTuple):
 class Hawk(SequenceLayer[HawkState]):
     """The recurrent block of Griffin.
 
-        >>> layer = Hawk(64, rngs=nnx.Rngs(0))
+        >>> layer = Hawk(64, parameterization="softplus", rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         y = (gelu(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
@@ -507,7 +507,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
 class HawkBlock(SequenceLayer[HawkState]):
     """The residual block of Griffin.
 
-        >>> layer = HawkBlock(64, 192, rngs=nnx.Rngs(0))
+        >>> layer = HawkBlock(64, 192, parameterization="softplus", rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         x ← x + hawk(norm(x))

@@ -29,7 +29,7 @@ class HawkLanguageModelConfig(StackConfig):
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
     parameterization: Parameterization = "direct"
-    """What the RG-LRU trains: its decay "direct", or by "softplus", as the preset does."""
+    """What the RG-LRU trains: its decay ("direct"), or "softplus", which a new model should."""
 
     def build(self, **options: Unpack[BuildOptions]) -> "HawkLanguageModel":
         """The model of this config."""
@@ -39,7 +39,8 @@ class HawkLanguageModelConfig(StackConfig):
 class HawkLanguageModel(LanguageModel):
     """Token embedding → Hawk blocks → RMSNorm → Linear.
 
-        >>> model = HawkLanguageModelConfig(features=64, mlp_features=192).build(rngs=nnx.Rngs(0))
+        >>> config = HawkLanguageModelConfig(features=64, parameterization="softplus")
+        >>> model = config.build(rngs=nnx.Rngs(0))
         >>> logits, state = model(jnp.zeros((8, 100), int))
 
     Args:
