@@ -1,16 +1,30 @@
 """Hawk beyond parity: where `a` may lie, where it starts, and long sequences."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
 
 import torch_ref
 import train.optimizer
-from jax_models import RGLRU, CausalConv1D, Hawk, HawkBlock, from_torch, project, to_torch
+from jax_models import (
+    RGLRU,
+    CausalConv1D,
+    Hawk,
+    HawkBlock,
+    HawkLanguageModelConfig,
+    from_torch,
+    ops,
+    project,
+    to_torch,
+)
 from parity_tests.engine.tolerance import K, assert_same, rms
+from train.config import PRESETS, from_fields, to_fields
 from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 
 
@@ -50,6 +64,50 @@ def test_a_of_zero_and_one_load_and_run():
     torch_y.square().sum().backward()
     assert all(weight.grad.isfinite().all() for weight in twin.parameters())
     assert_same(y, torch_y.detach().numpy(), "outputs")
+
+
+class Regression(nnx.Module):
+    """A layer between two linear maps."""
+
+    def __init__(self, layer: type[RGLRU | Hawk], width: int, parameterization: Any):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Linear(1, width, rngs=rngs)
+        self.layer = layer(width, parameterization=parameterization, rngs=rngs)
+        self.head = nnx.Linear(width, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.layer(self.embed(x))[0])
+
+
+def sine_mixtures(key: jax.Array) -> jax.Array:
+    """Eight signals of 97 steps, each the sum of three sines."""
+    frequency, phase = jax.random.uniform(key, (2, 8, 3, 1))
+    angle = (0.05 + 0.45 * frequency) * jnp.arange(97.0)[None, None] + 2 * jnp.pi * phase
+    return jnp.sin(angle).sum(axis=1)[..., None]
+
+
+@pytest.mark.parametrize("layer", [RGLRU, Hawk])
+@pytest.mark.parametrize("parameterization", ["softplus"])
+def test_a_new_layer_trains_under_gradient_clipping(layer, parameterization):
+    """With "direct", gradient norms reach 1e5 and the loss ends four times as high or more."""
+    graphdef, params = nnx.split(Regression(layer, 32, parameterization))
+    optimizer = build_optimizer(OptimizerConfig(learning_rate=3e-3, clip_norm=1.0), num_steps=150)
+
+    def loss(params, signals):
+        prediction = nnx.merge(graphdef, params)(signals[:, :-1])
+        return jnp.mean((prediction - signals[:, 1:]) ** 2)
+
+    def step(carry, key):
+        params, state = carry
+        value, gradient = jax.value_and_grad(loss)(params, sine_mixtures(key))
+        carry = apply_gradient(optimizer, gradient, state, params)
+        return carry, (value, optax.tree.norm(gradient))
+
+    keys = jax.random.split(jax.random.key(0), 150)
+    start = (params, optimizer.init(params))
+    _, (losses, norms) = jax.jit(lambda keys: jax.lax.scan(step, start, keys))(keys)
+    assert norms.max() < 100
+    assert losses[-10:].mean() < 0.05 * losses[0]
 
 
 @pytest.mark.parametrize("projects", [True, False])
@@ -171,6 +229,14 @@ def test_nan_stays_in_its_row():
     ("build", "message"),
     [
         (lambda r: RGLRU(0, rngs=r), "features: expected a positive integer, got 0"),
+        (
+            lambda r: RGLRU(4, num_blocks=2, parameterization="direct", rngs=r),
+            'parameterization: expected "softplus" with num_blocks, got "direct"',
+        ),
+        (
+            lambda r: RGLRU(4, epsilon=1e-6, rngs=r),
+            'epsilon: expected at least 0, or 0 with parameterization="direct", got 1e-06',
+        ),
         (lambda r: RGLRU(4, c=-1.0, rngs=r), "c: expected a positive number, got -1.0"),
         (lambda r: CausalConv1D(4, 0, rngs=r), "kernel_size: expected a positive integer, got 0"),
         (
@@ -184,3 +250,39 @@ def test_nan_stays_in_its_row():
 def test_refuses(build, message):
     with pytest.raises(ValueError, match=message):
         build(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 2}, {"parameterization": "softplus"}])
+def test_the_unscaled_first_step_is_that_of_each_document(options):
+    """From no state, from `init_state`, by steps, at a reset and beyond; h is i ⊙ x there."""
+    layer = RGLRU(4, scale_first_step=False, rngs=nnx.Rngs(0), **options)
+    x = np.random.default_rng(0).standard_normal((2, 5, 4)).astype(np.float32)
+    y, last = layer(x)
+    gate = jax.nn.sigmoid(ops.affine(x[:, 0], layer.input_gate.kernel[...]))
+    np.testing.assert_allclose(y[:, 0], gate * x[:, 0], rtol=1e-6)
+    np.testing.assert_array_equal(last.position, [5, 5])
+
+    state, steps = layer.init_state(2), []
+    for t in range(5):
+        y_t, state = layer.step(x[:, t], state)
+        steps.append(y_t)
+    np.testing.assert_allclose(np.stack(steps, axis=1), y, rtol=1e-5, atol=1e-6)
+
+    packed, after = layer(np.tile(x, (1, 2, 1)), reset=np.tile(np.arange(10) == 5, (2, 1)))
+    np.testing.assert_allclose(packed, np.tile(y, (1, 2, 1)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(after.position, [5, 5])
+
+
+def test_a_state_without_its_position_is_refused():
+    layer = RGLRU(4, scale_first_step=False, rngs=nnx.Rngs(0))
+    other = RGLRU(4, rngs=nnx.Rngs(0)).init_state(2)
+    with pytest.raises(TypeError, match=r"state\.position: expected an array.*, got a NoneType"):
+        layer(np.ones((2, 3, 4), np.float32), other)
+
+
+def test_the_preset_trains_by_softplus_and_an_old_run_keeps_its_parameterization():
+    preset = PRESETS["hawk"]
+    fields = to_fields(preset)
+    assert from_fields(fields) == preset
+    assert fields["model"].pop("parameterization") == "softplus"
+    assert from_fields(fields).model == HawkLanguageModelConfig()

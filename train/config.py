@@ -224,7 +224,9 @@ PRESETS = {
     "min-gru": dataclasses.replace(
         _SHAKESPEARE, model=dataclasses.replace(_SHAKESPEARE.model, cell="min_gru", num_layers=3)
     ),
-    "hawk": dataclasses.replace(_SHAKESPEARE_WARM, model=HawkLanguageModelConfig()),
+    "hawk": dataclasses.replace(
+        _SHAKESPEARE_WARM, model=HawkLanguageModelConfig(parameterization="softplus")
+    ),
     "griffin": dataclasses.replace(_SHAKESPEARE_WARM, model=GriffinLanguageModelConfig()),
     "hippogriff": dataclasses.replace(_SHAKESPEARE_WARM, model=HippogriffLanguageModelConfig()),
     "rwkv": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKVLanguageModelConfig()),

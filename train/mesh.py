@@ -33,7 +33,7 @@ WIDE = (
     (r"hawk\.conv\.kernel", COLUMNS),
     (r"hawk\.conv\.bias", UNITS),
     (r"hawk\.rglru\.(input|recurrence)_gate\.kernel", COLUMNS),
-    (r"hawk\.rglru\.a", UNITS),
+    (r"hawk\.rglru\.a(_param)?", UNITS),
     (r"hawk\.out_proj\.kernel", ROWS),
     # Griffin: the recurrence's features, by blocks of its gates, or the queries' heads
     (r"temporal_block\.(recurrent|q)_proj\.kernel", COLUMNS),

@@ -190,8 +190,8 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
         y = (gelu(x W_gate + b_gate) ⊙ rglru(conv(x W_rec + b_rec))) W_out + b_out
 
     x and y are (batch, time, features), the state
-    `GriffinRecurrenceState(position, conv, rglru)`. `rglru` is `RGLRU(num_blocks=…)`, but at the
-    first step of a document h = i ⊙ x, without the factor √(1 − a²).
+    `GriffinRecurrenceState(position, conv, rglru)`. `rglru` is
+    `RGLRU(num_blocks=…, scale_first_step=False)`, whose position stands in this state.
 
     Args:
         features: size of x_t and y_t.
@@ -251,7 +251,13 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
             kernel_init=kernel_init or normal_of_fan_in(CONV_VARIANCE),
             **options,
         )
-        self.rglru = RGLRU(hidden, num_blocks=num_blocks, kernel_init=kernel_init, **options)
+        self.rglru = RGLRU(
+            hidden,
+            num_blocks=num_blocks,
+            scale_first_step=False,
+            kernel_init=kernel_init,
+            **options,
+        )
         self.out_proj = Linear(hidden, features, kernel_init=out_init or init, **options)
 
     def init_state(self, batch_size: int) -> GriffinRecurrenceState:
@@ -259,19 +265,18 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
         return GriffinRecurrenceState(
             jnp.zeros(batch_size, jnp.int32),
             self.conv.init_state(batch_size),
-            self.rglru.init_state(batch_size),
+            self.rglru.init_state(batch_size)._replace(position=None),
         )
 
     def sequence(self, x, state, lengths, reset):
         """The gate times the recurrence of the convolution, projected."""
         x = x.astype(self.computation_dtype(x))
-        positions, end = positions_and_end(
-            state.position, x.shape[1], lengths, reset, self.time_axis
-        )
         gate = gelu(self.activation, self.gate_proj(x))
         u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
-        h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset, first=positions == 0)
-        return self.out_proj(gate * h), GriffinRecurrenceState(end, conv, rglru)
+        rglru = state.rglru._replace(position=state.position)
+        h, (last, position) = self.rglru.sequence(u, rglru, lengths, reset)
+        state = state._replace(position=position, conv=conv, rglru=RGLRUState(last))
+        return self.out_proj(gate * h), state
 
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; recurrentgemma's."""

@@ -12,6 +12,7 @@ from jax_models.layers.linear import BlockDiagonal, Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
+from jax_models.ops.segments import positions_and_end
 from jax_models.options import CheckedOptions, FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import (
@@ -46,6 +47,10 @@ def activated(name: Activation, x: Array) -> Array:
     return jax.nn.silu(x) if name == "silu" else gelu(name, x)
 
 
+Parameterization = Literal["direct", "softplus"]
+"""What an RG-LRU trains: its decay `a` itself, or `a_param` with a = e^{−softplus(a_param)}."""
+
+
 def normal_of_fan_in(variance: float = 1.0) -> Initializer:
     """How recurrentgemma draws matrices: normal, with this variance over the inputs' number."""
     return nnx.initializers.variance_scaling(variance, "fan_in", "normal")
@@ -54,7 +59,7 @@ def normal_of_fan_in(variance: float = 1.0) -> Initializer:
 class RGLRU(SequenceLayer[RGLRUState]):
     """The real-gated linear recurrent unit.
 
-        >>> layer = RGLRU(64, rngs=nnx.Rngs(0))
+        >>> layer = RGLRU(64, parameterization="softplus", rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         i_t = σ(x_t W_i)
@@ -63,20 +68,29 @@ class RGLRU(SequenceLayer[RGLRUState]):
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
     x and y = h are (batch, time, features), the state `RGLRUState(h)` with h (batch, features).
-    `1 − a_t²` is `−expm1(2 c r_t log a)`, which loses no digits where a is close to 1, and all
-    gradients are finite for a in [0, 1] (`ops.decay` has the derivation). Where a step of an
-    optimiser takes `a` outside [0, 1], the layer computes with the nearest value inside;
-    `jax_models.project` moves the parameter there.
+    `1 − a_t²` is `−expm1(2 c r_t log a)`, which loses no digits where a is close to 1.
 
-    With `num_blocks` it is that of RecurrentGemma: W_i and W_r are block-diagonal and have biases,
-    and the parameter is not `a` but `a_param`, which may be any number: a = e^{−softplus(a_param)}.
-    The factor is then √(1 − a_t² + ε).
+    To train a new layer, choose `parameterization="softplus"`. The parameter is then `a_param`,
+    which may be any number, a = e^{−softplus(a_param)} = σ(−a_param) as in the paper, and the
+    derivative of the square root is at most 1000, as in recurrentgemma. With "direct", the
+    parameter is `a`. Its gradient is finite for a in [0, 1] but grows without bound near a = 1
+    (`ops.decay` has the derivation), so that a gradient clipped by its norm trains nothing else.
+    Where a step of an optimizer takes `a` outside [0, 1], the layer computes with the nearest value
+    inside; `jax_models.project` moves the parameter there.
+
+    With `num_blocks`, W_i and W_r are block-diagonal and have biases. RecurrentGemma's RG-LRU is
+    `RGLRU(features, num_blocks=…, scale_first_step=False)`.
 
     Args:
         features: size of x_t and h_t.
         num_blocks: blocks of W_i and W_r, a divisor of `features`. None: dense, as in the seed.
+        parameterization: whether `a` or `a_param` is trained. None: "direct", or "softplus" with
+            `num_blocks`, which has no other.
+        scale_first_step: whether √(1 − a_t²) scales the first step of a document, too. If False,
+            h = i_t ⊙ x_t there. The state is then `RGLRUState(h, position)`, whose position
+            (batch,) counts the steps of the document so far; 0 is before the first.
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
-        epsilon: ε, of blocks alone; 1e-6 in hippogriff.
+        epsilon: added under the square root, with "softplus" alone; 1e-6 in hippogriff.
         method: how `ops.linear_recurrence` runs.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The gates and the state
@@ -85,15 +99,16 @@ class RGLRU(SequenceLayer[RGLRUState]):
         kernel_init: draws W_i and W_r. None: `lecun_normal`; the blocks normal, with the variance
             1 / features.
         bias_init: draws the biases that blocks have. None: zero.
-        rngs: draws the parameters; a^c starts uniform in [0.9, 0.999]. With `num_blocks`, a² starts
+        rngs: draws the parameters; a^c starts uniform in [0.9, 0.999]. With "softplus", a² starts
             uniform in [0.81, 0.998], as in recurrentgemma.
 
     Raises:
         ValueError: a size or c is not positive, there is no such method, num_blocks does not
-            divide the features, or there is an epsilon without blocks.
+            divide the features, or num_blocks or an epsilon is given with "direct".
 
-    Layouts: `hawk` (the seed's RGLRU), whose `a` must lie in [0, 1]. With `num_blocks`: `hf`
-    (transformers' RecurrentGemma) and `deepmind` (recurrentgemma).
+    Layouts: `hawk` (the seed's RGLRU), whose `a` must lie in [0, 1]; with "softplus", torch_ref's
+    keys, `a_param` for `a`. With `num_blocks`: `hf` (transformers' RecurrentGemma) and `deepmind`
+    (recurrentgemma).
 
     """
 
@@ -104,6 +119,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
         features: int,
         *,
         num_blocks: int | None = None,
+        parameterization: Parameterization | None = None,
+        scale_first_step: bool = True,
         c: float = 8.0,
         epsilon: float = 0.0,
         method: ops.LinearRecurrenceMethod = "auto",
@@ -116,9 +133,20 @@ class RGLRU(SequenceLayer[RGLRUState]):
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.c = checked_positive("c", c)
-        if epsilon < 0 or (epsilon and num_blocks is None):
-            raise ValueError(f"epsilon: expected 0, or with num_blocks at least 0, got {epsilon}")
+        default = "direct" if num_blocks is None else "softplus"
+        self.parameterization: Parameterization = parameterization or default
+        direct = self.parameterization == "direct"
+        if direct and num_blocks is not None:
+            raise ValueError(
+                'parameterization: expected "softplus" with num_blocks, got "direct"; '
+                "leave out num_blocks for dense gates"
+            )
+        if epsilon < 0 or (epsilon and direct):
+            raise ValueError(
+                f'epsilon: expected at least 0, or 0 with parameterization="direct", got {epsilon}'
+            )
         self.epsilon = epsilon
+        self.scale_first_step = scale_first_step
         self.method: ops.LinearRecurrenceMethod = method
         self.num_blocks = num_blocks
         if num_blocks is None:
@@ -126,12 +154,6 @@ class RGLRU(SequenceLayer[RGLRUState]):
             matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
             self.input_gate = Linear(features, features, **matrix)
             self.recurrence_gate = Linear(features, features, **matrix)
-            a_to_c = jax.random.uniform(
-                rngs.params(), (features,), carry_dtype(param_dtype), 0.9, 0.999
-            )
-            below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would let nothing in
-            a = jnp.minimum(a_to_c ** (1 / c), below_one).astype(param_dtype)
-            self.a = nnx.Param(a, bounds=(0.0, 1.0))
         else:
             blocks = {
                 "param_dtype": param_dtype,
@@ -141,27 +163,40 @@ class RGLRU(SequenceLayer[RGLRUState]):
             }
             self.input_gate = BlockDiagonal(features, num_blocks, **blocks)
             self.recurrence_gate = BlockDiagonal(features, num_blocks, **blocks)
-            squared = jax.random.uniform(
-                rngs.params(), (features,), carry_dtype(param_dtype), 0.9**2, 0.999**2
-            )
-            a_param = jnp.log(jnp.expm1(-0.5 * jnp.log(squared)))
+        power = c if direct else 2  # a to this power starts uniform
+        low, high = (0.9, 0.999) if direct else (0.9**2, 0.999**2)
+        to_power = jax.random.uniform(
+            rngs.params(), (features,), carry_dtype(param_dtype), low, high
+        )
+        if direct:
+            below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would let nothing in
+            a = jnp.minimum(to_power ** (1 / c), below_one).astype(param_dtype)
+            self.a = nnx.Param(a, bounds=(0.0, 1.0))
+        else:
+            a_param = jnp.log(jnp.expm1(-jnp.log(to_power) / power))
             self.a_param = nnx.Param(a_param.astype(param_dtype))
 
     def init_state(self, batch_size: int) -> RGLRUState:
-        """Zeros, (batch, features), in at least float32."""
-        dtype = self.state_dtype
-        return RGLRUState(jnp.zeros((batch_size, self.in_features), dtype))
+        """Zeros, (batch, features), in at least float32, at position 0 if there is one."""
+        h = jnp.zeros((batch_size, self.in_features), self.state_dtype)
+        return RGLRUState(h, None if self.scale_first_step else jnp.zeros(batch_size, jnp.int32))
 
-    def sequence(self, x, state, lengths, reset, first=None):
-        """`ops.rg_lru`; a block of Griffin tells the `first` steps of documents."""
+    def sequence(self, x, state, lengths, reset):
+        """`ops.rg_lru`."""
         dtype = self.computation_dtype(x)
+        first = end = None
+        if state.position is not None:
+            positions, end = positions_and_end(
+                state.position, x.shape[1], lengths, reset, self.time_axis
+            )
+            first = positions == 0
         gates = {
             f"{name}_{part}": param[...].astype(dtype)
             for name, gate in (("input", self.input_gate), ("recurrence", self.recurrence_gate))
             for part, param in (("kernel", gate.kernel), ("bias", gate.bias))
             if param is not None
         }
-        decay = "a" if self.num_blocks is None else "a_param"
+        decay = "a" if self.parameterization == "direct" else "a_param"
         y, state = ops.rg_lru(
             x.astype(dtype),
             state,
@@ -175,14 +210,15 @@ class RGLRU(SequenceLayer[RGLRUState]):
             reset=reset,
             time_axis=self.time_axis,
         )
-        return y.astype(dtype), state
+        return y.astype(dtype), state._replace(position=end)
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the seed's keys; those of RecurrentGemma with blocks."""
         gates = ("input_gate", "recurrence_gate")
         if self.num_blocks is None:
+            decay = "a" if self.parameterization == "direct" else "a_param"
             rows = (row for g in gates for row in linear(g, g, bias=False))
-            return {"hawk": [same("a", "a"), *rows]}
+            return {"hawk": [same(decay, decay), *rows]}
         hf = ("input_gate_weight", "input_gate_bias", "recurrent_gate_weight")
         names = {
             "hf": ("recurrent_param", *hf, "recurrent_gate_bias"),
@@ -294,17 +330,19 @@ class HawkState(NamedTuple):
 class Hawk(SequenceLayer[HawkState]):
     """The recurrent block of Griffin.
 
-        >>> layer = Hawk(64, rngs=nnx.Rngs(0))
+        >>> layer = Hawk(64, parameterization="softplus", rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         y = (gelu(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
 
     x and y are (batch, time, features), the state `HawkState(conv, rglru)`. gelu is the exact one,
-    with erf.
+    with erf. To train a new layer, choose `parameterization="softplus"`; `RGLRU` says why.
 
     Args:
         features: size of x_t and y_t.
         kernel_size: taps of the causal convolution.
+        parameterization: whether the RG-LRU trains its decay `a` ("direct") or `a_param`, with
+            a = e^{−softplus(a_param)} ("softplus").
         c: the RG-LRU's c: a_t lies between a^c and 1.
         method: how `ops.linear_recurrence` runs, as in `RGLRU`.
         time_major: x and y are (time, batch, features).
@@ -318,7 +356,8 @@ class Hawk(SequenceLayer[HawkState]):
     Raises:
         ValueError: a size or c is not positive.
 
-    Layouts: `hawk` (the seed's Hawk). Weights whose `rglru.a` lies outside [0, 1] are refused.
+    Layouts: `hawk` (the seed's Hawk; with "softplus", torch_ref's). Weights whose `rglru.a` lies
+    outside [0, 1] are refused.
 
     """
 
@@ -329,6 +368,7 @@ class Hawk(SequenceLayer[HawkState]):
         features: int,
         *,
         kernel_size: int = 4,
+        parameterization: Parameterization = "direct",
         c: float = 8.0,
         method: ops.LinearRecurrenceMethod = "auto",
         time_major: bool = False,
@@ -346,7 +386,14 @@ class Hawk(SequenceLayer[HawkState]):
         self.conv = CausalConv1D(
             features, kernel_size, kernel_init=kernel_init, bias_init=bias_init, **options
         )
-        self.rglru = RGLRU(features, c=c, method=method, kernel_init=kernel_init, **options)
+        self.rglru = RGLRU(
+            features,
+            parameterization=parameterization,
+            c=c,
+            method=method,
+            kernel_init=kernel_init,
+            **options,
+        )
         self.out_proj = Linear(features, features, **matrix)
 
     def init_state(self, batch_size: int) -> HawkState:
@@ -460,7 +507,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
 class HawkBlock(SequenceLayer[HawkState]):
     """The residual block of Griffin.
 
-        >>> layer = HawkBlock(64, 192, rngs=nnx.Rngs(0))
+        >>> layer = HawkBlock(64, 192, parameterization="softplus", rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         x ← x + hawk(norm(x))
@@ -472,6 +519,7 @@ class HawkBlock(SequenceLayer[HawkState]):
         features: size of x_t.
         mlp_features: width of the gated MLP; three times `features` in the paper.
         kernel_size: taps of the causal convolution.
+        parameterization: "direct" or "softplus", as in `Hawk`; "softplus" to train a new layer.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
@@ -494,6 +542,7 @@ class HawkBlock(SequenceLayer[HawkState]):
         mlp_features: int,
         *,
         kernel_size: int = 4,
+        parameterization: Parameterization = "direct",
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
@@ -507,6 +556,7 @@ class HawkBlock(SequenceLayer[HawkState]):
         self.hawk = Hawk(
             features,
             kernel_size=kernel_size,
+            parameterization=parameterization,
             kernel_init=kernel_init,
             bias_init=bias_init,
             **options,

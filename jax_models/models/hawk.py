@@ -6,7 +6,7 @@ from typing import Unpack
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_models.layers.hawk import HawkBlock
+from jax_models.layers.hawk import HawkBlock, Parameterization
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
 from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
@@ -28,6 +28,8 @@ class HawkLanguageModelConfig(StackConfig):
     """Width of the gated MLPs; three times `features` in the paper."""
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
+    parameterization: Parameterization = "direct"
+    """What the RG-LRU trains: its decay ("direct"), or "softplus", which a new model should."""
 
     def build(self, **options: Unpack[BuildOptions]) -> "HawkLanguageModel":
         """The model of this config."""
@@ -37,7 +39,8 @@ class HawkLanguageModelConfig(StackConfig):
 class HawkLanguageModel(LanguageModel):
     """Token embedding → Hawk blocks → RMSNorm → Linear.
 
-        >>> model = HawkLanguageModelConfig(features=64, mlp_features=192).build(rngs=nnx.Rngs(0))
+        >>> config = HawkLanguageModelConfig(features=64, parameterization="softplus")
+        >>> model = config.build(rngs=nnx.Rngs(0))
         >>> logits, state = model(jnp.zeros((8, 100), int))
 
     Args:
@@ -64,7 +67,11 @@ class HawkLanguageModel(LanguageModel):
         self.pos_embedding = None
         blocks = (
             HawkBlock(
-                config.features, config.mlp_features, kernel_size=config.kernel_size, **options
+                config.features,
+                config.mlp_features,
+                kernel_size=config.kernel_size,
+                parameterization=config.parameterization,
+                **options,
             )
             for _ in range(config.num_layers)
         )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import affine
 from jax_models.ops.checks import checked, checked_positive
@@ -15,9 +15,12 @@ LARGEST_SLOPE = 1000.0
 
 
 class RGLRUState(NamedTuple):
-    """What an RG-LRU carries: the hidden state h."""
+    """What an RG-LRU carries."""
 
     h: Float[Array, "batch features"]
+    """The hidden state."""
+    position: Int[Array, " batch"] | None = None
+    """Steps of the document so far, in a layer whose first step differs from the others."""
 
 
 @checked()
@@ -47,7 +50,8 @@ def rg_lru(
     Either `a` is given or, as in recurrentgemma, `a_param`: a = e^{−softplus(a_param)}. Then
     `epsilon` is added under the root. Kernels (blocks, block, block) are the blocks of
     block-diagonal matrices. At the `first` steps of documents √(1 − a_t²) counts as 1. `masks` are
-    `lengths`, `reset` and `reverse`, as in `linear_recurrence`.
+    `lengths`, `reset` and `reverse`, as in `linear_recurrence`. The state's position is not used,
+    and the new state has none.
     """
     checked_positive("c", c)
     i = jax.nn.sigmoid(affine(x, input_kernel, _flat(input_bias)))

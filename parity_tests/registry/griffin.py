@@ -55,6 +55,11 @@ CASES = [
         partial(RGLRU, 6, num_blocks=2),
     ),
     griffin(
+        "RGLRU of RecurrentGemma",
+        partial(torch_ref.RGLRU, 6, num_blocks=2, scale_first_step=False),
+        partial(RGLRU, 6, num_blocks=2, scale_first_step=False),
+    ),
+    griffin(
         "LocalAttention",
         partial(torch_ref.LocalAttention, 32, 4, **attention),
         partial(LocalAttention, 32, 4, **attention),
@@ -183,7 +188,6 @@ def scale_not_rounded(layer):
 weights = partial(Mutation, kind="weights")
 forward = partial(Mutation, kind="forward")
 states = partial(Mutation, kind="states and masks")
-LAYER = "jax_models.layers.griffin"
 LOCAL = "jax_models.ops.local_attention"
 
 MUTATIONS = [
@@ -227,6 +231,11 @@ MUTATIONS = [
     ),
     forward(
         "first step scaled",
+        "RGLRU of RecurrentGemma",
+        plant=replaced("jax_models.ops.rg_lru", all_steps_scaled),
+    ),
+    forward(
+        "first step scaled",
         "GriffinLanguageModel",
         plant=replaced("jax_models.ops.rg_lru", all_steps_scaled),
         culprit="model.layers.0.temporal_block.rg_lru",
@@ -249,7 +258,7 @@ MUTATIONS = [
     states(
         "positions of the row",
         "GriffinRecurrence",
-        plant=replaced(f"{LAYER}.positions_and_end", positions_that_go_on),
+        plant=replaced("jax_models.layers.hawk.positions_and_end", positions_that_go_on),
         check=DOCUMENTS,
     ),
     *deaf("RGLRU of blocks", "jax_models.ops.rg_lru.linear_recurrence"),

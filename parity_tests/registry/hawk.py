@@ -1,6 +1,8 @@
 """Hawk, its parts, its block and its language model (seed 000)."""
 
+import dataclasses
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,12 @@ def close_to_1(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 hawk = partial(Case, layout="hawk", architecture="hawk", bounded=decays)
+softplus = partial(Case, layout="hawk", architecture="hawk")
+BY_SOFTPLUS: dict[str, Any] = {"parameterization": "softplus"}
+AT_THE_BOUND = BY_SOFTPLUS | {"c": 5e-7}
+"""√(1 − a²) is around 1/2000, where its derivative reaches the bound."""
 config = HawkLanguageModelConfig(vocab_size=11, features=6, num_layers=2, mlp_features=8)
+softplus_config = dataclasses.replace(config, **BY_SOFTPLUS)
 
 CASES = [
     hawk("RGLRU", partial(torch_ref.RGLRU, 5), partial(RGLRU, 5)),
@@ -81,6 +88,23 @@ CASES = [
         architecture="hawk_language_model",
         twin_state=False,
     ),
+    softplus(
+        "RGLRU by softplus",
+        partial(torch_ref.RGLRU, 5, **BY_SOFTPLUS),
+        partial(RGLRU, 5, **BY_SOFTPLUS),
+    ),
+    softplus(
+        "RGLRU by softplus, close to a = 1",
+        partial(torch_ref.RGLRU, 5, **AT_THE_BOUND),
+        partial(RGLRU, 5, **AT_THE_BOUND),
+    ),
+    softplus(
+        "HawkLanguageModel by softplus",
+        partial(torch_ref.HawkLanguageModel.from_config, softplus_config),
+        softplus_config.build,
+        architecture="hawk_language_model",
+        twin_state=False,
+    ),
 ]
 
 
@@ -98,6 +122,11 @@ def decay_as_printed(a, exponent):
     """Its digits are lost in float32."""
     p = jnp.broadcast_to(a, exponent.shape) ** exponent
     return p, jnp.sqrt(1 - p**2)
+
+
+def of_the_logit(softplus_decay):
+    """As if a_param were the logit of a, not of 1 − a."""
+    return lambda a_param, *args: softplus_decay(-a_param, *args)
 
 
 MUTATIONS = [
@@ -127,6 +156,18 @@ MUTATIONS = [
         "forward",
         replaced("jax_models.ops.rg_lru.decay", lambda _: decay_as_printed),
         dtypes=("float32",),
+    ),
+    Mutation(
+        "a for 1 − a",
+        "RGLRU by softplus",
+        "forward",
+        replaced("jax_models.ops.rg_lru.softplus_decay", of_the_logit),
+    ),
+    Mutation(
+        "derivative of √(1 − a²) without a bound",
+        "RGLRU by softplus, close to a = 1",
+        "training",
+        replaced("jax_models.ops.rg_lru._bounded_sqrt", lambda _: jnp.sqrt),
     ),
     Mutation("gelu by tanh", "Hawk, kernel 1", "forward", gelu_by_tanh()),
     Mutation(

@@ -141,23 +141,22 @@ class GriffinRecurrence(nn.Module):
         self.linear_y = nn.Linear(features, hidden)
         self.linear_x = nn.Linear(features, hidden)
         self.conv_1d = CausalConv1d(hidden, kernel_size).conv
-        self.rg_lru = RGLRU(hidden, num_blocks=num_blocks)
+        self.rg_lru = RGLRU(hidden, num_blocks=num_blocks, scale_first_step=False)
         self.linear_out = nn.Linear(hidden, features)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         position, inputs, h = self.init_state(x.shape[0]) if state is None else state
-        positions = position[:, None] + torch.arange(x.shape[1], device=x.device)
         u = torch.cat([inputs, self.linear_x(x).mT], dim=-1)
         inputs = u[:, :, x.shape[1] :]
-        h, last = self.rg_lru(self.conv_1d(u).mT, (h,), first=positions == 0)
+        h, (last, position) = self.rg_lru(self.conv_1d(u).mT, (h, position))
         y = self.linear_out(gelu(self.activation, self.linear_y(x)) * h)
-        return y, (positions[:, -1] + 1, inputs, *last)
+        return y, (position, inputs, last)
 
     def init_state(self, batch_size: int) -> State:
         weight = self.conv_1d.weight
-        position = torch.zeros(batch_size, dtype=torch.int32, device=weight.device)
         inputs = weight.new_zeros(batch_size, len(weight), weight.shape[2] - 1)
-        return position, inputs, *self.rg_lru.init_state(batch_size)
+        h, position = self.rg_lru.init_state(batch_size)
+        return position, inputs, h
 
 
 class GriffinBlock(nn.Module):

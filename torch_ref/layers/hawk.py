@@ -52,6 +52,12 @@ def block_diagonal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return (torch.einsum("...hi,hij->...hj", blocks, weight) + bias).flatten(-2)
 
 
+def initial_a_param(features: int) -> Tensor:
+    """As in recurrentgemma: a² = e^{−2 softplus(a_param)} is uniform in [0.9², 0.999²]."""
+    a = torch.empty(features).uniform_(0.9**2, 0.999**2).sqrt()
+    return torch.expm1(-a.log()).log()
+
+
 class RGLRU(nn.Module):
     """The real-gated linear recurrent unit.
 
@@ -64,22 +70,36 @@ class RGLRU(nn.Module):
     uniform in [0.9, 0.999], as in the paper (the seed left it uninitialised), and a = 0 and a = 1
     have finite gradients.
 
-    With `num_blocks` it is that of RecurrentGemma: W_i and W_r are block-diagonal and have biases,
-    and a = e^{−softplus(recurrent_param)}. At the `first` steps of documents, (batch, time), the
-    factor √(1 − a_t²) is 1.
+    With `parameterization="softplus"`, the parameter is a_param, a = e^{−softplus(a_param)}.
+
+    With `num_blocks`, W_i and W_r are block-diagonal and have biases, the parameterization is
+    "softplus" and its parameter is called recurrent_param. RecurrentGemma's RG-LRU is that with
+    `scale_first_step=False`: at the first step of a document, the factor √(1 − a_t²) is 1. The
+    state is then (h, position), with the steps so far of each row.
     """
 
-    def __init__(self, features: int, *, num_blocks: int | None = None, c: float = 8.0):
+    def __init__(
+        self,
+        features: int,
+        *,
+        num_blocks: int | None = None,
+        parameterization: str | None = None,
+        scale_first_step: bool = True,
+        c: float = 8.0,
+    ):
         super().__init__()
         self.features, self.num_blocks, self.c = features, num_blocks, c
+        self.scale_first_step = scale_first_step
         if num_blocks is None:
             self.input_gate = nn.Linear(features, features, bias=False)
             self.recurrence_gate = nn.Linear(features, features, bias=False)
-            self.a = nn.Parameter(torch.empty(features).uniform_(0.9, 0.999) ** (1 / c))
+            if parameterization == "softplus":
+                self.a_param = nn.Parameter(initial_a_param(features))
+            else:
+                self.a = nn.Parameter(torch.empty(features).uniform_(0.9, 0.999) ** (1 / c))
         else:
             size = features // num_blocks
-            a = torch.empty(features).uniform_(0.9**2, 0.999**2).sqrt()
-            self.recurrent_param = nn.Parameter(torch.expm1(-a.log()).log())
+            self.recurrent_param = nn.Parameter(initial_a_param(features))
             self.input_gate_weight = nn.Parameter(torch.randn(num_blocks, size, size) / size**0.5)
             self.input_gate_bias = nn.Parameter(torch.zeros(num_blocks, size))
             self.recurrent_gate_weight = nn.Parameter(
@@ -87,19 +107,18 @@ class RGLRU(nn.Module):
             )
             self.recurrent_gate_bias = nn.Parameter(torch.zeros(num_blocks, size))
 
-    def forward(
-        self, x: Tensor, state: State | None = None, *, first: Tensor | None = None
-    ) -> tuple[Tensor, State]:
-        [h] = self.init_state(x.shape[0]) if state is None else state
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        h, *position = self.init_state(x.shape[0]) if state is None else state
         outputs = []
-        for t, x_t in enumerate(x.unbind(1)):
+        for x_t in x.unbind(1):
             i_t, r_t = self.gates(x_t)
             a_t, multiplier = self.decay(self.c * r_t)
-            if first is not None:
-                multiplier = torch.where(first[:, t, None], 1, multiplier)
+            if position:
+                multiplier = torch.where(position[0][:, None] == 0, 1, multiplier)
+                position = [position[0] + 1]
             h = a_t * h + multiplier * (i_t * x_t)
             outputs.append(h)
-        return torch.stack(outputs, dim=1), (h,)
+        return torch.stack(outputs, dim=1), (h, *position)
 
     def gates(self, x_t: Tensor) -> tuple[Tensor, Tensor]:
         if self.num_blocks is None:
@@ -111,13 +130,16 @@ class RGLRU(nn.Module):
 
     def decay(self, exponent: Tensor) -> tuple[Tensor, Tensor]:
         """`a^e` and `√(1 − a^{2e})`."""
-        if self.num_blocks is None:
+        if hasattr(self, "a"):
             return Decay.apply(self.a, exponent)
-        log = -exponent * F.softplus(self.recurrent_param)
+        a_param = self.a_param if self.num_blocks is None else self.recurrent_param
+        log = -exponent * F.softplus(a_param)
         return log.exp(), SquareRoot.apply(-torch.expm1(2 * log))
 
     def init_state(self, batch_size: int) -> State:
-        return (next(self.parameters()).new_zeros(batch_size, self.features),)
+        h = next(self.parameters()).new_zeros(batch_size, self.features)
+        position = torch.zeros(batch_size, dtype=torch.int32, device=h.device)
+        return (h,) if self.scale_first_step else (h, position)
 
 
 class CausalConv1d(nn.Module):
@@ -155,12 +177,12 @@ class Hawk(nn.Module):
     `conv`, then that of `rglru`.
     """
 
-    def __init__(self, features: int, *, kernel_size: int = 4):
+    def __init__(self, features: int, *, kernel_size: int = 4, parameterization: str = "direct"):
         super().__init__()
         self.gate_proj = nn.Linear(features, features, bias=False)
         self.recurrent_proj = nn.Linear(features, features, bias=False)
         self.conv = CausalConv1d(features, kernel_size)
-        self.rglru = RGLRU(features)
+        self.rglru = RGLRU(features, parameterization=parameterization)
         self.out_proj = nn.Linear(features, features, bias=False)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
@@ -195,10 +217,17 @@ class GatedMLP(nn.Module):
 class HawkBlock(nn.Module):
     """`x ← x + hawk(norm(x))`, then `x ← x + mlp(norm(x))`; the state is that of `hawk`."""
 
-    def __init__(self, features: int, mlp_features: int, *, kernel_size: int = 4):
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        *,
+        kernel_size: int = 4,
+        parameterization: str = "direct",
+    ):
         super().__init__()
         self.temporal_pre_norm = nn.RMSNorm(features, eps=1e-6)
-        self.hawk = Hawk(features, kernel_size=kernel_size)
+        self.hawk = Hawk(features, kernel_size=kernel_size, parameterization=parameterization)
         self.channel_pre_norm = nn.RMSNorm(features, eps=1e-6)
         self.mlp = GatedMLP(features, mlp_features)
 

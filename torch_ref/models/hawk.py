@@ -26,11 +26,15 @@ class HawkLanguageModel(nn.Module):
         mlp_features: int,
         *,
         kernel_size: int = 4,
+        parameterization: str = "direct",
     ):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, features)
         self.blocks = nn.ModuleList(
-            HawkBlock(features, mlp_features, kernel_size=kernel_size) for _ in range(num_layers)
+            HawkBlock(
+                features, mlp_features, kernel_size=kernel_size, parameterization=parameterization
+            )
+            for _ in range(num_layers)
         )
         self.final_norm = nn.RMSNorm(features, eps=1e-6)
         self.head = nn.Linear(features, vocab_size, bias=False)
@@ -44,6 +48,7 @@ class HawkLanguageModel(nn.Module):
             config.num_layers,
             config.mlp_features,
             kernel_size=config.kernel_size,
+            parameterization=config.parameterization,
         )
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
