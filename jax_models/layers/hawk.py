@@ -152,8 +152,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
         dtype = self.state_dtype
         return RGLRUState(jnp.zeros((batch_size, self.in_features), dtype))
 
-    def sequence(self, x, state, lengths, reset, first=None):
-        """`ops.rg_lru`; a block of Griffin tells the `first` steps of documents."""
+    def sequence(self, x, state, lengths, reset, first=None, c=None):
+        """`ops.rg_lru`. A Griffin block marks the `first` steps of documents; hippogriff stores c."""
         dtype = self.computation_dtype(x)
         gates = {
             f"{name}_{part}": param[...].astype(dtype)
@@ -168,7 +168,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
             **{decay: getattr(self, decay)[...]},
             **gates,
             first=first,
-            c=self.c,
+            c=self.c if c is None else c,
             epsilon=self.epsilon,
             method=self.method,
             lengths=lengths,
@@ -287,7 +287,8 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
 class HawkState(NamedTuple):
     """What a Hawk block carries: the convolution's inputs and the recurrence's state."""
 
-    conv: CausalConv1DState
+    conv: CausalConv1DState | None
+    """None in a block without a convolution."""
     rglru: RGLRUState
 
 

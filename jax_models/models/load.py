@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_models.layers.rwkv_version import rwkv_version
 from jax_models.models.griffin import GriffinLanguageModelConfig
-from jax_models.models.hippogriff import HippogriffLanguageModelConfig
+from jax_models.models.hippogriff import TIME, HippogriffLanguageModelConfig
 from jax_models.models.hyena_dna import HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.pretrained import ShardingOf, loaded, rwkv_config
@@ -81,7 +81,7 @@ FAMILIES = (
     Family(
         "hippogriff",
         (),
-        with_part(".hawk.forget_base"),
+        lambda keys: any(".hawk.forget_base" in key or key.startswith(TIME) for key in keys),
         by_shapes(HippogriffLanguageModelConfig.from_state_dict),
     ),
     Family(

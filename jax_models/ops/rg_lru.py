@@ -32,7 +32,7 @@ def rg_lru(
     recurrence_kernel: Float[Array, "*blocks block block"],
     recurrence_bias: Float[Array, "*blocks block"] | None = None,
     first: Bool[Array, "batch time"] | None = None,
-    c: float = 8.0,
+    c: float | Float[Array, ""] = 8.0,
     epsilon: float = 0.0,
     method: LinearRecurrenceMethod = "auto",
     **masks,
@@ -49,7 +49,8 @@ def rg_lru(
     block-diagonal matrices. At the `first` steps of documents √(1 − a_t²) counts as 1. `masks` are
     `lengths`, `reset` and `reverse`, as in `linear_recurrence`.
     """
-    checked_positive("c", c)
+    if not isinstance(c, Array):
+        checked_positive("c", c)
     i = jax.nn.sigmoid(affine(x, input_kernel, _flat(input_bias)))
     r = jax.nn.sigmoid(affine(x, recurrence_kernel, _flat(recurrence_bias)))
     if a is not None and a_param is None:
