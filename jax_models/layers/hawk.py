@@ -153,7 +153,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
         return RGLRUState(jnp.zeros((batch_size, self.in_features), dtype))
 
     def sequence(self, x, state, lengths, reset, first=None, c=None):
-        """`ops.rg_lru`. A Griffin block marks the `first` steps of documents; hippogriff stores c."""
+        """`ops.rg_lru`. Griffin marks the `first` steps of documents; hippogriff stores c."""
         dtype = self.computation_dtype(x)
         gates = {
             f"{name}_{part}": param[...].astype(dtype)

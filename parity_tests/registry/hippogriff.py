@@ -86,7 +86,7 @@ def without_epsilon(rg_lru):
 
 
 def scale_fixed(layer):
-    """c is 8, as in 0.0.2."""
+    """Always 8, as in 0.0.2."""
     layer.log_c[...] = jnp.full_like(layer.log_c[...], jnp.log(8.0))
 
 
