@@ -1,6 +1,7 @@
 """Files and folders of weights: read a tensor at a time, whatever their format, or refused."""
 
 import collections
+import dataclasses
 import json
 import os
 import pickle
@@ -42,6 +43,16 @@ CONFIGS = {
     "rwkv7": RWKV7LanguageModelConfig(**SIZES, head_size=4),
     "hippogriff": HippogriffLanguageModelConfig(
         vocab_size=12, features=8, hidden_features=6, mlp_features=9, num_heads=2, window=513
+    ),
+    "hippogriff, 0.0.3": HippogriffLanguageModelConfig(
+        vocab_size=12,
+        features=8,
+        hidden_features=6,
+        mlp_features=9,
+        num_heads=None,
+        kernel_size=None,
+        window=513,
+        version="0.0.3",
     ),
     "hyena_dna": HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9),
 }
@@ -415,3 +426,49 @@ def zeros(model):
         like = param.get_value()
         param.set_value(jnp.zeros(like.shape, like.dtype))
     return model
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dataclasses.replace(CONFIGS["hippogriff"], window=7, num_heads=2, num_kv_heads=2),
+        dataclasses.replace(CONFIGS["hippogriff, 0.0.3"], num_heads=2, window=4),
+        dataclasses.replace(CONFIGS["hyena_dna"], normalized=True, kernel_size=4, order=3),
+        dataclasses.replace(
+            CONFIGS["hyena_dna"], modulate=False, filter_bias=False, activation="gelu", shift=0.0
+        ),
+    ],
+)
+def test_what_no_file_tells_is_given_by_name(config, tmp_path):
+    weights = to_torch(config.build(rngs=nnx.Rngs(0)), _only_layout(config))
+    path = safetensors_file(weights, tmp_path)
+    told = load_pretrained(path).config
+    options = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(told, field.name) != getattr(config, field.name)
+    }
+    assert options
+    assert "kernel_size" not in options  # a shape tells it
+    model = load_pretrained(path, **options)
+    assert model.config == config
+    for key, array in to_torch(model, _only_layout(config)).items():
+        np.testing.assert_array_equal(array, weights[key], err_msg=key)
+    with pytest.raises(TypeError, match="windows"):
+        load_pretrained(path, windows=3)
+
+
+def _only_layout(config):
+    """One that safetensors hold: without tied keys."""
+    return "hippogriff-file" if hasattr(config, "window") else "hyena-dna-file"
+
+
+def test_a_hippogriff_without_a_hawk_is_refused(tmp_path):
+    weights = to_torch(CONFIGS["hippogriff, 0.0.3"].build(rngs=nnx.Rngs(0)), "hippogriff-file")
+    mamba = {
+        key.replace("forget_base", "A_log"): array
+        for key, array in weights.items()
+        if "alpha_log_scale" not in key
+    }
+    with pytest.raises(ValueError, match=r'time_module="Hawk", got backbone.0.time.A_log'):
+        load_pretrained(safetensors_file(mamba, tmp_path))

@@ -181,8 +181,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
         h = jnp.zeros((batch_size, self.in_features), self.state_dtype)
         return RGLRUState(h, None if self.scale_first_step else jnp.zeros(batch_size, jnp.int32))
 
-    def sequence(self, x, state, lengths, reset):
-        """`ops.rg_lru`."""
+    def sequence(self, x, state, lengths, reset, c=None):
+        """`ops.rg_lru`; hippogriff stores c with its weights."""
         dtype = self.computation_dtype(x)
         first = end = None
         if state.position is not None:
@@ -203,7 +203,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
             **{decay: getattr(self, decay)[...]},
             **gates,
             first=first,
-            c=self.c,
+            c=self.c if c is None else c,
             epsilon=self.epsilon,
             method=self.method,
             lengths=lengths,
@@ -323,7 +323,8 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
 class HawkState(NamedTuple):
     """What a Hawk block carries: the convolution's inputs and the recurrence's state."""
 
-    conv: CausalConv1DState
+    conv: CausalConv1DState | None
+    """None in a block without a convolution."""
     rglru: RGLRUState
 
 

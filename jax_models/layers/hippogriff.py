@@ -1,6 +1,7 @@
 """The layers of hippogriff, a Griffin to train from scratch (arXiv 2402.19427)."""
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -26,13 +27,21 @@ from jax_models.weights import (
     parts,
     rms_norm,
     same,
+    squeezed,
     transposed,
 )
+from jax_models.weights.constant import Constant
 
 SLOWEST, FASTEST = -9.0, -4.323
-"""a_param at first: a^c is 0.999 and 0.9."""
+"""Ends of the initial a_param, where a^c is 0.999 and 0.9."""
 EPSILON = 1e-6
-"""Under the root of the RG-LRU."""
+"""Added under the square root of the RG-LRU."""
+C = 8.0
+"""The RG-LRU's c."""
+
+Version = Literal["0.0.2", "0.0.3"]
+"""The version of hippogriff that decides the keys, the order of a block's layers, and whether c is
+stored."""
 
 
 class HippogriffHawk(SequenceLayer[HawkState]):
@@ -42,16 +51,18 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
         y = (gelu(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
-        a_t = e^{−8 softplus(a_param) ⊙ σ(u_t W_r + b_r)}
+        a_t = e^{−c softplus(a_param) ⊙ σ(u_t W_r + b_r)}
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t² + 1e-6) ⊙ σ(u_t W_i + b_i) ⊙ u_t
 
-    u is the convolution's result and h the RG-LRU's. x and y are (batch, time, features), the state
+    u is the convolution's result and h the RG-LRU's; c is 8. In version 0.0.3, c is e^log_c, and
+    log_c is loaded and saved but not trained. x and y are (batch, time, features), the state
     `HawkState(conv, rglru)`. gelu is the exact one, with erf.
 
     Args:
         features: size of x_t and y_t.
         hidden_features: width of the recurrence. None: 3/2 of `features`, rounded down.
-        kernel_size: taps of the causal convolution.
+        kernel_size: taps of the causal convolution. None: there is no convolution, u = x W_rec.
+        version: the version of hippogriff.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
@@ -60,7 +71,7 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         rngs: draws the parameters.
 
     Raises:
-        ValueError: a size is not positive.
+        ValueError: a size is not positive, or there is no such version.
 
     Layouts: `hippogriff` (its Hawk).
 
@@ -73,7 +84,8 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         features: int,
         *,
         hidden_features: int | None = None,
-        kernel_size: int = 4,
+        kernel_size: int | None = 4,
+        version: Version = "0.0.2",
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
@@ -88,9 +100,8 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         matrix = {"use_bias": False, "kernel_init": init, **options}
         self.gate_proj = Linear(features, hidden, **matrix)
         self.recurrent_proj = Linear(features, hidden, **matrix)
-        self.conv = CausalConv1D(
-            hidden, kernel_size, kernel_init=kernel_init, bias_init=bias_init, **options
-        )
+        draws = {"kernel_init": kernel_init, "bias_init": bias_init, **options}
+        self.conv = None if kernel_size is None else CausalConv1D(hidden, kernel_size, **draws)
         self.rglru = RGLRU(
             hidden,
             num_blocks=1,
@@ -99,27 +110,42 @@ class HippogriffHawk(SequenceLayer[HawkState]):
             bias_init=bias_init or torch_uniform(hidden),
             **options,
         )
-        self.rglru.a_param[...] = jnp.linspace(FASTEST, SLOWEST, hidden, dtype=param_dtype)
+        if version == "0.0.2":
+            self.log_c = None
+            a_param = jnp.linspace(FASTEST, SLOWEST, hidden)
+        else:
+            self.log_c = Constant(jnp.asarray(math.log(C), param_dtype))
+            # The logarithms of a are evenly spaced, then the ends are moved to those of 0.0.2.
+            a_param = jnp.log(jnp.expm1(jnp.linspace(0.001, 0.1, hidden)))
+            unit = (a_param - a_param[0]) / jnp.maximum(a_param[-1] - a_param[0], 1e-6)
+            a_param = SLOWEST + (FASTEST - SLOWEST) * unit
+        self.rglru.a_param[...] = a_param.astype(param_dtype)
         self.out_proj = Linear(hidden, features, **matrix)
 
     def init_state(self, batch_size: int) -> HawkState:
         """Zeros, in at least float32."""
-        return HawkState(self.conv.init_state(batch_size), self.rglru.init_state(batch_size))
+        conv = None if self.conv is None else self.conv.init_state(batch_size)
+        return HawkState(conv, self.rglru.init_state(batch_size))
 
     def sequence(self, x, state, lengths, reset):
         """The gate times the recurrence of the convolution, projected."""
         x = x.astype(self.computation_dtype(x))
         gate = ops.gelu(self.gate_proj(x))
-        u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
-        h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset)
+        u, conv = self.recurrent_proj(x), None
+        if self.conv is not None:
+            u, conv = self.conv.sequence(u, state.conv, lengths, reset)
+        c = None if self.log_c is None else jnp.exp(self.log_c[...].astype(self.state_dtype))
+        h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset, c=c)
         return self.out_proj(gate * h), HawkState(conv, rglru)
 
     def torch_layouts(self) -> Layouts:
         """`hippogriff`: its keys."""
+        conv = [] if self.conv is None else nested(self.conv.torch_layouts()["hf"], "conv", "conv")
         return {
             "hippogriff": [
                 parts(["gate_proj.kernel", "recurrent_proj.kernel"], "input.weight"),
-                *nested(self.conv.torch_layouts()["hf"], "conv", "conv"),
+                *conv,
+                *([] if self.log_c is None else [squeezed("log_c", "alpha_log_scale", (0,))]),
                 same("rglru.a_param", "forget_base"),
                 _gates("kernel", "gates.weight"),
                 _gates("bias", "gates.bias"),
@@ -165,11 +191,12 @@ class HippogriffState(NamedTuple):
     """What a block of hippogriff carries."""
 
     hawk: HawkState
-    attention: LocalAttentionState
+    attention: LocalAttentionState | None
+    """None in a block without attention."""
 
 
 class HippogriffBlock(SequenceLayer[HippogriffState]):
-    """The block of hippogriff: a recurrence, then attention, each with an MLP behind it.
+    """The block of hippogriff: a recurrence and attention, each with an MLP behind it.
 
         >>> layer = HippogriffBlock(64, 128, num_heads=4, window=17, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -177,19 +204,21 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         x ← x + hawk(norm(x)),         x ← x + mlp(norm(x))
         x ← x + attention(norm(x)),    x ← x + mlp(norm(x))
 
-    x is (batch, time, features), the state `HippogriffState(hawk, attention)`. The layers are a
+    This is the order of version 0.0.2; in version 0.0.3 the second line comes first. x is (batch,
+    time, features), the state `HippogriffState(hawk, attention)`. The layers are a
     `HippogriffHawk`, a `LocalAttention` without biases, whose heads are turned as a whole, and two
     `GatedMLP`s. The norms are `HippogriffNorm`s.
 
     Args:
         features: size of x_t.
         mlp_features: width of the gated MLPs; twice `features` in hippogriff.
-        num_heads: heads of the queries.
+        num_heads: heads of the queries. None: no attention, only the first line.
         hidden_features: width of the recurrence. None: 3/2 of `features`, rounded down.
-        kernel_size: taps of the causal convolution.
+        kernel_size: taps of the causal convolution. None: no convolution.
         num_kv_heads: heads of the keys and values.
         window: steps that a step of the attention sees, itself among them: one more than what
             hippogriff calls smqa_window_size.
+        version: the version of hippogriff.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
@@ -210,12 +239,13 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         self,
         features: int,
         mlp_features: int,
-        num_heads: int,
+        num_heads: int | None,
         *,
         hidden_features: int | None = None,
-        kernel_size: int = 4,
+        kernel_size: int | None = 4,
         num_kv_heads: int = 1,
         window: int = 513,
+        version: Version = "0.0.2",
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
@@ -225,20 +255,25 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        if features % (2 * num_heads):
+        if num_heads is not None and features % (2 * num_heads):
             raise ValueError(f"num_heads: expected heads of an even size, got {num_heads} of them")
         matrix = {"kernel_init": kernel_init or normal_of_fan_in(), **options}
+        self.version = version
         self.hawk_norm = HippogriffNorm(features, **options)
         self.hawk = HippogriffHawk(
             features,
             hidden_features=hidden_features,
             kernel_size=kernel_size,
+            version=version,
             kernel_init=kernel_init,
             bias_init=bias_init,
             **options,
         )
         self.hawk_mlp_norm = HippogriffNorm(features, **options)
         self.hawk_mlp = GatedMLP(features, mlp_features, **matrix)
+        if num_heads is None:
+            self.attention = None
+            return
         self.attention_norm = HippogriffNorm(features, **options)
         self.attention = LocalAttention(
             features,
@@ -254,31 +289,30 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
 
     def init_state(self, batch_size: int) -> HippogriffState:
         """Zeros, and no keys yet."""
-        return HippogriffState(
-            self.hawk.init_state(batch_size), self.attention.init_state(batch_size)
-        )
+        attention = None if self.attention is None else self.attention.init_state(batch_size)
+        return HippogriffState(self.hawk.init_state(batch_size), attention)
 
     def sequence(self, x, state, lengths, reset):
-        """The four layers, each after a norm and added to its input."""
+        """The mixers and their MLPs, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
-        y, hawk = self.hawk.sequence(self.hawk_norm(x), state.hawk, lengths, reset)
-        x = x + y
-        x = x + self.hawk_mlp(self.hawk_mlp_norm(x))
-        y, attention = self.attention.sequence(
-            self.attention_norm(x), state.attention, lengths, reset
-        )
-        x = x + y
-        x = x + self.attention_mlp(self.attention_mlp_norm(x))
-        return x, HippogriffState(hawk, attention)
+        mixers = ["hawk"] if self.attention is None else ["hawk", "attention"]
+        for name in mixers if self.version == "0.0.2" else reversed(mixers):
+            mixer, norm, mlp, mlp_norm = (
+                getattr(self, f"{name}{part}") for part in ("", "_norm", "_mlp", "_mlp_norm")
+            )
+            y, last = mixer.sequence(norm(x), getattr(state, name), lengths, reset)
+            state = state._replace(**{name: last})
+            x = x + y
+            x = x + mlp(mlp_norm(x))
+        return x, state
 
     def torch_layouts(self) -> Layouts:
         """`hippogriff`: its keys."""
-        names = {
-            "hawk": "hawk",
-            "hawk_mlp": "hawk_gmlp",
-            "attention": "smqa",
-            "attention_mlp": "smqa_gmlp",
-        }
+        names = {"hawk": "hawk", "hawk_mlp": "hawk_gmlp"}
+        if self.version == "0.0.3":
+            names = {"hawk": "time", "hawk_mlp": "gmlp"}
+        if self.attention is not None:
+            names |= {"attention": "smqa", "attention_mlp": "smqa_gmlp"}
         rows = []
         for part, key in names.items():
             table = getattr(self, part).torch_layouts()["hippogriff"]

@@ -151,12 +151,17 @@ class HyenaOperator(SequenceLayer[HyenaState]):
             if past is None:
                 whole = v if self.time_axis is None else all_steps(v, self.time_axis)
                 last_states[n] = ops.long_conv_state(whole, taps=taps, **options)
-                return ops.long_conv(v, h[n], self.B[n], time_axis=self.time_axis)
-            y, last_states[n] = ops.online_conv(v, past[n], skip=self.B[n], taps=taps, **options)
+                return ops.long_conv(v, h[n], self.skip[n], time_axis=self.time_axis)
+            y, last_states[n] = ops.online_conv(v, past[n], skip=self.skip[n], taps=taps, **options)
             return y
 
         y = self.operator(u, gates, v, convolve)
         return y, HyenaState(conv, tuple(last_states[n] for n in range(self.num_filters)))
+
+    @property
+    def skip(self) -> Float[Array, "filters features"]:
+        """What of its own input each long convolution's output gets."""
+        return self.B[...]
 
     def operator(
         self,

@@ -1,8 +1,9 @@
 """Hyena as in HyenaDNA (arXiv 2306.15794) and in safari, the code of the Hyena paper."""
 
 import itertools
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,18 @@ from jax_models.weights.rows import reshaped
 
 LOWEST_FREQUENCY = 1e-4
 """The first of the frequencies by which a position is embedded; the last is their number − 1."""
-TAPS = 3
-"""Those of the short convolution."""
+
+MixerActivation = Literal["identity", "gelu", "relu", "sigmoid", "silu", "softplus", "tanh"]
+"""Safari's activations that keep the number of features."""
+ACTIVATIONS: dict[MixerActivation, Callable[[Array], Array]] = {
+    "identity": lambda x: x,
+    "gelu": ops.gelu,
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "softplus": jax.nn.softplus,
+    "tanh": jnp.tanh,
+}
 
 
 class HyenaDNAFilter(CheckedOptions, nnx.Module):
@@ -61,6 +72,9 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
             and a sine.
         omega: f at first.
         shift: what the window falls to: 0.05 in HyenaDNA, 0 in safari, by default.
+        modulate: whether the window is applied.
+        normalized: whether the network's outputs at a step, of all filters together, are divided
+            by their L1 norm before the window is applied.
         param_dtype: the parameters' dtype.
         rngs: draws the matrices and biases, as torch does.
 
@@ -85,6 +99,8 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         num_filter_layers: int = 4,
         omega: float = 10.0,
         shift: float = 0.05,
+        modulate: bool = True,
+        normalized: bool = False,
         param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -96,6 +112,7 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         if num_filter_layers < 2:
             raise ValueError(f"num_filter_layers: expected at least 2, got {num_filter_layers}")
         self.shape, self.shift = (order, features, max_length), shift
+        self.modulate, self.normalized = modulate, normalized
         widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
         self.z = nnx.Param(_positions(max_length, embed_features, param_dtype))
         self.kernels = nnx.List(
@@ -118,7 +135,13 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         for kernel, bias in zip(self.kernels, self.biases, strict=False):
             z = ops.affine(z, wide(kernel), wide(bias))
             z = jnp.sin(jnp.broadcast_to(wide(self.freq), z.shape) * z)
-        h = ops.affine(z, wide(self.kernels[-1])).T.reshape(order, features, length)
+        h = ops.affine(z, wide(self.kernels[-1]))
+        if self.normalized:
+            norm = jnp.sum(jnp.abs(h), axis=-1, keepdims=True)
+            h = h / jnp.where(norm > 0, norm, 1)
+        h = h.T.reshape(order, features, length)
+        if not self.modulate:
+            return h
         decay = jnp.abs(wide(self.deltas))[..., None] * wide(self.t)[None, None, :length]
         return h * (jnp.exp(-decay) + self.shift)
 
@@ -169,7 +192,7 @@ class HyenaDNAMixer(HyenaOperator):
 
         x_0, …, x_{N−1}, v = conv(u W + b)              conv: short, causal, depthwise
         v ← h_n ∗ (v ⊙ x_{N−n}) + B_n ⊙ v ⊙ x_{N−n}     n = 1 … N − 1; ∗: over the whole past
-        y = (v ⊙ x_0) W_out + b_out
+        y = activation(v ⊙ x_0) W_out + b_out
 
     x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is
     `HyenaDNAFilter`. A step costs O(log² max_length) on average (`ops.online_conv`); outputs from
@@ -180,12 +203,17 @@ class HyenaDNAMixer(HyenaOperator):
         features: size of u_t and y_t.
         max_length: the longest sequence.
         order: N, at least 2; there are N − 1 long convolutions.
+        kernel_size: taps of the short convolution.
         dropout_rate: dropout of the output in training.
         embed_features: size of the filter's embedding of a position, odd.
         mlp_features: width of the filter's network.
         num_filter_layers: linear layers of the filter's network, at least 2.
         omega: frequency of the sines in the filter's network at first.
         shift: what the filter's window falls to.
+        modulate: whether the filter's window is applied.
+        normalized: whether the filter network's outputs at a step are divided by their L1 norm.
+        filter_bias: whether B is added; if not, it is loaded and saved, but not used.
+        activation: applied to v ⊙ x_0 before the output projection.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. Filters, transforms
             and state are in at least float32.
@@ -211,12 +239,17 @@ class HyenaDNAMixer(HyenaOperator):
         max_length: int,
         *,
         order: int = 2,
+        kernel_size: int = 3,
         dropout_rate: float = 0.0,
         embed_features: int = 5,
         mlp_features: int = 64,
         num_filter_layers: int = 4,
         omega: float = 10.0,
         shift: float = 0.05,
+        modulate: bool = True,
+        normalized: bool = False,
+        filter_bias: bool = True,
+        activation: MixerActivation = "identity",
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
@@ -236,6 +269,8 @@ class HyenaDNAMixer(HyenaOperator):
             num_filter_layers=num_filter_layers,
             omega=omega,
             shift=shift,
+            modulate=modulate,
+            normalized=normalized,
             param_dtype=param_dtype,
             rngs=rngs,
         )
@@ -245,7 +280,7 @@ class HyenaDNAMixer(HyenaOperator):
             make_filter,
             order=order,
             num_filters=order - 1,
-            kernel_size=TAPS,
+            kernel_size=kernel_size,
             dropout_rate=dropout_rate,
             time_major=time_major,
             dtype=dtype,
@@ -254,13 +289,22 @@ class HyenaDNAMixer(HyenaOperator):
             bias_init=bias_init,
             rngs=rngs,
         )
+        self.activation: MixerActivation = activation
+        self.filter_bias = filter_bias
+        if not filter_bias:
+            self.B = Constant(self.B[...])
+
+    @property
+    def skip(self) -> Float[Array, "filters features"]:
+        """B, or zeros without a `filter_bias`."""
+        return self.B[...] if self.filter_bias else jnp.zeros_like(self.B[...])
 
     def operator(self, u, gates, v, convolve):
         """`v ← h ∗ (v ⊙ x)` for each gate x but the first, from the last on, then the output."""
         first, *others = gates
         for n, x in enumerate(reversed(others)):
             v = convolve(n, v * x)
-        return self.output(v * first)
+        return self.output(ACTIVATIONS[self.activation](v * first))
 
     def torch_layouts(self) -> Layouts:
         """Those of the filter."""
@@ -295,12 +339,17 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
         mlp_features: width of the MLP.
         max_length: the longest sequence.
         order: of the mixer, at least 2.
+        kernel_size: taps of the mixer's short convolution.
         dropout_rate: dropout, in training, of what the mixer and the MLP add.
         embed_features: size of the filter's embedding of a position, odd.
         filter_features: width of the filter's network.
         num_filter_layers: linear layers of the filter's network, at least 2.
         omega: frequency of the sines in the filter's network at first.
         shift: what the filter's window falls to.
+        modulate: whether the filter's window is applied.
+        normalized: whether the filter network's outputs at a step are divided by their L1 norm.
+        filter_bias: whether B is added; if not, it is loaded and saved, but not used.
+        activation: applied to v ⊙ x_0 before the output projection.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters.
         param_dtype: the parameters' dtype.
@@ -328,12 +377,17 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
         max_length: int,
         *,
         order: int = 2,
+        kernel_size: int = 3,
         dropout_rate: float = 0.0,
         embed_features: int = 5,
         filter_features: int = 64,
         num_filter_layers: int = 4,
         omega: float = 10.0,
         shift: float = 0.05,
+        modulate: bool = True,
+        normalized: bool = False,
+        filter_bias: bool = True,
+        activation: MixerActivation = "identity",
         time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
@@ -349,12 +403,17 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
             features,
             max_length,
             order=order,
+            kernel_size=kernel_size,
             dropout_rate=dropout_rate,
             embed_features=embed_features,
             mlp_features=filter_features,
             num_filter_layers=num_filter_layers,
             omega=omega,
             shift=shift,
+            modulate=modulate,
+            normalized=normalized,
+            filter_bias=filter_bias,
+            activation=activation,
             kernel_init=kernel_init,
             bias_init=bias_init,
             **options,

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
-from jax_models.layers.hippogriff import HippogriffBlock, HippogriffNorm
+from jax_models.layers.hippogriff import HippogriffBlock, HippogriffNorm, Version
 from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
 from jax_models.options import FloatingDtype
 from jax_models.weights import Layouts, nested, rms_norm, tied
 from jax_models.weights.keys import elsewhere
 
 EMBEDDING, HEAD = "embedding.weight", "lm_head.weight"
+TIME = "backbone.0.time."
+"""Where version 0.0.3 keeps the mixer over time, which can be another one than a Hawk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,20 +28,22 @@ class HippogriffLanguageModelConfig(StackConfig):
     features: int = 192
     """Width of the model."""
     num_layers: int = 2
-    """Blocks, each with a recurrence and an attention."""
+    """Blocks, each with a recurrence and, unless `num_heads` is None, an attention."""
     hidden_features: int = 288
     """Width of the recurrences: `features` times hawk_expansion_factor, which is 3/2."""
     mlp_features: int = 384
     """Width of the gated MLPs: `features` times gmlp_expansion_factor, which is 2."""
-    num_heads: int = 4
-    """Heads of the attention."""
+    num_heads: int | None = 4
+    """Heads of the attention; None for a model without attention."""
     num_kv_heads: int = 1
     """Heads of the keys and values."""
     window: int = 65
     """Steps that a step of the attention sees, itself among them: one more than what hippogriff
     calls smqa_window_size, which is 512."""
-    kernel_size: int = 4
-    """Inputs that the causal convolution sees."""
+    kernel_size: int | None = 4
+    """Inputs that the causal convolution sees; None for no convolution."""
+    version: Version = "0.0.2"
+    """The version of hippogriff. In 0.0.3 the attention of a block comes before the recurrence."""
 
     def build(self, **options: Unpack[BuildOptions]) -> "HippogriffLanguageModel":
         """The model of this config."""
@@ -47,10 +51,10 @@ class HippogriffLanguageModelConfig(StackConfig):
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """The config of a checkpoint, read from its shapes.
+        """The config of a checkpoint, read from its keys and shapes.
 
-        What no shape tells is as in hippogriff, unless `options` say otherwise: `num_kv_heads` (1)
-        and `window` (513).
+        Two fields cannot be inferred from shapes. They default to hippogriff's values, unless
+        `options` give others: `num_kv_heads` (1) and `window` (513).
 
         Raises:
             TypeError: the state_dict is no mapping, or there is no such option.
@@ -69,19 +73,32 @@ class HippogriffLanguageModelConfig(StackConfig):
                 raise ValueError(f"state_dict: {key}: expected {rank} axes, got {tuple(shape)}")
             return shape[axis]
 
-        first = "backbone.0"
         features = size(EMBEDDING, 1)
-        num_kv_heads = options.get("num_kv_heads", cls.num_kv_heads)
-        head_features = size(f"{first}.smqa.kv.weight", 0) // (2 * num_kv_heads)
+        keys = [str(key) for key in state_dict]
+        version, hawk, mlp = "0.0.2", "backbone.0.hawk", "backbone.0.hawk_gmlp"
+        if any(key.startswith(TIME) for key in keys):
+            version, hawk, mlp = "0.0.3", "backbone.0.time", "backbone.0.gmlp"
+            if f"{hawk}.forget_base" not in keys:
+                found = min(key for key in keys if key.startswith(TIME))
+                raise ValueError(
+                    f'state_dict: expected a hippogriff with time_module="Hawk", got {found}'
+                )
+        num_heads = None
+        if any(key.startswith("backbone.0.smqa.") for key in keys):
+            num_kv_heads = options.get("num_kv_heads", cls.num_kv_heads)
+            head_features = size("backbone.0.smqa.kv.weight", 0) // (2 * num_kv_heads)
+            num_heads = features // max(head_features, 1)
+        has_conv = any(key.startswith(f"{hawk}.conv.") for key in keys)
         fields = {
             "vocab_size": size(EMBEDDING, 0),
             "features": features,
-            "num_layers": sum(str(key).endswith(".hawk.forget_base") for key in state_dict),
-            "hidden_features": size(f"{first}.hawk.forget_base", 0, rank=1),
-            "mlp_features": size(f"{first}.hawk_gmlp.shrink.weight", 1),
-            "num_heads": features // max(head_features, 1),
+            "num_layers": sum(key.endswith(".forget_base") for key in keys),
+            "hidden_features": size(f"{hawk}.forget_base", 0, rank=1),
+            "mlp_features": size(f"{mlp}.shrink.weight", 1),
+            "num_heads": num_heads,
             "window": 513,
-            "kernel_size": size(f"{first}.hawk.conv.weight", 2, rank=3),
+            "kernel_size": size(f"{hawk}.conv.weight", 2, rank=3) if has_conv else None,
+            "version": version,
         }
         return cls(**fields | options)
 
@@ -135,6 +152,7 @@ class HippogriffLanguageModel(LanguageModel):
                 kernel_size=config.kernel_size,
                 num_kv_heads=config.num_kv_heads,
                 window=config.window,
+                version=config.version,
                 **options,
             )
             for _ in range(config.num_layers)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.dropout import Dropout
-from jax_models.layers.hyena_dna import HyenaDNABlock
+from jax_models.layers.hyena_dna import HyenaDNABlock, MixerActivation
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
@@ -55,6 +55,16 @@ class HyenaDNALanguageModelConfig(StackConfig):
     """Frequency of the filter network's sines at first."""
     shift: float = 0.05
     """What the filters' windows fall to."""
+    kernel_size: int = 3
+    """Taps of the short convolutions."""
+    modulate: bool = True
+    """Whether the filters' windows are applied."""
+    normalized: bool = False
+    """Whether the filter network's outputs at a step are divided by their L1 norm."""
+    filter_bias: bool = True
+    """Whether each long convolution adds its input, scaled by a trained bias."""
+    activation: MixerActivation = "identity"
+    """Applied before the Hyenas' output projections."""
     tied_head: bool = True
     """The head is the embedding."""
     block_dropout_rate: float = 0.0
@@ -76,8 +86,9 @@ class HyenaDNALanguageModelConfig(StackConfig):
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
         """The config of a checkpoint, read from its shapes, in any of the model's layouts.
 
-        What no shape tells is as in HyenaDNA, unless `options` say otherwise: `shift` (0 in safari
-        by default), and the rates of dropout.
+        Some fields cannot be inferred from shapes. They default to HyenaDNA's values, unless
+        `options` give others: `shift` (0 in safari by default), `modulate`, `normalized`,
+        `filter_bias` (safari's `bias`), `activation`, and the rates of dropout.
 
         Raises:
             TypeError: the state_dict is no mapping, or there is no such option.
@@ -118,6 +129,7 @@ class HyenaDNALanguageModelConfig(StackConfig):
             "num_layers": sum(1 for _ in itertools.takewhile(keys.__contains__, norms)),
             "mlp_features": shape(f"{mlp}.fc1.weight", 2)[0],
             "order": shape(f"{mixer}.in_proj.weight", 2)[0] // max(features, 1) - 1,
+            "kernel_size": shape(f"{mixer}.short_filter.weight", 3)[2],
             "embed_features": embed_features,
             "filter_features": shape(f"{network}.0.weight", 2)[0],
             "num_filter_layers": linears,
@@ -185,6 +197,11 @@ class HyenaDNALanguageModel(LanguageModel):
                 num_filter_layers=config.num_filter_layers,
                 omega=config.omega,
                 shift=config.shift,
+                kernel_size=config.kernel_size,
+                modulate=config.modulate,
+                normalized=config.normalized,
+                filter_bias=config.filter_bias,
+                activation=config.activation,
                 **options,
             )
             for _ in range(config.num_layers)

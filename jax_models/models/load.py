@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_models.layers.rwkv_version import rwkv_version
 from jax_models.models.griffin import GriffinLanguageModelConfig
-from jax_models.models.hippogriff import HippogriffLanguageModelConfig
+from jax_models.models.hippogriff import TIME, HippogriffLanguageModelConfig
 from jax_models.models.hyena_dna import HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.pretrained import ShardingOf, loaded, rwkv_config
@@ -38,8 +38,8 @@ class Family:
     """What a config.json calls them."""
     has: Callable[[Iterable[str]], bool]
     """Are these the keys of such a model?"""
-    config: Callable[[Mapping[str, Any], Mapping[str, Any] | None], Any]
-    """Of the weights and the fields of a config.json, which may be None; its `build` makes one."""
+    config: Callable[..., Any]
+    """Takes the weights, the fields of a config.json or None, and fields of the config by name."""
 
 
 def with_part(part: str) -> Callable[[Iterable[str]], bool]:
@@ -47,11 +47,11 @@ def with_part(part: str) -> Callable[[Iterable[str]], bool]:
     return lambda keys: any(part in key for key in keys)
 
 
-def griffin(weights: Mapping[str, Any], fields: Mapping[str, Any] | None) -> Any:
+def griffin(weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any) -> Any:
     """The window and the activation are in the config.json alone."""
     if fields is not None:
-        return GriffinLanguageModelConfig.from_hf(fields)
-    return GriffinLanguageModelConfig.from_state_dict(weights)
+        return dataclasses.replace(GriffinLanguageModelConfig.from_hf(fields), **options)
+    return GriffinLanguageModelConfig.from_state_dict(weights, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +65,21 @@ class SileroVADConfig:
         return SileroVAD(self.sample_rate, **options)
 
 
-def silero_vad(weights: Mapping[str, Any], fields: Any) -> SileroVADConfig:
+def silero_vad(weights: Mapping[str, Any], fields: Any, **options: Any) -> SileroVADConfig:
     """The windows of the STFT tell the sample rate."""
     stft = next(array for key, array in weights.items() if "stft" in key)
-    return SileroVADConfig(16000 if stft.shape[-1] == 256 else 8000)
+    config = SileroVADConfig(16000 if stft.shape[-1] == 256 else 8000)
+    return dataclasses.replace(config, **options)
 
 
-def by_shapes(config: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping, Any], Any]:
-    """Of families whose keys and shapes tell all."""
-    return lambda weights, fields: config(weights)
+def rwkv(weights: Mapping[str, Any], fields: Any, **options: Any) -> Any:
+    """The keys tell the version."""
+    return dataclasses.replace(rwkv_config(weights), **options)
+
+
+def by_shapes(config: Callable[..., Any]) -> Callable[..., Any]:
+    """Of families whose keys and shapes tell all but what is given by name."""
+    return lambda weights, fields, **options: config(weights, **options)
 
 
 FAMILIES = (
@@ -81,7 +87,7 @@ FAMILIES = (
     Family(
         "hippogriff",
         (),
-        with_part(".hawk.forget_base"),
+        lambda keys: any(".hawk.forget_base" in key or key.startswith(TIME) for key in keys),
         by_shapes(HippogriffLanguageModelConfig.from_state_dict),
     ),
     Family(
@@ -95,7 +101,7 @@ FAMILIES = (
         "RWKV",
         ("rwkv", "rwkv6", "rwkv7"),
         lambda keys: rwkv_version(keys) is not None,
-        by_shapes(rwkv_config),
+        rwkv,
     ),
 )
 
@@ -107,6 +113,7 @@ def load_pretrained(
     dtype: FloatingDtype | None = None,
     param_dtype: FloatingDtype | None = None,
     sharding: ShardingOf | None = None,
+    **config: Any,
 ) -> LanguageModel | SileroVAD:
     """The model in a file or a folder that somebody else trained, with its weights.
 
@@ -128,17 +135,19 @@ def load_pretrained(
         param_dtype: of the parameters. None: the widest of the file. Another one rounds.
         sharding: where a parameter of a path and a shape is, as
             `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`.
+        **config: fields of the model's config that the file does not tell, such as hippogriff's
+            `window` or safari's `activation`.
 
     Raises:
         ImportError: a package is not installed that the file takes.
-        TypeError: `path` is not a path.
+        TypeError: `path` is not a path, or the model's config has no such field.
         OSError: a file is missing or cannot be opened.
         ValueError: a file is damaged, there is no such model, or keys, shapes and the config.json
             contradict each other.
 
     """
     weights, fields = open_checkpoint(path)
-    config = config_of(weights, fields)
+    known = config_of(weights, fields, **config)
     if param_dtype is None:
         dtypes = {dtype_of(each) for each in weights.values() if is_floating(each)}
         param_dtype = functools.reduce(jnp.promote_types, dtypes) if dtypes else jnp.float32
@@ -146,13 +155,16 @@ def load_pretrained(
         weights = cast(weights, param_dtype)
     if dtype is None and param_dtype == jnp.float16:
         dtype = jnp.float32
-    return loaded(config, weights, dtype, param_dtype, sharding)
+    return loaded(known, weights, dtype, param_dtype, sharding)
 
 
-def config_of(weights: Mapping[str, Any], fields: Mapping[str, Any] | None) -> Any:
+def config_of(weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any) -> Any:
     """The config of the model with these weights and these fields of a config.json, if any.
 
+    `options` are fields of the config that neither tells.
+
     Raises:
+        TypeError: the config has no such field.
         ValueError: there is no such model, or the two contradict each other.
 
     """
@@ -169,7 +181,7 @@ def config_of(weights: Mapping[str, Any], fields: Mapping[str, Any] | None) -> A
     if not families:
         some = ", ".join(sorted(map(str, weights))[:3]) or "none"
         raise ValueError(f"the keys ({some}, …) are of no model that there is: {names}")
-    config = families[0].config(weights, fields)
+    config = families[0].config(weights, fields, **options)
     for field, ours in SIZES.items():
         size = getattr(config, ours, None)
         if fields and size is not None and _size(fields, field, size) != size:

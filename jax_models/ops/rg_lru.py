@@ -35,7 +35,7 @@ def rg_lru(
     recurrence_kernel: Float[Array, "*blocks block block"],
     recurrence_bias: Float[Array, "*blocks block"] | None = None,
     first: Bool[Array, "batch time"] | None = None,
-    c: float = 8.0,
+    c: float | Float[Array, ""] = 8.0,
     epsilon: float = 0.0,
     method: LinearRecurrenceMethod = "auto",
     **masks,
@@ -53,7 +53,8 @@ def rg_lru(
     `lengths`, `reset` and `reverse`, as in `linear_recurrence`. The state's position is not used,
     and the new state has none.
     """
-    checked_positive("c", c)
+    if not isinstance(c, Array):
+        checked_positive("c", c)
     i = jax.nn.sigmoid(affine(x, input_kernel, _flat(input_bias)))
     r = jax.nn.sigmoid(affine(x, recurrence_kernel, _flat(recurrence_bias)))
     if a is not None and a_param is None:

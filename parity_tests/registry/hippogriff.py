@@ -1,5 +1,6 @@
 """hippogriff's Hawk, block and language model."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -21,6 +22,7 @@ config = HippogriffLanguageModelConfig(
     num_heads=2,
     window=WINDOW,
 )
+without_attention = dataclasses.replace(config, num_heads=None, version="0.0.3")
 CASES = [
     hippogriff(
         "HippogriffHawk",
@@ -28,10 +30,28 @@ CASES = [
         partial(HippogriffHawk, 5, hidden_features=7, kernel_size=3),
     ),
     hippogriff(
+        "HippogriffHawk, 0.0.3, no convolution",
+        partial(torch_ref.HippogriffHawk, 5, hidden_features=7, kernel_size=None, version="0.0.3"),
+        partial(HippogriffHawk, 5, hidden_features=7, kernel_size=None, version="0.0.3"),
+    ),
+    hippogriff(
         "HippogriffBlock",
         partial(torch_ref.HippogriffBlock, 16, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
         partial(HippogriffBlock, 16, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
         prefix=5,
+    ),
+    hippogriff(
+        "HippogriffBlock, 0.0.3",
+        partial(torch_ref.HippogriffBlock, 8, 7, 2, hidden_features=6, window=3, version="0.0.3"),
+        partial(HippogriffBlock, 8, 7, 2, hidden_features=6, window=3, version="0.0.3"),
+        prefix=5,
+    ),
+    hippogriff(
+        "HippogriffLanguageModel, 0.0.3, no attention",
+        partial(torch_ref.HippogriffLanguageModel.from_config, without_attention),
+        without_attention.build,
+        architecture="hippogriff_language_model",
+        twin_state=False,
     ),
     hippogriff(
         "HippogriffLanguageModel",
@@ -63,6 +83,16 @@ def first_step_whole(rg_lru):
 def without_epsilon(rg_lru):
     """√(1 − a²)."""
     return lambda *args, epsilon, **options: rg_lru(*args, **options)
+
+
+def scale_fixed(layer):
+    """Always 8, as in 0.0.2."""
+    layer.log_c[...] = jnp.full_like(layer.log_c[...], jnp.log(8.0))
+
+
+def recurrence_first(layer):
+    """The order of 0.0.2."""
+    layer.version = "0.0.2"
 
 
 def half_of_a_head(rotary):
@@ -97,6 +127,18 @@ MUTATIONS = [
     of_hawk("a gate's bias forgotten", kind="weights", plant=zeroed("rglru.input_gate.bias")),
     of_hawk("first step whole", kind="forward", plant=replaced(RG_LRU, first_step_whole)),
     of_hawk("no epsilon", kind="forward", plant=replaced(RG_LRU, without_epsilon)),
+    Mutation(
+        "c not loaded",
+        "HippogriffHawk, 0.0.3, no convolution",
+        "weights",
+        edited(scale_fixed),
+    ),
+    Mutation(
+        "recurrence before attention",
+        "HippogriffBlock, 0.0.3",
+        "forward",
+        edited(recurrence_first),
+    ),
     Mutation(
         "convolution's bias forgotten",
         "HippogriffLanguageModel",

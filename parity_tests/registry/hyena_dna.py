@@ -29,6 +29,13 @@ hyena_dna = partial(
     mixes_steps=True,
 )
 network = {"embed_features": 5, "num_filter_layers": 3}
+of_safari = {
+    "kernel_size": 5,
+    "modulate": False,
+    "normalized": True,
+    "filter_bias": False,
+    "activation": "gelu",
+}
 config = HyenaDNALanguageModelConfig(
     vocab_size=11,
     context_length=13,
@@ -48,6 +55,12 @@ CASES = [
             layout=layout,
         )
         for order, layout in ((2, "safari"), (3, "hyena-dna"))
+    ),
+    hyena_dna(
+        "HyenaDNAMixer, safari's options",
+        partial(torch_ref.HyenaDNAMixer, 5, MAX_LENGTH, mlp_features=6, **network, **of_safari),
+        partial(HyenaDNAMixer, 5, MAX_LENGTH, mlp_features=6, **network, **of_safari),
+        layout="safari",
     ),
     hyena_dna(
         "HyenaDNABlock",
@@ -83,6 +96,21 @@ def product_after(operator):
     return wrong
 
 
+def without_activation(layer):
+    """The product goes straight to the output projection."""
+    layer.activation = "identity"
+
+
+def not_normalized(layer):
+    """The network's outputs as they are."""
+    layer.filter.normalized = False
+
+
+def bias_used(layer):
+    """B added all the same."""
+    layer.filter_bias = True
+
+
 def signed_decay(absolute):
     """δ itself."""
     return lambda x: x
@@ -105,6 +133,7 @@ def train_decay(layer):
 
 
 of_mixer = partial(Mutation, case="HyenaDNAMixer, order 3, hyena-dna")
+of_options = partial(Mutation, case="HyenaDNAMixer, safari's options", kind="forward")
 of_block = partial(Mutation, case="HyenaDNABlock")
 of_model = partial(Mutation, case="HyenaDNALanguageModel")
 MIXER = "jax_models.layers.hyena_dna.HyenaDNAMixer.operator"
@@ -123,6 +152,9 @@ MUTATIONS = [
         plant=transposed("layers.layers.1.mixer.proj_output.kernel"),
         culprit="backbone.layers.1.mixer.out_proj",
     ),
+    of_options("no activation", plant=edited(without_activation)),
+    of_options("filter not normalized", plant=edited(not_normalized)),
+    of_options("unused bias added", plant=edited(bias_used)),
     of_mixer("gates in order", kind="forward", plant=replaced(MIXER, gates_in_order)),
     of_mixer("product after the convolution", kind="forward", plant=replaced(MIXER, product_after)),
     of_block("decays signed", kind="forward", plant=replaced("jax.numpy.abs", signed_decay)),

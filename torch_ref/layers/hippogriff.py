@@ -1,4 +1,9 @@
-"""The layers of hippogriff in plain PyTorch, under its keys (Griffin, arXiv 2402.19427)."""
+"""The layers of hippogriff in plain PyTorch, under its keys (Griffin, arXiv 2402.19427).
+
+`version` is the hippogriff whose keys and order of layers a module has, "0.0.2" or "0.0.3".
+"""
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -23,37 +28,60 @@ class HippogriffHawk(nn.Module):
     """The recurrent block.
 
         y_t = (gelu(x_t W_gate) ⊙ h_t) W_out,   u = conv(x W_rec)
-        a_t = e^{−8 softplus(forget_base) ⊙ σ(u_t W_r + b_r)}
+        a_t = e^{−c softplus(forget_base) ⊙ σ(u_t W_r + b_r)}
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t² + 1e-6) ⊙ σ(u_t W_i + b_i) ⊙ u_t
+
+    c is 8; in version 0.0.3 it is e^alpha_log_scale, a number that is saved but not trained, and
+    without a kernel_size there is no convolution.
 
     x and y are (batch, time, features), the state (inputs, h): the last kernel_size − 1 inputs of
     the convolution, (batch, hidden_features, kernel_size − 1), and h, (batch, hidden_features).
+    Without a convolution the state is (h,).
     """
 
-    def __init__(self, features: int, *, hidden_features: int, kernel_size: int = 4):
+    def __init__(
+        self,
+        features: int,
+        *,
+        hidden_features: int,
+        kernel_size: int | None = 4,
+        version: str = "0.0.2",
+    ):
         super().__init__()
         self.input = nn.Linear(features, 2 * hidden_features, bias=False)
-        self.conv = nn.Conv1d(hidden_features, hidden_features, kernel_size, groups=hidden_features)
+        self.conv = None
+        if kernel_size is not None:
+            self.conv = nn.Conv1d(
+                hidden_features, hidden_features, kernel_size, groups=hidden_features
+            )
         self.gates = nn.Linear(hidden_features, 2 * hidden_features)
         self.forget_base = nn.Parameter(torch.linspace(-4.323, -9, hidden_features))
         self.output = nn.Linear(hidden_features, features, bias=False)
+        self.alpha_log_scale = None
+        if version == "0.0.3":
+            self.alpha_log_scale = nn.Parameter(torch.tensor([math.log(8)]), requires_grad=False)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        inputs, h = self.init_state(x.shape[0]) if state is None else state
+        *inputs, h = self.init_state(x.shape[0]) if state is None else state
         gate, u = self.input(x).chunk(2, dim=-1)
-        window = torch.cat([inputs, u.mT], dim=-1)
-        u = self.conv(window).mT
+        if self.conv is not None:
+            window = torch.cat([*inputs, u.mT], dim=-1)
+            inputs = [window[:, :, x.shape[1] :]]
+            u = self.conv(window).mT
+        c = 8 if self.alpha_log_scale is None else self.alpha_log_scale.exp()
         r, i = torch.sigmoid(self.gates(u)).chunk(2, dim=-1)
-        log_a = -8 * F.softplus(self.forget_base) * r
+        log_a = -c * F.softplus(self.forget_base) * r
         b = (1e-6 - torch.expm1(2 * log_a)).sqrt() * i * u
         outputs = []
         for a_t, b_t in zip(log_a.exp().unbind(1), b.unbind(1), strict=True):
             h = a_t * h + b_t
             outputs.append(h)
         y = self.output(F.gelu(gate) * torch.stack(outputs, dim=1))
-        return y, (window[:, :, x.shape[1] :], h)
+        return y, (*inputs, h)
 
     def init_state(self, batch_size: int) -> State:
+        if self.conv is None:
+            return (self.forget_base.new_zeros(batch_size, len(self.forget_base)),)
         hidden, _, kernel_size = self.conv.weight.shape
         inputs = self.conv.weight.new_zeros(batch_size, hidden, kernel_size - 1)
         return inputs, self.forget_base.new_zeros(batch_size, hidden)
@@ -101,45 +129,59 @@ class HippogriffAttention(nn.Module):
 
 
 class HippogriffBlock(nn.Module):
-    """A recurrence, then attention, each with an MLP behind it.
+    """A recurrence and attention, each with an MLP behind it.
 
         x ← x + hawk(norm(x)),    x ← x + mlp(norm(x))
         x ← x + smqa(norm(x)),    x ← x + mlp(norm(x))
 
-    x is (batch, time, features), the state that of `hawk`, then that of `smqa`.
+    Version 0.0.3 runs the attention first and calls the recurrence `time` and its MLP `gmlp`.
+    Without num_heads there is no attention.
+
+    x is (batch, time, features), the state that of the recurrence, then that of `smqa`.
     """
 
     def __init__(
         self,
         features: int,
         mlp_features: int,
-        num_heads: int,
+        num_heads: int | None,
         *,
         hidden_features: int,
-        kernel_size: int = 4,
+        kernel_size: int | None = 4,
         num_kv_heads: int = 1,
         window: int = 513,
+        version: str = "0.0.2",
     ):
         super().__init__()
-        self.hawk_norm = HippogriffNorm(features)
-        self.hawk = HippogriffHawk(
-            features, hidden_features=hidden_features, kernel_size=kernel_size
-        )
-        self.hawk_gmlp_norm = HippogriffNorm(features)
-        self.hawk_gmlp = HippogriffMLP(features, mlp_features)
-        self.smqa_norm = HippogriffNorm(features)
-        self.smqa = HippogriffAttention(
-            features, num_heads, num_kv_heads=num_kv_heads, window=window
-        )
-        self.smqa_gmlp_norm = HippogriffNorm(features)
-        self.smqa_gmlp = HippogriffMLP(features, mlp_features)
+        recurrence = ("hawk", "hawk_gmlp") if version == "0.0.2" else ("time", "gmlp")
+        mixers: dict[str, nn.Module] = {
+            recurrence[0]: HippogriffHawk(
+                features, hidden_features=hidden_features, kernel_size=kernel_size, version=version
+            )
+        }
+        self.pairs = [recurrence]
+        if num_heads is not None:
+            mixers["smqa"] = HippogriffAttention(
+                features, num_heads, num_kv_heads=num_kv_heads, window=window
+            )
+            self.pairs.insert(1 if version == "0.0.2" else 0, ("smqa", "smqa_gmlp"))
+        for mixer, mlp in self.pairs:
+            self.add_module(f"{mixer}_norm", HippogriffNorm(features))
+            self.add_module(mixer, mixers[mixer])
+            self.add_module(f"{mlp}_norm", HippogriffNorm(features))
+            self.add_module(mlp, HippogriffMLP(features, mlp_features))
+        self.hawk_state_size = 1 if kernel_size is None else 2
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        of_hawk, of_smqa = (None, None) if state is None else (state[:2], state[2:])
-        y, of_hawk = self.hawk(self.hawk_norm(x), of_hawk)
-        x = x + y
-        x = x + self.hawk_gmlp(self.hawk_gmlp_norm(x))
-        y, of_smqa = self.smqa(self.smqa_norm(x), of_smqa)
-        x = x + y
-        x = x + self.smqa_gmlp(self.smqa_gmlp_norm(x))
-        return x, (*of_hawk, *of_smqa)
+        of_hawk, of_smqa = None, None
+        if state is not None:
+            of_hawk, of_smqa = state[: self.hawk_state_size], state[self.hawk_state_size :]
+        for mixer, mlp in self.pairs:
+            normed = self.get_submodule(f"{mixer}_norm")(x)
+            if mixer == "smqa":
+                y, of_smqa = self.smqa(normed, of_smqa)
+            else:
+                y, of_hawk = self.get_submodule(mixer)(normed, of_hawk)
+            x = x + y
+            x = x + self.get_submodule(mlp)(self.get_submodule(f"{mlp}_norm")(x))
+        return x, (*of_hawk, *(of_smqa or ()))

@@ -5,6 +5,7 @@ here parameters with requires_grad=False.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,17 @@ from torch.nn import functional as F
 from torch_ref.layers.hyena import go_on
 from torch_ref.layers.hyena_filter import Sin, check_length, decay_rates
 from torch_ref.layers.state import State
+
+ACTIVATIONS = {
+    "identity": lambda x: x,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "tanh": torch.tanh,
+}
+"""Safari's activations that keep the number of features."""
 
 
 class HyenaDNAPosition(nn.Module):
@@ -32,19 +44,22 @@ class HyenaDNAPosition(nn.Module):
 
 
 class HyenaDNAWindow(nn.Module):
-    """`h ⊙ (e^{−t|δ|} + shift)`, with a fixed decay δ of each channel."""
+    """`h ⊙ (e^{−t|δ|} + shift)`, with a fixed decay δ of each channel; h itself if not modulate."""
 
-    def __init__(self, features: int, shift: float):
+    def __init__(self, features: int, shift: float, modulate: bool):
         super().__init__()
-        self.shift = shift
+        self.shift, self.modulate = shift, modulate
         self.deltas = nn.Parameter(decay_rates(features).mT, requires_grad=False)
 
     def forward(self, t: Tensor, h: Tensor) -> Tensor:
-        return h * (torch.exp(-t * self.deltas.abs()) + self.shift)
+        return h * (torch.exp(-t * self.deltas.abs()) + self.shift) if self.modulate else h
 
 
 class HyenaDNAFilter(nn.Module):
-    """`filter(L)` is (order, features, L): a network with one trained sine for all its layers."""
+    """`filter(L)` is (order, features, L): a network with one trained sine for all its layers.
+
+    `normalized`: the network's outputs at a step, of all filters, are divided by their L1 norm.
+    """
 
     def __init__(
         self,
@@ -57,11 +72,15 @@ class HyenaDNAFilter(nn.Module):
         num_filter_layers: int = 4,
         omega: float = 10,
         shift: float = 0.05,
+        modulate: bool = True,
+        normalized: bool = False,
+        filter_bias: bool = True,
     ):
         super().__init__()
         self.max_length = max_length
         self.sizes = (order, features)
-        self.bias = nn.Parameter(torch.randn(order * features))
+        self.normalized = normalized
+        self.bias = nn.Parameter(torch.randn(order * features), requires_grad=filter_bias)
         self.pos_emb = HyenaDNAPosition(embed_features, max_length)
         sine = Sin(mlp_features, omega)
         sine.freq.requires_grad = True
@@ -70,11 +89,13 @@ class HyenaDNAFilter(nn.Module):
             self.implicit_filter.append(nn.Linear(mlp_features, mlp_features))
             self.implicit_filter.append(sine)
         self.implicit_filter.append(nn.Linear(mlp_features, order * features, bias=False))
-        self.modulation = HyenaDNAWindow(order * features, shift)
+        self.modulation = HyenaDNAWindow(order * features, shift, modulate)
 
     def forward(self, length: int) -> Tensor:
         check_length(length, self.max_length)
         h = self.implicit_filter(self.pos_emb.z[:, :length])
+        if self.normalized:
+            h = h / h.abs().sum(dim=-1, keepdim=True)
         h = self.modulation(self.pos_emb.t[:, :length], h)
         return h[0].mT.reshape(*self.sizes, length)
 
@@ -84,10 +105,10 @@ class HyenaDNAMixer(nn.Module):
 
         x_0 … x_{N−1}, v = w ⋆ (A u + b) + c
         v ← h_n * (v ⊙ x_{N−n}) + B_n ⊙ v ⊙ x_{N−n}, for n = 1 … N − 1
-        y = dropout((v ⊙ x_0) W + b)
+        y = dropout(activation(v ⊙ x_0) W + b)
 
-    u and y are (batch, time, features). The state is the last results of A u + b, then the inputs
-    of each convolution so far.
+    B is 0 without filter_bias. u and y are (batch, time, features). The state is the last results
+    of A u + b, then the inputs of each convolution so far.
     """
 
     def __init__(
@@ -96,19 +117,27 @@ class HyenaDNAMixer(nn.Module):
         max_length: int,
         *,
         order: int = 2,
+        kernel_size: int = 3,
         dropout_rate: float = 0.0,
         embed_features: int = 5,
         mlp_features: int = 64,
         num_filter_layers: int = 4,
         omega: float = 10,
         shift: float = 0.05,
+        modulate: bool = True,
+        normalized: bool = False,
+        filter_bias: bool = True,
+        activation: str = "identity",
     ):
         super().__init__()
         width = features * (order + 1)
         self.features = features
         self.order = order
         self.in_proj = nn.Linear(features, width)
-        self.short_filter = nn.Conv1d(width, width, 3, groups=width)
+        self.kernel_size = kernel_size
+        self.filter_bias = filter_bias
+        self.activation = ACTIVATIONS[activation]
+        self.short_filter = nn.Conv1d(width, width, kernel_size, groups=width)
         self.filter_fn = HyenaDNAFilter(
             features,
             max_length,
@@ -118,6 +147,9 @@ class HyenaDNAMixer(nn.Module):
             num_filter_layers=num_filter_layers,
             omega=omega,
             shift=shift,
+            modulate=modulate,
+            normalized=normalized,
+            filter_bias=filter_bias,
         )
         self.out_proj = nn.Linear(features, features)
         self.dropout = nn.Dropout(dropout_rate)
@@ -126,15 +158,19 @@ class HyenaDNAMixer(nn.Module):
         window, *past = self.init_state(u.shape[0]) if state is None else state
         h = self.filter_fn(past[0].shape[-1] + u.shape[1])
         skip = self.filter_fn.bias.reshape(self.order - 1, self.features, 1)
+        if not self.filter_bias:
+            skip = torch.zeros_like(skip)
         z = torch.cat([window, self.in_proj(u).mT], dim=-1)
         first, *x, v = self.short_filter(z).split(self.features, dim=1)
         for n, x_n in enumerate(reversed(x)):
             v, past[n] = go_on(h[n], v * x_n, skip[n], past[n])
-        y = self.dropout(self.out_proj((v * first).mT))
+        y = self.dropout(self.out_proj(self.activation(v * first).mT))
         return y, (z[..., u.shape[1] :], *past)
 
     def init_state(self, batch_size: int) -> State:
-        window = self.in_proj.weight.new_zeros(batch_size, self.in_proj.out_features, 2)
+        window = self.in_proj.weight.new_zeros(
+            batch_size, self.in_proj.out_features, self.kernel_size - 1
+        )
         past = window.new_zeros(batch_size, self.features, 0)
         return window, *([past] * (self.order - 1))
 
@@ -152,7 +188,10 @@ class HyenaDNAMLP(nn.Module):
 
 
 class HyenaDNABlock(nn.Module):
-    """`x + mixer(norm1(x))`, then `x + mlp(norm2(x))`. The state is the mixer's."""
+    """`x + mixer(norm1(x))`, then `x + mlp(norm2(x))`.
+
+    The state and all other options are the mixer's.
+    """
 
     def __init__(
         self,
@@ -160,26 +199,18 @@ class HyenaDNABlock(nn.Module):
         mlp_features: int,
         max_length: int,
         *,
-        order: int = 2,
-        dropout_rate: float = 0.0,
-        embed_features: int = 5,
         filter_features: int = 64,
-        num_filter_layers: int = 4,
-        omega: float = 10,
-        shift: float = 0.05,
+        dropout_rate: float = 0.0,
+        **mixer: Any,
     ):
         super().__init__()
         self.norm1 = nn.LayerNorm(features)
         self.mixer = HyenaDNAMixer(
             features,
             max_length,
-            order=order,
-            dropout_rate=dropout_rate,
-            embed_features=embed_features,
             mlp_features=filter_features,
-            num_filter_layers=num_filter_layers,
-            omega=omega,
-            shift=shift,
+            dropout_rate=dropout_rate,
+            **mixer,
         )
         self.norm2 = nn.LayerNorm(features)
         self.mlp = HyenaDNAMLP(features, mlp_features)

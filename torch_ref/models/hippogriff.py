@@ -30,6 +30,7 @@ class HippogriffLanguageModel(nn.Module):
                 kernel_size=config.kernel_size,
                 num_kv_heads=config.num_kv_heads,
                 window=config.window,
+                version=config.version,
             )
             for _ in range(config.num_layers)
         )

@@ -40,6 +40,11 @@ class HyenaDNABackbone(nn.Module):
                 num_filter_layers=config.num_filter_layers,
                 omega=config.omega,
                 shift=config.shift,
+                kernel_size=config.kernel_size,
+                modulate=config.modulate,
+                normalized=config.normalized,
+                filter_bias=config.filter_bias,
+                activation=config.activation,
             )
             for _ in range(config.num_layers)
         )
