@@ -62,7 +62,7 @@ CASES = [
     *tanh,
     *relu,
     joined(tanh[0]),
-    language_model("RNNLanguageModel", "scratch"),
+    language_model("RNNLanguageModel", "scratch", context_length=8),
     language_model(
         "RNNLanguageModel of LSTM",
         "torch.nn",
