@@ -14,7 +14,8 @@ KEY = jax.random.key(0)
 
 
 def model(**fields) -> RNNLanguageModel:
-    return RNNLanguageModel(RNNLanguageModelConfig(**fields), rngs=nnx.Rngs(0))
+    config = RNNLanguageModelConfig(**{"context_length": 8, **fields})
+    return RNNLanguageModel(config, rngs=nnx.Rngs(0))
 
 
 def tokens(*shape: int) -> np.ndarray:

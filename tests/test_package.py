@@ -155,6 +155,8 @@ def test_one_command():
     done = twinscan("trian")
     assert done.returncode == 2
     assert done.stderr.startswith("twinscan: error: expected one of train, generate, convert, ")
+    assert done.stderr.endswith("got trian (did you mean train?)\n")
+    assert twinscan("--version").stdout == f"twinscan {importlib.metadata.version('twinscan')}\n"
     done = twinscan("generate", "--run", "no-such-run")
     assert done.returncode == 2
     assert done.stderr.startswith("twinscan generate: error: no-such-run: not the folder of a run")

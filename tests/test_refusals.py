@@ -71,6 +71,21 @@ REFUSED = {
     ),
     "unknown preset": ("train", lambda d, f: ["--preset", "nix"], "invalid choice 'nix'"),
     "unknown option": ("train", lambda d, f: ["--nix", "3"], "Unrecognized options: --nix"),
+    "misspelled option": (
+        "train",
+        lambda d, f: ["--num-step", "3"],
+        "Unrecognized options: --num-step, 3 (did you mean --num-steps?)",
+    ),
+    "option without its group": (
+        "train",
+        lambda d, f: ["--ema-decay", "0.9"],
+        "(did you mean --optimizer.ema-decay?)",
+    ),
+    "misspelled option of another command": (
+        "parity",
+        lambda d, f: ["--mutation"],
+        "(did you mean --mutations?)",
+    ),
     "word for a number": ("train", lambda d, f: ["--num-steps", "x"], "--num-steps: invalid"),
     "no steps": ("train", lambda d, f: ["--num-steps", "0"], "--num-steps: expected a positive"),
     "no epochs": ("train", lambda d, f: ["--num-epochs", "nan"], "--num-epochs: expected a fini"),
@@ -469,6 +484,8 @@ def test_an_unknown_option_is_told_without_rules_in_ascii():
     done = in_ascii("-m", "train", "--nix", "1")
     assert done.stderr.startswith("python -m train: error: Unrecognized options: --nix")
     assert "--- " not in done.stderr
+    done = in_ascii("-m", "train", "--num-step", "1")
+    assert done.stderr.endswith("--num-step, 1 (did you mean --num-steps?)\n")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from train.config import PRESETS, TrainConfig
 from train.run import Run, build_trainer
 from train.text import ALL_WORK
 from train.vocabulary import Characters
-from twinscan.command_line import one_line_errors
+from twinscan.command_line import CommandLineError, one_line_errors
 
 SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
 
@@ -68,6 +68,33 @@ def by_rows(text_file, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("by_rows") / "run"
     start(folder, *small(text_file, *BY_ROWS, *CONSTANT, length="--num-epochs 0.5"))
     return folder
+
+
+@pytest.mark.parametrize("length", ["--num-steps 30", "--num-epochs 0.1"])
+def test_a_run_shorter_than_its_presets_warmup(length, text_file, tmp_path, capsys, unreported):
+    """The warm-up is shortened, unless somebody asked for it; the same command goes on."""
+    options = "--preset hawk --model.features 8 --model.num-layers 1 --window 12 --batch-size 8"
+    args = [*options.split(), *length.split(), "--text", str(text_file)]
+    run = start(tmp_path / "run", *args)
+    steps = run.config.num_steps
+    assert run.config.optimizer.warmup_steps == steps // 10
+    line = f"the warm-up is shortened from 40 to {steps // 10} steps, a tenth of the run's {steps}"
+    assert line in capsys.readouterr().out
+    assert start(tmp_path / "run", *args).config == run.config
+    with pytest.raises(CommandLineError, match=r"^--optimizer.warmup-steps: expected fewer"):
+        start(tmp_path / "other", *args, "--optimizer.warmup-steps", "50")
+    kept = start(tmp_path / "kept", *args, "--optimizer.warmup-steps", "2")
+    assert kept.config.optimizer.warmup_steps == 2
+
+
+def test_help_shows_the_presets_model_and_speaks_to_strangers(capsys):
+    for preset, option in {"hawk": "--model.kernel-size", "all-work": "--model.cell"}.items():
+        with pytest.raises(SystemExit):
+            train_command.parse_arguments(["--preset", preset, "--help"])
+        shown = " ".join(capsys.readouterr().out.replace("│", "").split())
+        assert option in shown
+        assert "--preset hawk --help lists Hawk's" in shown
+        assert "the seed" not in shown
 
 
 def test_seed_experiment_reaches_the_seeds_loss(finished):

@@ -1,5 +1,6 @@
 """What a run shows of itself, and what it does where a step is not finite."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import train.__main__ as train_command
 import train.step
@@ -207,6 +209,34 @@ def test_the_curve_leaves_out_what_it_cannot_draw(tmp_path):
         draw_curve(training, evaluations, path)
         assert path.read_bytes().startswith(b"\x89PNG")
     assert [*tmp_path.iterdir()] == [path]
+
+
+def drawn(monkeypatch, *records):
+    """The axes of the curve of these records."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr("train.curve.whole", lambda path: contextlib.nullcontext(path))
+    draw_curve(*records, Path("runs/hawk/curve.png"))
+    return figures[0].axes[0]
+
+
+@pytest.mark.parametrize("num_steps", [1, 6, 1000])
+def test_the_curve_of_a_run_fits_its_axes(num_steps, monkeypatch):
+    """A short one is in the picture from its first step; a long one without its first losses."""
+    steps = sorted({*np.linspace(0, num_steps, min(num_steps, 100) + 1).astype(int).tolist()})
+    losses = {step: 0.3 + 4 * np.exp(-6 * step / num_steps) for step in steps}
+    training = [{"step": step, "loss": loss} for step, loss in losses.items() if step]
+    evaluations = [{"step": s, "train": loss, "val": loss + 0.1} for s, loss in losses.items()]
+    axes = drawn(monkeypatch, training, evaluations)
+    assert axes.get_title() == "hawk"
+    low, high = axes.get_ylim()
+    assert low < 0.3 + 4 * np.exp(-6)
+    assert (high > 4.4) == (num_steps < 1000)
+    assert high > 1.5
+    left, right = axes.get_xlim()
+    assert left <= 0 < num_steps <= right < 1.2 * num_steps
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert all(line.get_marker() == "." for line in axes.lines) == (num_steps < 1000)
 
 
 def test_the_curve_is_redrawn_while_the_run_goes_on(tmp_path, monkeypatch):

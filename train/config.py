@@ -60,7 +60,7 @@ class TrainConfig(CheckedFields):
     """A run: a language model on a text."""
 
     model: Annotated[LanguageModelConfig, tyro.conf.arg(constructor=cast(Any, ModelConfig))] = (
-        RNNLanguageModelConfig()
+        RNNLanguageModelConfig(context_length=8)
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
@@ -70,7 +70,7 @@ class TrainConfig(CheckedFields):
     it, whose model and tokenizer are then the default's. None: random."""
     text: Paths = ()
     """UTF-8 files, or folders of them. A file is a document, and so is the "text" of each line of a
-    .jsonl file. None: the seed's text."""
+    .jsonl file. None: ten lines of "All work and no play makes Jack a doll boy."."""
     separator: str | None = None
     """What ends a document inside a file, such as <|endoftext|>."""
     tokenizer: str = "characters"
@@ -130,9 +130,7 @@ class TrainConfig(CheckedFields):
 
 
 _SHAKESPEARE = TrainConfig(
-    model=RNNLanguageModelConfig(
-        cell="lstm", embedding_features=64, hidden_features=256, context_length=None
-    ),
+    model=RNNLanguageModelConfig(cell="lstm", embedding_features=64, hidden_features=256),
     optimizer=OptimizerConfig(learning_rate=4e-3, schedule="cosine"),
     num_steps=1000,
     batch_size=32,

@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from train.files import whole
 
 Records = Sequence[dict[str, Any]]
+LONG = 20
 
 
 def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
     """Draw the losses over the steps into a PNG, which is there whole or not at all.
 
-    The losses of the last nine tenths of the steps fill the picture; what is higher before is cut.
+    Of a run with at least `LONG` points a line, the losses of the last nine tenths of the steps
+    fill the picture; what is higher before is cut. The title is the name of the run's folder.
     """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -27,16 +30,18 @@ def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
     }
     for label, points in lines.items():
         steps, losses = np.reshape(points, (-1, 2)).T
-        marker = "" if label == "training steps, mean" else "."
+        is_line = label == "training steps, mean" and len(steps) >= LONG
+        marker = "" if is_line else "."
         axes.plot(steps, losses, marker=marker, linewidth=1, label=label)
     points = np.array([point for line in lines.values() for point in line])
-    if len(points):
+    if max(map(len, lines.values())) >= LONG:
         last = points[:, 0].max()
         late = points[points[:, 0] >= last / 10, 1]
         low, high = late.min(), np.quantile(late, 0.98)
         margin = 0.05 * (high - low) + 1e-3
         axes.set_ylim(low - margin, high + margin)
-    axes.set(xlabel="step", ylabel="loss (nats per character)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(title=path.absolute().parent.name, xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     with whole(path) as partial:

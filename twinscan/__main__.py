@@ -1,9 +1,11 @@
 """`twinscan`: train, generate, evaluate, export and compare, by one command."""
 
+import difflib
 import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from twinscan.interrupted import exit_at_once
 
@@ -21,7 +23,7 @@ USAGE = "\n".join(
         "",
         *(f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()),
         "",
-        "twinscan COMMAND --help lists the options.",
+        "twinscan COMMAND --help lists the options, twinscan --version tells the version.",
     ]
 )
 
@@ -33,7 +35,9 @@ def dispatch(args: Sequence[str], prog: str) -> None:
 
     name, *rest = args
     if name not in COMMANDS:
-        raise CommandLineError(f"expected one of {', '.join(COMMANDS)}, got {name}")
+        similar = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f" (did you mean {similar[0]}?)" if similar else ""
+        raise CommandLineError(f"expected one of {', '.join(COMMANDS)}, got {name}{hint}")
     module, _ = COMMANDS[name]
     if module.startswith("train."):
         tune_allocator()
@@ -48,6 +52,9 @@ def main() -> None:
     args = sys.argv[1:] or ["--help"]
     if args[0] in ("-h", "--help"):
         print(USAGE)
+        return
+    if args == ["--version"]:
+        print(f"twinscan {version('twinscan')}")
         return
     exit_at_once("twinscan")
     try:

@@ -86,11 +86,16 @@ def _faults_in_one_line() -> Iterator[None]:
 
 
 def _message(box: str) -> str:
-    """The text of the first section of tyro's report, framed or, in ASCII, ruled."""
+    """The text of the first section of tyro's report, framed or, in ASCII, ruled.
+
+    With the flags that tyro finds similar to one that is unknown.
+    """
     rows = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()]
     rules = (i for i, row in enumerate(rows[2:], 2) if row and set(row) <= {"─", "-"})
     first = 2 if set(rows[1]) <= {"-"} else 1
-    return " ".join(rows[first : next(rules, len(rows))])
+    flags = dict.fromkeys(re.findall(r"^[│ ] {5}(--[\w.-]+)", box, re.MULTILINE))
+    hint = f" (did you mean {' or '.join(flags)}?)" if flags else ""
+    return " ".join(rows[first : next(rules, len(rows))]) + hint
 
 
 def with_flag(message: str, of: str = "") -> str:

@@ -22,11 +22,11 @@ CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU, "min_gru": MinGRU, "min_lstm": Mi
 
 @dataclasses.dataclass(frozen=True)
 class RNNLanguageModelConfig(LanguageModelConfig):
-    """The recurrent language model; the defaults are the seed's."""
+    """A recurrent language model."""
 
     vocab_size: int = 20
     """Number of distinct tokens."""
-    context_length: int | None = 8
+    context_length: int | None = None
     """Positions that the model knows. None: it has no positions, and no limit."""
     embedding_features: int = 10
     """Size of the token and position embeddings."""
@@ -52,7 +52,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
 class RNNLanguageModel(LanguageModel):
     """Token and position embeddings → a recurrence → LayerNorm → Linear (seed 001).
 
-        >>> model = RNNLanguageModelConfig(context_length=128).build(rngs=nnx.Rngs(0))
+        >>> model = RNNLanguageModelConfig().build(rngs=nnx.Rngs(0))
         >>> logits, state = model(jnp.zeros((8, 100), int))
 
     The recurrence is an RNN, LSTM, GRU, minGRU or minLSTM.

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
+from parity_tests.engine.axes import note_on_inputs
 from parity_tests.engine.frameworks import adapted
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.listeners import tell
@@ -134,6 +135,8 @@ def compare(
                 problem, reference, problem.dtypes, platform, jax_side=jax_side, say=say
             )
         except Exception as error:
+            if (note := note_on_inputs(problem, reference.oracle)) is not None:
+                error.add_note(note)
             if locate:
                 _note_where(error, problem, reference)
             raise

@@ -1,11 +1,13 @@
 """What no error can say: faults in kind, and notes on what was not compared."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from parity_tests.engine.axes import other_order
 from parity_tests.engine.casts import Found, is_library
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.problem import COMPLEX
@@ -47,6 +49,7 @@ def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[s
             array = actual[name]
             if array.shape != like.shape:
                 fault = f"shape {like.shape} in {theirs}, {array.shape} in {us}"
+                fault += other_order(like.shape, array.shape)
             elif kind(array) != kind(like):
                 fault = f"{like.dtype} in {theirs}, {array.dtype} in {us}"
             elif not only_floating({"": like}) and (count := np.count_nonzero(array != like)):
@@ -91,18 +94,24 @@ def notes_on(jax_side: JaxSide, sides: tuple[str, str]) -> Iterator[str]:
     if found is not None and found.casts:
         yield (
             f"{us} casts to less than float64: float64 is compared without these casts: "
-            f"{'; '.join(found.casts)}"
+            f"{first_of(found.casts)}"
         )
     if found is not None and found.stays:
         yield (
             f"{us} computes in less than float64 whatever it is given, so that a fault below that "
-            f"rounding cannot be told: {'; '.join(dict.fromkeys(found.stays))}"
+            f"rounding cannot be told: {first_of(found.stays)}"
         )
     draws = dict.fromkeys(place for each in jax_side.found.values() for place in each.draws)
     if draws and theirs == "torch":
-        yield f"JAX draws random numbers, which are not torch's: {'; '.join(draws)}"
+        yield f"JAX draws random numbers, which are not torch's: {first_of(draws)}"
     if any(each.padding for each in jax_side.found.values()):
         yield (
             "torch drops the gradient of an embedding's padding_idx and JAX does not: these rows "
             "are not compared"
         )
+
+
+def first_of(places: Iterable[str]) -> str:
+    """The first of some lines of code, without the folder of installed packages, and how many."""
+    first, *others = dict.fromkeys(re.sub(r"\S*site-packages/", "", place) for place in places)
+    return first + (f", and {len(others)} more" if others else "")

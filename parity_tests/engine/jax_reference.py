@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from parity_tests.engine.faults import not_a_number
+from parity_tests.engine.faults import first_of, not_a_number
 from parity_tests.engine.frameworks import adapted
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.known import Known, named_table, own_weights
@@ -79,7 +79,7 @@ class JaxReference(Reference):
             self.notes = [
                 *self.notes,
                 "reference casts to less than float64: float64 is compared without these casts: "
-                f"{'; '.join(found.casts)}",
+                f"{first_of(found.casts)}",
             ]
 
     def _said(self, dtype: str) -> Said:

@@ -12,7 +12,8 @@ from flax import nnx
 
 from jax_models import from_torch, to_torch
 from jax_models.ops.checks import described
-from jax_models.weights.transfer import weight_table
+from jax_models.weights import Table
+from jax_models.weights.transfer import params_of, weight_table
 from parity_tests.engine.frameworks import Foreign, Held, adapted, is_floating, weights_of
 from parity_tests.engine.gradients import gradients_by_table
 from parity_tests.engine.known import Known, is_trivial, named_table, own_weights
@@ -118,8 +119,11 @@ def _of_module(
     state_dict = _floating(all_in_dtype(known.arrays, "float64"))
     try:
         _, table = weight_table(model, weights, state_dict)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"weights: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"weights: {error}") from None
+    except ValueError as error:
+        hint = _nested_tables(model, weights, state_dict) if isinstance(weights, list) else ""
+        raise ValueError(f"weights: {error}{hint}") from None
 
     def build(state_dict: Arrays, dtype: str) -> nnx.Module:
         weights = _floating(all_in_dtype(state_dict, dtype))
@@ -140,6 +144,39 @@ def _of_module(
         table=table,
     )
     return problem, faults, []
+
+
+def _nested_tables(model: nnx.Module, table: Table, state_dict: Arrays) -> str:
+    """The code of the rows that a table lacks for submodules that have tables of their own."""
+    named = {path for row in table for path in row.params}
+    rows, covered = [], set()
+    for path, module in sorted(nnx.iter_modules(model), key=lambda found: len(found[0])):
+        place = ".".join(map(str, path))
+        params = {f"{place}.{param}" for param in params_of(module)}
+        own_layouts = getattr(module, "torch_layouts", dict) if path else dict
+        layouts = own_layouts()
+        if not layouts or not params or params & (named | covered):
+            continue
+        covered |= params
+        places = {name: _places_of(to_torch(module, name), state_dict) for name in layouts}
+        layout = next(filter(places.get, layouts), next(iter(layouts)))
+        key = places[layout][0] if len(places[layout]) == 1 else "…"
+        code = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+        rows.append(f'*nested(model{code}.torch_layouts()["{layout}"], "{place}", "{key}")')
+    if not rows:
+        return ""
+    return f"; add rows to the table, with `nested` of jax_models.weights: {', '.join(rows)}"
+
+
+def _places_of(weights: Arrays, state_dict: Arrays) -> list[str]:
+    """The torch submodules that have exactly these keys, in these shapes."""
+    by_place: dict[str, dict[str, Any]] = {}
+    for key, array in state_dict.items():
+        parts = key.split(".")
+        for i in range(1, len(parts)):
+            by_place.setdefault(".".join(parts[:i]), {})[".".join(parts[i:])] = array.shape
+    shapes = {key: array.shape for key, array in weights.items()}
+    return [place for place, inside in by_place.items() if inside == shapes]
 
 
 def _of_named(

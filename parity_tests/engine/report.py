@@ -62,7 +62,7 @@ class Report:
     def short(self) -> str:
         """The rows that fail, what else is wrong, and where the pair first departs."""
         lines = [*(self._rows(failing=True) if any(self.failures) else ()), *self._faults]
-        lines += [] if self.location is None else str(self.location).splitlines()[-1:]
+        lines += [] if self.location is None else [f"\n{self.location}"]
         return "\n".join(lines)
 
     @checked_options

@@ -31,8 +31,8 @@ relu = torch_nn_cases("RNN relu", partial(nn.RNN, nonlinearity="relu"), RNN, non
 
 
 def language_model(name: str, layout: str, **options: Any) -> Case:
-    """A language model of this config."""
-    config = RNNLanguageModelConfig(**options)
+    """A language model of this config, by default with the positions that the original has."""
+    config = RNNLanguageModelConfig(**{"context_length": 8, **options})
     twin = partial(torch_ref.RNNLanguageModel.from_config, config)
     return Case(name, twin, config.build, layout, "rnn_language_model", twin_state=False)
 

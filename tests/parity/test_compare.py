@@ -114,14 +114,40 @@ def test_each_tensor_has_its_error():
     assert float(rows[0].split()[-2]) >= float(rows[1].split()[-2]) > 1e3
 
 
+def test_channels_that_are_elsewhere_are_named():
+    """A model that takes (N, H, W, C) is given torch's (N, C, H, W)."""
+    table = [conv2d("kernel", "weight"), same("bias", "bias")]
+    module, model = torch.nn.Conv2d(3, 8, 3, padding=1), nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="feature dimension") as found:
+        compare(module, model, images(), weights=table)
+    note = found.value.__notes__[-1]
+    assert "(2, 3, 7, 6) looks like (N, C, H, W), and the JAX model takes (N, H, W, C)" in note
+    call = eval(note.partition("call=")[2], {"jnp": jnp})  # what it proposes works
+    assert compare(module, model, images(), weights=table, call=call).passed
+    half = compare(
+        module, model, images(), weights=table, call=lambda m, x: m(jnp.moveaxis(x, 1, -1))
+    )
+    (fault,) = half.faults
+    assert "(2, 8, 7, 6) in torch, (2, 7, 6, 8) in JAX, as (N, C, H, W) and (N, H, W, C)" in fault
+    with pytest.raises(ValueError, match="feature dimension") as found:
+        compare(module, nnx.Conv(5, 8, (3, 3), rngs=nnx.Rngs(0)), images())
+    assert not any("looks like" in note for note in found.value.__notes__)
+
+
 def test_the_message_has_what_fails_and_where_it_begins():
     model = CNN(nnx.Rngs(0))
     model.norm.epsilon = 1.0001e-5
     with pytest.raises(AssertionError) as found:
         assert_parity(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS)
-    first, head, *rows, last = str(found.value).splitlines()
+    first, head, *rows = str(found.value).splitlines()
     assert first == "the two sides differ"
     assert head.split() == ["torch", "JAX", "ratio", "bound"]
+    gap = rows.index("")
+    rows, table, (hyperparameters, last) = rows[:gap], rows[gap + 1 : -2], rows[-2:]
+    assert [row.split()[0] for row in table] == ["float64", "conv", "norm"]
+    of_eps, of_momentum = hyperparameters.split(", ")
+    assert of_eps == "BatchNorm2d | BatchNorm: eps 1e-05 | epsilon 1.0001e-05"
+    assert of_momentum == "momentum 0.1 | 1 - momentum 0.01"
     assert len(rows) == 3, "float32 passes"
     assert all(row.startswith("float64") and "FAIL, worst in " in row for row in rows)
     assert last == "first to depart: norm, forward"

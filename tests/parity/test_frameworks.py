@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 
 import flax.linen as linen
 import jax
@@ -174,9 +175,15 @@ def random_mlp() -> TorchMLP:
 def test_models_of_other_frameworks(framework, form, epsilon):
     model, options = framework(form, epsilon)
     x = np.random.default_rng(0).standard_normal((3, 8))
-    report = compare(random_mlp(), model, x, **options)
+    report = compare(random_mlp(), model, x, locate=True, **options)
     assert report.passed == (epsilon == 1e-5), f"\n{report}"
     assert "weight gradients" in report.errors["float64"]
+    if not report.passed:
+        assert report.location.culprit == "norm", f"\n{report}"
+        (hyperparameters,) = report.location.remarks
+        assert re.fullmatch(
+            r"LayerNorm \| LayerNorm\w*: eps 1e-05 \| eps(ilon)? 1\.1e-05", hyperparameters
+        )
 
 
 @pytest.mark.parametrize("framework", [of_linen, of_equinox, of_keras])

@@ -20,7 +20,8 @@ from jax_models import (
     from_torch,
     to_torch,
 )
-from jax_models.weights import Weight, same, transposed
+from jax_models.weights import Weight, linear, nested, same, transposed
+from parity_tests import compare
 from parity_tests.engine.tolerance import assert_same
 
 
@@ -97,6 +98,37 @@ def test_a_foreign_module_needs_a_table():
     }.items():
         with pytest.raises(ValueError, match=rf"^layout 'of its own': {fault}$"):
             to_torch(layer, [*table, row])
+
+
+def test_rows_of_a_submodule_with_layouts_are_proposed():
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.lstm, self.out = lstm(), nnx.Linear(6, 2, rngs=rngs)
+            self.layers = nnx.List([LSTM(6, 6, rngs=rngs)])
+
+        def __call__(self, x):
+            return self.out(self.layers[0](self.lstm(x)[0])[0])
+
+    class Twin(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.LSTM(5, 6, batch_first=True)
+            self.second = torch.nn.LSTM(6, 6, batch_first=True)
+            self.fc = torch.nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.fc(self.second(self.first(x)[0])[0])
+
+    model, x = Model(), np.zeros((2, 3, 5))
+    with pytest.raises(ValueError, match=r"no row for the parameter lstm\.") as found:
+        compare(Twin(), model, x, weights=linear("out", "fc"))
+    rows = str(found.value).partition("jax_models.weights: ")[2]
+    proposed = eval(f"[{rows}]", {"nested": nested, "model": model})
+    assert compare(Twin(), model, x, weights=[*linear("out", "fc"), *proposed]).passed
+    with pytest.raises(ValueError, match=r"no row for the parameter out\.kernel") as found:
+        compare(Twin(), model, x, weights=proposed)
+    assert "nested" not in str(found.value)
 
 
 def test_a_layer_that_torch_has_not():

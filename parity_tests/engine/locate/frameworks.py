@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
+from parity_tests.engine.locate.hyperparameters import hyperparameters_of
 from parity_tests.engine.locate.record import Call, Trace, observe, tapped
 from parity_tests.engine.problem import Problem
 
@@ -47,7 +48,9 @@ class Recorder:
         key = (id(module), name)
         if key in self._running:
             return method(*args, **kwargs)
-        call = self.trace.begin(name, type(module).__name__)
+        call = self.trace.begin(
+            name, type(module).__name__, hyperparameters=hyperparameters_of(module)
+        )
         if self.on_weights is not None:
             leaves = [leaf for leaf in jax.tree.leaves(weights()) if hasattr(leaf, "shape")]
             self.on_weights(call, [leaf for leaf in leaves if not isinstance(leaf, Tracer)])

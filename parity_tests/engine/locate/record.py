@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ class Call:
     """The torch keys of the weights that the module holds."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Those of these weights, sorted."""
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     slots: dict[str, Rows] = dataclasses.field(default_factory=lambda: {s: {} for s in SLOTS})
     dtypes: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
     """Of each floating array by slot and label, as the module has it."""

@@ -28,6 +28,7 @@ def calls_as_facts(told: Sequence[Theirs], arrays: Arrays) -> dict[str, Any]:
                 "parent": None if call.parent is None else number[call.parent],
                 "weights": sorted(call.weights),
                 "shapes": call.shapes,
+                "hyperparameters": call.hyperparameters,
                 "sources": sorted(number[source] for source in call.sources),
                 "labels": [[*call.slots[slot]] for slot in SLOTS],
             }
@@ -59,6 +60,7 @@ def calls_of(
             None if each["parent"] is None else trace.calls[each["parent"]],
             frozenset(each["weights"]),
             tuple(map(tuple, each["shapes"])),
+            each.get("hyperparameters", {}),
         )
         for slot, labels in zip(SLOTS, each["labels"], strict=True):
             call.slots[slot] = {label: arrays[_name((i, slot, label))] for label in labels}

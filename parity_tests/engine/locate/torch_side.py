@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from parity_tests.engine.locate.hyperparameters import hyperparameters_of
 from parity_tests.engine.locate.record import Call, Trace, mapped
 from parity_tests.engine.locate.run import Run, whole_run
 from parity_tests.engine.problem import Problem
@@ -35,7 +36,11 @@ def hooked(twin: torch.nn.Module, trace: Trace) -> torch.nn.Module:
     for name, module in twin.named_modules():
         prefix = f"{name}." if name else ""
         keys = frozenset(owner for key, owner in owners.items() if key.startswith(prefix))
-        fields = {"weights": keys, "shapes": tuple(sorted(shapes[key] for key in keys))}
+        fields = {
+            "weights": keys,
+            "shapes": tuple(sorted(shapes[key] for key in keys)),
+            "hyperparameters": hyperparameters_of(module),
+        }
 
         def before(module, args, kwargs, name=name, fields=fields):
             call = trace.begin(name, type(module).__name__, **fields)

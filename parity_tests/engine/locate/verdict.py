@@ -1,6 +1,7 @@
 """What the report says of a comparison call by call."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from parity_tests.engine.locate.blame import Blame, timeline
 from parity_tests.engine.locate.comparison import Comparison
@@ -11,6 +12,7 @@ from parity_tests.engine.locate.evidence import (
     Direction,
     Evidence,
 )
+from parity_tests.engine.locate.hyperparameters import differing
 from parity_tests.engine.locate.location import Location, Visit
 from parity_tests.engine.locate.record import Call
 
@@ -39,9 +41,8 @@ def departure(
         if call is not None and call.kind != "run" and call not in blame.within.ancestors:
             verdict += f", {word} {call.name or 'the module'}"
     culprit = None if blame.call is None else blame.call.name
-    return Location(
-        comparison.theirs.dtype, tuple(visits), culprit, verdict, _remarks(blame.unknown)
-    )
+    remarks = (*_remarks(blame.unknown), *_hyperparameters(comparison, blame.call))
+    return Location(comparison.theirs.dtype, tuple(visits), culprit, verdict, remarks)
 
 
 def nothing_departs(comparison: Comparison, is_forward: bool) -> Location:
@@ -85,6 +86,15 @@ def _visit(comparison: Comparison, call: Call, direction: Direction, departs: bo
         layouts += [d.layout for d in found if d.layout]
     jax_name = comparison.pairs[call][0].name
     return Visit(call.name, jax_name, errors[0], errors[1], departs, ", ".join({*layouts}))
+
+
+def _hyperparameters(comparison: Comparison, culprit: Call | None) -> Iterator[str]:
+    """Those of the culprit and of its JAX counterpart, where they differ."""
+    if culprit is None or culprit not in comparison.pairs:
+        return
+    ours = comparison.pairs[culprit][0]
+    if found := ", ".join(differing(culprit.hyperparameters, ours.hyperparameters)):
+        yield f"{culprit.kind} | {ours.kind}: {found}"
 
 
 def _remarks(unknown: tuple[Call, ...]) -> tuple[str, ...]:

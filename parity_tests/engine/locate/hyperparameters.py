@@ -1,0 +1,114 @@
+"""The hyperparameters of two layers, and those that differ."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+Hyperparameters = Mapping[str, Any]
+"""Numbers, strings, None, and tuples of them, by attribute."""
+
+ALIASES = (
+    ("eps", "epsilon", "variance_epsilon", "norm_eps", "layer_norm_epsilon"),
+    ("p", "rate", "dropout", "dropout_rate", "drop_prob"),
+    ("momentum", "1 - momentum"),
+    ("bias", "use_bias", "with_bias"),
+    ("elementwise_affine", "affine", "channelwise_affine", "use_scale", "use_weight"),
+    ("kernel_size", "kernel_shape"),
+    ("stride", "strides"),
+    ("dilation", "kernel_dilation", "dilation_rate"),
+    ("groups", "num_groups", "feature_group_count"),
+    ("num_heads", "n_heads", "n_head", "num_attention_heads"),
+)
+"""What frameworks call the same hyperparameter. All others need the same name on both sides."""
+CANONICAL = {alias: names[0] for names in ALIASES for alias in names}
+NOT_HYPERPARAMETERS = ("name", "training")
+JAX_LIBRARIES = ("equinox", "flax", "keras")
+SCALARS = (bool, int, float, complex, str, type(None))
+
+
+def hyperparameters_of(module: Any) -> Hyperparameters:
+    """The plain values among a module's public attributes, of whatever framework it is.
+
+    `bias` says whether there is one. The BatchNorm of JAX's libraries keeps `momentum` of the old
+    average, where torch takes up `momentum` of the new batch, so theirs is named `1 - momentum`.
+    """
+    attributes = getattr(module, "__dict__", {})
+    found: dict[str, Any] = {}
+    for name, value in {**attributes, **attributes.get("_parameters", {})}.items():
+        value = value.item() if isinstance(value, np.generic) else value
+        if name == "bias" and (value is None or hasattr(value, "shape")):
+            found[name] = value is not None
+        elif name[:1] != "_" and name not in NOT_HYPERPARAMETERS and _is_plain(value):
+            found[name] = value
+    if isinstance(found.get("momentum"), float) and any(
+        cls.__name__.startswith("BatchNorm") and cls.__module__.split(".")[0] in JAX_LIBRARIES
+        for cls in type(module).__mro__
+    ):
+        found["1 - momentum"] = round(1 - found.pop("momentum"), 12)
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    return type(value) in SCALARS
+
+
+def differing(theirs: Hyperparameters, ours: Hyperparameters) -> Iterator[str]:
+    """What differs, as in `eps 1e-05 | epsilon 1e-06`."""
+    own_names = {CANONICAL.get(name, name): name for name in ours} | {name: name for name in ours}
+    for name, value in theirs.items():
+        canonical = CANONICAL.get(name, name)
+        other = own_names.get(name) or own_names.get(canonical)
+        if other is None or ours[other] is None:  # the default of whatever it computes
+            continue
+        pair = value, ours[other]
+        if canonical == "padding":
+            if theirs.get("transposed") or theirs.get("padding_mode", "zeros") != "zeros":
+                continue  # JAX's libraries say these in other ways
+            pads = _pads(theirs), _pads(ours)
+            pair = pair if None in pads else pads
+        if not _is_same(*pair):
+            yield f"{name} {_shown(value)} | {other} {_shown(ours[other])}"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Are two values the same, up to rounding to float32? A number stands for equal numbers."""
+    if isinstance(a, tuple | list) or isinstance(b, tuple | list):
+        a, b = (x if isinstance(x, tuple | list) else (x,) for x in (a, b))
+        size = max(len(a), len(b))
+        if {len(a), len(b)} - {1, size}:
+            return False
+        a, b = ([*x] * (size if len(x) == 1 else 1) for x in (a, b))
+        return all(map(_is_same, a, b))
+    if isinstance(a, str) and isinstance(b, str):
+        return a.casefold() == b.casefold()
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return a == b
+
+
+def _pads(layer: Hyperparameters) -> Any:
+    """A convolution's padding before and after each axis; None if its shapes decide."""
+    own = {CANONICAL.get(name, name): value for name, value in layer.items()} | {**layer}
+    padding, given = own["padding"], [own.get(k, 1) for k in ("kernel_size", "dilation", "stride")]
+    rank = max(len(v) if isinstance(v, tuple | list) else 1 for v in (padding, *given))
+    if isinstance(padding, tuple | list):
+        pads = [p if isinstance(p, tuple | list) else (p, p) for p in padding]
+        return pads * (rank if len(pads) == 1 else 1)
+    if not isinstance(padding, str):
+        return [(padding, padding)] * rank
+    kernel, dilation, stride = ([*v] if isinstance(v, tuple | list) else [v] * rank for v in given)
+    totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=False)]
+    kind = padding.casefold()
+    if kind == "same" and {*stride} == {1} and "kernel_size" in own:
+        return [(total // 2, total - total // 2) for total in totals]
+    if kind == "causal":
+        return [(total, 0) for total in totals]
+    return [(0, 0)] * rank if kind == "valid" else None
+
+
+def _shown(value: Any) -> str:
+    return str(tuple(value) if isinstance(value, list) else value)
