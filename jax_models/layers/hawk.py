@@ -323,8 +323,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
 class HawkState(NamedTuple):
     """What a Hawk block carries: the convolution's inputs and the recurrence's state."""
 
-    conv: CausalConv1DState | None
-    """None in a block without a convolution."""
+    conv: CausalConv1DState
     rglru: RGLRUState
 
 

@@ -17,7 +17,7 @@ from jax_models.layers.hawk import (
     normal_of_fan_in,
 )
 from jax_models.layers.linear import Linear, torch_uniform
-from jax_models.ops import LocalAttentionState, carry_dtype
+from jax_models.ops import CausalConv1DState, LocalAttentionState, carry_dtype
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import (
@@ -124,14 +124,16 @@ class HippogriffHawk(SequenceLayer[HawkState]):
 
     def init_state(self, batch_size: int) -> HawkState:
         """Zeros, in at least float32."""
-        conv = None if self.conv is None else self.conv.init_state(batch_size)
-        return HawkState(conv, self.rglru.init_state(batch_size))
+        rglru = self.rglru.init_state(batch_size)
+        if self.conv is None:
+            return HawkState(CausalConv1DState(rglru.h[..., None][..., :0]), rglru)
+        return HawkState(self.conv.init_state(batch_size), rglru)
 
     def sequence(self, x, state, lengths, reset):
         """The gate times the recurrence of the convolution, projected."""
         x = x.astype(self.computation_dtype(x))
         gate = ops.gelu(self.gate_proj(x))
-        u, conv = self.recurrent_proj(x), None
+        u, conv = self.recurrent_proj(x), state.conv
         if self.conv is not None:
             u, conv = self.conv.sequence(u, state.conv, lengths, reset)
         c = None if self.log_c is None else jnp.exp(self.log_c[...].astype(self.state_dtype))

@@ -36,7 +36,7 @@ class HippogriffHawk(nn.Module):
 
     x and y are (batch, time, features), the state (inputs, h): the last kernel_size − 1 inputs of
     the convolution, (batch, hidden_features, kernel_size − 1), and h, (batch, hidden_features).
-    Without a convolution the state is (h,).
+    Without a convolution there are no inputs, (batch, hidden_features, 0).
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class HippogriffHawk(nn.Module):
             self.alpha_log_scale = nn.Parameter(torch.tensor([math.log(8)]), requires_grad=False)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        *inputs, h = self.init_state(x.shape[0]) if state is None else state
+        inputs, h = self.init_state(x.shape[0]) if state is None else state
         gate, u = self.input(x).chunk(2, dim=-1)
         if self.conv is not None:
-            window = torch.cat([*inputs, u.mT], dim=-1)
-            inputs = [window[:, :, x.shape[1] :]]
+            window = torch.cat([inputs, u.mT], dim=-1)
+            inputs = window[:, :, x.shape[1] :]
             u = self.conv(window).mT
         c = 8 if self.alpha_log_scale is None else self.alpha_log_scale.exp()
         r, i = torch.sigmoid(self.gates(u)).chunk(2, dim=-1)
@@ -77,14 +77,12 @@ class HippogriffHawk(nn.Module):
             h = a_t * h + b_t
             outputs.append(h)
         y = self.output(F.gelu(gate) * torch.stack(outputs, dim=1))
-        return y, (*inputs, h)
+        return y, (inputs, h)
 
     def init_state(self, batch_size: int) -> State:
-        if self.conv is None:
-            return (self.forget_base.new_zeros(batch_size, len(self.forget_base)),)
-        hidden, _, kernel_size = self.conv.weight.shape
-        inputs = self.conv.weight.new_zeros(batch_size, hidden, kernel_size - 1)
-        return inputs, self.forget_base.new_zeros(batch_size, hidden)
+        h = self.forget_base.new_zeros(batch_size, len(self.forget_base))
+        num_inputs = 0 if self.conv is None else self.conv.kernel_size[0] - 1
+        return h.new_zeros(*h.shape, num_inputs), h
 
 
 class HippogriffMLP(nn.Module):
@@ -159,7 +157,8 @@ class HippogriffBlock(nn.Module):
                 features, hidden_features=hidden_features, kernel_size=kernel_size, version=version
             )
         }
-        self.pairs = [recurrence]
+        self.recurrence = recurrence[0]
+        self.pairs: list[tuple[str, str]] = [recurrence]
         if num_heads is not None:
             mixers["smqa"] = HippogriffAttention(
                 features, num_heads, num_kv_heads=num_kv_heads, window=window
@@ -170,18 +169,14 @@ class HippogriffBlock(nn.Module):
             self.add_module(mixer, mixers[mixer])
             self.add_module(f"{mlp}_norm", HippogriffNorm(features))
             self.add_module(mlp, HippogriffMLP(features, mlp_features))
-        self.hawk_state_size = 1 if kernel_size is None else 2
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        of_hawk, of_smqa = None, None
+        states: dict[str, State] = {}
         if state is not None:
-            of_hawk, of_smqa = state[: self.hawk_state_size], state[self.hawk_state_size :]
+            states = {self.recurrence: state[:2], "smqa": state[2:]}
         for mixer, mlp in self.pairs:
             normed = self.get_submodule(f"{mixer}_norm")(x)
-            if mixer == "smqa":
-                y, of_smqa = self.smqa(normed, of_smqa)
-            else:
-                y, of_hawk = self.get_submodule(mixer)(normed, of_hawk)
+            y, states[mixer] = self.get_submodule(mixer)(normed, states.get(mixer))
             x = x + y
             x = x + self.get_submodule(mlp)(self.get_submodule(f"{mlp}_norm")(x))
-        return x, (*of_hawk, *(of_smqa or ()))
+        return x, (*states[self.recurrence], *states.get("smqa", ()))
