@@ -2,7 +2,8 @@
 
 A table is a list of `Weight` rows. A layout is the name of a table: a layer that can read several
 kinds of `state_dict` has a table for each, and its `torch_layouts` returns them by name.
-`from_torch` and `to_torch` read the same table in the two directions.
+`from_torch` and `to_torch` read the same table in the two directions. Where a layer has no bias,
+`bias=False`, as torch says, and `use_bias=False`, as Flax says, mean the same.
 """
 
 from math import prod
@@ -41,10 +42,10 @@ class HasLayouts(Protocol):
         ...
 
 
-def linear(param: str, key: str, *, bias: bool = True) -> Table:
+def linear(param: str, key: str, *, bias: bool = True, use_bias: bool = True) -> Table:
     """`nnx.Linear` and `torch.nn.Linear`."""
     weight = transposed(at(param, "kernel"), at(key, "weight"))
-    return _with_bias(weight, param, key, bias)
+    return _with_bias(weight, param, key, bias and use_bias)
 
 
 def linear_general(
@@ -54,6 +55,7 @@ def linear_general(
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
     bias: bool = True,
+    use_bias: bool = True,
 ) -> Table:
     """`nnx.LinearGeneral` of several axes, and `torch.nn.Linear` of their product.
 
@@ -64,10 +66,12 @@ def linear_general(
         transposed(at(param, "kernel"), at(key, "weight")), (*in_shape, *out_shape), flat
     )
     of_bias = reshaped(same(at(param, "bias"), at(key, "bias")), out_shape, flat[1:])
-    return [weight, of_bias] if bias else [weight]
+    return [weight, of_bias] if bias and use_bias else [weight]
 
 
-def linear_of_image(param: str, key: str, *, shape: tuple[int, ...], bias: bool = True) -> Table:
+def linear_of_image(
+    param: str, key: str, *, shape: tuple[int, ...], bias: bool = True, use_bias: bool = True
+) -> Table:
     """`linear` on a flattened image, (height, width, channels) here and channels first in torch.
 
     `shape` is torch's, (channels, height, width), or that of as many axes as there are.
@@ -80,17 +84,23 @@ def linear_of_image(param: str, key: str, *, shape: tuple[int, ...], bias: bool 
         return (first_last(a.reshape(*shape[1:], shape[0], -1)).reshape(a.shape[1], -1),)
 
     weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
-    return _with_bias(weight, param, key, bias)
+    return _with_bias(weight, param, key, bias and use_bias)
 
 
-def conv(param: str, key: str, *, bias: bool = True) -> Table:
+def conv(param: str, key: str, *, bias: bool = True, use_bias: bool = True) -> Table:
     """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, in any number of groups."""
     weight = flipped(at(param, "kernel"), at(key, "weight"))
-    return _with_bias(weight, param, key, bias)
+    return _with_bias(weight, param, key, bias and use_bias)
 
 
 def conv_transpose(
-    param: str, key: str, *, bias: bool = True, transpose_kernel: bool = False, groups: int = 1
+    param: str,
+    key: str,
+    *,
+    bias: bool = True,
+    use_bias: bool = True,
+    transpose_kernel: bool = False,
+    groups: int = 1,
 ) -> Table:
     """`nnx.ConvTranspose` and `torch.nn.ConvTranspose1d`, `2d` or `3d`.
 
@@ -99,7 +109,7 @@ def conv_transpose(
     kernel of `jax.lax.conv_general_dilated` in groups is (…, in / groups, out).
     """
     if transpose_kernel:
-        return conv(param, key, bias=bias)
+        return conv(param, key, bias=bias and use_bias)
 
     def to_jax(a):
         spatial = tuple(range(2, a.ndim))
@@ -115,17 +125,17 @@ def conv_transpose(
         return (grouped.reshape(a.shape[-2] * groups, -1, *a.shape[:-2]),)
 
     weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
-    return _with_bias(weight, param, key, bias)
+    return _with_bias(weight, param, key, bias and use_bias)
 
 
-def dense(param: str, key: str, *, bias: bool = True) -> Table:
+def dense(param: str, key: str, *, bias: bool = True, use_bias: bool = True) -> Table:
     """`nnx.Linear` and Linen's `Dense`."""
-    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, bias)
+    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, bias and use_bias)
 
 
-def layer_norm(param: str, key: str, *, bias: bool = True) -> Table:
+def layer_norm(param: str, key: str, *, bias: bool = True, use_bias: bool = True) -> Table:
     """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
-    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, bias)
+    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, bias and use_bias)
 
 
 def rms_norm(param: str, key: str, name: str = "weight") -> Table:
@@ -161,6 +171,7 @@ def multi_head_attention(
     num_heads: int,
     features: int,
     bias: bool = True,
+    use_bias: bool = True,
     kv_features: int | None = None,
 ) -> Table:
     """`nnx.MultiHeadAttention`, or Linen's, and `torch.nn.MultiheadAttention`.
@@ -168,6 +179,7 @@ def multi_head_attention(
     `features` is torch's `embed_dim`. `kv_features` is torch's `kdim` and `vdim` where given: torch
     then has three matrices instead of one.
     """
+    bias = bias and use_bias
     heads, names = (num_heads, features // num_heads), ("query", "key", "value")
     sizes = (features, kv_features or features, kv_features or features)
     kernels, biases = (

@@ -1,6 +1,8 @@
 """The weight tables of the layers that both frameworks have: same function, same bits back."""
 
+import inspect
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,13 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models import from_torch, to_torch
+from jax_models import from_torch, to_torch, weights
 from jax_models.weights import (
     added,
     batch_norm,
     conv,
     conv_transpose,
+    dense,
     embedding,
     expanded,
     gates,
@@ -363,3 +366,37 @@ def test_keys_that_all_differ_are_told_one_by_one():
             nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nn.Linear(3, 2).state_dict(), linear("", "head")
         )
     assert "missing key head.weight, shape (2, 3): the unexpected weight has it" in str(error.value)
+
+
+FUNCTIONS = {name: value for name, value in vars(weights).items() if inspect.isfunction(value)}
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"from_torch", "to_torch", "loader"}))
+def test_the_page_shows_the_signatures(name):
+    parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
+    bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
+    page = Path(__file__).parents[2] / "docs" / "weights.md"
+    assert f"| `{name}{bare}` |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        partial(function, **options)
+        for function, options in {
+            linear: {},
+            dense: {},
+            linear_general: {"in_shape": (2,), "out_shape": (3,)},
+            linear_of_image: {"shape": (1, 2, 3)},
+            conv: {},
+            conv_transpose: {},
+            layer_norm: {},
+            multi_head_attention: {"num_heads": 2, "features": 4},
+        }.items()
+    ],
+)
+def test_a_bias_has_both_names(table):
+    def keys(**options):
+        return [row.keys for row in table("param", "key", **options)]
+
+    assert keys(bias=False) == keys(use_bias=False) == [k for k in keys() if "bias" not in str(k)]
