@@ -36,7 +36,10 @@ DROPS = {"context_length": None, "num_layers": 2, "dropout_rate": 0.3}
 MODELS = {
     "hawk": HawkLanguageModelConfig(**SMALL, mlp_features=96),
     "hawk, remat": HawkLanguageModelConfig(
-        **SMALL | {"vocab_size": VOCABULARY + 1}, mlp_features=96, remat="full"
+        **SMALL | {"vocab_size": VOCABULARY + 1},
+        mlp_features=96,
+        remat="full",
+        parameterization="softplus",
     ),
     "griffin": GriffinLanguageModelConfig(
         **SMALL | {"num_layers": 3}, mlp_features=96, recurrent_features=48, window=9
@@ -204,6 +207,13 @@ def test_a_griffin_is_divided_by_blocks_of_gates_and_heads_of_queries(name, shap
     mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
     spec = place(f"layers.layers.0.temporal_block.{name}", shape, mesh, fully_sharded=False)
     assert [*spec] == ["model" if i == axis else None for i in range(len(shape))]
+
+
+@pytest.mark.parametrize("name", ["a", "a_param"])
+def test_a_hawk_is_divided_by_features(name):
+    mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
+    spec = place(f"layers.layers.0.hawk.rglru.{name}", (32,), mesh, fully_sharded=False)
+    assert [*spec] == ["model"]
 
 
 @pytest.mark.parametrize(("size", "axis"), [(64, "model"), (65, None)])

@@ -163,8 +163,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
             }
             self.input_gate = BlockDiagonal(features, num_blocks, **blocks)
             self.recurrence_gate = BlockDiagonal(features, num_blocks, **blocks)
-        power = c if direct else 2  # a to this power starts uniform
-        low, high = (0.9, 0.999) if direct else (0.9**2, 0.999**2)
+        # a to this power starts uniform between low and high
+        power, low, high = (c, 0.9, 0.999) if direct else (2, 0.9**2, 0.999**2)
         to_power = jax.random.uniform(
             rngs.params(), (features,), carry_dtype(param_dtype), low, high
         )
