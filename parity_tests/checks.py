@@ -54,7 +54,8 @@ class Subject:
         self.x = case.inputs()
         self.state = case.state()
         self._call = jax.jit(self.layer.__call__)
-        self._masked = jax.jit(self._results_and_gradient)
+        self._graphdef, self.params, self._rest = nnx.split(self.layer, nnx.Param, ...)
+        self._masked = jax.jit(self._results_and_gradients)
 
     @functools.cached_property
     def documents(self) -> tuple[np.ndarray, int]:
@@ -68,18 +69,26 @@ class Subject:
 
     def masked(self, x, lengths=ALL_STEPS, reset=NO_RESET):
         """The outputs, the last state, and the gradient of a loss over both for x (floating)."""
-        return jax.device_get(self._masked(x, lengths, reset if self.case.resettable else None))
+        y, last, (_, gradient) = self.results_and_gradients(
+            self.params, self.state, x, lengths, reset
+        )
+        return y, last, gradient
 
-    def _results_and_gradient(self, x, lengths, reset):
-        def loss(x):
-            y, last = self.layer(x, self.state, lengths=lengths, reset=reset)
+    def results_and_gradients(self, params, state, x, lengths=ALL_STEPS, reset=NO_RESET):
+        """The outputs, the last state, and the gradients for the parameters and x (floating)."""
+        reset = reset if self.case.resettable else None
+        return jax.device_get(self._masked(params, state, x, lengths, reset))
+
+    def _results_and_gradients(self, params, state, x, lengths, reset):
+        def loss(params, x):
+            layer = nnx.merge(self._graphdef, params, self._rest)
+            y, last = layer(x, state, lengths=lengths, reset=reset)
             floating = (a for a in jax.tree.leaves(last) if jnp.issubdtype(a.dtype, jnp.floating))
             return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating)), (y, last)
 
-        if isinstance(self.layer, LanguageModel):
-            return *loss(x)[1], None
-        gradient, (y, last) = jax.grad(loss, has_aux=True)(x)
-        return y, last, gradient
+        arguments = (0,) if isinstance(self.layer, LanguageModel) else (0, 1)
+        gradients, (y, last) = jax.grad(loss, arguments, has_aux=True)(params, x)
+        return y, last, (*gradients, None)[:2]
 
     def part(self, start: int, stop: int, state):
         """The steps from `start` to `stop` of all rows, each from its row of the state."""
@@ -254,6 +263,22 @@ def padding_has_no_influence(subject: Subject):
         assert_same_state(
             subject.rows([row], last), subject.rows([row], last_unpadded), f"state of row {row}"
         )
+
+
+@check
+def zeros_have_finite_outputs_and_gradients(subject: Subject):
+    """As padding, dead channels and zero weights have; a parameter with bounds keeps its value."""
+    x, start = np.zeros_like(subject.x), subject.layer.init_state(BATCH)
+    zeros = jax.tree.map(
+        lambda p: p if "bounds" in p.get_metadata() else p.replace(jnp.zeros_like(p[...])),
+        subject.params,
+        is_leaf=lambda p: isinstance(p, nnx.Variable),
+    )
+    for name, params in {"random": subject.params, "zero": zeros}.items():
+        results = subject.results_and_gradients(params, start, x, LENGTHS)
+        for path, array in jax.tree.leaves_with_path(results):
+            where = jax.tree_util.keystr(path)
+            assert np.isfinite(array).all(), f"{name} parameters: not finite: {where}"
 
 
 @check

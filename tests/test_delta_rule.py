@@ -8,7 +8,7 @@ import pytest
 from jax_models.ops import delta_rule
 from parity_tests.engine.tolerance import K, assert_same, floor, rms
 
-METHODS = ("sequential", "chunked")
+METHODS = ("sequential", "chunked", "auto")
 BATCH, HEADS, KEY, VALUE = 3, 2, 5, 6
 LEAST_LOG_DECAY = -0.6
 
@@ -74,7 +74,7 @@ def test_is_the_loop(x64, method, kind, time):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_forms_have_the_same_gradients(x64, kind):
+def test_all_forms_have_the_same_gradients(x64, kind):
     arrays, options = inputs(kind, 150)
     mask = masks(150)
     active = (np.arange(150) < mask["lengths"][:, None])[..., None, None]
@@ -83,9 +83,10 @@ def test_both_forms_have_the_same_gradients(x64, kind):
         y, last = delta_rule(**arrays, **options, **mask, method=method)
         return jnp.sum(jnp.sin(jnp.where(active, y, 0))) + jnp.sum(jnp.cos(last))
 
-    sequential, chunked = (jax.jit(jax.grad(loss), static_argnums=1)(arrays, m) for m in METHODS)
+    sequential, *others = (jax.jit(jax.grad(loss), static_argnums=1)(arrays, m) for m in METHODS)
     for name, gradient in sequential.items():
-        assert_same(chunked[name], gradient, name)
+        for other in others:
+            assert_same(other[name], gradient, name)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -34,6 +34,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
 
     with g (order, features, max_length) the parameter `h`, α and b (features,); the norm is over
     the features at each step (the seed's text says over time; its code is what counts).
+    A tap that is zero in all features stays zero.
 
     Args:
         features: D.
@@ -70,7 +71,8 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         g = wide(self.h)[:, :, :length]
         b = jnp.broadcast_to(wide(self.b)[:, None], g.shape[1:])
         h = g * jnp.broadcast_to(_decay(self.alphas, self.t, length) + b, g.shape)
-        return h / jnp.sum(jnp.abs(h), axis=1, keepdims=True)
+        norm = jnp.sum(jnp.abs(h), axis=1, keepdims=True)
+        return h / jnp.where(norm > 0, norm, 1)
 
     def torch_layouts(self) -> Layouts:
         """`annotated-hyena`: the seed's keys."""

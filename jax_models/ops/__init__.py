@@ -8,6 +8,7 @@ from jax_models.ops.gelu import gelu
 from jax_models.ops.gru import GRUState, gru
 from jax_models.ops.hyper_lstm import HyperLSTMState, hyper_lstm
 from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
+from jax_models.ops.l2_normalize import l2_normalize
 from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_lstm
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.local_attention import LocalAttentionState, local_attention
@@ -69,6 +70,7 @@ __all__ = [
     "gelu",
     "gru",
     "hyper_lstm",
+    "l2_normalize",
     "layer_norm_lstm",
     "linear_recurrence",
     "local_attention",

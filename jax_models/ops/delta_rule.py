@@ -11,6 +11,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import common_carry_dtype
+from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import checked
 from jax_models.ops.delta_rule_chunk import CHUNK, Chunk, across, is_bounded
 from jax_models.ops.kernels.matrix_scan import KERNELS
@@ -20,8 +21,11 @@ from jax_models.ops.varying import alike
 
 DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
-SEGMENT = 128
-"""Steps of which the backward pass keeps the first state, and computes the rest again."""
+SEGMENT = 32
+"""Steps of which the backward pass keeps the first state, and computes the rest again: so few that
+their states stay in the cache of a CPU."""
+CHUNKS = 8
+"""Chunks of which it does so."""
 GONE = -1e5
 """A log decay whose exponential is zero in every dtype. A smaller one counts as this."""
 
@@ -80,11 +84,12 @@ def delta_rule(
         method: "sequential", a `lax.scan` over the steps; "chunked", 16 steps as products of
             matrices (Yang et al. 2024, arXiv 2406.06484); "pallas", the chunks in one kernel
             (`ops.kernels.matrix_scan`); "pallas_interpreted", the TPU's kernel in an interpreter,
-            anywhere and slowly; "auto", chunked on every device, since no kernel was measured yet,
-            and sequential below 16 steps. A symbolic number of steps is taken sequentially by any
-            method. All compute in at least float32, with the highest precision on a TPU. The
-            backward pass keeps a state every 128 steps, that of the kernels one every 16. Without
-            `reset`, a NaN reaches outputs up to 15 steps before it, unless it is "sequential".
+            anywhere and slowly; "auto", sequential on a CPU and below 16 steps, chunked elsewhere,
+            since no kernel was measured yet. A symbolic number of steps is taken sequentially by
+            any method. All compute in at least float32, with the highest precision on a TPU. The
+            backward pass keeps a state every 32 steps, in chunks one every 128, in kernels one
+            every 16. Without `reset`, a NaN reaches outputs up to 15 steps before it, unless the
+            method is sequential.
         time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. The
             steps of a device make `S M + E` of S: the devices exchange M and E, and each then runs
             from the S before it.
@@ -213,8 +218,10 @@ def _with_bonus(
             xs = xs._replace(a=jnp.where(restart, 0, xs.a))
         if not chunk.reads_after:
             xs = xs._replace(r=jnp.where(restart, 0, xs.r))
-    if method == "sequential":
-        y, last = _sequential(xs, state, reads_after=chunk.reads_after)
+    if method == "auto":
+        y, last = _fastest(chunk, xs, state)
+    elif method == "sequential":
+        y, last = _sequential(chunk.reads_after, xs, state)
     elif method in KERNELS:
         y, last = _in_kernel(KERNELS[method], chunk, xs, state)
     else:
@@ -234,32 +241,96 @@ def _in_segments(run: Callable, xs: Steps, state: Array) -> tuple[Array, Array]:
     return y, last
 
 
-def _sequential(xs: Steps, state: Array, *, reads_after: bool) -> tuple[Array, Array]:
-    """One step after the other."""
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _fastest(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
+    """On a CPU the steps, elsewhere chunks."""
+    return by_platform(
+        xs,
+        state,
+        cpu=partial(_sequential, chunk.reads_after),
+        default=partial(_chunked, chunk),
+    )
 
-    def step(state, x):
-        after = state * jnp.exp(x.log_w)[..., None, :] + _outer(x.v, x.k)
-        if x.a is not None:
-            after += _outer(_applied(state, x.a), x.b)
-        return after, _applied(after if reads_after else state, x.r)
+
+@_fastest.defjvp
+def _fastest_jvp(chunk: Chunk, primals, tangents):
+    """`by_platform` would run the chosen form once more for its derivative."""
+
+    def run(xs, state):
+        forms = {
+            "cpu": partial(_by_segment, chunk.reads_after),
+            "default": partial(_chunked, chunk),
+        }
+        return lax.platform_dependent(xs, state, **forms)
+
+    return jax.jvp(run, primals, tangents)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sequential(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
+    """One step after the other, each of which reads the state before it once.
+
+    An output of the state after a step is read with the next step's correction: products with one
+    vector take nearly as long as products with two.
+    """
+
+    def at(t, x):
+        return lax.dynamic_index_in_dim(x, t, axis=1, keepdims=False)
+
+    def step(t, carry):
+        state, y = carry
+        x, read = jax.tree.map(partial(at, t), xs), lax.max(t - 1, 0) if reads_after else t
+        readers = [at(read, xs.r)] if x.a is None else [at(read, xs.r), x.a]
+        found = _einsum("bhck,bhkv->bhcv", jnp.stack(readers, axis=-2), state)
+        y = lax.dynamic_update_index_in_dim(y, found[..., 0, :], read, axis=1)
+        return _after(state, x, found[..., -1, :]), y
 
     time = xs.k.shape[1]
+    y = alike((jnp.zeros(xs.v.shape, state.dtype), xs))[0]
+    state, y = lax.fori_loop(0, time, step, (state.mT, y))
+    if reads_after:
+        last = _einsum("bhk,bhkv->bhv", at(time - 1, xs.r), state)
+        y = lax.dynamic_update_index_in_dim(y, last, time - 1, axis=1)
+    return y, state.mT
+
+
+@_sequential.defjvp
+def _sequential_jvp(reads_after: bool, primals, tangents):
+    return jax.jvp(partial(_by_segment, reads_after), primals, tangents)
+
+
+def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
+    """The same steps for derivatives."""
+
+    def step(state, x):
+        found = None if x.a is None else _einsum("bhk,bhkv->bhv", x.a, state)
+        after = _after(state, x, found)
+        return after, _einsum("bhk,bhkv->bhv", x.r, after if reads_after else state)
+
+    time, state = xs.k.shape[1], state.mT
     by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
     if is_symbolic_dim(time):
         last, y = lax.scan(step, state, by_time)
-        return jnp.moveaxis(y, 0, 1), last
+        return jnp.moveaxis(y, 0, 1), last.mT
     size = min(SEGMENT, time)
     by_segment = jax.tree.map(lambda x: _cut(x, 0, size), by_time)
     y, last = _in_segments(partial(lax.scan, step), by_segment, state)
-    return jnp.moveaxis(y.reshape(-1, *y.shape[2:])[:time], 0, 1), last
+    return jnp.moveaxis(y.reshape(-1, *y.shape[2:])[:time], 0, 1), last.mT
 
 
-def _outer(v: Array, k: Array) -> Array:
-    return v[..., :, None] * k[..., None, :]
+def _after(state: Array, x: Steps, correction: Array | None) -> Array:
+    """The transposed state after a step, which adds `correction` where b says."""
+    after = state * jnp.exp(x.log_w)[..., None] + _outer(x.k, x.v)
+    if x.b is None or correction is None:
+        return after
+    return after + _outer(x.b, correction)
 
 
-def _applied(state: Array, r: Array) -> Array:
-    return jnp.sum(state * r[..., None, :], axis=-1)
+def _outer(k: Array, v: Array) -> Array:
+    return k[..., :, None] * v[..., None, :]
+
+
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def _cut(x: Array, axis: int, size: int) -> Array:
@@ -274,7 +345,7 @@ def _cut(x: Array, axis: int, size: int) -> Array:
 def _chunked(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
     """Products of matrices within chunks, of which some are computed together."""
     time = xs.k.shape[1]
-    count = min(SEGMENT, time + -time % CHUNK) // CHUNK
+    count = min(CHUNKS, -(-time // CHUNK))
 
     def chunks(state, xs):
         return lax.scan(lambda state, x: across(state, *x), state, chunk.within(*xs))

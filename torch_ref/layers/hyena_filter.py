@@ -54,7 +54,8 @@ class HyenaFilter(nn.Module):
     def forward(self, length: int) -> Tensor:
         check_length(length, self.max_length)
         h = self.window(self.h[..., :length])
-        return h / h.abs().sum(dim=-2, keepdim=True)
+        norm = h.abs().sum(dim=-2, keepdim=True)
+        return h / torch.where(norm > 0, norm, 1)  # a tap of zeros stays zero
 
 
 class PositionalEmbedding(nn.Module):
