@@ -1,6 +1,7 @@
 """The modal convolution by chunks, and what StripedHyena's layers are beside their twins."""
 
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +55,12 @@ def loop(v, modes, weights, lengths=None, reset=None):
     return y, np.stack([s.real, s.imag], axis=-1)
 
 
+@pytest.mark.parametrize("form", ["_sequential", "_chunked"])
 @pytest.mark.parametrize("masks", ["", "lengths", "reset", "both"])
 @pytest.mark.parametrize("time", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 7])
-def test_chunks_are_the_recurrence(x64, time, masks):
+def test_steps_and_chunks_are_the_recurrence(x64, monkeypatch, time, masks, form):
+    module = import_module("jax_models.ops.modal_conv")
+    monkeypatch.setattr(module, "_modal_conv", getattr(module, form))
     v, modes, weights = problem(time)
     options = {}
     if masks in ("lengths", "both"):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine
@@ -57,10 +58,22 @@ def min_lstm(
         h_t = f_t / (f_t + i_t) ⊙ h_{t−1} + i_t / (f_t + i_t) ⊙ (x_t W_h + b_h)
 
     `masks` are `lengths`, `reset` and `reverse`, as in `linear_recurrence`. The shares of f and i
-    are computed as `σ(log f − log i)` and `σ(log i − log f)`, which stay right where both are tiny.
+    are quotients of exponentials of numbers ≤ 0, which stay right where both gates are tiny.
     """
     f, i, candidate = jnp.split(affine(x, kernel, bias), 3, axis=-1)
-    difference = jax.nn.log_sigmoid(f) - jax.nn.log_sigmoid(i)
-    keep, let_in = jax.nn.sigmoid(difference), jax.nn.sigmoid(-difference)
+    keep, let_in = _shares(f, i)
     h, last = linear_recurrence(keep, let_in * candidate, state.h, method=method, **masks)
     return h, MinRNNState(last)
+
+
+def _shares(f: Array, i: Array) -> tuple[Array, Array]:
+    """`σ(f)` and `σ(i)`, each divided by their sum.
+
+    With `σ(f) = 1 / (1 + e^−f)` the first is `(1 + e^−i) / (2 + e^−f + e^−i)`. Both parts are
+    scaled by e^least, which cancels, so it needs no derivative.
+    """
+    f, i = (jnp.maximum(gate, jnp.finfo(gate.dtype).min) for gate in (f, i))  # −∞ − −∞ is NaN
+    least = lax.stop_gradient(jnp.minimum(jnp.minimum(f, i), 0))
+    one, of_f, of_i = jnp.exp(least), jnp.exp(least - f), jnp.exp(least - i)
+    both = 2 * one + of_f + of_i
+    return (one + of_i) / both, (one + of_f) / both

@@ -4,19 +4,24 @@ import math
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import default_backend, lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Complex, Float, Int
 
 from jax_models.ops.affine import common_carry_dtype
+from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import checked
 from jax_models.ops.linear_recurrence import linear_recurrence
-from jax_models.ops.segments import mask_padding
+from jax_models.ops.segments import mask_padding, segments
 from jax_models.ops.time_axis import of_device_before, refuse_lengths
+from jax_models.ops.varying import alike
 
 CHUNK = 32
 """Steps of a chunk. A longer one costs more products within it, a shorter one more states."""
+MANY_STATES = 2**20
+"""Complex numbers. On a CPU, to keep fewer for the backward pass is faster than to use chunks."""
 
 
 class ModalConvState(NamedTuple):
@@ -45,10 +50,11 @@ def modal_conv(
     λ are the poles and R the residues, n of each feature. Complex numbers are pairs of real ones,
     the last axis. Computed in at least float32; y has the dtype of v.
 
-    Time is cut in chunks of 32 steps. A product with the taps makes what a chunk gives to itself,
-    and `linear_recurrence` the states between chunks, so that memory for states is 2n/32 of that
-    for v. A NaN reaches all steps of its chunk. With `reset`, a chunk is one step, and there are
-    states of each: 2n times the memory of v.
+    On a CPU the steps run one after the other. Elsewhere, and under differentiation unless the
+    states of all steps are few, time is cut in chunks of 32 steps. A product with the taps makes
+    what a chunk gives to itself, and `linear_recurrence` the states between chunks, so that memory
+    for states is 2n/32 of that for v. A NaN reaches all steps of its chunk. With `reset`, a chunk
+    is one step, and there are states of each: 2n times the memory of v.
 
     Args:
         v: the inputs.
@@ -69,12 +75,55 @@ def modal_conv(
     """
     refuse_lengths(lengths, time_axis)
     dtype = common_carry_dtype(v, poles, residues)
-    batch, time, features = v.shape
     poles, residues, start = (
         lax.complex(x[..., 0], x[..., 1])
         for x in (array.astype(dtype) for array in (poles, residues, state.modes))
     )
-    u = mask_padding(v.astype(dtype), lengths)
+    u, skip = mask_padding(v.astype(dtype), lengths), skip.astype(dtype)
+    if time_axis is not None or any(map(is_symbolic_dim, v.shape)):
+        y, last = _chunked(u, start, poles, residues, skip, lengths, reset, time_axis)
+    else:
+        y, last = _modal_conv(*alike((u, start, poles, residues, skip, lengths, reset)))
+    return y.astype(v.dtype), ModalConvState(_parts(last))
+
+
+@jax.custom_jvp
+def _modal_conv(u, start, poles, residues, skip, lengths, reset):
+    """All y, and the last s."""
+    return by_platform(
+        u, start, poles, residues, skip, lengths, reset, cpu=_sequential, default=_chunked
+    )
+
+
+@_modal_conv.defjvp
+def _modal_conv_jvp(primals, tangents):
+    u, _, poles, _, _, *masks = primals
+    few = u.shape[0] * u.shape[1] * poles.size < MANY_STATES
+    form = _sequential if few and default_backend() == "cpu" else _chunked
+    return jax.jvp(lambda *arrays: form(*arrays, *masks), primals[:5], tangents[:5])
+
+
+def _sequential(u, start, poles, residues, skip, lengths, reset):
+    """One step after the other. The features come last, so that a step is whole vectors."""
+    masks = segments(u.shape[1], lengths, reset)
+    poles, residues, start = (jnp.moveaxis(z, -1, 0) for z in (poles[None], residues[None], start))
+
+    def step(s, now):
+        u, (active, restart) = now
+        if restart is not None:
+            s = jnp.where(restart[None, :, None], jnp.zeros_like(s), s)
+        new = poles * s + u[None].astype(s.dtype)
+        y = jnp.sum((residues * new).real, axis=0) + skip[None] * u
+        return (new if active is None else jnp.where(active[None, :, None], new, s)), y
+
+    by_time = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (u, masks))
+    last, y = lax.scan(step, start, by_time)
+    return jnp.swapaxes(y, 0, 1), jnp.moveaxis(last, 0, -1)
+
+
+def _chunked(u, start, poles, residues, skip, lengths, reset, time_axis=None):
+    """Products within chunks, and a recurrence between them."""
+    batch, time, features = u.shape
     size = _chunk_size(time, reset is not None, time_axis is not None)
     full, count = time // size, -(-time // size)
     padding = 0 if size == 1 else count * size - time
@@ -115,8 +164,8 @@ def modal_conv(
             lengths=steps % size,
         )
     y = y.reshape(batch, count * size, features)[:, :time]
-    y = y + jnp.broadcast_to(skip.astype(dtype), y.shape) * u
-    return y.astype(v.dtype), ModalConvState(_parts(last.reshape(batch, *poles.shape)))
+    y = y + jnp.broadcast_to(skip, y.shape) * u
+    return y, last.reshape(batch, *poles.shape)
 
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
