@@ -7,6 +7,7 @@ they cast to float32, so that a fault far below float32's rounding is seen.
 import dataclasses
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ class Found:
     """Those in less than float64, in float64."""
     padding: bool = False
     """Has an embedding a gradient in a row that torch leaves alone?"""
+    x64_error: str = ""
+    """What tracing with JAX's x64 raises, if the program is one traced without it."""
 
 
 def place_of(equation: Any) -> str:
@@ -102,7 +105,8 @@ def look_into(closed: ClosedJaxpr, found: Found) -> None:
         name = equation.primitive.name
         if name == "convert_element_type" and varies:
             old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
-            is_coarser = str(old) in ("float64", "complex128") and str(new) in COARSER | WIDE
+            wide = ("float32", "complex64") if found.x64_error else ("float64", "complex128")
+            is_coarser = str(old) in wide and str(new) in {*COARSER, *WIDE} - {*wide}
             if is_coarser and ENGINE not in place:
                 found.casts.append(f"{old} to {new} at {place}")
         elif name in DRAWS:
@@ -347,6 +351,30 @@ def _as_many_axes(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
     return [len(v.aval.shape) == len(a.shape) for v, a in zip(outer, inner, strict=True)]
 
 
+def traced(
+    function: Callable[..., Any], args: Sequence[Any], found: Found
+) -> tuple[ClosedJaxpr, Any]:
+    """The function's program and the shapes of its results.
+
+    A model that computes in float32 whatever its weights are may mix dtypes under x64: the carry of
+    `nnx.LSTMCell`, for example, starts in float32 and would continue in float64. Such a model is
+    traced without x64, as its users do.
+    """
+    make = partial(jax.make_jaxpr, return_shape=True)
+    try:
+        return make(function)(*args)
+    except Exception as error:  # the model may raise any
+        with jax.enable_x64(False):
+            narrowed = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
+            narrow = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, narrowed(x.dtype)), args)
+            try:
+                program = make(function)(*narrow)
+            except Exception:
+                raise error from None
+        found.x64_error = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return program
+
+
 def rewritten(
     function: Callable[..., Any],
     dtypes: Mapping[str, str],
@@ -357,10 +385,14 @@ def rewritten(
     """The function with its numbers of some dtypes in others; tells what it found on the way."""
 
     def run(*args):
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed, shapes = traced(function, args, found)
         look_into(closed, found)
-        leaves = jax.tree.leaves(args)
-        results = evaluator(closed, dtypes, found, moves).evaluate(leaves)
+        lifted = {**lifted_dtypes(set()), **dtypes} if found.x64_error else dtypes
+        leaves = [
+            leaf.astype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.integer) else leaf
+            for leaf, aval in zip(jax.tree.leaves(args), closed.in_avals, strict=True)
+        ]
+        results = evaluator(closed, lifted, found, moves).evaluate(leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run

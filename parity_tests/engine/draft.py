@@ -2,7 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from math import prod
 from typing import Any
@@ -20,6 +21,7 @@ from jax_models.weights.constant import Constant
 from jax_models.weights.rows import at
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
+from parity_tests.engine.locate.frameworks import nnx_modules
 from parity_tests.engine.problem import Arrays
 
 ROLES = {
@@ -61,6 +63,8 @@ class Draft:
     code: str
     table: Table
     score: float = 0.0
+    certain: bool = True
+    """Is nothing else possible? Otherwise the code is a comment."""
 
 
 def draft_table(twin: torch.nn.Module, model: Any) -> str:
@@ -85,7 +89,8 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
     """
     if not isinstance(twin, torch.nn.Module):
         raise TypeError(f"twin: expected a torch.nn.Module, got {described(twin)}")
-    theirs, ours = torch_units(twin), jax_units(model)
+    ours = jax_units(model)
+    theirs = torch_units(twin, [keys for unit in ours for keys in key_sets(unit)])
     drafts, doubts = matched(theirs, ours)
     known = [*drafts, *(each for candidates in doubts for each in candidates)]
     paths, keys = (
@@ -96,14 +101,16 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
         {name: array for unit in units for name, array in unit.arrays.items() if name not in found}
         for units, found in ((ours, paths), (theirs, keys))
     )
-    for draft in leftovers(left_keys, left_paths, drafts, twin):
+    of_layers = {path for unit in ours if unit.module is not None for path in unit.arrays}
+    free = {path: array for path, array in left_paths.items() if path not in of_layers}
+    for draft in leftovers(left_keys, free, drafts, twin):
         for row in draft.table:
             drafts = [each for each in drafts if not {*row.params} & _paths(each)]
-            for side, left in (("params", left_paths), ("keys", left_keys)):
-                for name in getattr(row, side):
+            for name in (*row.params, *row.keys):
+                for left in (left_paths, free, left_keys):
                     left.pop(name, None)
         drafts.append(draft)
-    lines = [f"{draft.code}," for draft in drafts]
+    lines = [f"{d.code}," if d.certain else f"# {d.code},  # not certain" for d in drafts]
     for first, *others in doubts:
         lines.append(f"# {first.code},  # or {', or '.join(each.code for each in others)}")
     lines += [
@@ -123,8 +130,14 @@ def _paths(draft: Draft) -> set[str]:
     return {path for row in draft.table for path in row.params}
 
 
-def torch_units(twin: torch.nn.Module) -> list[Unit]:
-    """The modules that have weights of their own; attention with its projections."""
+def key_sets(unit: Unit) -> list[set[str]]:
+    """Of a layer that has weight tables, the keys of each."""
+    layouts = unit.module.torch_layouts() if unit.module is not None else {}
+    return [_keys(Draft("", [row for row in t if row.params])) for t in layouts.values()]
+
+
+def torch_units(twin: torch.nn.Module, wholes: Sequence[set[str]] = ()) -> list[Unit]:
+    """The modules that have weights of their own; attention, and those with such keys, whole."""
     state_dict = {
         key: as_numpy(value.double())
         for key, value in twin.state_dict().items()
@@ -132,7 +145,9 @@ def torch_units(twin: torch.nn.Module) -> list[Unit]:
     }
     units, taken = [], set()
     for name, module in twin.named_modules(remove_duplicate=False):
-        whole = isinstance(module, torch.nn.MultiheadAttention)
+        whole = isinstance(module, torch.nn.MultiheadAttention) or {
+            key.removeprefix(at(name, "")) for key in state_dict if key.startswith(at(name, ""))
+        } in [*wholes]
         arrays = {
             key: array
             for key, array in state_dict.items()
@@ -148,7 +163,12 @@ def torch_units(twin: torch.nn.Module) -> list[Unit]:
 
 def jax_units(model: Any) -> list[Unit]:
     """The parts of a module or a tree that have arrays of their own; attention with its parts."""
+    layers: dict[str, nnx.Module] = {}
     if isinstance(model, nnx.Module):
+        for place, module in nnx_modules(model):
+            is_inside = any(place.startswith(at(outer, "")) for outer in layers)
+            if hasattr(module, "torch_layouts") and not is_inside:
+                layers[place] = module
         flat = nnx.to_flat_state(nnx.state(model, (nnx.Param, nnx.BatchStat, Constant)))
         arrays = {".".join(map(str, path)): np.asarray(v.get_value(), float) for path, v in flat}
     else:
@@ -164,6 +184,7 @@ def jax_units(model: Any) -> list[Unit]:
     groups: dict[str, Arrays] = {}
     for path in sorted(arrays, key=_natural):
         place = COLLECTION.sub("", path).rpartition(".")[0]
+        place = next((each for each in layers if path.startswith(at(each, ""))), place)
         groups.setdefault(place, {})[path] = arrays[path]
     for place in [
         name.removesuffix("query").rstrip(".") for name in groups if _last(name) == "query"
@@ -173,7 +194,7 @@ def jax_units(model: Any) -> list[Unit]:
             groups[place] = groups.get(place, {})
             for part in parts:
                 groups[place] |= groups[part]
-    return [Unit(name, group) for name, group in groups.items()]
+    return [Unit(name, group, layers.get(name)) for name, group in groups.items()]
 
 
 def matched(theirs: list[Unit], ours: list[Unit]) -> tuple[list[Draft], list[list[Draft]]]:
@@ -258,6 +279,12 @@ def fitting(unit: Unit, place: Unit) -> Draft | None:
 def candidates(unit: Unit, place: Unit) -> Iterator[Draft]:
     """What could be meant, the likeliest first."""
     kind, names = unit.module, (place.name, unit.name)
+    if place.module is not None:
+        path = "".join(f"[{p}]" if p.isdigit() else f".{p}" for p in place.name.split(".") if p)
+        for layout, table in place.module.torch_layouts().items():
+            code = f'*nested(model{path}.torch_layouts()["{layout}"], {_literal(place.name)}, '
+            yield Draft(f"{code}{_literal(unit.name)})", rows.nested(table, *names))
+        return
     stats = next((p.rpartition(".")[0] for p in place.arrays if p.startswith("batch_stats")), None)
     inside = {path: _last(path) for path in place.arrays}
     where = next((p.rpartition(".")[0] for p in inside if inside[p] in ROLE_OF), place.name)
@@ -340,8 +367,10 @@ def leftovers(
     for first in [key for key in keys if "bias_ih" in key]:
         second = first.replace("bias_ih", "bias_hh")
         fits = [p for p, a in paths.items() if a.shape == keys[first].shape]
-        if second in keys and len(fits) == 1:
-            yield helper("added", fits[0], (first, second))
+        is_gru = isinstance(owner(twin, first), torch.nn.GRU | torch.nn.GRUCell)
+        if second in keys and len(fits) == 1 and not is_gru:  # a GRU's reset gate is between them
+            draft = helper("added", fits[0], (first, second))
+            yield dataclasses.replace(draft, certain=_has_gates_of_torch(fits[0]))
     scored = sorted(
         (
             (_of_values([(draft.table[0].to_jax(array)[0], like)]) + _alike(key, path), draft)
@@ -351,18 +380,24 @@ def leftovers(
         ),
         key=lambda each: -each[0],
     )
+    alternatives = Counter(name for _, d in scored for name in (*_paths(d), *_keys(d)))
     for score, draft in scored:
         (key,), (path,) = draft.table[0].keys, draft.table[0].params
-        others = [
-            other
-            for other, rival in scored
-            if rival is not draft
-            and (path in _paths(rival) or key in _keys(rival))
-            and _paths(rival) <= paths.keys()
-            and _keys(rival) <= keys.keys()
-        ]
-        if key in keys and path in paths and score >= max(others, default=-np.inf) + CLEAR:
-            yield draft
+        if key in keys and path in paths:
+            is_only = alternatives[key] == alternatives[path] == 1
+            has_gates = isinstance(owner(twin, key), torch.nn.RNNBase | torch.nn.RNNCellBase)
+            certain = is_only and (not has_gates or _has_gates_of_torch(path))
+            yield dataclasses.replace(draft, certain=certain or score >= SURE)
+
+
+def owner(twin: torch.nn.Module, key: str) -> torch.nn.Module:
+    """The module that holds a weight."""
+    return twin.get_submodule(key.rpartition(".")[0])
+
+
+def _has_gates_of_torch(path: str) -> bool:
+    """Is it a weight of Flax's or Equinox's cells, whose gates have torch's order?"""
+    return bool({*path.split(".")} & {"dense_i", "dense_h", "weight_ih", "weight_hh"})
 
 
 def _keys(draft: Draft) -> set[str]:
@@ -382,16 +417,10 @@ def _literal(value: Any) -> str:
 
 
 def _of_values(made: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """How well values go together: `SURE` if all are equal, else by their mean and scatter."""
-    if all(np.allclose(value, array, rtol=1e-6, atol=0) for value, array in made):
-        distinct = any(np.ptp(array) > 0 for _, array in made)
-        return SURE if distinct else 0.1
-    likeness = []
-    for value, array in made:
-        spread = np.std(value) + np.std(array) or 1.0
-        apart = abs(np.mean(value) - np.mean(array)) + abs(np.std(value) - np.std(array))
-        likeness.append(-min(1.0, apart / spread))
-    return 0.1 * float(np.mean(likeness))
+    """How well values go together: `SURE` if all are equal and not one number, else hardly."""
+    if not all(np.allclose(value, array, rtol=1e-6, atol=0) for value, array in made):
+        return 0.0
+    return SURE if any(np.ptp(array) > 0 for _, array in made) else 0.1
 
 
 def _alike(name: str, path: str) -> float:

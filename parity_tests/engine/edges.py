@@ -1,20 +1,21 @@
 """Inputs where functions have kinks: exact zeros, ties, extremes, masks of all or nothing."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity_tests.engine.frameworks import is_floating
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.problem import Problem, is_flag
-from parity_tests.engine.torch_module import twin_in
+from parity_tests.engine.torch_module import tensors, twin_in
 from parity_tests.engine.torch_reference import measure_twin
-from parity_tests.engine.torch_side import run_oracle
+from parity_tests.engine.torch_side import eager, run_oracle, same_draws
 
 LARGE = 1024.0
 """Beyond what exp can take of usual inputs, in float64 too."""
@@ -29,16 +30,16 @@ ALL_HIDDEN = "masks all false"
 """What is left then is nobody's definition: a difference is told, and is no fault."""
 OTHERS: dict[str, tuple[Any, Any]] = {
     "the largest integers, masks all true": (
-        lambda n: np.full_like(n, n.max(initial=0)),
+        lambda n, lookup: np.full_like(n, lookup.size - 1 if lookup else n.max(initial=0)),
         np.ones_like,
     ),
     "the smallest integers, masks true at the first place alone": (
-        lambda n: np.full_like(n, n.min(initial=0)),
+        lambda n, lookup: np.full_like(n, 0 if lookup else n.min(initial=0)),
         lambda n: np.broadcast_to(np.arange(n.shape[-1] if n.ndim else 1) == 0, n.shape),
     ),
-    ALL_HIDDEN: (lambda n: n, np.zeros_like),
+    ALL_HIDDEN: (lambda n, lookup: n, np.zeros_like),
 }
-"""What becomes of integers, and of masks, which are of booleans or of 0 and 1."""
+"""What becomes of integers, which an embedding may read, and of masks, booleans or 0 and 1."""
 NUDGE = 1e-9
 
 
@@ -56,13 +57,98 @@ def edge_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
                 dataclasses.replace(zeros, twin=without_biases(problem.twin)),
             )
     if not all(np.issubdtype(array.dtype, np.inexact) for array in arrays):
+        lookups = embedding_lookups(problem)
         for name, (of_integers, of_masks) in OTHERS.items():
-            change_all = partial(_of_integers, of_integers, of_masks)
-            yield name, with_inputs(problem, lambda array: not is_floating(array), change_all)
+            yield name, with_others(problem, lookups, of_integers, of_masks)
+        if any(lookup is not None and lookup.padding >= 0 for lookup in lookups):
+            rng = np.random.default_rng(problem.seed)
+            padded = with_others(problem, lookups, partial(_padded, rng), lambda n: n)
+            yield (
+                "padding_idx among other integers",
+                dataclasses.replace(padded, has_padding_gradients=True),
+            )
 
 
-def _of_integers(of_integers: Any, of_masks: Any, n: np.ndarray) -> np.ndarray:
-    return (of_masks if is_mask(n) else of_integers)(n).astype(n.dtype)
+class Lookup(NamedTuple):
+    """An embedding that reads an input: its rows, and the one for padding, -1 if it has none."""
+
+    size: int
+    padding: int
+
+
+class Lookups(TorchDispatchMode):
+    """Keeps the indices that embeddings read, and what they read them for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[tuple[torch.Tensor, Lookup]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note its indices if it is a lookup."""
+        if func.name() in ("aten::embedding", "aten::_embedding_bag"):
+            given = {a.name: a.default_value for a in func._schema.arguments}
+            given |= dict(zip(given, args, strict=False)) | (kwargs or {})
+            lookup = Lookup(len(given["weight"]), given["padding_idx"])
+            self.found.append((given["indices"], lookup))
+        return func(*args, **(kwargs or {}))
+
+
+def lookups_of(problem: Problem) -> list[tuple[torch.Tensor, Lookup]]:
+    """What the torch side looks up in embeddings."""
+    twin, inputs = twin_in(problem.twin, "float64"), tensors(problem.inputs, "float64")
+    with torch.no_grad(), same_draws(problem), eager(), Lookups() as lookups:
+        problem.call_twin(twin, *inputs)
+    return lookups.found
+
+
+def embedding_lookups(problem: Problem) -> list[Lookup | None]:
+    """For each leaf of the inputs, the embedding that reads it, the smallest of several.
+
+    The indices of such an embedding are numbers of the leaf, and others if the leaf is changed.
+    """
+    leaves, structure = jax.tree.flatten(problem.inputs)
+    before = lookups_of(problem)
+
+    def lookup(i: int, leaf: Any) -> Lookup | None:
+        if not before or is_flag(leaf) or leaf.dtype.kind not in "iu" or not leaf.size:
+            return None
+        constant = [*leaves[:i], np.full_like(leaf, leaf.flat[0]), *leaves[i + 1 :]]
+        inputs = jax.tree.unflatten(structure, constant)
+        after = lookups_of(dataclasses.replace(problem, inputs=inputs))
+        read = [
+            lookup
+            for (indices, lookup), (changed, _) in zip(before, after, strict=False)
+            if not torch.equal(indices, changed) and np.isin(indices.numpy(), leaf).all()
+        ]
+        return min(read, default=None)
+
+    return [lookup(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def with_others(
+    problem: Problem,
+    lookups: Sequence[Lookup | None],
+    of_integers: Callable[[np.ndarray, Lookup | None], np.ndarray],
+    of_masks: Callable[[np.ndarray], np.ndarray],
+) -> Problem:
+    """The problem with its integers and masks changed; `lookups` has one entry for each leaf."""
+    leaves, structure = jax.tree.flatten(problem.inputs)
+
+    def changed(leaf: Any, lookup: Lookup | None) -> Any:
+        if is_flag(leaf) or is_floating(leaf):
+            return leaf
+        is_integers = lookup is not None or not is_mask(leaf)
+        return (of_integers(leaf, lookup) if is_integers else of_masks(leaf)).astype(leaf.dtype)
+
+    changed_leaves = [*map(changed, leaves, lookups)]
+    return dataclasses.replace(problem, inputs=jax.tree.unflatten(structure, changed_leaves))
+
+
+def _padded(rng: np.random.Generator, n: np.ndarray, lookup: Lookup | None) -> np.ndarray:
+    """The integers, half of them the embedding's padding."""
+    if lookup is None or lookup.padding < 0:
+        return n
+    return np.where(rng.random(n.shape) < 0.5, lookup.padding, n)
 
 
 def is_mask(array: np.ndarray) -> bool:
@@ -72,18 +158,9 @@ def is_mask(array: np.ndarray) -> bool:
 
 def with_floating(problem: Problem, change: Callable[[np.ndarray], np.ndarray]) -> Problem:
     """The problem with its floating inputs changed."""
-    return with_inputs(problem, is_floating, change)
-
-
-def with_inputs(
-    problem: Problem,
-    which: Callable[[np.ndarray], bool],
-    change: Callable[[np.ndarray], np.ndarray],
-) -> Problem:
-    """The problem with some of its inputs changed."""
 
     def leaf(array: Any) -> Any:
-        return change(array) if not is_flag(array) and which(array) else array
+        return change(array) if not is_flag(array) and is_floating(array) else array
 
     return dataclasses.replace(problem, inputs=jax.tree.map(leaf, problem.inputs))
 

@@ -72,10 +72,11 @@ def other_dtypes(
     """Results in another dtype than was asked for, if the reference's have not the same.
 
     In float64 a layer of a framework may have another, as `nnx.Embed` has, and so has all that
-    follows: nobody asked it. A final state may be carried in more.
+    follows: nobody asked it. So has a program that is traced without x64. A final state may be
+    carried in more.
     """
     asked = {dtype, COMPLEX[dtype]}
-    if dtype == "float64" and any(map(is_library, found.casts)):
+    if dtype == "float64" and (found.x64_error or any(map(is_library, found.casts))):
         return []
     return [
         f"{group}, {name}: {sides[1]} computes in {actual} where {dtype} was asked for"
@@ -95,6 +96,11 @@ def notes_on(jax_side: JaxSide, sides: tuple[str, str]) -> Iterator[str]:
         yield (
             f"{us} casts to less than float64: float64 is compared without these casts: "
             f"{first_of(found.casts)}"
+        )
+    if found is not None and found.x64_error:
+        yield (
+            f"{us} is traced without x64, and its program runs in float64: with x64 it raises "
+            f"{found.x64_error:.120}"
         )
     if found is not None and found.stays:
         yield (

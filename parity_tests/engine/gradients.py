@@ -1,6 +1,7 @@
 """Gradients with respect to a torch module's weights, through a weight table."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,32 +29,59 @@ def gradients_by_table(
         for path, param in nnx.to_flat_state(nnx.state(gradient))
         if isinstance(param, nnx.Variable) and is_floating(param.get_value())
     }
+    rows = [row for row in table if row.params]
+    given = [tuple(params[path] for path in row.params) for row in rows]
     by_owner: Arrays = {}
-    for row in table:
-        if row.params:
-            given = tuple(params[path] for path in row.params)
-            for key, array in zip(row.keys, gradients(row, given, state_dict, owners), strict=True):
-                by_owner[owners[key]] = by_owner.get(owners[key], 0) + np.asarray(array)
+    for row, arrays in zip(rows, gradients(rows, given, state_dict, owners), strict=True):
+        for key, array in zip(row.keys, arrays, strict=True):
+            by_owner[owners[key]] = by_owner.get(owners[key], 0) + np.asarray(array)
     return {key: by_owner[owner] for key, owner in owners.items() if owner in by_owner}
 
 
 def gradients(
-    row: Weight,
-    given: tuple[np.ndarray, ...],
+    rows: Sequence[Weight],
+    given: Sequence[tuple[np.ndarray, ...]],
     state_dict: Mapping[str, np.ndarray],
     owners: Mapping[str, str],
-) -> tuple:
-    """The gradients of a row's keys, by the derivative of the row if it does not say it itself.
+) -> Iterator[tuple]:
+    """The gradients of each row's keys, by the derivative of a row that does not say it itself.
 
     A row that JAX cannot trace is taken for a rearrangement, whose derivative is its inverse.
     """
-    if row.gradients is not None:
-        return row.gradients(*given)
-    dtype = str(jnp.finfo(given[0].dtype).dtype)
-    keys = [in_dtype(state_dict[key], dtype) for key in row.keys]
-    try:
-        return jax.vjp(row.to_jax, *map(jnp.asarray, keys))[1](given)
+    derived = {i for i, row in enumerate(rows) if row.gradients is None}
+
+    def pulled_back(some: Collection[int]) -> Mapping[int, tuple]:
+        keys = [
+            tuple(
+                in_dtype(state_dict[key], str(jnp.finfo(given[i][0].dtype).dtype))
+                for key in rows[i].keys
+            )
+            for i in some
+        ]
+        functions = tuple(rows[i].to_jax for i in some)
+        return dict(zip(some, _pulled_back(functions, keys, [given[i] for i in some]), strict=True))
+
+    try:  # compiled together, in much less time than one by one
+        found = pulled_back(derived)
     except Exception:  # whatever NumPy says of what JAX traces
-        sharing = [owners[key] for key in row.keys]
-        copies = zip(row.to_torch(*given), sharing, strict=True)
-        return tuple(array / sharing.count(owner) for array, owner in copies)
+        found = {}
+    for i, row in enumerate(rows):
+        if row.gradients is not None:
+            yield row.gradients(*given[i])
+        elif i in found:
+            yield found[i]
+        else:
+            try:
+                yield pulled_back([i])[i]
+            except Exception:
+                sharing = [owners[key] for key in row.keys]
+                copies = zip(row.to_torch(*given[i]), sharing, strict=True)
+                yield tuple(array / sharing.count(owner) for array, owner in copies)
+
+
+@partial(jax.jit, static_argnums=0)
+def _pulled_back(functions: Sequence[Callable], keys: Sequence[tuple], given: Sequence[tuple]):
+    return [
+        jax.vjp(function, *of_row)[1](gradient)
+        for function, of_row, gradient in zip(functions, keys, given, strict=True)
+    ]

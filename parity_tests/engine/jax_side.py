@@ -14,7 +14,7 @@ from flax import nnx
 
 from jax_models.weights.constant import Constant
 from jax_models.weights.trees import is_floating
-from parity_tests.engine.casts import Found, Lift, lifted_dtypes, look_into, rewritten
+from parity_tests.engine.casts import Found, Lift, lifted_dtypes, look_into, rewritten, traced
 from parity_tests.engine.jax_rounding import Rounded
 from parity_tests.engine.problem import Problem, arrays, in_dtype, is_flag
 from parity_tests.engine.results import (
@@ -144,10 +144,9 @@ class JaxSide:
         """Zeros in the shapes of the float64 result, and what was found on the way."""
         with self._settings("float64"):
             differentiated, given, _ = self._arguments(problem, "float64", ())
-            found, traced = Found(), Traced("float64", (), (), backward=False)
-            forward = partial(self._forward, traced=traced, found=found)
-            make = jax.make_jaxpr(forward, return_shape=True)
-            closed, (_, groups) = make(differentiated, given)
+            found, made_for = Found(), Traced("float64", (), (), backward=False)
+            forward = partial(self._forward, traced=made_for, found=found)
+            closed, (_, groups) = traced(forward, (differentiated, given), found)
             look_into(closed, found)
         zeros = {
             group: {n: np.broadcast_to(np.zeros((), s.dtype), s.shape) for n, s in named.items()}

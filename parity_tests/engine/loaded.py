@@ -68,7 +68,7 @@ def weights_in(weights: Any, dtype: str) -> Any:
     if isinstance(weights, nnx.Module):
         graphdef, weights = nnx.split(weights)
     weights = jax.tree.map(
-        lambda a: jnp.array(in_dtype(jnp.asarray(a), dtype)) if is_number(a) else a, weights
+        lambda a: jnp.array(in_dtype(np.asarray(a), dtype)) if is_number(a) else a, weights
     )
     if graphdef is None:
         return weights

@@ -54,6 +54,8 @@ class Problem:
     """The weight table, which says what submodules correspond."""
     logits: str | bool = False
     """The name of the output that is logits; True is the only one."""
+    has_padding_gradients: bool = False
+    """Are the gradients of an embedding's row `padding_idx` compared, too?"""
 
     @functools.cached_property
     def state_dict(self) -> Arrays:

@@ -139,7 +139,7 @@ def _run_twin(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Results:
         for name, t in named.items()
         if not t.requires_grad
     )
-    results.padding = padding_rows(twin)
+    results.padding = {} if problem.has_padding_gradients else padding_rows(twin)
     pairs = [
         (t, torch.tensor(cotangent, dtype=t.dtype))
         for t, cotangent in zip(

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jax_models.ops.checks import described
 from jax_models.weights.trees import is_floating, path_of
+from parity_tests.engine.casts import Found, rewritten
 from parity_tests.engine.correspondence import ByLoader, ByTable
 from parity_tests.engine.masks import TorchMasks, jax_masks
 from parity_tests.engine.problem import Arrays, arrays
@@ -211,11 +212,11 @@ class JaxTraining:
             checked_loss("loss", value, jax.Array)
             return value, self._parts.after(weights, new, params, rest)
 
+        loss_and_gradient = rewritten(jax.value_and_grad(loss_of, has_aux=True), {}, Found())
+
         @jax.jit
         def train_step(params, rest, state, gradient, batch, masks):
-            (value, (statistics, rest)), new = jax.value_and_grad(loss_of, has_aux=True)(
-                params, rest, batch, masks
-            )
+            (value, (statistics, rest)), new = loss_and_gradient(params, rest, batch, masks)
             new = self._parts.only_trained(new, jax.tree.map(jnp.zeros_like, new))
             updates, state = optimizer.update(new, state, params)
             params = self._parts.only_trained(optax.apply_updates(params, updates), statistics)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models import from_torch, to_torch
+from jax_models import GRU, LSTM, from_torch, to_torch
 from jax_models.weights import linear
 from parity_tests import draft_table
 
@@ -145,6 +145,51 @@ def test_what_is_in_doubt_and_what_is_left_are_comments():
     )
     assert "    # the parameter extra, shape (3,), has no row" in lines
     assert "    # the key lost, shape (9,), has no row" in lines
+
+
+class TorchLSTMs(nn.Module):
+    """Each of its weights fits several places."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.gru = nn.LSTM(4, 4, 2, bidirectional=True), nn.GRU(8, 8)
+        self.out = nn.Linear(8, 2)
+
+
+class LSTMs(nnx.Module):
+    def __init__(self, rngs):
+        self.recurrent = nnx.List(
+            [LSTM(4, 4, num_layers=2, bidirectional=True, rngs=rngs), GRU(8, 8, rngs=rngs)]
+        )
+        self.out = nnx.Linear(8, 2, rngs=rngs)
+
+
+def test_a_layer_with_tables_gets_its_own():
+    twin, model = TorchLSTMs(), LSTMs(nnx.Rngs(0))
+    code = draft_table(twin, model)
+    assert "#" not in code, code
+    names = {"model": model}
+    exec(code, names)
+    back = to_torch(from_torch(model, twin.state_dict(), names["table"]), names["table"])
+    for key, value in twin.state_dict().items():
+        np.testing.assert_array_equal(back[key], value.numpy(), key)
+    of_one = draft_table(nn.LSTM(4, 4, 2), model.recurrent[0])
+    assert drafted(of_one)["table"] == []
+
+
+@pytest.mark.parametrize(
+    ("twin", "model"),
+    [
+        (nn.GRU(4, 4), nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))),
+        (nn.LSTM(4, 4), {"linear": {"w": jnp.ones((4, 16)), "b": jnp.ones(16)}}),
+        (nn.GRU(3, 4), {"kernel": jnp.ones((3, 12)), "recurrent_kernel": jnp.ones((4, 12))}),
+    ],
+    ids=["square", "haiku", "keras"],
+)
+def test_gates_whose_order_is_not_known_are_comments(twin, model):
+    names = {"model": model}
+    exec(draft_table(twin, model).partition("\nweights =")[0], names)
+    assert names["table"] == []
 
 
 def test_equal_values_tell():

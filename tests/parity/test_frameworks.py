@@ -8,12 +8,13 @@ import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
 
-from jax_models.weights import Weight, layer_norm, linear, same, transposed
-from parity_tests import compare
+from jax_models.weights import Weight, added, layer_norm, linear, parts, same, transposed
+from parity_tests import compare, compare_training
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -274,3 +275,102 @@ def test_an_nnx_rnn(reverse):
         call_twin=lambda twin, x: twin(x)[0],
     )
     assert report.passed != reverse, f"\n{report}"
+
+
+def flax_lstm_rows(forget):
+    """Four kernels a key, and biases that are sums."""
+    inner = [f"cell.{gate}" for gate in ("ii", forget, "ig", "io")]
+    outer = [f"cell.{gate}" for gate in ("hi", "hf", "hg", "ho")]
+    return [
+        parts([f"{gate}.kernel" for gate in inner], "weight_ih_l0"),
+        parts([f"{gate}.kernel" for gate in outer], "weight_hh_l0"),
+        Weight(
+            tuple(f"{gate}.bias" for gate in outer),
+            ("bias_ih_l0", "bias_hh_l0"),
+            lambda a, b: tuple((a + b).reshape(4, -1)),
+            lambda *gates: (np.concatenate(gates), 0 * np.concatenate(gates)),
+            gradients=lambda *gates: (np.concatenate(gates),) * 2,
+            exact=False,
+        ),
+    ]
+
+
+def nnx_rnn():
+    return nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)))
+
+
+def linen_rnn():
+    module = linen.RNN(linen.LSTMCell(4))
+    variables = module.init(jax.random.key(0), jnp.ones((1, 2, 3), jnp.float32))
+    return (module, variables), flax_lstm_rows("if")
+
+
+def equinox_scan():
+    """Its carry is of float32, whatever its weights are."""
+    eqx = pytest.importorskip("equinox")
+
+    class Scan(eqx.Module):
+        cell: eqx.nn.LSTMCell
+
+        def __call__(self, x):
+            def step(carry, x_t):
+                carry = self.cell(x_t, carry)
+                return carry, carry[0]
+
+            start = jnp.zeros(4, jnp.float32)
+            return jax.vmap(lambda row: jax.lax.scan(step, (start, start), row)[1])(x)
+
+    table = [
+        *(same(f"cell.weight_{side}", f"weight_{side}_l0") for side in ("ih", "hh")),
+        added("cell.bias", ("bias_ih_l0", "bias_hh_l0")),
+    ]
+    return Scan(eqx.nn.LSTMCell(3, 4, key=jax.random.key(0))), table
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: (nnx_rnn(), flax_lstm_rows("if_")),
+        linen_rnn,
+        equinox_scan,
+    ],
+    ids=["nnx.RNN", "linen.RNN", "equinox"],
+)
+def test_a_model_that_x64_cannot_trace_is_compared_in_float64(build):
+    model, table = build()
+    twin = torch.nn.LSTM(3, 4, batch_first=True)
+    x = np.random.default_rng(0).standard_normal((2, 5, 3))
+
+    def report(factor, **options):
+        call_twin = lambda twin, x: twin(factor * x)[0]  # noqa: E731
+        return compare(twin, model, x, weights=table, call_twin=call_twin, **options)
+
+    right = report(1)
+    assert right.passed, f"\n{right}"
+    groups = {"outputs", "input gradient", "weight gradients"}
+    assert right.errors["float64"].keys() == groups
+    assert any("is traced without x64" in note for note in right.notes)
+    wrong = report(1 + 1e-9, dtypes="float64", locate=True)
+    assert not wrong.errors["float64"]["outputs"].passed
+    assert wrong.location.culprit == "", f"\n{wrong}"
+
+
+def test_a_model_that_x64_cannot_trace_is_trained_in_float64():
+    twin, x = torch.nn.LSTM(3, 4, batch_first=True), np.random.default_rng(0).random((2, 5, 3))
+    twin.bias_hh_l0.requires_grad_(False)  # of two biases, the sum would move twice as fast
+
+    def report(factor):
+        return compare_training(
+            twin,
+            nnx_rnn(),
+            [x, -x],
+            loss=lambda model, x: (model(x) ** 2).mean(),
+            loss_twin=lambda twin, x: (twin(factor * x)[0] ** 2).mean(),
+            optimizer=lambda: optax.sgd(0.1),
+            optimizer_twin=lambda twin: torch.optim.SGD(twin.parameters(), 0.1),
+            weights=flax_lstm_rows("if_"),
+            dtypes="float64",
+        )
+
+    assert report(1).passed
+    assert report(1 + 1e-9).parting["float64"][0] == 1

@@ -378,6 +378,52 @@ def test_the_gradient_at_a_kink_needs_inputs_there(at_zero):
     assert all("biases zero" in fault for fault in edges.faults)
 
 
+class Slice(nn.Module):
+    """The embedding reads a copy of a part of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 4)
+
+    def forward(self, ids):
+        return self.table(ids[:, :-1].long())
+
+
+def without_row_two(w, ids):
+    rows = w["weight"][ids]
+    return jnp.where((ids == 2)[..., None], jax.lax.stop_gradient(rows), rows)
+
+
+@pytest.mark.parametrize(
+    ("twin", "port", "fault"),
+    [
+        (
+            nn.Embedding(11, 4, padding_idx=2),
+            lambda w, ids: w["weight"][ids],
+            "padding_idx among other integers: weight gradients",
+        ),
+        (nn.Embedding(11, 4, padding_idx=2), without_row_two, None),
+        (
+            nn.EmbeddingBag(11, 4, padding_idx=2, mode="mean"),
+            lambda w, ids: w["weight"][ids].mean(axis=1),
+            "padding_idx among other integers: outputs",
+        ),
+        (
+            Slice(),
+            lambda w, ids: w["table.weight"][jnp.minimum(ids[:, :-1], 9)],
+            "the largest integers, masks all true: outputs",
+        ),
+    ],
+    ids=["padding", "no gradient", "bag", "last row"],
+)
+def test_integers_at_the_edges_of_the_embedding_that_reads_them(twin, port, fault):
+    ids = np.random.default_rng(0).integers(3, 7, (2, 5)).astype(np.int32)
+    assert compare(twin, port, ids, weights=dict).passed
+    report = compare(twin, port, ids, weights=dict, edge_inputs=True)
+    assert report.passed == (fault is None), f"\n{report}"
+    assert fault is None or any(f"edge inputs, {fault}" in each for each in report.faults)
+
+
 class SpectralPort(nnx.Module):
     def __init__(self):
         self.filter = nnx.Param(jnp.ones(3, jnp.complex64))
