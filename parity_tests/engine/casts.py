@@ -178,7 +178,7 @@ def is_rounded(values: Any) -> np.ndarray:
 
 def is_real(dtype: Any) -> bool:
     """Is it one of real numbers?"""
-    return jnp.issubdtype(dtype, jnp.floating)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def called_body(equation: Any) -> Any:
@@ -340,6 +340,33 @@ class Lift:
             lambda state: body(*of_body, *state),
             [*init],
         )
+
+
+class Unvaried(Lift):
+    """Computes what depends on no argument, to collect its real numbers."""
+
+    def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str]):
+        super().__init__(closed, dtypes, Found(), ())
+        self._arrays: list[np.ndarray] = []
+
+    def arrays(self) -> list[np.ndarray]:
+        """The numbers of each array, each once."""
+        self.evaluate([None] * len(self._closed.jaxpr.invars))
+        return self._arrays
+
+    def _up(self, x: Any) -> Any:
+        x = super()._up(x)
+        if is_real(getattr(x, "dtype", None)):
+            self._arrays.append(np.unique(np.asarray(x, np.float64)))
+        return x
+
+    def _constant(self, atom: Any, value: Any) -> Any:
+        return self._up(super()._constant(atom, value))
+
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        if called_body(equation) is None and any(x is None for x in operands):
+            return [None] * len(equation.outvars)
+        return super()._equation(equation, operands)
 
 
 def _as_many_axes(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:

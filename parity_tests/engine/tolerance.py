@@ -34,8 +34,6 @@ ROUNDED_RUNS = 8
 FLOAT64 = 1e-12
 CONSTANT_ULPS = 8.0
 """Of float32, for a constant such as 10000^(-i/d), whose power enlarges the exponent's rounding."""
-FITTED = 1e-4
-"""The part of the scatter by rounded constants that may be left once they are fitted."""
 UNSTABLE = 1e-2
 UNDETERMINED = 0.5
 LONG_TRAJECTORY = 1e-10
