@@ -40,20 +40,24 @@ def random_moves(values: Iterable[np.ndarray], seed: int) -> Iterator[list[np.nd
         ]
 
 
-def moves_to(values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]) -> list[np.ndarray]:
+def moves_to(
+    values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
+) -> tuple[list[np.ndarray], bool]:
     """Moves of constants, within their rounding, to the numbers of an array each.
 
     That is the array that has most of a constant's numbers, of either sign, and few others: the
-    sines of small frequencies are almost those.
+    sines of small frequencies are almost those. Also: has each constant an array of its own?
     """
     sizes = [np.unique(np.abs(array[np.isfinite(array)])) for array in arrays]
     known = sorted(filter(np.size, sizes), key=np.size)
-    moves = []
+    moves, have_own = [], True
     for value in values:
-        found = (_move_to(value, numbers) for numbers in known)
-        best = max(found, key=lambda move: np.isfinite(move).sum(), default=np.zeros(value.shape))
+        found = [(_move_to(value, numbers), numbers.size) for numbers in known]
+        none = np.full(value.shape, np.nan), 0
+        best, size = max(found, key=lambda each: np.isfinite(each[0]).sum(), default=none)
+        have_own &= bool(np.isfinite(best[is_rounded(value)]).all()) and size <= 2 * value.size
         moves.append(np.nan_to_num(best))
-    return moves
+    return moves, have_own
 
 
 def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -96,13 +100,14 @@ class Constants:
         more = f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else ""
         return f"{self.count} constants are in float32 ({', '.join(named[:MOST_NAMES])}{more})"
 
-    def with_digits(self) -> Results:
-        """The reference's results with each constant as JAX has it, if JAX has more digits."""
-        constants = self._reference.constants()
-        moves = moves_to(constants.values(), self._jax_side.unvaried(self._problem))
+    def with_digits(self) -> tuple[Results, bool]:
+        """The reference's results with JAX's digits of each constant, and if all are known."""
+        arrays = self._jax_side.unvaried(self._problem)
+        moves, have_own = moves_to(self._reference.constants().values(), arrays)
+        are_known = have_own and bool(moves) and not rounded_count(self._ours)
         if not any(move.any() for move in moves):
-            return self._reference.oracle
-        return self._reference.with_constants(moves)
+            return self._reference.oracle, are_known
+        return self._reference.with_constants(moves), are_known
 
     def scatter(self, ours: Results) -> ErrorsByGroup:
         """The largest errors of each side where its constants are off by their rounding."""
