@@ -181,6 +181,16 @@ def is_real(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
+def last_uses(jaxpr: Any) -> list[set[Any]]:
+    """For each equation of a body, the variables that nothing after it needs."""
+    needed, unneeded = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
+    for equation in reversed(jaxpr.eqns):
+        variables = {v for v in (*equation.invars, *equation.outvars) if not isinstance(v, Literal)}
+        unneeded.append(variables - needed)
+        needed |= variables
+    return unneeded[::-1]
+
+
 def called_body(equation: Any) -> Any:
     """The body that an operation only runs; None if it is another."""
     if equation.primitive.name not in CALLS:
@@ -218,10 +228,12 @@ class Lift:
         def read(atom: Any) -> Any:
             return self._constant(atom, atom.val) if isinstance(atom, Literal) else values[atom]
 
-        for equation in jaxpr.eqns:
+        for equation, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
             operands = [read(atom) for atom in equation.invars]
             results = self._equation(equation, operands)
             values |= zip(equation.outvars, map(self._up, results), strict=True)
+            for variable in unneeded:
+                del values[variable]
         return [read(atom) for atom in jaxpr.outvars]
 
     def _up(self, x: Any) -> Any:

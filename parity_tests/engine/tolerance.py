@@ -42,7 +42,7 @@ LONG_TRAJECTORY = 1e-10
 
 def rms(x: np.ndarray) -> float:
     """Root mean square, without overflow; 0 for an empty array."""
-    x = np.abs(x).astype(np.float64, copy=False)
+    x = np.atleast_1d(np.abs(x)).astype(np.float64, copy=False)
     largest = float(np.max(x, initial=0))
     if not 0 < largest < np.inf:
         return largest
