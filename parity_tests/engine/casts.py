@@ -182,7 +182,17 @@ def is_rounded(values: Any) -> np.ndarray:
 
 def is_real(dtype: Any) -> bool:
     """Is it one of real numbers?"""
-    return jnp.issubdtype(dtype, jnp.floating)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def last_uses(jaxpr: Any) -> list[set[Any]]:
+    """For each equation of a body, the variables that nothing after it needs."""
+    needed, unneeded = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
+    for equation in reversed(jaxpr.eqns):
+        variables = {v for v in (*equation.invars, *equation.outvars) if not isinstance(v, Literal)}
+        unneeded.append(variables - needed)
+        needed |= variables
+    return unneeded[::-1]
 
 
 def called_body(equation: Any) -> Any:
@@ -222,10 +232,12 @@ class Lift:
         def read(atom: Any) -> Any:
             return self._constant(atom, atom.val) if isinstance(atom, Literal) else values[atom]
 
-        for equation in jaxpr.eqns:
+        for equation, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
             operands = [read(atom) for atom in equation.invars]
             results = self._equation(equation, operands)
             values |= zip(equation.outvars, map(self._up, results), strict=True)
+            for variable in unneeded:
+                del values[variable]
         return [read(atom) for atom in jaxpr.outvars]
 
     def _up(self, x: Any) -> Any:
@@ -344,6 +356,33 @@ class Lift:
             lambda state: body(*of_body, *state),
             [*init],
         )
+
+
+class Unvaried(Lift):
+    """Computes what depends on no argument, to collect its real numbers."""
+
+    def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str]):
+        super().__init__(closed, dtypes, Found(), ())
+        self._arrays: list[np.ndarray] = []
+
+    def arrays(self) -> list[np.ndarray]:
+        """The numbers of each array, each once."""
+        self.evaluate([None] * len(self._closed.jaxpr.invars))
+        return self._arrays
+
+    def _up(self, x: Any) -> Any:
+        x = super()._up(x)
+        if is_real(getattr(x, "dtype", None)):
+            self._arrays.append(np.unique(np.asarray(x, np.float64)))
+        return x
+
+    def _constant(self, atom: Any, value: Any) -> Any:
+        return self._up(super()._constant(atom, value))
+
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        if called_body(equation) is None and any(x is None for x in operands):
+            return [None] * len(equation.outvars)
+        return super()._equation(equation, operands)
 
 
 def _as_many_axes(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:

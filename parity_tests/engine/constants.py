@@ -1,13 +1,13 @@
 """Constants that one side has rounded to float32, where the other has more digits of them.
 
 Rotary frequencies are an example: torch keeps them in a float32 buffer that is in no `state_dict`,
-and a port computes them. In float64 the sides then differ by the rounding of the constants. It
-explains a difference if constants that are moved within that rounding make it vanish.
+and a port computes them. In float64 the sides then differ by the rounding of the constants. One
+rerun of the reference, with the digits that JAX has of its constants, tells whether that is all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,113 +15,105 @@ import numpy as np
 from parity_tests.engine.casts import is_rounded
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.results import (
-    GROUPS,
-    ErrorsByGroup,
-    Results,
-    errors_of,
-    largest_by_group,
-    only_floating,
-)
-from parity_tests.engine.tolerance import CONSTANT_ULPS, FLOAT64, ROUNDED_RUNS, finite, rms, ulp
+from parity_tests.engine.results import ErrorsByGroup, Results, errors_of, largest_by_group
+from parity_tests.engine.tolerance import CONSTANT_ULPS, ROUNDED_RUNS, ulp
 
 if TYPE_CHECKING:
     from parity_tests.engine.reference import Reference
 
-MOST = 256
-"""Numbers that are fitted; of more only the scatter is known."""
-ROUNDS = 4
-STEP = 1e-4
-COLLINEAR = 1e-9
-"""The effect, of the largest, of combinations of constants that are left alone."""
-LEAST = 1e-6
-"""The size that a tensor counts with, of the largest of its group, if its own is less."""
+MOST_NAMES = 3
+"""The constants that a note names."""
 
 
-def rounded_count(values: Sequence[np.ndarray]) -> int:
+def rounded_count(values: Iterable[np.ndarray]) -> int:
     """How many numbers of constants are rounded to float32."""
     return int(sum(is_rounded(value).sum() for value in values))
 
 
-def moves_of(values: Sequence[np.ndarray], moves: np.ndarray) -> list[np.ndarray]:
-    """For each constant, moves of its rounded numbers, in order, and none of the others."""
-    parts, start = [], 0
+def random_moves(values: Iterable[np.ndarray], seed: int) -> Iterator[list[np.ndarray]]:
+    """Moves of constants within their rounding, at random; none of their exact numbers."""
+    rng, values = np.random.default_rng(seed), [*values]
+    for _ in range(ROUNDED_RUNS // 2 if rounded_count(values) else 0):
+        yield [
+            CONSTANT_ULPS * ulp(np.float32) * rng.uniform(-1, 1, value.shape) * is_rounded(value)
+            for value in values
+        ]
+
+
+def moves_to(
+    values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
+) -> tuple[list[np.ndarray], bool]:
+    """Moves of constants, within their rounding, to the numbers of an array each.
+
+    That is the array that has most of a constant's numbers, of either sign, and few others: the
+    sines of small frequencies are almost those. Also: has each constant an array of its own?
+    """
+    sizes = [np.unique(np.abs(array[np.isfinite(array)])) for array in arrays]
+    known = sorted(filter(np.size, sizes), key=np.size)
+    moves, have_own = [], True
     for value in values:
-        free = is_rounded(value)
-        part = np.zeros(value.shape)
-        part[free] = moves[start : start + free.sum()]
-        start += free.sum()
-        parts.append(part)
-    return parts
+        found = [(_move_to(value, numbers), numbers.size) for numbers in known]
+        none = np.full(value.shape, np.nan), 0
+        best, size = max(found, key=lambda each: np.isfinite(each[0]).sum(), default=none)
+        have_own &= bool(np.isfinite(best[is_rounded(value)]).all()) and size <= 2 * value.size
+        moves.append(np.nan_to_num(best))
+    return moves, have_own
 
 
-def random_moves(values: Sequence[np.ndarray], seed: int) -> Iterator[list[np.ndarray]]:
-    """Moves of constants within their rounding, at random."""
-    rng, count = np.random.default_rng(seed), rounded_count(values)
-    for _ in range(ROUNDED_RUNS // 2 if count else 0):
-        yield moves_of(values, CONSTANT_ULPS * ulp(np.float32) * rng.uniform(-1, 1, count))
+def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The move of each number to the nearest of some; NaN where none is within its rounding."""
+    size = np.where(value == 0, 1, np.abs(value))
+    after = np.searchsorted(numbers, size)
+    with np.errstate(over="ignore"):
+        below, above = (np.take(numbers, i, mode="clip") / size - 1 for i in (after - 1, after))
+    nearest = np.where(np.abs(below) < np.abs(above), below, above)
+    is_near = np.abs(nearest) <= CONSTANT_ULPS * ulp(np.float32)
+    return np.where(is_rounded(value) & is_near, nearest, np.nan)
+
+
+def numbered(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """Constants without names."""
+    return {f"constant {i}": value for i, value in enumerate(values)}
+
+
+def names_of(constants: Mapping[str, np.ndarray]) -> list[str]:
+    """The names of constants, each with its number or its shape."""
+    return [
+        f"{name} {value.shape}" if value.ndim else f"{name} = {value:.9g}"
+        for name, value in constants.items()
+    ]
 
 
 class Constants:
-    """The constants of both sides, and what moving them does to the results."""
+    """The constants of both sides, and what their rounding explains."""
 
     def __init__(self, problem: Problem, jax_side: JaxSide, reference: Reference):
         self._problem, self._jax_side, self._reference = problem, jax_side, reference
-        self._theirs, self._ours = reference.constants(), jax_side.constants_of(problem)
+        self._ours = jax_side.constants_of(problem)
         self.count = reference.constant_count + rounded_count(self._ours)
 
-    def of_jax(self, moves: Sequence[np.ndarray]) -> Results:
-        """The JAX side with its constants moved."""
-        oracle, cast_to = self._reference.oracle, self._reference.cast_to
-        return self._jax_side.run(self._problem, "float64", oracle, cast_to, moves)
+    def __str__(self) -> str:
+        """How many there are, and some of their names."""
+        theirs, ours = self._reference.sides
+        named = [f"{theirs}'s {name}" for name in self._reference.constant_names]
+        named += [f"{ours}'s {name}" for name in names_of(numbered(self._ours))]
+        more = f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else ""
+        return f"{self.count} constants are in float32 ({', '.join(named[:MOST_NAMES])}{more})"
+
+    def with_digits(self) -> tuple[Results, bool]:
+        """The reference's results with JAX's digits of each constant, and if all are known."""
+        arrays = self._jax_side.unvaried(self._problem)
+        moves, have_own = moves_to(self._reference.constants().values(), arrays)
+        are_known = have_own and bool(moves) and not rounded_count(self._ours)
+        if not any(move.any() for move in moves):
+            return self._reference.oracle, are_known
+        return self._reference.with_constants(moves), are_known
 
     def scatter(self, ours: Results) -> ErrorsByGroup:
         """The largest errors of each side where its constants are off by their rounding."""
+        oracle, cast_to = self._reference.oracle, self._reference.cast_to
         runs = (
-            errors_of(self.of_jax(moves), ours)
+            errors_of(self._jax_side.run(self._problem, "float64", oracle, cast_to, moves), ours)
             for moves in random_moves(self._ours, self._problem.seed)
         )
         return largest_by_group([self._reference.constant_scatter, *runs])
-
-    def fitted(self, ours: Results) -> tuple[Results, Results] | None:
-        """Both sides with the constants, within their rounding, that bring them closest.
-
-        Numbers that no constants explain have no say: a wrong gradient does not move the outputs.
-        None if the constants are too many, or those of a record.
-        """
-        values = [*self._theirs, *self._ours]
-        if not 0 < self.count <= MOST or rounded_count(values) < self.count:
-            return None
-        oracle = self._reference.oracle
-        scales = {}
-        for group in GROUPS:
-            sizes = {n: rms(finite(a)) for n, a in only_floating(oracle.get(group, {})).items()}
-            least = LEAST * max(sizes.values(), default=0.0) or 1.0
-            scales |= {(group, name): max(size, least) for name, size in sizes.items()}
-        scales = {place: scale for place, scale in scales.items() if place[0] in ours}
-
-        def flat(results: Results) -> np.ndarray:
-            flat = np.concatenate([np.ravel(results[g][n]) / s for (g, n), s in scales.items()])
-            flat = np.where(np.isfinite(flat), flat, 0)
-            return flat.view(np.float64) if np.iscomplexobj(flat) else flat
-
-        def moved(moves: np.ndarray) -> tuple[Results, Results]:
-            parts, count = moves_of(values, moves), len(self._theirs)
-            return self._reference.with_constants(parts[:count]), self.of_jax(parts[count:])
-
-        def difference(moves: np.ndarray) -> np.ndarray:
-            theirs, ours = moved(moves)
-            return flat(ours) - flat(theirs)
-
-        moves = np.zeros(self.count)
-        start = difference(moves)
-        slopes = np.stack(
-            [(difference(STEP * unit) - start) / STEP for unit in np.eye(self.count)], axis=1
-        )
-        most = CONSTANT_ULPS * ulp(np.float32)
-        explicable = np.abs(start) <= most * np.abs(slopes).sum(axis=1) + FLOAT64
-        for _ in range(ROUNDS):
-            off = difference(moves)[explicable]
-            step = np.linalg.lstsq(slopes[explicable], -off, rcond=COLLINEAR)[0]
-            moves = np.clip(moves + step, -most, most)
-        return moved(moves)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from parity_tests.engine.constants import numbered
 from parity_tests.engine.faults import first_of, not_a_number
 from parity_tests.engine.frameworks import adapted
 from parity_tests.engine.jax_side import JaxSide
@@ -136,9 +137,9 @@ class JaxReference(Reference):
             rounded,
         )
 
-    def constants(self) -> list[np.ndarray]:
+    def constants(self) -> dict[str, np.ndarray]:
         """The constants that may be moved within the rounding of float32."""
-        return self._side.constants_of(self.problem)
+        return numbered(self._side.constants_of(self.problem))
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results where each constant is another by such a part of its size."""

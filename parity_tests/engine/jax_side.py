@@ -14,7 +14,15 @@ from flax import nnx
 
 from jax_models.weights.constant import Constant
 from jax_models.weights.trees import is_floating
-from parity_tests.engine.casts import Found, Lift, lifted_dtypes, look_into, rewritten, traced
+from parity_tests.engine.casts import (
+    Found,
+    Lift,
+    Unvaried,
+    lifted_dtypes,
+    look_into,
+    rewritten,
+    traced,
+)
 from parity_tests.engine.jax_rounding import Rounded
 from parity_tests.engine.problem import Problem, arrays, in_dtype, is_flag
 from parity_tests.engine.results import (
@@ -143,16 +151,27 @@ class JaxSide:
     def shapes(self, problem: Problem) -> tuple[Results, Found]:
         """Zeros in the shapes of the float64 result, and what was found on the way."""
         with self._settings("float64"):
-            differentiated, given, _ = self._arguments(problem, "float64", ())
-            found, made_for = Found(), Traced("float64", (), (), backward=False)
-            forward = partial(self._forward, traced=made_for, found=found)
-            closed, (_, groups) = traced(forward, (differentiated, given), found)
+            found = Found()
+            closed, groups = self._traced(problem, found)
             look_into(closed, found)
         zeros = {
             group: {n: np.broadcast_to(np.zeros((), s.dtype), s.shape) for n, s in named.items()}
             for group, named in groups.items()
         }
         return Results(zeros), found
+
+    def unvaried(self, problem: Problem) -> list[np.ndarray]:
+        """The arrays of the float64 forward pass that depend on no input and no weight."""
+        with self._settings("float64"):
+            closed, _ = self._traced(problem, Found())
+            return Unvaried(closed, lifted_dtypes(set())).arrays()
+
+    def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any]:
+        differentiated, given, _ = self._arguments(problem, "float64", ())
+        made_for = Traced("float64", (), (), backward=False)
+        forward = partial(self._forward, traced=made_for, found=found)
+        closed, (_, groups) = traced(forward, (differentiated, given), found)
+        return closed, groups
 
     @contextlib.contextmanager
     def _settings(self, dtype: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from parity_tests.engine.results import (
     errors_of,
     only_floating,
 )
-from parity_tests.engine.tolerance import FITTED, Error, tensor_errors
+from parity_tests.engine.tolerance import FLOAT64, Error, tensor_errors
 
 
 def measure(
@@ -50,22 +50,20 @@ def measure(
         faults += other_dtypes(theirs.dtypes, jax_side.found[dtype], dtype, sides)
         say(f"the errors in {dtype}")
         stays = dtype == "float64" and bool(jax_side.found[dtype].stays)
-        compared = _Compared(reference, "float32" if stays else dtype)
-        tensors[dtype] = compared.errors(ours, oracle)
-        if compared.dtype == "float64" and not all(
-            error.passed for named in tensors[dtype].values() for error in named.values()
-        ):
+        expected, least = oracle, {}
+        if dtype == "float64" and not stays and not _are_equal(ours, oracle):
             constants = Constants(problem, jax_side, reference)
             if constants.count:
-                tensors[dtype] = compared.errors_by(constants, ours)
-                notes.append(
-                    f"{constants.count} constants are in float32: float64 is compared as if they "
-                    "were those, within their rounding, that bring the sides closest"
-                )
+                expected, least, how = _explained(constants, ours, oracle)
+                notes.append(f"{constants}: float64 is compared {how}")
+        in_dtype = "float32" if stays else dtype
+        tensors[dtype] = _errors(reference, in_dtype, ours, expected, least)
+        del expected
         if place and theirs.logits:
             group, name = place
             error = logits_error(ours[group][name], oracle[group][name])
             logits[dtype] = dict(zip(sides, (theirs.logits, error), strict=True))
+        del ours  # not to be kept beside the results in the next dtype
     if not reference.faults:
         notes += [*reference.notes, *notes_on(jax_side, sides)]
     return Report(
@@ -79,44 +77,41 @@ def measure(
     )
 
 
-class _Compared:
-    """The reference in a dtype, to measure results against."""
+def _are_equal(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -> bool:
+    errors = errors_of(ours, oracle)
+    return all(error <= FLOAT64 for group in groups for error in errors.get(group, {}).values())
 
-    def __init__(self, reference: Reference, dtype: str):
-        self.reference, self.dtype = reference, dtype
 
-    def errors(
-        self,
-        ours: Results,
-        oracle: Results,
-        least: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> dict[str, dict[str, Error]]:
-        """The errors of each group's tensors; `least` are bounds that something else explains."""
-        theirs = self.reference.said(self.dtype).errors
-        theirs32 = self.reference.said("float32").errors
-        errors = errors_of(ours, oracle)
-        return {
-            group: tensor_errors(
-                jnp.dtype(self.dtype),
-                ours=errors[group],
-                theirs=theirs[group],
-                theirs32=theirs32[group],
-                scatter=lambda group=group: self.reference.scatter(self.dtype)[group],
-                least=(least or {}).get(group),
-            )
-            for group in GROUPS
-            if only_floating(oracle.get(group, {})) and group in ours
-        }
+def _explained(
+    constants: Constants, ours: Results, oracle: Results
+) -> tuple[Results, ErrorsByGroup, str]:
+    """What float64 is compared with, the bounds that rounded constants explain, and how."""
+    expected, are_known = constants.with_digits()
+    if are_known or _are_equal(ours, expected, GROUPS[:2]):
+        return expected, {}, "with the digits that JAX has of them"
+    return oracle, constants.scatter(ours), "as closely as their rounding allows"
 
-    def errors_by(self, constants: Constants, ours: Results) -> dict[str, dict[str, Error]]:
-        """The errors where constants that are rounded to float32 explain some of them."""
-        scatter: ErrorsByGroup = constants.scatter(ours)
-        fitted = constants.fitted(ours)
-        if fitted is None:
-            return self.errors(ours, self.reference.oracle, scatter)
-        oracle, ours = fitted
-        least = {
-            group: {name: FITTED * error for name, error in named.items()}
-            for group, named in scatter.items()
-        }
-        return self.errors(ours, oracle, least)
+
+def _errors(
+    reference: Reference,
+    dtype: str,
+    ours: Results,
+    oracle: Results,
+    least: Mapping[str, Mapping[str, float]],
+) -> dict[str, dict[str, Error]]:
+    """The errors of each group's tensors; `least` are bounds that something else explains."""
+    theirs = reference.said(dtype).errors
+    theirs32 = reference.said("float32").errors
+    errors = errors_of(ours, oracle)
+    return {
+        group: tensor_errors(
+            jnp.dtype(dtype),
+            ours=errors[group],
+            theirs=theirs[group],
+            theirs32=theirs32[group],
+            scatter=lambda group=group: reference.scatter(dtype)[group],
+            least=least.get(group),
+        )
+        for group in GROUPS
+        if only_floating(oracle.get(group, {})) and group in ours
+    }

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from jax_models.importers.onnx import graphs
+from parity_tests.engine.constants import numbered
 from parity_tests.engine.faults import not_a_number
 from parity_tests.engine.known import Known
 from parity_tests.engine.logits import logits_array
@@ -158,9 +159,9 @@ class OnnxReference(Reference):
             for seed in range(ROUNDED_RUNS)
         )
 
-    def constants(self) -> list[np.ndarray]:
+    def constants(self) -> dict[str, np.ndarray]:
         """The constants that may be moved within the rounding of float32."""
-        return [*self._mode.constants.values()]
+        return numbered(self._mode.constants.values())
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results where each constant is another by such a part of its size."""

@@ -142,7 +142,11 @@ def _said_as_json(said: Said) -> dict[str, Any]:
 
 
 def _of_constants(reference: Reference) -> dict[str, Any]:
-    return {"count": reference.constant_count, "scatter": reference.constant_scatter}
+    return {
+        "count": reference.constant_count,
+        "names": reference.constant_names,
+        "scatter": reference.constant_scatter,
+    }
 
 
 def idle_keys(problem: Problem, known: Known, oracle: Results) -> Iterator[str]:
@@ -199,6 +203,11 @@ class Recorded(Reference):
     def constant_count(self) -> int:
         """The numbers that were moved."""
         return self._constants["count"]
+
+    @property
+    def constant_names(self) -> Sequence[str]:
+        """What they are called; a record of before does not say it."""
+        return self._constants.get("names", ())
 
     @functools.cached_property
     def constant_scatter(self) -> ErrorsByGroup:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parity_tests.engine.constants import random_moves, rounded_count
+from parity_tests.engine.constants import names_of, random_moves, rounded_count
 from parity_tests.engine.faults import overflows
 from parity_tests.engine.logits import LogitsError, logits_error
 from parity_tests.engine.results import (
@@ -103,14 +103,19 @@ class Reference(abc.ABC):
         """What it tells call by call, in float64 and of its rounding in a dtype."""
         raise NotImplementedError(f"{self.name} has no calls")
 
-    def constants(self) -> list[np.ndarray]:
-        """The constants that it can be run with, moved within the rounding of float32."""
-        return []
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """The constants that it can be run with, moved within the rounding of float32, by name."""
+        return {}
 
     @property
     def constant_count(self) -> int:
         """The numbers that `constant_scatter` moves."""
-        return rounded_count(self.constants())
+        return rounded_count(self.constants().values())
+
+    @property
+    def constant_names(self) -> Sequence[str]:
+        """What these constants are called."""
+        return names_of(self.constants())
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results where each of these constants is another by a part of its size."""
@@ -121,5 +126,5 @@ class Reference(abc.ABC):
         """The largest errors of runs whose constants are off by their rounding at random."""
         return largest_by_group(
             errors_of(self.with_constants(moves), self.oracle)
-            for moves in random_moves(self.constants(), self.seed)
+            for moves in random_moves(self.constants().values(), self.seed)
         )

@@ -34,8 +34,6 @@ ROUNDED_RUNS = 8
 FLOAT64 = 1e-12
 CONSTANT_ULPS = 8.0
 """Of float32, for a constant such as 10000^(-i/d), whose power enlarges the exponent's rounding."""
-FITTED = 1e-4
-"""The part of the scatter by rounded constants that may be left once they are fitted."""
 UNSTABLE = 1e-2
 UNDETERMINED = 0.5
 LONG_TRAJECTORY = 1e-10
@@ -44,11 +42,12 @@ LONG_TRAJECTORY = 1e-10
 
 def rms(x: np.ndarray) -> float:
     """Root mean square, without overflow; 0 for an empty array."""
-    x = np.abs(x)
+    x = np.atleast_1d(np.abs(x)).astype(np.float64, copy=False)
     largest = float(np.max(x, initial=0))
     if not 0 < largest < np.inf:
         return largest
-    return largest * float(np.sqrt(np.mean(np.square(x / largest, dtype=np.float64))))
+    x /= largest
+    return largest * float(np.sqrt(np.mean(np.square(x, out=x))))
 
 
 def ulp(dtype) -> float:
@@ -124,15 +123,18 @@ def relative_errors(
 
 def finite(x: np.ndarray) -> np.ndarray:
     """The numbers, zero in the place of those that are not finite."""
-    return np.where(np.isfinite(x), x, 0)
+    are_finite = np.isfinite(x)
+    return x if are_finite.all() else np.where(are_finite, x, 0)
 
 
 def difference(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """How far the numbers are apart in float64: not at all where both are the same infinity."""
     wide = np.complex128 if np.iscomplexobj(expected) else np.float64
-    actual, expected = actual.astype(wide), expected.astype(wide)
+    actual, expected = (x.astype(wide, copy=False) for x in (actual, expected))
     both = np.isinf(expected) & (actual == expected)
-    return np.where(both, 0, actual) - np.where(both, 0, expected)
+    if both.any():
+        actual, expected = (np.where(both, 0, x) for x in (actual, expected))
+    return actual - expected
 
 
 def largest_errors(

@@ -107,7 +107,7 @@ class TorchReference(Reference):
 
     def _moved(self) -> Iterator[Run]:
         """In float64, with constants that are off by their rounding to float32."""
-        for moves in random_moves(self.constants(), self.seed):
+        for moves in random_moves(self._constants.values(), self.seed):
             moved = dict(zip(self._constants, moves, strict=True))
             yield of_torch(
                 with_moved_constants(self.problem, moved), lambda problem: run_oracle(problem)[0]
@@ -118,9 +118,9 @@ class TorchReference(Reference):
         """Those that are rounded to float32, in float64."""
         return rounded_constants(self.problem)
 
-    def constants(self) -> list[np.ndarray]:
-        """The constants that may be moved within the rounding of float32."""
-        return [*self._constants.values()]
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """The constants that may be moved within the rounding of float32, by name."""
+        return self._constants
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results where each constant is another by such a part of its size."""

@@ -201,11 +201,16 @@ def as_array(leaf: Any) -> torch.Tensor | None:
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return as_numpy(tensor.detach().cpu().resolve_conj().resolve_neg().clone())
+    return _shared(tensor.clone())
 
 
 def _gradient(tensor: torch.Tensor) -> np.ndarray:
     """Zero where nothing depends on the tensor, as in JAX."""
     if tensor.grad is None:
         return np.zeros(tensor.shape)
-    return _numpy(tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad)
+    return _shared(tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad)
+
+
+def _shared(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's own numbers, without a copy."""
+    return as_numpy(tensor.detach().cpu().resolve_conj().resolve_neg())

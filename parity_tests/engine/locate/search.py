@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from parity_tests.engine.casts import called_body
+from parity_tests.engine.casts import called_body, last_uses
 from parity_tests.engine.locate.agree import difference, layouts
 from parity_tests.engine.locate.record import Call, tell_p
 
@@ -46,7 +46,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tell: Callable)
     uses = Counter((a, e.primitive.name) for e in jaxpr.eqns for a in {*_variables(e.invars)})
     added = {a for a, name in uses if name == "add_any"}
     added -= {a for a, name in uses if name != "add_any"} | {*_variables(jaxpr.outvars)}
-    for equation in jaxpr.eqns:
+    for equation, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
         operands = [read(atom) for atom in equation.invars]
         if (body := called_body(equation)) is not None:
             inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
@@ -60,6 +60,8 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tell: Callable)
                 for variable, result in zip(equation.outvars, results, strict=True)
             ]
         values |= zip(equation.outvars, results, strict=True)
+        for variable in unneeded:
+            del values[variable]
     return [read(atom) for atom in jaxpr.outvars]
 
 

@@ -1,0 +1,87 @@
+"""Constants that one side has in float32: what they cost, and what they may not hide."""
+
+import tracemalloc
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from parity_tests import compare
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+WIDTH, TIME = 512, 9
+
+
+class Rotary(torch.nn.Module):
+    """Keeps frequencies in float32, and in no `state_dict`."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        frequencies = 1 / 10000 ** (torch.arange(0, WIDTH, 2).float() / WIDTH)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, x):
+        angles = torch.outer(torch.arange(len(x)).to(x.dtype), self.frequencies)
+        (a, b), cos, sin = self.query(x).chunk(2, -1), angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+EXPONENTS = np.arange(0, WIDTH, 2) / WIDTH
+STEPS = np.arange(TIME)[:, None]
+TABLES = {
+    "float32": lambda: STEPS * jnp.asarray(Rotary().frequencies.numpy()),
+    "frequencies": lambda: STEPS * jnp.asarray(1 / 10000**EXPONENTS),
+    "traced": lambda: STEPS * (1 / 10000 ** (jnp.arange(0, WIDTH, 2) / WIDTH)),
+    "angles": lambda: jnp.asarray(STEPS / 10000**EXPONENTS),
+    "negative": lambda: -(STEPS * jnp.asarray(-1 / 10000**EXPONENTS)),
+}
+
+
+def compared(table, fault=0.0):
+    """The report, and how often the torch module was called."""
+    calls = []
+
+    def port(w, x):
+        a, b = jnp.split(x @ w["query.weight"].T * (1 + fault), 2, -1)
+        cos, sin = (f(TABLES[table]()).astype(x.dtype) for f in (jnp.cos, jnp.sin))
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def call_twin(twin, x):
+        calls.append(x)
+        return twin(x)
+
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((TIME, WIDTH))
+    return compare(Rotary(), port, x, weights=dict, call_twin=call_twin), len(calls)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_one_rerun_tells_whether_constants_explain_a_difference(table):
+    report, calls = compared(table)
+    assert report.passed, str(report)
+    assert all(error.bound < 1e-11 for error in report.errors["float64"].values()), str(report)
+    assert calls == (2 if table == "float32" else 3)
+    assert table == "float32" or "torch's frequencies (256,)" in report.notes[0]
+
+
+@pytest.mark.parametrize("table", ["frequencies", "traced", "negative"])
+def test_constants_hide_no_small_difference(table):
+    report, _ = compared(table, fault=1e-9)
+    assert "float64" in {dtype for dtype, *_ in report.failures}, str(report)
+
+
+def test_the_memory_does_not_grow_with_the_number_of_constants():
+    """255 numbers are rounded: a copy of the results for each would be 500 MB."""
+
+    def peak(table):
+        tracemalloc.start()
+        try:
+            compared(table)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak("angles") < 2 * peak("float32")
