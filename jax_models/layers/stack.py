@@ -162,7 +162,9 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
 def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:
     """The shape of a layer's outputs for one step of one row; nothing is computed."""
     x = jax.ShapeDtypeStruct((1, 1, layer.in_features), layer.dtype or layer.param_dtype)
-    return _first_step.eval_shape(*nnx.split(layer), x)
+    graphdef, arrays = nnx.split(layer)
+    unsharded = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
+    return _first_step.eval_shape(graphdef, unsharded, x)
 
 
 @partial(jax.jit, static_argnums=0)  # traced once for all equal layers

@@ -184,7 +184,7 @@ def _calls(
     arrays, structure = jax.tree.flatten(variables)
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
         raise ValueError("model: its parameters have no values, as under nnx.eval_shape: load them")
-    is_count = isinstance(steps_per_call, int | np.integer) and not isinstance(steps_per_call, bool)
+    is_count = hasattr(steps_per_call, "__index__") and steps_per_call is not True
     if steps_per_call != "auto" and not (is_count and 1 <= steps_per_call <= MOST_STEPS):
         raise ValueError(
             f'steps_per_call: expected "auto" or 1 … {MOST_STEPS}, got {steps_per_call!r}'

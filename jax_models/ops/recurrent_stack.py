@@ -107,7 +107,7 @@ def lstm_stack(
 
 
 @partial(jax.jit, static_argnums=0)  # uncompiled, the default device would decide
-def _by_cudnn_on_gpus(num_directions: int, x, state, cells, lengths):
+def _by_cudnn_on_gpus(num_directions: Literal[1, 2], x, state, cells, lengths):
     return jax.lax.platform_dependent(
         x,
         state,
