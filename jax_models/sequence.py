@@ -1,5 +1,7 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import jax
@@ -182,7 +184,8 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         lengths, outside = checked_lengths(lengths, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
 
-        y, last_state = self.sequence(mask_padding(x, lengths), start, lengths, reset)
+        with abstract_refused(self):
+            y, last_state = self.sequence(mask_padding(x, lengths), start, lengths, reset)
         y = mask_padding(y, lengths)
         if outside is not None:
             y, last_state = nan_rows(outside, (y, last_state), (0, state_batch_axes(self)))
@@ -243,11 +246,32 @@ def state_batch_axes(layer: HasState) -> Any:
     >>> state_batch_axes(LSTM(64, 256, rngs=nnx.Rngs(0)))
     LSTMState(h=1, c=1)
     """
+    if not hasattr(layer, "init_state"):
+        raise TypeError(
+            f"layer: expected a layer or a model with init_state, got {described(layer)}"
+        )
     one = jax.eval_shape(lambda: layer.init_state(1))
     two = jax.eval_shape(lambda: layer.init_state(2))
     return jax.tree.map(
         lambda a, b: next(i for i in range(a.ndim) if a.shape[i] != b.shape[i]), one, two
     )
+
+
+@contextlib.contextmanager
+def abstract_refused(layer: nnx.Module) -> Iterator[None]:
+    """Say so if what fails inside is a layer whose parameters have no values.
+
+    To look at all parameters before each call would cost more than a step of a small layer.
+    """
+    try:
+        yield
+    except Exception:
+        if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(nnx.state(layer))):
+            raise ValueError(
+                f"{type(layer).__name__}: expected parameters with values, got the shapes that "
+                "nnx.eval_shape makes: load them first, as from_torch does"
+            ) from None
+        raise
 
 
 def check_time(name: str, time: int, max_length: int) -> None:
@@ -329,7 +353,8 @@ def checked_state(state: State, expected: State) -> State:
         name = f"state{jax.tree_util.keystr(path)}"
         if leaf.shape != like.shape:
             raise wrong_shape(name, like.shape, leaf.shape)
-        if jnp.issubdtype(leaf.dtype, jnp.floating) != jnp.issubdtype(like.dtype, jnp.floating):
+        kinds = (jnp.floating, jnp.integer, jnp.bool_)
+        if any(jnp.issubdtype(leaf.dtype, k) != jnp.issubdtype(like.dtype, k) for k in kinds):
             raise TypeError(f"{name}: expected a dtype like {like.dtype}, got {leaf.dtype}")
     return state
 

@@ -227,6 +227,9 @@ def test_streams_the_tokens_before_logits_that_are_not_finite():
 @pytest.mark.parametrize("three", [3, np.int64(3), jnp.int32(3), np.uint8(3)])
 def test_counts_may_be_integers_of_any_kind(three):
     lm = model()
+    everything = generate(lm, tokens(1, 4), 3, key=KEY)
+    beyond = generate(lm, tokens(1, 4), 3, key=KEY, top_k=10**12)
+    np.testing.assert_array_equal(beyond, everything)
     expected = generate(lm, tokens(1, 4), 3, key=KEY, top_k=3)
     np.testing.assert_array_equal(generate(lm, tokens(1, 4), three, key=KEY, top_k=three), expected)
 
@@ -259,8 +262,13 @@ REFUSED = {
             ValueError,
             f'steps_per_call: expected "auto" or 1 … 64, got {steps!r}',
         )
-        for steps in (0, 65, "all")
+        for steps in (0, 65, "all", True, 1.0)
     },
+    "a bool for a position": (
+        lambda lm: lm(tokens(1, 3), lm.init_state(1)._replace(position=np.zeros(1, bool))),
+        TypeError,
+        "state.position: expected a dtype like int32, got bool",
+    ),
     "a token that int32 cannot hold": (
         lambda lm: lm.step(np.array([2**32 + 3]), lm.init_state(1)),
         ValueError,

@@ -307,19 +307,34 @@ REFUSED = {
         r"layers\[0\]: expected a SequenceLayer, got a Linear",
     ),
     "layers that do not fit": (
-        lambda: Stack([lstm(), lstm()])(inputs(2, 3, 5)),
+        lambda: Stack([lstm(), lstm()]),
         ValueError,
         "layers: expected in_features=6 of the LSTM, as many as the layer below it returns, got 5",
     ),
-    "scanned layers that do not fit": (
-        lambda: jax.jit(Stack([lstm(), lstm()], scan_layers=True).__call__)(inputs(2, 3, 5)),
+    "abstract layers that do not fit": (
+        lambda: nnx.eval_shape(lambda: Stack([lstm(bidirectional=True), Reversed(lstm())])),
         ValueError,
-        "layers: expected in_features=6 of the LSTM, .* got 5",
+        "layers: expected in_features=12 of the Reversed, .* got 5",
+    ),
+    "an abstract layer that is called": (
+        lambda: nnx.eval_shape(lstm)(inputs(2, 3, 5)),
+        ValueError,
+        "LSTM: expected parameters with values, got the shapes that nnx.eval_shape makes",
+    ),
+    "an abstract model that is called": (
+        lambda: nnx.eval_shape(lambda: RNNLanguageModelConfig().build(rngs=nnx.Rngs(0)))(
+            np.zeros((2, 3), int)
+        ),
+        ValueError,
+        "RNNLanguageModel: expected parameters with values",
+    ),
+    "the batch axes of nothing": (
+        lambda: state_batch_axes(None),
+        TypeError,
+        "layer: expected a layer or a model with init_state, got a NoneType",
     ),
     "convolution of one feature in a stack": (
-        lambda: Stack([RNN(5, 5, rngs=nnx.Rngs(0)), CausalConv1D(1, 3, rngs=nnx.Rngs(0))])(
-            inputs(2, 3, 5)
-        ),
+        lambda: Stack([RNN(5, 5, rngs=nnx.Rngs(0)), CausalConv1D(1, 3, rngs=nnx.Rngs(0))]),
         ValueError,
         "layers: expected in_features=5 of the CausalConv1D, .* got 1",
     ),

@@ -191,7 +191,9 @@ def test_an_operator_refuses(name, fault):
         ("long_conv_state", {"params": array(IN, 9)}, r"taps\(params, length\): expected shape \("),
         ("wkv", {"method": "chunked"}, "method: expected one of .*, got 'chunked'"),
         ("causal_conv", {"kernel": array(2, 6)}, r"state.inputs: expected shape \(2, 6, 1\), got"),
-        ("online_conv", {"max_length": 9.5}, "max_length: expected an integer, got 9.5"),
+        ("online_conv", {"max_length": 9.5}, "max_length: expected a positive integer, got 9.5"),
+        ("online_conv", {"max_length": 0}, "max_length: expected a positive integer, got 0"),
+        ("long_conv_state", {"max_length": 0}, "max_length: expected a positive integer, got 0"),
     ],
 )  # fmt: skip
 def test_the_message_names_the_argument(name, change, message):
@@ -264,7 +266,8 @@ def test_a_state_is_taken_in_the_dtype_of_the_loop():
     ("change", "message"),
     [
         ({"method": "cuda"}, "method: expected one of .*, got 'cuda'"),
-        ({"num_directions": 3}, "cells: expected one for each of .*, got 2"),
+        ({"num_directions": 3}, r"num_directions: expected one of \[1, 2\], got 3"),
+        ({"cells": []}, "cells: expected at least one, got none"),
         ({"state": ops.LSTMState(array(3, BATCH, 4), array(3, BATCH, 4))}, r"cells: .*\[3, 3\]"),
     ],
 )

@@ -1,7 +1,7 @@
 """Stacks of gated recurrences, in layers and directions: what RNN, LSTM and GRU share."""
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ class RecurrentStack(SequenceLayer[State]):
         self.proj_features = proj_features
         self.out_features = proj_features or hidden_features
         self.num_layers = checked_size("num_layers", num_layers)
-        self.num_directions = 2 if bidirectional else 1
+        self.num_directions: Literal[1, 2] = 2 if bidirectional else 1
         self.causal = not bidirectional
         self.method: Any = method  # a subclass says which there are
         self.dropout = Dropout(dropout_rate, rngs=rngs)

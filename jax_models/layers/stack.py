@@ -73,8 +73,8 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
 
     Raises:
         TypeError: `layers` is not iterable, or holds something else than a `SequenceLayer`.
-        ValueError: `layers` is empty, there is no such `remat`, or the layers differ in
-            `time_major`. At the call: a layer reads another size than the one below returns.
+        ValueError: `layers` is empty, there is no such `remat`, the layers differ in `time_major`,
+            or a layer reads another size than the one below returns.
 
     Layouts: those that all layers have; the keys of layer i begin with `{i}.`.
 
@@ -104,6 +104,8 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
                     f"layers[{i}]: expected time_major={self.time_major} as layers[0] has, "
                     f"got {layer.time_major}"
                 )
+        for below, layer in itertools.pairwise(self.layers):
+            check_fits(_outputs(below), layer)
         self.remat: Remat = remat
         self.scan_layers = scan_layers
         self.in_features = self.layers[0].in_features
@@ -157,7 +159,23 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         }
 
 
-def check_fits(x: Float[Array, "batch time features"], layer: SequenceLayer) -> None:
+def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:
+    """The shape of a layer's outputs for one step of one row; nothing is computed."""
+    x = jax.ShapeDtypeStruct((1, 1, layer.in_features), layer.dtype or layer.param_dtype)
+    graphdef, arrays = nnx.split(layer)
+    unsharded = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
+    return _first_step.eval_shape(graphdef, unsharded, x)
+
+
+@partial(jax.jit, static_argnums=0)  # traced once for all equal layers
+def _first_step(graphdef: nnx.GraphDef, arrays: nnx.State, x: Array) -> Array:
+    layer = nnx.merge(graphdef, arrays, copy=True)
+    return layer.sequence(x, layer.start(1), None, None)[0]
+
+
+def check_fits(
+    x: Float[Array, "batch time features"] | jax.ShapeDtypeStruct, layer: SequenceLayer
+) -> None:
     """Refuse a layer that reads another size than the one below returns."""
     if x.shape[-1] != layer.in_features:
         raise ValueError(

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -57,7 +58,9 @@ def sample(
     highest = jnp.max(logits, axis=-1, keepdims=True)
     logits = logits - highest
     temperature = jnp.asarray(temperature, logits.dtype)
-    k = jnp.asarray(vocab_size if top_k is None else top_k, jnp.int32)
+    if not isinstance(top_k, jax.Array | np.ndarray):
+        top_k = _checked_top_k(top_k, vocab_size)
+    k = jnp.asarray(top_k, jnp.int32)
 
     def draw() -> Token:
         kept = jax.lax.cond(k < vocab_size, _keep_largest, lambda logits, k: logits, logits, k)
@@ -124,7 +127,7 @@ def stream(
         num_tokens: how many to draw.
         key: the randomness, from `jax.random.key`; the same key gives the same text.
         temperature: flattens (> 1) or sharpens (< 1) the distribution; 0 is greedy.
-        top_k: draw from the k likeliest tokens only.
+        top_k: draw from the k likeliest tokens only; from all if there are no more than k.
         steps_per_call: steps in one call, 1 to 64. "auto" takes as many steps as are computed and
             read in about 10 ms, at most twice as many as the call before. The tokens do not depend
             on it.
@@ -174,15 +177,15 @@ def _calls(
     limit = model.context_length or sys.maxsize
     prompt = _checked_prompt(prompt, vocab_size)[:, -limit:]
     num_tokens = checked_size("num_tokens", num_tokens)
-    top_k = vocab_size if top_k is None else checked_size("top_k", top_k)
-    options = Options(_checked_temperature(temperature), min(top_k, vocab_size))
+    options = Options(_checked_temperature(temperature), _checked_top_k(top_k, vocab_size))
     key = _checked_key(key)
     inference = {"deterministic": True, "fixed_filters": True}
     graphdef, variables = nnx.split(nnx.view(model, raise_if_not_found=False, **inference))
     arrays, structure = jax.tree.flatten(variables)
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
         raise ValueError("model: its parameters have no values, as under nnx.eval_shape: load them")
-    if steps_per_call != "auto" and steps_per_call not in range(1, MOST_STEPS + 1):
+    is_count = hasattr(steps_per_call, "__index__") and steps_per_call is not True
+    if steps_per_call != "auto" and not (is_count and 1 <= steps_per_call <= MOST_STEPS):
         raise ValueError(
             f'steps_per_call: expected "auto" or 1 … {MOST_STEPS}, got {steps_per_call!r}'
         )
@@ -202,10 +205,15 @@ def _checked_prompt(prompt, vocab_size: int) -> Prompt:
     return tokens.astype(jnp.int32) if isinstance(values, Tracer) else values.astype(np.int32)
 
 
+def _checked_top_k(top_k, vocab_size: int) -> int:
+    """How many tokens there are to draw from: all of them for None and for more than there are."""
+    return vocab_size if top_k is None else min(checked_size("top_k", top_k, inf), vocab_size)
+
+
 def _checked_temperature(value) -> float:
     """A number that is finite in float32 and not negative, or the fault."""
     try:
-        if isinstance(value, str | bytes | bool):
+        if isinstance(value, str | bytes | bool | np.bool_):
             raise TypeError
         temperature = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -19,6 +19,7 @@ from jax_models.ops.time_axis import refuse_lengths
 from jax_models.options import CheckedFields, CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     SequenceLayer,
+    abstract_refused,
     checked_lengths,
     checked_reset,
     checked_state,
@@ -157,8 +158,10 @@ class LanguageModel(CheckedOptions, nnx.Module):
             start, before = checked_state(state, expected)
 
         positions, after = positions_and_end(before, time, ends, reset, self.time_axis)
-        x, layers = self.layers(self.embed(tokens, positions), start, lengths=lengths, reset=reset)
-        logits = mask_padding(self.head(self.norm(self.read_out(x))), ends)
+        with abstract_refused(self):
+            x = self.embed(tokens, positions)
+            x, layers = self.layers(x, start, lengths=lengths, reset=reset)
+            logits = mask_padding(self.head(self.norm(self.read_out(x))), ends)
         if outside is not None:
             logits = nan_rows(outside, logits, 0)
         return logits, LanguageModelState(layers, after)

@@ -19,6 +19,7 @@ from jax_models.ops.checks import as_array, checked_array, checked_count, nan_ro
 from jax_models.ops.segments import mask_padding
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.sequence import (
+    abstract_refused,
     checked_lengths,
     checked_reset,
     checked_state,
@@ -196,7 +197,8 @@ class SileroVAD(CheckedOptions, nnx.Module):
         frames = audio.reshape(audio.shape[0], count, self.frame_length)
         ends = None if lengths is None else -(-lengths // self.frame_length)
 
-        y, last = self._frames(frames, state, ends, reset)
+        with abstract_refused(self):
+            y, last = self._frames(frames, state, ends, reset)
         y = mask_padding(activation(y), ends)
         if outside is not None:
             y, last = nan_rows(outside, (y, last), 0)

@@ -322,13 +322,13 @@ def checked_count(name: str, count: Any) -> int:
     return count
 
 
-def checked_size(name: str, size: Any) -> int:
+def checked_size(name: str, size: Any, largest: float = LARGEST_SIZE) -> int:
     """A positive integer."""
     size = checked_integer(name, size, "a positive integer")
     if size < 1:
         raise ValueError(f"{name}: expected a positive integer, got {size}")
-    if isinstance(size, int) and size > LARGEST_SIZE:
-        raise ValueError(f"{name}: expected at most {LARGEST_SIZE}, got {size}")
+    if isinstance(size, int) and size > largest:
+        raise ValueError(f"{name}: expected at most {largest}, got {size}")
     return size
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.checks import FloatingDtype, checked, checked_count, wrong_shape
+from jax_models.ops.checks import FloatingDtype, checked, checked_count, checked_size, wrong_shape
 from jax_models.ops.long_conv import fft_conv, with_skip
 from jax_models.ops.segments import mask_padding
 from jax_models.ops.varying import alike
@@ -51,6 +51,7 @@ def empty_long_conv_state(
     batch_size: int, features: int, max_length: int, dtype: FloatingDtype = jnp.float32
 ) -> LongConvState:
     """The state before the first input, in `dtype`."""
+    max_length = checked_size("max_length", max_length)
 
     def zeros(steps: int) -> Float[Array, "batch steps features"]:
         return jnp.zeros((batch_size, steps, features), dtype)
@@ -69,7 +70,7 @@ def _buffer(max_length: int) -> int:
     return -(-max_length // BLOCK) * BLOCK
 
 
-@checked()
+@checked({int: checked_size})
 @partial(jax.jit, static_argnames=("taps", "max_length"))
 def long_conv_state(
     v: Float[Array, "batch features time"],
@@ -89,7 +90,7 @@ def long_conv_state(
     return _state(taps, max_length, params, history, _end(start, v, lengths))
 
 
-@checked()
+@checked({int: checked_size})
 @partial(jax.jit, static_argnames=("taps", "max_length"))
 def online_conv(
     v: Float[Array, "batch features time"],

@@ -25,7 +25,7 @@ def recurrent_stack(
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
     *,
-    num_directions: int,
+    num_directions: Literal[1, 2],
 ) -> tuple[Float[Array, "batch time out"], State]:
     """Layers of a recurrence, one after the other; of each layer the directions, side by side.
 
@@ -47,7 +47,7 @@ def recurrent_stack(
 
     """
     rows = [len(array) for array in jax.tree.leaves(state)]
-    if len(cells) % num_directions or rows != [len(cells)] * len(rows):
+    if not cells or len(cells) % num_directions or rows != [len(cells)] * len(rows):
         raise ValueError(
             f"cells: expected one for each of the {rows} rows of the state's arrays, in "
             f"{num_directions} directions, got {len(cells)}"
@@ -79,7 +79,7 @@ def lstm_stack(
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
     *,
-    num_directions: int,
+    num_directions: Literal[1, 2],
     method: LSTMMethod = "auto",
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """`recurrent_stack` of `lstm`, by XLA or by cuDNN.
@@ -92,6 +92,8 @@ def lstm_stack(
         NotImplementedError: cuDNN, asked for by name, cannot serve; the message says why.
 
     """
+    if not cells:
+        raise ValueError("cells: expected at least one, got none")
     refusal = cudnn_refusal(x, cells, reset)
     if method == "cudnn":
         if refusal:
@@ -105,7 +107,7 @@ def lstm_stack(
 
 
 @partial(jax.jit, static_argnums=0)  # uncompiled, the default device would decide
-def _by_cudnn_on_gpus(num_directions: int, x, state, cells, lengths):
+def _by_cudnn_on_gpus(num_directions: Literal[1, 2], x, state, cells, lengths):
     return jax.lax.platform_dependent(
         x,
         state,
