@@ -41,7 +41,7 @@ from jax_models.layers.hyper_lstm import HyperLSTM, HyperLSTMState
 from jax_models.layers.layer_norm_lstm import LayerNormLSTM
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.layers.min_rnn import MinGRU, MinLSTM, MinRNNState
-from jax_models.layers.norm import GroupNorm, LayerNorm, RMSNorm, ZeroCenteredRMSNorm
+from jax_models.layers.norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm, ZeroCenteredRMSNorm
 from jax_models.layers.reversed import Reversed
 from jax_models.layers.rnn import RNN, RNNState
 from jax_models.layers.rwkv import (
@@ -108,6 +108,7 @@ __all__ = [
     "RNN",
     "AuthenticHyenaBlock",
     "AuthenticHyenaFilter",
+    "BatchNorm",
     "Bidirectional",
     "BidirectionalState",
     "CausalConv1D",

@@ -1,4 +1,4 @@
-"""Normalisation as torch computes it."""
+"""Normalization as torch computes it."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ from flax import nnx
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_positive
 from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.weights import Layouts, batch_norm
 
 
 class LayerNorm(nnx.LayerNorm, CheckedOptions):
@@ -76,6 +77,75 @@ class GroupNorm(nnx.GroupNorm, CheckedOptions):
         """Normalise each row of x."""
         with jax.numpy_dtype_promotion("standard"):
             return super().__call__(x, mask=mask)
+
+
+class BatchNorm(nnx.BatchNorm, CheckedOptions):
+    """Batch norm whose running statistics are those of `torch.nn.BatchNorm1d`, `2d` and `3d`.
+
+        >>> norm = BatchNorm(64, rngs=nnx.Rngs(0))
+        >>> y = norm(jnp.ones((8, 100, 64)))
+
+        y = (x − mean) / √(var + ε) · scale + bias
+        running mean ← m · running mean + (1 − m) · mean
+        running var ← m · running var + (1 − m) · n / (n − 1) · var
+
+    The features are the last axis of x; mean and var are over its n rows. After `norm.eval()`, the
+    running statistics take their place. Flax's own layer leaves out the factor n / (n − 1).
+
+    Args:
+        features: size of the last axis of x.
+        momentum: m, one minus torch's momentum.
+        epsilon: ε.
+        dtype: the computation's dtype. None: from x and the parameters.
+        param_dtype: the dtype of scale and bias. The running statistics are in float32.
+        rngs: draws nothing; the scale starts at 1, the bias at 0.
+
+    Raises:
+        ValueError: (at the call) x has fewer than two rows in training.
+
+    Layouts: `torch.nn`.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        momentum: float = 0.9,
+        epsilon: float = 1e-5,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            features,
+            momentum=momentum,
+            epsilon=checked_positive("epsilon", epsilon),
+            use_fast_variance=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(self, x, use_running_average: bool | None = None):
+        """Normalize the last axis of x, and update the running statistics in training."""
+        if use_running_average is None:
+            use_running_average = self.use_running_average
+        others = x.size // self.num_features - 1
+        if not use_running_average and others < 1:
+            raise ValueError(f"x: expected at least two rows in training, got shape {x.shape}")
+        before = self.var[...]
+        with jax.numpy_dtype_promotion("standard"):
+            y = super().__call__(x, use_running_average)
+        if not use_running_average:
+            # Flax has added (1 − m) var; (1 − m) var / (n − 1) is missing.
+            after = self.var[...]
+            self.var[...] = after + (after - self.momentum * before) / others
+        return y
+
+    def torch_layouts(self) -> Layouts:
+        """`torch.nn`: the keys of torch's batch norms."""
+        return {"torch.nn": batch_norm("", "")}
 
 
 class RMSNorm(nnx.RMSNorm, CheckedOptions):
