@@ -57,7 +57,8 @@ def checked(
     One name is one size in all arrays of a call, those in NamedTuples among them. A size may be an
     expression of others, in which the name of several axes (`*batch`) stands for their product.
     The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
-    whose `hidden` is the call's `hyper`, and whose other sizes are its own.
+    whose `hidden` is the call's `hyper`, and whose other sizes are its own. With
+    `Annotated[int, check]`, the function receives what `check(name, value)` returns.
     `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool, a `Literal` one
     of its choices, and `FloatingDtype` a dtype or its name; a class takes its instances, a
     `Callable` any function. An argument without an annotation passes, and so do other annotations.
@@ -131,6 +132,8 @@ class Scope:
             return {key: self._alone(f"{name}[{key!r}]", value[key], arguments[1]) for key in value}
         if origin is Annotated:
             annotation, mark, *_ = arguments
+            if inspect.isfunction(mark):
+                return mark(name, value)
             if not (hasattr(annotation, "_fields") and isinstance(mark, tuple)):
                 return self.checked(name, value, annotation)
             theirs, ours = mark

@@ -1,7 +1,5 @@
 """The L2 normalization of queries and keys."""
 
-from typing import Annotated
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -11,9 +9,7 @@ from jax_models.ops.checks import checked, checked_positive
 
 
 @checked()
-def l2_normalize(
-    x: Float[Array, "*shape"], *, epsilon: Annotated[float, checked_positive] = 1e-6
-) -> Float[Array, "*shape"]:
+def l2_normalize(x: Float[Array, "*shape"], *, epsilon: float = 1e-6) -> Float[Array, "*shape"]:
     """Scales vectors to a length of 1, and leaves zero vectors at zero.
 
         >>> k = l2_normalize(jnp.ones((8, 100, 4, 64)))
@@ -37,6 +33,7 @@ def l2_normalize(
     Source: Yang et al. 2024 (Gated DeltaNet, arXiv 2412.06464), for the queries and keys.
 
     """
+    checked_positive("epsilon", epsilon)
     wide = x.astype(carry_dtype(x.dtype))
     square = jnp.sum(wide * wide, axis=-1, keepdims=True)
     return (wide * lax.rsqrt(square + epsilon)).astype(x.dtype)
