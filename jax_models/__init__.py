@@ -214,8 +214,8 @@ __all__ = [
 
 for _name in __all__:
     if _name.endswith("State"):
-        # so that an exported program with states in and out can be serialized
-        with contextlib.suppress(ValueError):  # once a process, even if this module is reloaded
+        # `jax.export` serializes a program with states only if their types are registered
+        with contextlib.suppress(ValueError):  # already registered, if this module is reloaded
             register_namedtuple_serialization(
                 globals()[_name], serialized_name=f"{__name__}.{_name}"
             )

@@ -50,8 +50,8 @@ def from_keras(
         dtype: the computation's dtype.
 
     Raises:
-        ValueError: the layer or one of its cells is another, is not built, or has an activation or
-            a merge mode that no layer here has.
+        ValueError: the layer or one of its cells is of another kind, is not built, or has an
+            activation or a merge mode that no layer here has.
 
     """
     kind = type(layer).__name__
@@ -75,20 +75,20 @@ def keras_table(
         >>> layer = GRU(5, 6, rngs=nnx.Rngs(0))
         >>> weights = to_torch(layer, keras_table(layer))
 
-    Those of several layers or directions are numbered, as in `1.kernel`, in the order in which
-    Keras's `set_weights` takes them for a `Bidirectional` or an `RNN` of several cells. Where Keras
-    has one bias for two, it gets their sum.
+    With several layers or directions, the keys are numbered, as in `1.kernel`, in the order in
+    which `set_weights` of Keras's `Bidirectional`, or of its `RNN` of several cells, takes the
+    arrays. Where Keras has one bias and we have two, it gets their sum.
 
     Args:
         layer: an `LSTM`, `GRU`, `RNN`, or a `Stack`, `Reversed` or `Bidirectional` of them.
-        index: which of the layers to take, for a Keras layer that is one of them. Its names have no
-            numbers. The others keep their weights. With two directions, layer l is 2 l forward and
-            2 l + 1 backward.
+        index: which of the layers to take, to exchange its weights with a single Keras layer. The
+            keys then have no numbers, and the other layers keep their weights. With two directions,
+            2 l is the forward direction of layer l, and 2 l + 1 the backward direction. None: all.
 
     Raises:
         TypeError: the layer is none of these.
         ValueError: `index` is not below the number of layers, or the layer has a projection or
-            peepholes, which Keras has not.
+            peepholes, which Keras does not have.
 
     """
     tables = [*_tables(layer)]
@@ -106,7 +106,7 @@ def keras_table(
 
 
 def _tables(layer: Any) -> Iterator[Table]:
-    """A table for each of Keras's layers that this one is."""
+    """One table for each Keras layer that a layer corresponds to."""
     if isinstance(layer, RecurrentStack):
         yield from (_table_of_cell(layer, i) for i in range(len(layer.cells)))
         return
@@ -125,7 +125,9 @@ def _tables(layer: Any) -> Iterator[Table]:
 def _table_of_cell(layer: RecurrentStack, i: int) -> Table:
     cell, at = layer.cells[i], f"cells.{i}"
     if layer.proj_features or cell.peephole is not None:
-        raise ValueError("layer: expected no projection and no peepholes, which Keras has not")
+        raise ValueError(
+            "layer: expected no projection and no peepholes, which Keras does not have"
+        )
     order = TWO_GATES_SWAPPED if isinstance(layer, GRU) else range(len(layer.gate_names))
     params = (f"{at}.bias_ih", f"{at}.bias_hh")
     table = [same(f"{at}.kernel_ih", "kernel"), same(f"{at}.kernel_hh", "recurrent_kernel")]
@@ -138,12 +140,12 @@ def _table_of_cell(layer: RecurrentStack, i: int) -> Table:
 
 
 def _kept(layer: Any, path: str) -> Weight:
-    """A parameter that no key has, and that import leaves as it is."""
+    """The row of a parameter that has no key and keeps its value on import."""
 
     def value() -> tuple[Any]:
         array = params_of(layer)[path].get_value()
         if isinstance(array, jax.ShapeDtypeStruct):
-            raise ValueError("it has no value to keep: give the weights of all layers together")
+            raise ValueError("it has no value to keep: load the weights of all layers together")
         return (array,)
 
     return Weight((path,), (), value, lambda array: ())

@@ -191,7 +191,7 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
 
     x and y are (batch, time, features), the state
     `GriffinRecurrenceState(position, conv, rglru)`. `rglru` is
-    `RGLRU(num_blocks=…, scale_first_step=False)`, whose position stands in this state.
+    `RGLRU(num_blocks=…, scale_first_step=False)`, but its position is kept in this state.
 
     Args:
         features: size of x_t and y_t.

@@ -6,7 +6,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import GRUState, RecurrenceMethod
-from jax_models.options import Initializer
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts
 
 
@@ -44,7 +44,7 @@ class GRU(RecurrentStack[GRUState]):
         kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws the W_h. None: as `kernel_init`'s None.
         bias_init: draws the b_i. None: as `kernel_init`'s None.
-        recurrent_bias_init: draws the b_h. None: zero if there is a `bias_init`, otherwise as
+        recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise as
             `kernel_init`'s None.
         method: the form of the loop, "hoisted" or "joined"; "auto" takes the one measured faster
             (`ops.recurrence`).
@@ -73,8 +73,8 @@ class GRU(RecurrentStack[GRUState]):
         reset_after: bool = True,
         dropout_rate: float = 0.0,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,

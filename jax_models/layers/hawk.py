@@ -71,10 +71,11 @@ class RGLRU(SequenceLayer[RGLRUState]):
     `1 − a_t²` is `−expm1(2 c r_t log a)`, which loses no digits where a is close to 1.
 
     To train a new layer, choose `parameterization="softplus"`. The parameter is then `a_param`,
-    which may be any number, a = e^{−softplus(a_param)} = σ(−a_param) as in the paper, and the
+    which may be any number, with a = e^{−softplus(a_param)} = σ(−a_param) as in the paper, and the
     derivative of the square root is at most 1000, as in recurrentgemma. With "direct", the
     parameter is `a`. Its gradient is finite for a in [0, 1] but grows without bound near a = 1
-    (`ops.decay` has the derivation), so that a gradient clipped by its norm trains nothing else.
+    (`ops.decay` has the derivation), so that clipping by the global norm scales all other gradients
+    down to almost nothing.
     Where a step of an optimizer takes `a` outside [0, 1], the layer computes with the nearest value
     inside; `jax_models.project` moves the parameter there.
 
@@ -84,13 +85,13 @@ class RGLRU(SequenceLayer[RGLRUState]):
     Args:
         features: size of x_t and h_t.
         num_blocks: blocks of W_i and W_r, a divisor of `features`. None: dense, as in the seed.
-        parameterization: whether `a` or `a_param` is trained. None: "direct", or "softplus" with
-            `num_blocks`, which has no other.
+        parameterization: "direct" trains `a`, "softplus" trains `a_param`. None: "direct", or
+            "softplus" with `num_blocks`, which supports nothing else.
         scale_first_step: whether √(1 − a_t²) scales the first step of a document, too. If False,
             h = i_t ⊙ x_t there. The state is then `RGLRUState(h, position)`, whose position
-            (batch,) counts the steps of the document so far; 0 is before the first.
+            (batch,) counts the steps of the document so far and starts at 0.
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
-        epsilon: added under the square root, with "softplus" alone; 1e-6 in hippogriff.
+        epsilon: added under the square root, only with "softplus"; 1e-6 in hippogriff.
         method: how `ops.linear_recurrence` runs.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. The gates and the state
@@ -142,9 +143,10 @@ class RGLRU(SequenceLayer[RGLRUState]):
                 "leave out num_blocks for dense gates"
             )
         if epsilon < 0 or (epsilon and direct):
-            raise ValueError(
-                f'epsilon: expected at least 0, or 0 with parameterization="direct", got {epsilon}'
+            expected = (
+                'expected 0 with parameterization="direct"' if direct else "expected at least 0"
             )
+            raise ValueError(f"epsilon: {expected}, got {epsilon}")
         self.epsilon = epsilon
         self.scale_first_step = scale_first_step
         self.method: ops.LinearRecurrenceMethod = method
@@ -163,7 +165,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
             }
             self.input_gate = BlockDiagonal(features, num_blocks, **blocks)
             self.recurrence_gate = BlockDiagonal(features, num_blocks, **blocks)
-        # a to this power starts uniform between low and high
+        # The initial a, raised to this power, is uniform between low and high.
         power, low, high = (c, 0.9, 0.999) if direct else (2, 0.9**2, 0.999**2)
         to_power = jax.random.uniform(
             rngs.params(), (features,), carry_dtype(param_dtype), low, high
@@ -182,7 +184,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
         return RGLRUState(h, None if self.scale_first_step else jnp.zeros(batch_size, jnp.int32))
 
     def sequence(self, x, state, lengths, reset, c=None):
-        """`ops.rg_lru`; hippogriff stores c with its weights."""
+        """`ops.rg_lru`; `c` replaces the option c, because hippogriff stores c as a weight."""
         dtype = self.computation_dtype(x)
         first = end = None
         if state.position is not None:

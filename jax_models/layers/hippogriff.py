@@ -54,14 +54,14 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         a_t = e^{−c softplus(a_param) ⊙ σ(u_t W_r + b_r)}
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t² + 1e-6) ⊙ σ(u_t W_i + b_i) ⊙ u_t
 
-    u is the convolution's result and h the RG-LRU's; c is 8. In version 0.0.3, c is e^log_c, and
+    u is the convolution's result and h the RG-LRU's; c is 8. In version 0.0.3, c is e^log_c, where
     log_c is loaded and saved but not trained. x and y are (batch, time, features), the state
     `HawkState(conv, rglru)`. gelu is the exact one, with erf.
 
     Args:
         features: size of x_t and y_t.
         hidden_features: width of the recurrence. None: 3/2 of `features`, rounded down.
-        kernel_size: taps of the causal convolution. None: there is no convolution, u = x W_rec.
+        kernel_size: taps of the causal convolution. None: no convolution, u = x W_rec.
         version: the version of hippogriff.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters.
@@ -115,7 +115,7 @@ class HippogriffHawk(SequenceLayer[HawkState]):
             a_param = jnp.linspace(FASTEST, SLOWEST, hidden)
         else:
             self.log_c = Constant(jnp.asarray(math.log(C), param_dtype))
-            # The logarithms of a are evenly spaced, then the ends are moved to those of 0.0.2.
+            # log a is evenly spaced; then a_param is rescaled to the ends of version 0.0.2.
             a_param = jnp.log(jnp.expm1(jnp.linspace(0.001, 0.1, hidden)))
             unit = (a_param - a_param[0]) / jnp.maximum(a_param[-1] - a_param[0], 1e-6)
             a_param = SLOWEST + (FASTEST - SLOWEST) * unit
@@ -198,7 +198,7 @@ class HippogriffState(NamedTuple):
 
 
 class HippogriffBlock(SequenceLayer[HippogriffState]):
-    """The block of hippogriff: a recurrence and attention, each with an MLP behind it.
+    """The block of hippogriff: a recurrence and attention, each followed by an MLP.
 
         >>> layer = HippogriffBlock(64, 128, num_heads=4, window=17, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -214,7 +214,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
     Args:
         features: size of x_t.
         mlp_features: width of the gated MLPs; twice `features` in hippogriff.
-        num_heads: heads of the queries. None: no attention, only the first line.
+        num_heads: heads of the queries. None: no attention, so only the first line above.
         hidden_features: width of the recurrence. None: 3/2 of `features`, rounded down.
         kernel_size: taps of the causal convolution. None: no convolution.
         num_kv_heads: heads of the keys and values.

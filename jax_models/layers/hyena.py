@@ -160,7 +160,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
 
     @property
     def skip(self) -> Float[Array, "filters features"]:
-        """What of its own input each long convolution's output gets."""
+        """The factor of each long convolution's input in its own output."""
         return self.B[...]
 
     def operator(
@@ -207,7 +207,7 @@ class HyenaBlock(HyenaOperator):
     `nnx.view(block, fixed_filters=True)` computes the filters once.
 
     A call convolves by FFT, whose rounding errors are of the size of the whole row: later inputs
-    disturb earlier outputs by about an ulp of the row's largest output, and a NaN makes all of the
+    disturb earlier outputs by about an ulp of the row's largest output, and one NaN makes the whole
     row NaN (`ops.long_conv`). `step` is exactly causal.
 
     Args:
@@ -289,7 +289,8 @@ class AuthenticHyenaBlock(HyenaOperator):
     x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is
     `AuthenticHyenaFilter`. A step costs O(log² max_length) on average (`ops.online_conv`);
     outputs from step max_length on are NaN. For inference, `nnx.view(block, fixed_filters=True)`
-    computes the filters once. As in `HyenaBlock`, a call is causal up to rounding, `step` exactly.
+    computes the filters once. As in `HyenaBlock`, a call is causal up
+    to rounding, and `step` is exactly causal.
 
     Args:
         features: size of u_t and y_t.

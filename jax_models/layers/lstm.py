@@ -6,7 +6,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import LSTMMethod, LSTMState
-from jax_models.options import Initializer
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed, transposed
 
 
@@ -44,7 +44,7 @@ class LSTM(RecurrentStack[LSTMState]):
         kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
         bias_init: draws b_ih, b_hr and the peepholes. None: as `kernel_init`'s None.
-        recurrent_bias_init: draws b_hh. None: zero if there is a `bias_init`, otherwise as
+        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise as
             `kernel_init`'s None.
         method: "cudnn", NVIDIA's own LSTM, which runs on its GPUs in float32, without projections,
             peepholes and `reset`; "xla", which runs anywhere with every option, or one form of its
@@ -88,8 +88,8 @@ class LSTM(RecurrentStack[LSTMState]):
         use_peepholes: bool = False,
         dropout_rate: float = 0.0,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         method: LSTMMethod = "auto",
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,

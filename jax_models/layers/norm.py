@@ -80,7 +80,7 @@ class GroupNorm(nnx.GroupNorm, CheckedOptions):
 
 
 class BatchNorm(nnx.BatchNorm, CheckedOptions):
-    """Batch norm whose running statistics are those of `torch.nn.BatchNorm1d`, `2d` and `3d`.
+    """Batch norm whose running statistics match `torch.nn.BatchNorm1d`, `2d` and `3d`.
 
         >>> norm = BatchNorm(64, rngs=nnx.Rngs(0))
         >>> y = norm(jnp.ones((8, 100, 64)))
@@ -90,7 +90,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         running var ← m · running var + (1 − m) · n / (n − 1) · var
 
     The features are the last axis of x; mean and var are over its n rows. After `norm.eval()`, the
-    running statistics take their place. Flax's own layer leaves out the factor n / (n − 1).
+    running statistics take their place. Flax's own layer lacks the factor n / (n − 1).
 
     Args:
         features: size of the last axis of x.

@@ -22,10 +22,10 @@ from jax_models.weights import Layouts, Table, gates, same, transposed
 class Cell(nnx.Module):
     """The weights of one recurrence: one direction of one layer of a stack.
 
-    By default all start uniform in ±1/√hidden_features, as torch's do. With a `bias_init` alone,
-    the second bias starts at zero, because the gates see the sum of both. The matrices are (in,
-    out), and the gates stand side by side along the last axis. A weight that the options leave out
-    is None.
+    By default all start uniform in ±1/√hidden_features, as torch's do. If only `bias_init` is
+    given, the second bias starts at zero, because the gates use the sum of both. The matrices are
+    (in, out), and the gates stand side by side along the last axis. A weight that the options leave
+    out is None.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Cell(nnx.Module):
         second_init = recurrent_bias_init or bias_init
         self.bias_hh = param(second_init, gates) if use_bias and recurrent_bias else None
         if self.bias_hh is not None and bias_init and not recurrent_bias_init:
-            self.bias_hh[...] = jnp.zeros_like(self.bias_hh[...])  # and keeps its axes' names
+            self.bias_hh[...] = jnp.zeros_like(self.bias_hh[...])  # keeps the names of its axes
         self.kernel_hr = (
             param(kernel_init, hidden_features, proj_features) if proj_features else None
         )

@@ -6,7 +6,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import Nonlinearity, RecurrenceMethod, RNNState
-from jax_models.options import Initializer
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed
 
 
@@ -38,7 +38,7 @@ class RNN(RecurrentStack[RNNState]):
         kernel_init: draws W_ih. None: uniform in ±1/√hidden_features, as in torch.
         recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
         bias_init: draws b_ih. None: as `kernel_init`'s None.
-        recurrent_bias_init: draws b_hh. None: zero if there is a `bias_init`, otherwise as
+        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise as
             `kernel_init`'s None.
         method: the form of the loop, "hoisted" or "joined"; "auto" takes the one measured faster
             (`ops.recurrence`).
@@ -68,8 +68,8 @@ class RNN(RecurrentStack[RNNState]):
         recurrent_bias: bool = True,
         dropout_rate: float = 0.0,
         time_major: bool = False,
-        dtype=None,
-        param_dtype=jnp.float32,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,

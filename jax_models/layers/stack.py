@@ -160,7 +160,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
 
 
 def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:
-    """The shape of a layer's outputs for one step of one row; nothing is computed."""
+    """The shape of a layer's outputs for one step of one row, found by tracing alone."""
     x = jax.ShapeDtypeStruct((1, 1, layer.in_features), layer.dtype or layer.param_dtype)
     graphdef, arrays = nnx.split(layer)
     unsharded = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)

@@ -127,7 +127,7 @@ def stream(
         num_tokens: how many to draw.
         key: the randomness, from `jax.random.key`; the same key gives the same text.
         temperature: flattens (> 1) or sharpens (< 1) the distribution; 0 is greedy.
-        top_k: draw from the k likeliest tokens only; from all if there are no more than k.
+        top_k: draw only from the k likeliest tokens. None, or more than the vocabulary: from all.
         steps_per_call: steps in one call, 1 to 64. "auto" takes as many steps as are computed and
             read in about 10 ms, at most twice as many as the call before. The tokens do not depend
             on it.
@@ -206,7 +206,7 @@ def _checked_prompt(prompt, vocab_size: int) -> Prompt:
 
 
 def _checked_top_k(top_k, vocab_size: int) -> int:
-    """How many tokens there are to draw from: all of them for None and for more than there are."""
+    """The number of tokens to draw from: the whole vocabulary if None or larger."""
     return vocab_size if top_k is None else min(checked_size("top_k", top_k, inf), vocab_size)
 
 

@@ -22,7 +22,7 @@ Block = Literal["hyena", "authentic-hyena", "attention"]
 
 @dataclasses.dataclass(frozen=True)
 class GPModelConfig(StackConfig):
-    """The GPT-like language model of "The Annotated Hyena"; by default over its simple Hyena."""
+    """The GPT-like language model of "The Annotated Hyena"; by default with its simple Hyena."""
 
     vocab_size: int = 65
     """Number of distinct tokens."""

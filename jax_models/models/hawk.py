@@ -29,7 +29,7 @@ class HawkLanguageModelConfig(StackConfig):
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
     parameterization: Parameterization = "direct"
-    """What the RG-LRU trains: its decay ("direct"), or "softplus", which a new model should."""
+    """What the RG-LRU trains: "direct", its decay; "softplus", a_param, better for new models."""
 
     def build(self, **options: Unpack[BuildOptions]) -> "HawkLanguageModel":
         """The model of this config."""

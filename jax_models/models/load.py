@@ -39,7 +39,7 @@ class Family:
     has: Callable[[Iterable[str]], bool]
     """Are these the keys of such a model?"""
     config: Callable[..., Any]
-    """Takes the weights, the fields of a config.json or None, and fields of the config by name."""
+    """Makes the config from the weights, a config.json's fields or None, and fields by name."""
 
 
 def with_part(part: str) -> Callable[[Iterable[str]], bool]:
@@ -78,7 +78,7 @@ def rwkv(weights: Mapping[str, Any], fields: Any, **options: Any) -> Any:
 
 
 def by_shapes(config: Callable[..., Any]) -> Callable[..., Any]:
-    """Of families whose keys and shapes tell all but what is given by name."""
+    """For families whose keys and shapes determine all fields except those given by name."""
     return lambda weights, fields, **options: config(weights, **options)
 
 
@@ -135,7 +135,7 @@ def load_pretrained(
         param_dtype: of the parameters. None: the widest of the file. Another one rounds.
         sharding: where a parameter of a path and a shape is, as
             `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`.
-        **config: fields of the model's config that the file does not tell, such as hippogriff's
+        **config: fields of the model's config that the file does not contain, such as hippogriff's
             `window` or safari's `activation`.
 
     Raises:
@@ -161,7 +161,7 @@ def load_pretrained(
 def config_of(weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any) -> Any:
     """The config of the model with these weights and these fields of a config.json, if any.
 
-    `options` are fields of the config that neither tells.
+    `options` are fields of the config that neither contains.
 
     Raises:
         TypeError: the config has no such field.
