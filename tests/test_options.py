@@ -38,6 +38,7 @@ SIZES = {
     "HyenaBlock": (5, 8), "AuthenticHyenaBlock": (5, 8), "HyenaFilter": (5, 8),
     "AuthenticHyenaFilter": (5, 8), "HyenaDNAFilter": (5, 8), "HyenaDNAMixer": (5, 8),
     "HyenaDNABlock": (5, 6, 8), "LayerNorm": (5,), "RMSNorm": (5,), "GroupNorm": (6, 2),
+    "BatchNorm": (5,),
     "ZeroCenteredRMSNorm": (5,), "SileroVAD": (),
     "HippogriffHawk": (6,), "HippogriffBlock": (8, 6, 2),
     "StripedHyenaMixer": (6,), "StripedHyenaBlock": (6, 5),

@@ -78,7 +78,9 @@ def test_a_run_shorter_than_its_presets_warmup(length, text_file, tmp_path, caps
     run = start(tmp_path / "run", *args)
     steps = run.config.num_steps
     assert run.config.optimizer.warmup_steps == steps // 10
-    line = f"the warm-up is shortened from 40 to {steps // 10} steps, a tenth of the run's {steps}"
+    line = (
+        f"the warm-up is shortened from 40 to {steps // 10} steps, because the run has only {steps}"
+    )
     assert line in capsys.readouterr().out
     assert start(tmp_path / "run", *args).config == run.config
     with pytest.raises(CommandLineError, match=r"^--optimizer.warmup-steps: expected fewer"):

@@ -43,15 +43,15 @@ DEFAULT_PRESET = "all-work"
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Train a language model on a text, or go on with a run.
+    """Train a language model on a text, or resume a run.
 
-    The options --model.… are those of the preset's model: --preset hawk --help lists Hawk's.
+    The options --model.… depend on the preset: --preset hawk --help lists Hawk's.
     """
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig()
     preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
-    """Where the options start from: by default all-work, a small RNN that learns one sentence by
-    heart; the others need --text FILE."""
+    """The defaults of the other options. all-work, the default preset, is a small RNN that learns
+    one sentence by heart; the other presets need --text FILE."""
     out: Path | None = None
     """The run's folder, new or empty; by default runs/PRESET, numbered if that is taken. Where it
     has a run of the same options, the command goes on with it."""
@@ -260,12 +260,10 @@ def planned(arguments: Arguments) -> Plan:
         init=config.init and config.init.absolute(),
         tokenizer=absolute(config.tokenizer),
     )
-    start = PRESETS[arguments.preset or DEFAULT_PRESET]
-    if of_source is not None and arguments.preset is None:
-        start = of_source.config
+    preset = PRESETS[arguments.preset or DEFAULT_PRESET]
+    start = preset if of_source is None or arguments.preset is not None else of_source.config
     config = with_short_warmup(config, start)
     if arguments.resume is None:
-        preset = PRESETS[arguments.preset or DEFAULT_PRESET]
         config = config_of_new_run(config, preset, vocabulary)
         name = arguments.preset or (config.init and config.init.stem) or DEFAULT_PRESET
         folder = arguments.out or default_folder(Path("runs") / name, config)
@@ -275,7 +273,7 @@ def planned(arguments: Arguments) -> Plan:
 
 
 def with_short_warmup(config: TrainConfig, start: TrainConfig) -> TrainConfig:
-    """The config; a warm-up that nobody asked for and that is too long becomes a tenth of it."""
+    """The config; if the preset's warm-up is as long as the run, it becomes a tenth of the run."""
     warmup = config.optimizer.warmup_steps
     if warmup != start.optimizer.warmup_steps or warmup < config.num_steps:
         return config
@@ -346,11 +344,11 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             line = f"{run.folder}: the run has made its {config.num_steps} steps"
             console.print(line, soft_wrap=True)
             return
-        asked, warmup = arguments.config.optimizer.warmup_steps, config.optimizer.warmup_steps
-        if warmup != asked:
+        chosen, warmup = arguments.config.optimizer.warmup_steps, config.optimizer.warmup_steps
+        if warmup != chosen:
             console.print(
-                f"the warm-up is shortened from {asked} to {warmup} steps, a tenth of the run's "
-                f"{config.num_steps}",
+                f"the warm-up is shortened from {chosen} to {warmup} steps, because the run has "
+                f"only {config.num_steps}",
                 soft_wrap=True,
             )
         if unused := jax.device_count() - trainer.mesh.size:

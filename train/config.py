@@ -70,7 +70,7 @@ class TrainConfig(CheckedFields):
     it, whose model and tokenizer are then the default's. None: random."""
     text: Paths = ()
     """UTF-8 files, or folders of them. A file is a document, and so is the "text" of each line of a
-    .jsonl file. None: ten lines of "All work and no play makes Jack a doll boy."."""
+    .jsonl file. None: the sentence "All work and no play makes Jack a doll boy." ten times."""
     separator: str | None = None
     """What ends a document inside a file, such as <|endoftext|>."""
     tokenizer: str = "characters"

@@ -13,13 +13,14 @@ from train.files import whole
 
 Records = Sequence[dict[str, Any]]
 LONG = 20
+"""Points of a line from which a run counts as long."""
 
 
 def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
     """Draw the losses over the steps into a PNG, which is there whole or not at all.
 
-    Of a run with at least `LONG` points a line, the losses of the last nine tenths of the steps
-    fill the picture; what is higher before is cut. The title is the name of the run's folder.
+    If a line has at least `LONG` points, the vertical axis fits the losses of the last nine tenths
+    of the steps and cuts off higher ones before. The title is the name of the run's folder.
     """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

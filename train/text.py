@@ -32,7 +32,7 @@ from twinscan.command_line import CommandLineError
 from twinscan.files import to_disk
 
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
-"""The text of a run without any, a small one to learn by heart."""
+"""The default text, small enough to learn by heart."""
 FORMAT = 1
 """Of the files of tokens. Another format has other names."""
 TOKENS, MANIFEST = "tokens", "manifest.json"
@@ -43,7 +43,7 @@ PIECES_AT_ONCE = 16
 
 
 class Text:
-    """Documents in UTF-8: files, all files of folders, or else `ALL_WORK`.
+    """Documents in UTF-8: files, all files in folders, or by default `ALL_WORK`.
 
     A file is a document, a line of a `.jsonl` file is one (its "text"), and `separator` ends one.
 

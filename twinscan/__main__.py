@@ -23,7 +23,7 @@ USAGE = "\n".join(
         "",
         *(f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()),
         "",
-        "twinscan COMMAND --help lists the options, twinscan --version tells the version.",
+        "twinscan COMMAND --help lists the options; twinscan --version prints the version.",
     ]
 )
 

@@ -88,7 +88,7 @@ def _faults_in_one_line() -> Iterator[None]:
 def _message(box: str) -> str:
     """The text of the first section of tyro's report, framed or, in ASCII, ruled.
 
-    With the flags that tyro finds similar to one that is unknown.
+    If a flag is unknown, the flags that tyro finds similar are added.
     """
     rows = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()]
     rules = (i for i, row in enumerate(rows[2:], 2) if row and set(row) <= {"─", "-"})

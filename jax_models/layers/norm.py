@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import checked_positive
+from jax_models.ops.checks import checked_positive, wrong_shape
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts, batch_norm
 
@@ -101,7 +101,8 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         rngs: draws nothing; the scale starts at 1, the bias at 0.
 
     Raises:
-        ValueError: (at the call) x has fewer than two rows in training.
+        ValueError: momentum is not in [0, 1], or epsilon is not positive. At the call: the size of
+            the last axis of x is not `features`, or x has fewer than two rows in training.
 
     Layouts: `torch.nn`.
 
@@ -117,6 +118,8 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum: expected 0 ≤ momentum ≤ 1, got {momentum}")
         super().__init__(
             features,
             momentum=momentum,
@@ -127,20 +130,28 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
             rngs=rngs,
         )
 
-    def __call__(self, x, use_running_average: bool | None = None):
-        """Normalize the last axis of x, and update the running statistics in training."""
+    def __call__(self, x, use_running_average: bool | None = None, *, mask=None):
+        """Normalize each feature, and update the running statistics in training.
+
+        The statistics ignore the numbers of x where `mask`, if given, is false.
+        """
         if use_running_average is None:
             use_running_average = self.use_running_average
-        others = x.size // self.num_features - 1
-        if not use_running_average and others < 1:
+        if x.shape[-1:] != (self.num_features,):
+            raise wrong_shape("x", ("…", self.num_features), x.shape)
+        rows = x.size // self.num_features
+        if not use_running_average and rows < 2:
             raise ValueError(f"x: expected at least two rows in training, got shape {x.shape}")
         before = self.var[...]
         with jax.numpy_dtype_promotion("standard"):
-            y = super().__call__(x, use_running_average)
+            y = super().__call__(x, use_running_average, mask=mask)
         if not use_running_average:
             # Flax has added (1 − m) var; (1 − m) var / (n − 1) is missing.
+            if mask is not None:
+                counted = jnp.broadcast_to(mask, x.shape).reshape(rows, -1)
+                rows = jnp.maximum(counted.sum(axis=0), 2)
             after = self.var[...]
-            self.var[...] = after + (after - self.momentum * before) / others
+            self.var[...] = after + (after - self.momentum * before) / (rows - 1)
         return y
 
     def torch_layouts(self) -> Layouts:

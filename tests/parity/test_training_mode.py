@@ -12,6 +12,7 @@ import torch
 from flax import nnx
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from jax_models import BatchNorm
 from jax_models.weights import batch_norm, linear
 from parity_tests import TrainingReport, compare_training
 
@@ -45,18 +46,6 @@ def train(twin, model, weights, **options) -> TrainingReport:
     )
 
 
-class Norm(nnx.BatchNorm):
-    """Its running variance is that of torch, n / (n - 1) times the batch's."""
-
-    def __call__(self, x):
-        before, training = self.var[...], not self.use_running_average
-        y = super().__call__(x)
-        if training:
-            n = x.size // x.shape[-1]
-            self.var[...] += (self.var[...] - self.momentum * before) / (n - 1)
-        return y
-
-
 class Net(nnx.Module):
     def __init__(self, norm):
         rngs = nnx.Rngs(0)
@@ -77,8 +66,8 @@ NORMED = [*linear("first", "0"), *batch_norm("norm", "1"), *linear("last", "3")]
 @pytest.mark.parametrize(
     ("norm", "parts_in"),
     [
-        (partial(Norm, momentum=0.9), None),
-        (partial(Norm, momentum=0.1), "1.running_mean"),
+        (BatchNorm, None),
+        (partial(BatchNorm, momentum=0.1), "1.running_mean"),
         (partial(nnx.BatchNorm, momentum=0.9), "1.running_var"),
     ],
     ids=["equal", "another momentum", "biased variance"],
@@ -91,6 +80,26 @@ def test_running_statistics(norm, parts_in):
         step, error = report.parting["float64"]
         assert (step, error.tensor) == (1, parts_in)
         assert "the loss agrees; the gradient agrees" in report.departures["float64"]
+
+
+def test_a_mask_hides_rows_from_a_batch_norm():
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((6, 8), np.float32))
+    masked, whole = (BatchNorm(8, rngs=nnx.Rngs(0)) for _ in range(2))
+    y = masked(x, mask=(jnp.arange(6) < 4)[:, None])
+    np.testing.assert_allclose(y[:4], whole(x[:4]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(masked.var[...], whole.var[...], rtol=1e-6)
+
+
+def test_a_batch_norm_refuses_what_it_cannot_normalize():
+    norm = BatchNorm(8, rngs=nnx.Rngs(0))
+    for shape, message in (
+        ((4, 7), r"x: expected shape \(…, 8\), got \(4, 7\)"),
+        ((1, 8), r"x: expected at least two rows in training, got shape \(1, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            norm(jnp.ones(shape))
+    with pytest.raises(ValueError, match="momentum: expected 0 ≤ momentum ≤ 1, got 2"):
+        BatchNorm(8, momentum=2, rngs=nnx.Rngs(0))
 
 
 class Linen(linen.Module):
