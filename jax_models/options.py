@@ -52,9 +52,9 @@ checked_options = checked(OPTIONS)
 
 
 class ConstructorSignature:
-    """What `inspect.signature` and `help` show of a class: the arguments of its constructor.
+    """The arguments of a constructor, for `inspect.signature` and `help` of its class.
 
-    Otherwise they would show those of Flax's metaclass, `*args, **kwargs`.
+    Otherwise both would show the `*args, **kwargs` of Flax's metaclass.
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:

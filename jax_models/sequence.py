@@ -62,7 +62,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
     )
     unresettable_reason: ClassVar[str] = (
         "a long convolution cannot keep documents in a row apart: give each document a row of its "
-        "own, and their `lengths`; between steps, replace a row's state with that of init_state"
+        "own, and its `lengths`; between steps, replace a row's state with that of init_state"
     )
 
     def __init__(
@@ -259,9 +259,10 @@ def state_batch_axes(layer: HasState) -> Any:
 
 @contextlib.contextmanager
 def abstract_refused(layer: nnx.Module) -> Iterator[None]:
-    """Say so if what fails inside is a layer whose parameters have no values.
+    """Replace an error inside by one that says that the layer's parameters have no values.
 
-    To look at all parameters before each call would cost more than a step of a small layer.
+    They are looked at only after an error, because checking all parameters before each call would
+    take longer than a step of a small layer.
     """
     try:
         yield
@@ -317,7 +318,7 @@ def checked_reset(
 ) -> Bool[Array, "batch time"] | None:
     """`reset` as booleans (batch, time), or the fault.
 
-    It comes in `shape`, (batch, time) or (time,); of a batch with `time_major`, transposed.
+    `shape` is (batch, time) or (time,). With `time_major`, a batch's `reset` is its transpose.
     """
     if reset is None:
         return None

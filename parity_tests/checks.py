@@ -267,7 +267,7 @@ def padding_has_no_influence(subject: Subject):
 
 @check
 def zeros_have_finite_outputs_and_gradients(subject: Subject):
-    """As padding, dead channels and zero weights have; a parameter with bounds keeps its value."""
+    """Padding, dead channels and zero weights give zeros. A parameter with bounds is not zeroed."""
     x, start = np.zeros_like(subject.x), subject.layer.init_state(BATCH)
     zeros = jax.tree.map(
         lambda p: p if "bounds" in p.get_metadata() else p.replace(jnp.zeros_like(p[...])),

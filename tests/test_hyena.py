@@ -156,7 +156,7 @@ def test_a_state_of_another_width_is_taken(x64, dtypes):
 
 def test_reset_is_refused_with_the_way_out():
     layer = HyenaBlock(4, 9, rngs=nnx.Rngs(0))
-    with pytest.raises(NotImplementedError, match=r"reset: .* row of its own, and their `lengths`"):
+    with pytest.raises(NotImplementedError, match=r"reset: .* row of its own, and its `lengths`"):
         layer(jnp.ones((1, 3, 4)), reset=jnp.zeros((1, 3), bool))
 
 

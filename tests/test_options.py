@@ -130,8 +130,8 @@ def test_a_layer_that_is_called_has_the_signature_of_the_call():
         (lambda rngs: LSTM(32, 64, nothing=1, rngs=rngs), "nothing: .* one of in_features, hidden"),
         (
             lambda rngs: LSTM(32, 64, 2, rngs=rngs),
-            r"LSTM: expected in_features, hidden_features as positional arguments, got 3 of them: "
-            r"give the others by name \(num_layers, ",
+            r"LSTM: expected at most 2 positional arguments \(in_features, hidden_features\), "
+            r"got 3: give the others by name \(num_layers, ",
         ),
         (lambda rngs: RNNLanguageModelConfig().build(rng=rngs), "RNNLanguageModel: rng: .* rngs"),
         (lambda rngs: build("LSTM").init_state(batch=3), r"LSTM.init_state: batch: no such"),

@@ -22,10 +22,10 @@ from jax_models.ops.varying import alike
 DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
 SEGMENT = 32
-"""Steps of which the backward pass keeps the first state, and computes the rest again: so few that
-their states stay in the cache of a CPU."""
+"""Steps between the states that the backward pass stores; it computes the others again. They are so
+few that their states fit into the cache of a CPU."""
 CHUNKS = 8
-"""Chunks of which it does so."""
+"""Chunks between the states that the backward pass stores."""
 GONE = -1e5
 """A log decay whose exponential is zero in every dtype. A smaller one counts as this."""
 
@@ -243,7 +243,7 @@ def _in_segments(run: Callable, xs: Steps, state: Array) -> tuple[Array, Array]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _fastest(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """On a CPU the steps, elsewhere chunks."""
+    """Step by step on a CPU, in chunks elsewhere."""
     return by_platform(
         xs,
         state,
@@ -254,7 +254,7 @@ def _fastest(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
 
 @_fastest.defjvp
 def _fastest_jvp(chunk: Chunk, primals, tangents):
-    """`by_platform` would run the chosen form once more for its derivative."""
+    """The derivative of `by_platform` would run the chosen form twice."""
 
     def run(xs, state):
         forms = {
@@ -268,10 +268,10 @@ def _fastest_jvp(chunk: Chunk, primals, tangents):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sequential(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """One step after the other, each of which reads the state before it once.
+    """One step after the other, each of which reads the state only once.
 
-    An output of the state after a step is read with the next step's correction: products with one
-    vector take nearly as long as products with two.
+    Where an output reads the state after its step, it is computed together with the next step's
+    correction, because a product with one vector takes nearly as long as a product with two.
     """
 
     def at(t, x):
@@ -300,7 +300,7 @@ def _sequential_jvp(reads_after: bool, primals, tangents):
 
 
 def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """The same steps for derivatives."""
+    """`_sequential` in a form that is fast to differentiate."""
 
     def step(state, x):
         found = None if x.a is None else _einsum("bhk,bhkv->bhv", x.a, state)
@@ -319,7 +319,7 @@ def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Arra
 
 
 def _after(state: Array, x: Steps, correction: Array | None) -> Array:
-    """The transposed state after a step, which adds `correction` where b says."""
+    """The transposed state after a step, including the product of b and `correction`."""
     after = state * jnp.exp(x.log_w)[..., None] + _outer(x.k, x.v)
     if x.b is None or correction is None:
         return after

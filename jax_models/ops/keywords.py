@@ -1,4 +1,4 @@
-"""Arguments that a function does not have, answered with those that it has."""
+"""Errors for unknown arguments, which suggest the ones that the function has."""
 
 import difflib
 import inspect
@@ -49,10 +49,10 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "initial_state": ("state",),
     "seq_lengths": ("lengths",),
 }
-"""What PyTorch, Flax, Keras and transformers call an argument, and what it may be called here."""
+"""Names of arguments in PyTorch, Flax, Keras and transformers, and their names here."""
 
 NOTES = {"batch_first": "x is (batch, time, features) unless time_major=True"}
-"""Where the value means something else, too."""
+"""Hints for arguments whose value has another meaning here."""
 
 
 def refuse_unknown(
@@ -70,8 +70,9 @@ def refuse_unknown(
     if count > len(positional) and inspect.Parameter.VAR_POSITIONAL not in known.values():
         others = [k for k in known if k not in positional]
         raise TypeError(
-            f"{name}: expected {', '.join(positional)} as positional arguments, got {count} of "
-            f"them: give the others by name ({', '.join(others) or 'there are none'})"
+            f"{name}: expected at most {len(positional)} positional arguments "
+            f"({', '.join(positional)}), got {count}: give the others by name "
+            f"({', '.join(others) or 'there are none'})"
         )
 
 

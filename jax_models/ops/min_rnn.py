@@ -58,7 +58,7 @@ def min_lstm(
         h_t = f_t / (f_t + i_t) ⊙ h_{t−1} + i_t / (f_t + i_t) ⊙ (x_t W_h + b_h)
 
     `masks` are `lengths`, `reset` and `reverse`, as in `linear_recurrence`. The shares of f and i
-    are quotients of exponentials of numbers ≤ 0, which stay right where both gates are tiny.
+    are quotients of exponentials of numbers ≤ 0, which stay accurate where both gates are tiny.
     """
     f, i, candidate = jnp.split(affine(x, kernel, bias), 3, axis=-1)
     keep, let_in = _shares(f, i)
@@ -69,8 +69,8 @@ def min_lstm(
 def _shares(f: Array, i: Array) -> tuple[Array, Array]:
     """`σ(f)` and `σ(i)`, each divided by their sum.
 
-    With `σ(f) = 1 / (1 + e^−f)` the first is `(1 + e^−i) / (2 + e^−f + e^−i)`. Both parts are
-    scaled by e^least, which cancels, so it needs no derivative.
+    With `σ(f) = 1 / (1 + e^−f)`, the first is `(1 + e^−i) / (2 + e^−f + e^−i)`. Numerator and
+    denominator are scaled by e^least, which cancels, so `least` needs no derivative.
     """
     f, i = (jnp.maximum(gate, jnp.finfo(gate.dtype).min) for gate in (f, i))  # −∞ − −∞ is NaN
     least = lax.stop_gradient(jnp.minimum(jnp.minimum(f, i), 0))

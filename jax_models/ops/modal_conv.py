@@ -21,7 +21,7 @@ from jax_models.ops.varying import alike
 CHUNK = 32
 """Steps of a chunk. A longer one costs more products within it, a shorter one more states."""
 MANY_STATES = 2**20
-"""Complex numbers. On a CPU, to keep fewer for the backward pass is faster than to use chunks."""
+"""Complex numbers. On a CPU, storing fewer for the backward pass is faster than using chunks."""
 
 
 class ModalConvState(NamedTuple):
@@ -50,11 +50,11 @@ def modal_conv(
     λ are the poles and R the residues, n of each feature. Complex numbers are pairs of real ones,
     the last axis. Computed in at least float32; y has the dtype of v.
 
-    On a CPU the steps run one after the other. Elsewhere, and under differentiation unless the
-    states of all steps are few, time is cut in chunks of 32 steps. A product with the taps makes
-    what a chunk gives to itself, and `linear_recurrence` the states between chunks, so that memory
-    for states is 2n/32 of that for v. A NaN reaches all steps of its chunk. With `reset`, a chunk
-    is one step, and there are states of each: 2n times the memory of v.
+    On a CPU, the steps run one after the other. On other devices, and under differentiation if the
+    states of all steps would take much memory, time is cut into chunks of 32 steps. A product with
+    the taps computes what a chunk contributes to itself, and `linear_recurrence` computes the states
+    between chunks, so that memory for states is 2n/32 of that for v. A NaN reaches all steps of its
+    chunk. With `reset`, a chunk is one step, and there are states of each: 2n times the memory of v.
 
     Args:
         v: the inputs.
@@ -89,7 +89,7 @@ def modal_conv(
 
 @jax.custom_jvp
 def _modal_conv(u, start, poles, residues, skip, lengths, reset):
-    """All y, and the last s."""
+    """The outputs, and the last state."""
     return by_platform(
         u, start, poles, residues, skip, lengths, reset, cpu=_sequential, default=_chunked
     )

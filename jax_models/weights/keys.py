@@ -61,7 +61,7 @@ def elsewhere(
     """Where at least half of a layout's keys are: in an entry, or under a prefix.
 
     The answer ends with the Python code that gives them, made from `code`, the code that gives the
-    `state_dict`; or with the argument `prefix` for whoever takes one.
+    `state_dict`. With `takes_prefix`, it ends with the argument `prefix` instead.
     """
     for name, entry in state_dict.items():
         if not isinstance(entry, Mapping):

@@ -59,7 +59,8 @@ def from_torch(
             or keys are missing, unexpected, of another shape or of a wider dtype, or hold values
             outside a parameter's bounds: all of them are listed, and the layer is left as it was.
             If the weights are under another prefix or in an entry, the message has the argument
-            that gives them. Or a parameter's sharding does not fit the mesh, or is traced.
+            that gives them. Also if a parameter's sharding does not fit the mesh, or a parameter
+            is traced.
 
     Warns:
         UserWarning: weights are NaN or infinite.
@@ -332,10 +333,10 @@ def _placed(
 
 
 def _sharding(path: str, param: nnx.Variable) -> Sharding | None:
-    """Where a parameter's array belongs. None: on the default device, and free to move.
+    """The sharding that a parameter's array gets. None: on the default device, uncommitted.
 
-    Under `jax.set_mesh`, the sharding of an abstract parameter names the mesh's axes but not its
-    devices, and an array that was made outside is free to move.
+    Under `jax.set_mesh`, the sharding of an abstract parameter names the axes of the mesh but not
+    its devices, and an array that was made outside is not committed to a device.
     """
     value = param.get_value()
     if isinstance(value, Tracer):
@@ -360,7 +361,7 @@ def _sharding(path: str, param: nnx.Variable) -> Sharding | None:
 
 
 def _on_devices(mesh: AbstractMesh) -> Mesh:
-    """A mesh like the one that was set when the layer was built, which no longer is."""
+    """The mesh that was set when the layer was built, on this process's devices."""
     if mesh.size > jax.device_count():
         raise ValueError(
             f"layer: it was built for a mesh of {mesh.size} devices, got {jax.device_count()}: "

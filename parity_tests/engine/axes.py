@@ -1,4 +1,4 @@
-"""Channels first in torch, channels last in JAX: errors that say so."""
+"""Errors that say when torch has the channels first and JAX has them last."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ def channels_last(shape: Shape) -> Shape:
 
 
 def other_order(theirs: Shape, ours: Shape) -> str:
-    """Of two shapes that differ: what to do if only the channels are elsewhere, or ""."""
+    """What to do about two shapes that differ only in where the channels are; otherwise ""."""
     if len(theirs) not in ORDERS or channels_last(theirs) != ours:
         return ""
     first, last = ORDERS[len(theirs)]
@@ -37,7 +37,7 @@ def other_order(theirs: Shape, ours: Shape) -> str:
 
 
 def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
-    """What to tell of a JAX side that raises: does it take the inputs with the channels last?"""
+    """The note for a JAX side that raises, if it runs on inputs with the channels last."""
 
     def moved(x):
         return np.moveaxis(x, 1, -1) if _is_image(x) else x
@@ -57,7 +57,7 @@ def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
     first, last = ORDERS[len(shapes[0])]
     return (
         f"inputs: {shapes[0]} looks like {first}, and the JAX model takes {last}: it runs on "
-        f"{channels_last(shapes[0])}. Move the axes in the function, or by "
+        f"{channels_last(shapes[0])}. Move the axes in the function, or with "
         f"call=lambda model, x: {call}"
     )
 
@@ -71,5 +71,5 @@ def _results(problem: Problem) -> Results | None:
 
 
 def _is_image(x: Any) -> bool:
-    """Is it an array of real numbers that may have channels?"""
+    """Is x a real array of enough axes to have channels?"""
     return getattr(x, "ndim", 0) in ORDERS and jnp.issubdtype(x.dtype, jnp.floating)

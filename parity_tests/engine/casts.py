@@ -79,7 +79,7 @@ class Found:
     padding: bool = False
     """Has an embedding a gradient in a row that torch leaves alone?"""
     x64_error: str = ""
-    """What tracing with JAX's x64 raises, if the program is one traced without it."""
+    """The error under JAX's x64, if the program had to be traced without x64."""
 
 
 def place_of(equation: Any) -> str:
@@ -186,7 +186,7 @@ def is_real(dtype: Any) -> bool:
 
 
 def last_uses(jaxpr: Any) -> list[set[Any]]:
-    """For each equation of a body, the variables that nothing after it needs."""
+    """For each equation of a body, the variables that no later equation needs."""
     needed, unneeded = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
     for equation in reversed(jaxpr.eqns):
         variables = {v for v in (*equation.invars, *equation.outvars) if not isinstance(v, Literal)}
@@ -359,14 +359,14 @@ class Lift:
 
 
 class Unvaried(Lift):
-    """Computes what depends on no argument, to collect its real numbers."""
+    """Computes only what depends on no argument, and collects its real numbers."""
 
     def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str]):
         super().__init__(closed, dtypes, Found(), ())
         self._arrays: list[np.ndarray] = []
 
     def arrays(self) -> list[np.ndarray]:
-        """The numbers of each array, each once."""
+        """The distinct numbers of each array."""
         self.evaluate([None] * len(self._closed.jaxpr.invars))
         return self._arrays
 
@@ -397,7 +397,7 @@ def traced(
 
     A model that computes in float32 whatever its weights are may mix dtypes under x64: the carry of
     `nnx.LSTMCell`, for example, starts in float32 and would continue in float64. Such a model is
-    traced without x64, as its users do.
+    traced without x64, as its users run it.
     """
     make = partial(jax.make_jaxpr, return_shape=True)
     try:

@@ -1,8 +1,8 @@
 """Constants that one side has rounded to float32, where the other has more digits of them.
 
 Rotary frequencies are an example: torch keeps them in a float32 buffer that is in no `state_dict`,
-and a port computes them. In float64 the sides then differ by the rounding of the constants. One
-rerun of the reference, with the digits that JAX has of its constants, tells whether that is all.
+and a port computes them. In float64 the sides then differ by the rounding of the constants. To find
+out whether they differ in nothing else, the reference runs once more with JAX's digits of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from parity_tests.engine.reference import Reference
 
 MOST_NAMES = 3
-"""The constants that a note names."""
+"""How many constants a note names."""
 
 
 def rounded_count(values: Iterable[np.ndarray]) -> int:
@@ -31,7 +31,7 @@ def rounded_count(values: Iterable[np.ndarray]) -> int:
 
 
 def random_moves(values: Iterable[np.ndarray], seed: int) -> Iterator[list[np.ndarray]]:
-    """Moves of constants within their rounding, at random; none of their exact numbers."""
+    """Random moves of constants within their rounding; exact numbers do not move."""
     rng, values = np.random.default_rng(seed), [*values]
     for _ in range(ROUNDED_RUNS // 2 if rounded_count(values) else 0):
         yield [
@@ -43,10 +43,11 @@ def random_moves(values: Iterable[np.ndarray], seed: int) -> Iterator[list[np.nd
 def moves_to(
     values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
 ) -> tuple[list[np.ndarray], bool]:
-    """Moves of constants, within their rounding, to the numbers of an array each.
+    """Moves that give each constant the digits of one array, and whether all constants have one.
 
-    That is the array that has most of a constant's numbers, of either sign, and few others: the
-    sines of small frequencies are almost those. Also: has each constant an array of its own?
+    Each constant takes the array that contains most of its numbers, of either sign. An array with
+    many other numbers does not count as a constant's own: the sines of small frequencies, for
+    example, are almost the frequencies themselves.
     """
     sizes = [np.unique(np.abs(array[np.isfinite(array)])) for array in arrays]
     known = sorted(filter(np.size, sizes), key=np.size)
@@ -61,7 +62,7 @@ def moves_to(
 
 
 def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The move of each number to the nearest of some; NaN where none is within its rounding."""
+    """The move of each number to the nearest of `numbers`; NaN if none is within its rounding."""
     size = np.where(value == 0, 1, np.abs(value))
     after = np.searchsorted(numbers, size)
     with np.errstate(over="ignore"):
@@ -72,7 +73,7 @@ def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def numbered(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-    """Constants without names."""
+    """Constants without names, numbered."""
     return {f"constant {i}": value for i, value in enumerate(values)}
 
 
@@ -98,10 +99,11 @@ class Constants:
         named = [f"{theirs}'s {name}" for name in self._reference.constant_names]
         named += [f"{ours}'s {name}" for name in names_of(numbered(self._ours))]
         more = f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else ""
-        return f"{self.count} constants are in float32 ({', '.join(named[:MOST_NAMES])}{more})"
+        are = "constant is" if self.count == 1 else "constants are"
+        return f"{self.count} {are} in float32 ({', '.join(named[:MOST_NAMES])}{more})"
 
     def with_digits(self) -> tuple[Results, bool]:
-        """The reference's results with JAX's digits of each constant, and if all are known."""
+        """The reference's results with JAX's digits of its constants, and whether JAX has all."""
         arrays = self._jax_side.unvaried(self._problem)
         moves, have_own = moves_to(self._reference.constants().values(), arrays)
         are_known = have_own and bool(moves) and not rounded_count(self._ours)

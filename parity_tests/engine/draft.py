@@ -64,7 +64,7 @@ class Draft:
     table: Table
     score: float = 0.0
     certain: bool = True
-    """Is nothing else possible? Otherwise the code is a comment."""
+    """Whether no other row is possible. If False, the code is written as a comment."""
 
 
 def draft_table(twin: torch.nn.Module, model: Any) -> str:
@@ -131,13 +131,13 @@ def _paths(draft: Draft) -> set[str]:
 
 
 def key_sets(unit: Unit) -> list[set[str]]:
-    """Of a layer that has weight tables, the keys of each."""
+    """The keys of each weight table of a layer, if it has any."""
     layouts = unit.module.torch_layouts() if unit.module is not None else {}
     return [_keys(Draft("", [row for row in t if row.params])) for t in layouts.values()]
 
 
 def torch_units(twin: torch.nn.Module, wholes: Sequence[set[str]] = ()) -> list[Unit]:
-    """The modules that have weights of their own; attention, and those with such keys, whole."""
+    """The modules with weights of their own; attention, and modules with one of `wholes`, whole."""
     state_dict = {
         key: as_numpy(value.double())
         for key, value in twin.state_dict().items()
@@ -368,7 +368,9 @@ def leftovers(
         second = first.replace("bias_ih", "bias_hh")
         fits = [p for p, a in paths.items() if a.shape == keys[first].shape]
         is_gru = isinstance(owner(twin, first), torch.nn.GRU | torch.nn.GRUCell)
-        if second in keys and len(fits) == 1 and not is_gru:  # a GRU's reset gate is between them
+        if (
+            second in keys and len(fits) == 1 and not is_gru
+        ):  # a GRU applies its reset gate between them
             draft = helper("added", fits[0], (first, second))
             yield dataclasses.replace(draft, certain=_has_gates_of_torch(fits[0]))
     scored = sorted(
@@ -396,7 +398,7 @@ def owner(twin: torch.nn.Module, key: str) -> torch.nn.Module:
 
 
 def _has_gates_of_torch(path: str) -> bool:
-    """Is it a weight of Flax's or Equinox's cells, whose gates have torch's order?"""
+    """Whether it is a weight of a Flax or Equinox cell, whose gates are in torch's order."""
     return bool({*path.split(".")} & {"dense_i", "dense_h", "weight_ih", "weight_hh"})
 
 
@@ -417,7 +419,7 @@ def _literal(value: Any) -> str:
 
 
 def _of_values(made: list[tuple[np.ndarray, np.ndarray]]) -> float:
-    """How well values go together: `SURE` if all are equal and not one number, else hardly."""
+    """How well values match: `SURE` if all are equal and they are not all one number."""
     if not all(np.allclose(value, array, rtol=1e-6, atol=0) for value, array in made):
         return 0.0
     return SURE if any(np.ptp(array) > 0 for _, array in made) else 0.1

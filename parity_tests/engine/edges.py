@@ -39,7 +39,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     ),
     ALL_HIDDEN: (lambda n, lookup: n, np.zeros_like),
 }
-"""What becomes of integers, which an embedding may read, and of masks, booleans or 0 and 1."""
+"""How integers, which an embedding may read, and masks (booleans, or 0 and 1) are changed."""
 NUDGE = 1e-9
 
 
@@ -70,14 +70,14 @@ def edge_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 class Lookup(NamedTuple):
-    """An embedding that reads an input: its rows, and the one for padding, -1 if it has none."""
+    """An embedding that reads an input: its number of rows, and its padding row or -1."""
 
     size: int
     padding: int
 
 
 class Lookups(TorchDispatchMode):
-    """Keeps the indices that embeddings read, and what they read them for."""
+    """Records the indices that embeddings read, and the embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class Lookups(TorchDispatchMode):
 
 
 def lookups_of(problem: Problem) -> list[tuple[torch.Tensor, Lookup]]:
-    """What the torch side looks up in embeddings."""
+    """The indices and embeddings of the torch side's lookups."""
     twin, inputs = twin_in(problem.twin, "float64"), tensors(problem.inputs, "float64")
     with torch.no_grad(), same_draws(problem), eager(), Lookups() as lookups:
         problem.call_twin(twin, *inputs)
@@ -102,9 +102,9 @@ def lookups_of(problem: Problem) -> list[tuple[torch.Tensor, Lookup]]:
 
 
 def embedding_lookups(problem: Problem) -> list[Lookup | None]:
-    """For each leaf of the inputs, the embedding that reads it, the smallest of several.
+    """For each leaf of the inputs, the smallest embedding that reads it, or None.
 
-    The indices of such an embedding are numbers of the leaf, and others if the leaf is changed.
+    An embedding reads a leaf if its indices are numbers of the leaf and change when the leaf does.
     """
     leaves, structure = jax.tree.flatten(problem.inputs)
     before = lookups_of(problem)

@@ -71,9 +71,9 @@ def other_dtypes(
 ) -> list[str]:
     """Results in another dtype than was asked for, if the reference's have not the same.
 
-    In float64 a layer of a framework may have another, as `nnx.Embed` has, and so has all that
-    follows: nobody asked it. So has a program that is traced without x64. A final state may be
-    carried in more.
+    In float64, a layer of a framework, such as `nnx.Embed`, may compute in another dtype, and so
+    may everything after it. A program that is traced without x64 may, too. A final state may have
+    more digits.
     """
     asked = {dtype, COMPLEX[dtype]}
     if dtype == "float64" and (found.x64_error or any(map(is_library, found.casts))):
@@ -118,6 +118,6 @@ def notes_on(jax_side: JaxSide, sides: tuple[str, str]) -> Iterator[str]:
 
 
 def first_of(places: Iterable[str]) -> str:
-    """The first of some lines of code, without the folder of installed packages, and how many."""
+    """The first of some lines of code, shortened, and the number of the others."""
     first, *others = dict.fromkeys(re.sub(r"\S*site-packages/", "", place) for place in places)
     return first + (f", and {len(others)} more" if others else "")

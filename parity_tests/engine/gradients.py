@@ -44,7 +44,7 @@ def gradients(
     state_dict: Mapping[str, np.ndarray],
     owners: Mapping[str, str],
 ) -> Iterator[tuple]:
-    """The gradients of each row's keys, by the derivative of a row that does not say it itself.
+    """The gradients of each row's keys: by its `gradients`, otherwise by differentiating the row.
 
     A row that JAX cannot trace is taken for a rearrangement, whose derivative is its inverse.
     """

@@ -63,7 +63,7 @@ def measure(
             group, name = place
             error = logits_error(ours[group][name], oracle[group][name])
             logits[dtype] = dict(zip(sides, (theirs.logits, error), strict=True))
-        del ours  # not to be kept beside the results in the next dtype
+        del ours  # so that it is not in memory together with the next dtype's results
     if not reference.faults:
         notes += [*reference.notes, *notes_on(jax_side, sides)]
     return Report(
@@ -85,11 +85,11 @@ def _are_equal(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -
 def _explained(
     constants: Constants, ours: Results, oracle: Results
 ) -> tuple[Results, ErrorsByGroup, str]:
-    """What float64 is compared with, the bounds that rounded constants explain, and how."""
+    """The results to compare float64 with, the bounds that rounded constants allow, and a note."""
     expected, are_known = constants.with_digits()
     if are_known or _are_equal(ours, expected, GROUPS[:2]):
-        return expected, {}, "with the digits that JAX has of them"
-    return oracle, constants.scatter(ours), "as closely as their rounding allows"
+        return expected, {}, "with JAX's digits in their place"
+    return oracle, constants.scatter(ours), "only as closely as their rounding allows"
 
 
 def _errors(

@@ -147,7 +147,7 @@ def _of_module(
 
 
 def _nested_tables(model: nnx.Module, table: Table, state_dict: Arrays) -> str:
-    """The code of the rows that a table lacks for submodules that have tables of their own."""
+    """The code of missing rows, for submodules that have tables of their own."""
     named = {path for row in table for path in row.params}
     rows, covered = [], set()
     for path, module in sorted(nnx.iter_modules(model), key=lambda found: len(found[0])):

@@ -55,7 +55,7 @@ class Problem:
     logits: str | bool = False
     """The name of the output that is logits; True is the only one."""
     has_padding_gradients: bool = False
-    """Are the gradients of an embedding's row `padding_idx` compared, too?"""
+    """Whether the gradient of an embedding's `padding_idx` row is compared, too."""
 
     @functools.cached_property
     def state_dict(self) -> Arrays:

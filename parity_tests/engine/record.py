@@ -206,7 +206,7 @@ class Recorded(Reference):
 
     @property
     def constant_names(self) -> Sequence[str]:
-        """What they are called; a record of before does not say it."""
+        """Their names; an older record has none."""
         return self._constants.get("names", ())
 
     @functools.cached_property

@@ -104,7 +104,7 @@ class Reference(abc.ABC):
         raise NotImplementedError(f"{self.name} has no calls")
 
     def constants(self) -> Mapping[str, np.ndarray]:
-        """The constants that it can be run with, moved within the rounding of float32, by name."""
+        """By name, the constants that a run may move within the rounding of float32."""
         return {}
 
     @property
@@ -114,7 +114,7 @@ class Reference(abc.ABC):
 
     @property
     def constant_names(self) -> Sequence[str]:
-        """What these constants are called."""
+        """The names of these constants."""
         return names_of(self.constants())
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:

@@ -197,7 +197,7 @@ def test_a_record_says_what_the_torch_module_says(name, tmp_path):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(("factor", "passed"), [(1, True), (1 + 1e-4, False)])
 def test_constants_of_a_record_may_be_rounded(persistent, factor, passed, tmp_path):
-    """They cannot be fitted, so that what their rounding makes is allowed."""
+    """They have no other digits, so the error that their rounding makes is allowed."""
     torch.manual_seed(0)
     path = tmp_path / "twin.safetensors"
     record(Rotary(persistent), np.random.default_rng(0).standard_normal((2, 5)), path=path)
@@ -210,7 +210,7 @@ def test_constants_of_a_record_may_be_rounded(persistent, factor, passed, tmp_pa
     assert any("constants are in float32" in note for note in report.notes)
 
 
-def test_constants_of_the_model_are_fitted_to_a_record(tmp_path):
+def test_constants_of_the_model_may_be_rounded_beside_a_record(tmp_path):
     torch.manual_seed(0)
     path = tmp_path / "twin.safetensors"
     twin, x = torch.nn.Linear(4, 3), np.random.default_rng(0).standard_normal((2, 4))
@@ -222,7 +222,7 @@ def test_constants_of_the_model_are_fitted_to_a_record(tmp_path):
 
     live = compare(twin, model, x, weights=dict, call_twin=lambda twin, x: twin(x / 3))
     report = compare(path, model, weights=dict)
-    assert any("1 constants are in float32" in note for note in report.notes), str(report)
+    assert any("1 constant is in float32" in note for note in report.notes), str(report)
     assert (report.passed, report.notes) == (live.passed, live.notes)
 
 

@@ -1,4 +1,4 @@
-"""The hyperparameters of two layers, and those that differ."""
+"""The hyperparameters of layers, and in which of them two layers differ."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ ALIASES = (
     ("groups", "num_groups", "feature_group_count"),
     ("num_heads", "n_heads", "n_head", "num_attention_heads"),
 )
-"""What frameworks call the same hyperparameter. All others need the same name on both sides."""
+"""Names of the same hyperparameter. All others are compared under equal names alone."""
 CANONICAL = {alias: names[0] for names in ALIASES for alias in names}
 NOT_HYPERPARAMETERS = ("name", "training")
 JAX_LIBRARIES = ("equinox", "flax", "keras")
@@ -29,10 +29,10 @@ SCALARS = (bool, int, float, complex, str, type(None))
 
 
 def hyperparameters_of(module: Any) -> Hyperparameters:
-    """The plain values among a module's public attributes, of whatever framework it is.
+    """The plain values among the public attributes of a module of any framework.
 
-    `bias` says whether there is one. The BatchNorm of JAX's libraries keeps `momentum` of the old
-    average, where torch takes up `momentum` of the new batch, so theirs is named `1 - momentum`.
+    `bias` says whether there is one. `momentum` is the weight of the old average in the BatchNorm
+    of JAX's libraries, but of the new batch in torch's, so the former is stored as `1 - momentum`.
     """
     attributes = getattr(module, "__dict__", {})
     found: dict[str, Any] = {}
@@ -62,12 +62,12 @@ def differing(theirs: Hyperparameters, ours: Hyperparameters) -> Iterator[str]:
     for name, value in theirs.items():
         canonical = CANONICAL.get(name, name)
         other = own_names.get(name) or own_names.get(canonical)
-        if other is None or ours[other] is None:  # the default of whatever it computes
+        if other is None or ours[other] is None:  # None may stand for any default
             continue
         pair = value, ours[other]
         if canonical == "padding":
             if theirs.get("transposed") or theirs.get("padding_mode", "zeros") != "zeros":
-                continue  # JAX's libraries say these in other ways
+                continue  # JAX's libraries express these in other ways
             pads = _pads(theirs), _pads(ours)
             pair = pair if None in pads else pads
         if not _is_same(*pair):
@@ -75,7 +75,7 @@ def differing(theirs: Hyperparameters, ours: Hyperparameters) -> Iterator[str]:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Are two values the same, up to rounding to float32? A number stands for equal numbers."""
+    """Whether two values agree up to float32 rounding. A number equals a tuple of that number."""
     if isinstance(a, tuple | list) or isinstance(b, tuple | list):
         a, b = (x if isinstance(x, tuple | list) else (x,) for x in (a, b))
         size = max(len(a), len(b))
@@ -91,7 +91,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _pads(layer: Hyperparameters) -> Any:
-    """A convolution's padding before and after each axis; None if its shapes decide."""
+    """A convolution's padding before and after each axis; None if it depends on input shapes."""
     own = {CANONICAL.get(name, name): value for name, value in layer.items()} | {**layer}
     padding, given = own["padding"], [own.get(k, 1) for k in ("kernel_size", "dilation", "stride")]
     rank = max(len(v) if isinstance(v, tuple | list) else 1 for v in (padding, *given))

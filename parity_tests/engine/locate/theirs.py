@@ -104,7 +104,7 @@ def largest(runs: Iterable[Run], oracle: Run) -> Errors:
     for run in runs:
         for place, error in errors_at(run, oracle).items():
             most[place] = max(error, most.get(place, 0.0))
-        del run  # not to be kept beside the next
+        del run  # so that it is not in memory together with the next
     return most
 
 
