@@ -52,9 +52,9 @@ def modal_conv(
 
     On a CPU, the steps run one after the other. On other devices, and under differentiation if the
     states of all steps would take much memory, time is cut into chunks of 32 steps. A product with
-    the taps computes what a chunk contributes to itself, and `linear_recurrence` computes the states
-    between chunks, so that memory for states is 2n/32 of that for v. A NaN reaches all steps of its
-    chunk. With `reset`, a chunk is one step, and there are states of each: 2n times the memory of v.
+    the taps computes what a chunk contributes to itself, and `linear_recurrence` the states between
+    chunks, so the states take 2n/32 of the memory of v. A NaN reaches all steps of its chunk. With
+    `reset`, a chunk is one step, and the states take 2n times the memory of v.
 
     Args:
         v: the inputs.
