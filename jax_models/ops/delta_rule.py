@@ -1,5 +1,6 @@
 """The generalised delta rule: a matrix-valued state with a decay and a rank-one correction."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
@@ -21,11 +22,8 @@ from jax_models.ops.varying import alike
 
 DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
-SEGMENT = 32
-"""Steps between the states that the backward pass stores; it computes the others again. They are so
-few that their states fit into the cache of a CPU."""
 CHUNKS = 8
-"""Chunks between the states that the backward pass stores."""
+"""Chunks between the states that the backward pass stores; it computes the others again."""
 GONE = -1e5
 """A log decay whose exponential is zero in every dtype. A smaller one counts as this."""
 
@@ -87,8 +85,8 @@ def delta_rule(
             anywhere and slowly; "auto", sequential on a CPU and below 16 steps, chunked elsewhere,
             since no kernel was measured yet. A symbolic number of steps is taken sequentially by
             any method. All compute in at least float32, with the highest precision on a TPU. The
-            backward pass keeps a state every 32 steps, in chunks one every 128, in kernels one
-            every 16. Without `reset`, a NaN reaches outputs up to 15 steps before it, unless the
+            backward pass keeps √time states, in chunks one every 128 steps, in kernels one every
+            16. Without `reset`, a NaN reaches outputs up to 15 steps before it, unless the
             method is sequential.
         time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. The
             steps of a device make `S M + E` of S: the devices exchange M and E, and each then runs
@@ -280,17 +278,14 @@ def _sequential(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Arra
     def step(t, carry):
         state, y = carry
         x, read = jax.tree.map(partial(at, t), xs), lax.max(t - 1, 0) if reads_after else t
-        readers = [at(read, xs.r)] if x.a is None else [at(read, xs.r), x.a]
-        found = _einsum("bhck,bhkv->bhcv", jnp.stack(readers, axis=-2), state)
-        y = lax.dynamic_update_index_in_dim(y, found[..., 0, :], read, axis=1)
-        return _after(state, x, found[..., -1, :]), y
+        state, found = _step(state, x._replace(r=at(read, xs.r)))
+        return state, lax.dynamic_update_index_in_dim(y, found, read, axis=1)
 
     time = xs.k.shape[1]
     y = alike((jnp.zeros(xs.v.shape, state.dtype), xs))[0]
     state, y = lax.fori_loop(0, time, step, (state.mT, y))
     if reads_after:
-        last = _einsum("bhk,bhkv->bhv", at(time - 1, xs.r), state)
-        y = lax.dynamic_update_index_in_dim(y, last, time - 1, axis=1)
+        y = lax.dynamic_update_index_in_dim(y, _read(state, at(time - 1, xs.r)), time - 1, axis=1)
     return y, state.mT
 
 
@@ -300,30 +295,39 @@ def _sequential_jvp(reads_after: bool, primals, tangents):
 
 
 def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """`_sequential` in a form that is fast to differentiate."""
+    """`_sequential` in a form that is fast to differentiate.
 
-    def step(state, x):
-        found = None if x.a is None else _einsum("bhk,bhkv->bhv", x.a, state)
-        after = _after(state, x, found)
-        return after, _einsum("bhk,bhkv->bhv", x.r, after if reads_after else state)
-
+    The backward pass stores the states before √time segments, and computes those within a segment
+    again.
+    """
     time, state = xs.k.shape[1], state.mT
-    by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
+    xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
+    r = xs.r
+    if reads_after:
+        xs = xs._replace(r=jnp.concatenate([jnp.zeros_like(r[:1]), r[:-1]]))
     if is_symbolic_dim(time):
-        last, y = lax.scan(step, state, by_time)
-        return jnp.moveaxis(y, 0, 1), last.mT
-    size = min(SEGMENT, time)
-    by_segment = jax.tree.map(lambda x: _cut(x, 0, size), by_time)
-    y, last = _in_segments(partial(lax.scan, step), by_segment, state)
-    return jnp.moveaxis(y.reshape(-1, *y.shape[2:])[:time], 0, 1), last.mT
+        last, y = lax.scan(_step, state, xs)
+    else:
+        by_segment = jax.tree.map(lambda x: _cut(x, 0, math.isqrt(time)), xs)
+        y, last = _in_segments(partial(lax.scan, _step), by_segment, state)
+        y = y.reshape(-1, *y.shape[2:])[:time]
+    if reads_after:
+        y = jnp.concatenate([y[1:], _read(last, r[-1])[None]])
+    return jnp.moveaxis(y, 0, 1), last.mT
 
 
-def _after(state: Array, x: Steps, correction: Array | None) -> Array:
-    """The transposed state after a step, including the product of b and `correction`."""
-    after = state * jnp.exp(x.log_w)[..., None] + _outer(x.k, x.v)
-    if x.b is None or correction is None:
-        return after
-    return after + _outer(x.b, correction)
+def _step(state: Array, x: Steps) -> tuple[Array, Array]:
+    """The transposed state after a step, and what r reads of the one before it."""
+    if x.a is None or x.b is None:
+        correction, y = 0, _read(state, x.r)
+    else:
+        found = _einsum("bhck,bhkv->bhcv", jnp.stack([x.r, x.a], axis=-2), state)
+        correction, y = _outer(x.b, found[..., 1, :]), found[..., 0, :]
+    return state * jnp.exp(x.log_w)[..., None] + _outer(x.k, x.v) + correction, y
+
+
+def _read(state: Array, r: Array) -> Array:
+    return _einsum("bhk,bhkv->bhv", r, state)
 
 
 def _outer(k: Array, v: Array) -> Array:

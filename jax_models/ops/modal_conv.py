@@ -103,6 +103,7 @@ def _modal_conv_jvp(primals, tangents):
     return jax.jvp(lambda *arrays: form(*arrays, *masks), primals[:5], tangents[:5])
 
 
+@jax.jit  # the scan of an eager call would be compiled each time
 def _sequential(u, start, poles, residues, skip, lengths, reset):
     """One step after the other. The features come last, so that a step is whole vectors."""
     masks = segments(u.shape[1], lengths, reset)

@@ -21,6 +21,7 @@ def of_torch(problem: Problem, run: Callable[[Problem], Results]) -> Run:
     trace = Trace()
     with trace.running(trace.begin("", "run")):
         results = run(dataclasses.replace(problem, twin=hooked(problem.twin, trace)))
+    trace.nodes.clear()  # they hold the copy's weights and gradients
     return whole_run(problem, results, trace)
 
 
