@@ -1,4 +1,4 @@
-"""Each operator against the scan or the expression that one writes first in JAX."""
+"""Each operator against a plain JAX version: the scan or the expression that you write first."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -17,14 +17,14 @@ LEAST_LOG_DECAY = -0.6
 
 
 class Pair(NamedTuple):
-    """An operator with its options left alone, and what one writes without it."""
+    """An operator with its default options, and the plain version."""
 
     draw: Callable[..., dict[str, np.ndarray]]
     """The arrays, from a random generator and the sizes."""
     ours: Callable[..., jax.Array]
     plain: Callable[..., jax.Array]
     sizes: tuple[tuple[int, ...], ...]
-    """Those that are measured, batch and time first."""
+    """The measured sizes, batch and time first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Operator(Problem):
 
     @property
     def pair(self) -> Pair:
-        """What is compared."""
+        """The operator and its plain version."""
         return PAIRS[self.operator]
 
     def arrays(self):
@@ -56,7 +56,7 @@ class Operator(Problem):
 
     def oracle(self):
         """The plain form in float64."""
-        jax.config.update("jax_platforms", "cpu")  # nothing is measured in this process
+        jax.config.update("jax_platforms", "cpu")  # the timings run in other processes
         with jax.enable_x64(True):
             wide = {name: jnp.asarray(x, jnp.float64) for name, x in self.arrays().items()}
             y, pullback = jax.vjp(jax.jit(lambda arrays: self.pair.plain(**arrays)), wide)
@@ -64,7 +64,7 @@ class Operator(Problem):
         return {name: np.asarray(x) for name, x in {"y": y, **gradients}.items()}
 
     def targets(self, part, platform):
-        """No operator is slower."""
+        """No operator takes longer than its plain version."""
         return {PLAIN: 1.0}
 
 
@@ -481,11 +481,11 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Operator):
-    """Our operator, its form chosen by itself."""
+    """Our operator, with `method="auto"`."""
     return operator(problem, problem.pair.ours)
 
 
 @contenders.jax(PLAIN)
 def plain(problem: Operator):
-    """What one writes first."""
+    """The plain version."""
     return operator(problem, problem.pair.plain)

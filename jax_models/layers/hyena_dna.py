@@ -37,7 +37,7 @@ LOWEST_FREQUENCY = 1e-4
 """The first of the frequencies by which a position is embedded; the last is their number − 1."""
 
 MixerActivation = Literal["identity", "gelu", "relu", "sigmoid", "silu", "softplus", "tanh"]
-"""Safari's activations that keep the number of features."""
+"""The activations of safari that do not change the number of features."""
 ACTIVATIONS: dict[MixerActivation, Callable[[Array], Array]] = {
     "identity": lambda x: x,
     "gelu": ops.gelu,

@@ -107,7 +107,7 @@ def not_normalized(layer):
 
 
 def bias_used(layer):
-    """B added all the same."""
+    """B is added although it should not be."""
     layer.filter_bias = True
 
 

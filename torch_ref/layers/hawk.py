@@ -73,9 +73,9 @@ class RGLRU(nn.Module):
     With `parameterization="softplus"`, the parameter is a_param, a = e^{−softplus(a_param)}.
 
     With `num_blocks`, W_i and W_r are block-diagonal and have biases, the parameterization is
-    "softplus" and its parameter is called recurrent_param. RecurrentGemma's RG-LRU is that with
+    "softplus", and the parameter is called recurrent_param. RecurrentGemma's RG-LRU also has
     `scale_first_step=False`: at the first step of a document, the factor √(1 − a_t²) is 1. The
-    state is then (h, position), with the steps so far of each row.
+    state is then (h, position), where position counts the steps of each row so far.
     """
 
     def __init__(

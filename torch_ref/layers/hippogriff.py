@@ -1,6 +1,6 @@
 """The layers of hippogriff in plain PyTorch, under its keys (Griffin, arXiv 2402.19427).
 
-`version` is the hippogriff whose keys and order of layers a module has, "0.0.2" or "0.0.3".
+`version`, "0.0.2" or "0.0.3", decides the keys and the order of the layers.
 """
 
 import math

@@ -44,7 +44,7 @@ class HyenaDNAPosition(nn.Module):
 
 
 class HyenaDNAWindow(nn.Module):
-    """`h ⊙ (e^{−t|δ|} + shift)`, with a fixed decay δ of each channel; h itself if not modulate."""
+    """`h ⊙ (e^{−t|δ|} + shift)`, with a fixed decay δ of each channel; h if not modulate."""
 
     def __init__(self, features: int, shift: float, modulate: bool):
         super().__init__()
@@ -58,7 +58,7 @@ class HyenaDNAWindow(nn.Module):
 class HyenaDNAFilter(nn.Module):
     """`filter(L)` is (order, features, L): a network with one trained sine for all its layers.
 
-    `normalized`: the network's outputs at a step, of all filters, are divided by their L1 norm.
+    With `normalized`, the outputs of all filters at a step are divided by their L1 norm.
     """
 
     def __init__(
