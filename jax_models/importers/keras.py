@@ -14,7 +14,6 @@ from jax_models.layers.recurrent import RecurrentStack
 from jax_models.layers.reversed import Reversed
 from jax_models.layers.rnn import RNN
 from jax_models.layers.stack import Stack
-from jax_models.ops.checks import described
 from jax_models.options import FloatingDtype, Index, checked_options
 from jax_models.weights import Table, Weight, nested, same, summed
 from jax_models.weights.rows import namespace
@@ -117,7 +116,7 @@ def _tables(layer: Any) -> Iterator[Table]:
     elif isinstance(layer, Reversed):
         parts = {"layer": layer.layer}
     else:
-        raise TypeError(f"layer: expected LSTM, GRU or RNN, got {described(layer)}")
+        raise TypeError(f"layer: expected LSTM, GRU or RNN, got {type(layer).__name__}")
     for name, part in parts.items():
         yield from (nested(table, name, "") for table in _tables(part))
 
