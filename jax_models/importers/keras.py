@@ -116,7 +116,7 @@ def _tables(layer: Any) -> Iterator[Table]:
     elif isinstance(layer, Reversed):
         parts = {"layer": layer.layer}
     else:
-        raise TypeError(f"layer: expected LSTM, GRU or RNN, got {type(layer).__name__}")
+        raise TypeError(f"layer: expected LSTM, GRU or RNN, got a {type(layer).__name__}")
     for name, part in parts.items():
         yield from (nested(table, name, "") for table in _tables(part))
 
