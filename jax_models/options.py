@@ -58,7 +58,7 @@ class ConstructorSignature:
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
-        """The signature of the class; an instance has that of its `__call__`."""
+        """The signature of the class. An instance keeps the signature of its `__call__`."""
         if instance is not None:
             raise AttributeError("__signature__")
         _, *parameters = inspect.signature(owner.__init__).parameters.values()

@@ -85,7 +85,7 @@ def keras_table(
             2 l is the forward direction of layer l, and 2 l + 1 the backward direction. None: all.
 
     Raises:
-        TypeError: the layer is none of these.
+        TypeError: the layer is of another class.
         ValueError: `index` is not below the number of layers, or the layer has a projection or
             peepholes, which Keras does not have.
 

@@ -36,8 +36,6 @@ SLOWEST, FASTEST = -9.0, -4.323
 """Ends of the initial a_param, where a^c is 0.999 and 0.9."""
 EPSILON = 1e-6
 """Added under the square root of the RG-LRU."""
-C = 8.0
-"""The RG-LRU's c."""
 
 Version = Literal["0.0.2", "0.0.3"]
 """The version of hippogriff that decides the keys, the order of a block's layers, and whether c is
@@ -114,7 +112,7 @@ class HippogriffHawk(SequenceLayer[HawkState]):
             self.log_c = None
             a_param = jnp.linspace(FASTEST, SLOWEST, hidden)
         else:
-            self.log_c = Constant(jnp.asarray(math.log(C), param_dtype))
+            self.log_c = Constant(jnp.asarray(math.log(self.rglru.c), param_dtype))
             # log a is evenly spaced; then a_param is rescaled to the ends of version 0.0.2.
             a_param = jnp.log(jnp.expm1(jnp.linspace(0.001, 0.1, hidden)))
             unit = (a_param - a_param[0]) / jnp.maximum(a_param[-1] - a_param[0], 1e-6)
@@ -126,7 +124,9 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         """Zeros, in at least float32."""
         rglru = self.rglru.init_state(batch_size)
         if self.conv is None:
-            return HawkState(CausalConv1DState(rglru.h[..., None][..., :0]), rglru)
+            return HawkState(
+                CausalConv1DState(jnp.zeros((*rglru.h.shape, 0), rglru.h.dtype)), rglru
+            )
         return HawkState(self.conv.init_state(batch_size), rglru)
 
     def sequence(self, x, state, lengths, reset):

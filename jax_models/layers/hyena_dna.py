@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from jax_models import ops
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import HyenaOperator, HyenaState
-from jax_models.layers.hyena_filter import decays, unit_times, wide
+from jax_models.layers.hyena_filter import decays, l1_normalized, unit_times, wide
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
 from jax_models.options import CheckedOptions, FloatingDtype, Initializer
@@ -137,8 +137,7 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
             z = jnp.sin(jnp.broadcast_to(wide(self.freq), z.shape) * z)
         h = ops.affine(z, wide(self.kernels[-1]))
         if self.normalized:
-            norm = jnp.sum(jnp.abs(h), axis=-1, keepdims=True)
-            h = h / jnp.where(norm > 0, norm, 1)
+            h = l1_normalized(h, axis=-1)
         h = h.T.reshape(order, features, length)
         if not self.modulate:
             return h

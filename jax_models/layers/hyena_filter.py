@@ -71,8 +71,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         g = wide(self.h)[:, :, :length]
         b = jnp.broadcast_to(wide(self.b)[:, None], g.shape[1:])
         h = g * jnp.broadcast_to(_decay(self.alphas, self.t, length) + b, g.shape)
-        norm = jnp.sum(jnp.abs(h), axis=1, keepdims=True)
-        return h / jnp.where(norm > 0, norm, 1)
+        return l1_normalized(h, axis=1)
 
     def torch_layouts(self) -> Layouts:
         """`annotated-hyena`: the seed's keys."""
@@ -228,6 +227,12 @@ class FixedFilter(nnx.Module):
 @partial(jax.jit, static_argnums=(0, 2))
 def _taps(graphdef, params, length: int) -> Float[Array, "order features length"]:
     return nnx.merge(graphdef, params)(length)
+
+
+def l1_normalized(h: Array, axis: int) -> Array:
+    """The taps divided by their L1 norm over an axis; where all are zero, they stay zero."""
+    norm = jnp.sum(jnp.abs(h), axis=axis, keepdims=True)
+    return h / jnp.where(norm > 0, norm, 1)
 
 
 def wide(param: nnx.Variable) -> Array:

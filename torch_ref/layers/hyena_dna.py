@@ -95,7 +95,8 @@ class HyenaDNAFilter(nn.Module):
         check_length(length, self.max_length)
         h = self.implicit_filter(self.pos_emb.z[:, :length])
         if self.normalized:
-            h = h / h.abs().sum(dim=-1, keepdim=True)
+            norm = h.abs().sum(dim=-1, keepdim=True)
+            h = h / torch.where(norm > 0, norm, 1)  # a tap of zeros stays zero
         h = self.modulation(self.pos_emb.t[:, :length], h)
         return h[0].mT.reshape(*self.sizes, length)
 
