@@ -60,7 +60,7 @@ def test_time_major_is_batch_major_transposed():
 
 @pytest.mark.parametrize("name", ["LSTM", "Hawk", "RWKVBlock"])
 def test_reset_has_the_layout_of_x(name):
-    """This includes a square batch, whose shape does not show the layout."""
+    """A square batch is included, whose shape does not show the layout."""
     x = inputs(4, 4, build(name).in_features)
     reset = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1], [1, 1, 0, 1]], bool)
     y, _ = build(name)(x, reset=reset)

@@ -124,9 +124,8 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         """Zeros, in at least float32."""
         rglru = self.rglru.init_state(batch_size)
         if self.conv is None:
-            return HawkState(
-                CausalConv1DState(jnp.zeros((*rglru.h.shape, 0), rglru.h.dtype)), rglru
-            )
+            no_inputs = jnp.zeros((*rglru.h.shape, 0), rglru.h.dtype)
+            return HawkState(CausalConv1DState(no_inputs), rglru)
         return HawkState(self.conv.init_state(batch_size), rglru)
 
     def sequence(self, x, state, lengths, reset):
