@@ -4,15 +4,19 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import jax
 from flax import nnx
 from jaxtyping import Array
 
 from jax_models.ops.checks import SCALARS, Scope, checked, checked_count, checked_size, described
 from jax_models.ops.checks import FloatingDtype as FloatingDtype
+from jax_models.ops.keywords import refuse_unknown, suggests_arguments
 
+Result = TypeVar("Result")
 Index = Annotated[int, "at least 0"]
 """An integer of at least 0."""
 
@@ -65,24 +69,63 @@ class ConstructorSignature:
         return inspect.Signature(parameters)
 
 
+def explained(method: Callable[..., Result]) -> Callable[..., Result]:
+    """Make a layer's call explain unknown arguments, and parameters that have no values.
+
+    Both are looked for only after an error, because checking all parameters before each call would
+    take longer than a step of a small layer.
+    """
+    method = suggests_arguments(method)
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Result:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(nnx.state(self))):
+                raise ValueError(
+                    f"{type(self).__name__}: expected parameters with values, got the shapes that "
+                    "nnx.eval_shape makes: load them first, as from_torch does"
+                ) from None
+            raise
+
+    return call
+
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "__init__": checked_options,
+    "init_state": checked({int: checked_count}),
+    "__call__": explained,
+    "step": explained,
+    "logits": explained,
+}
+"""The decorators of a layer's or a model's methods."""
+
+
 class CheckedOptions:
     """A class whose constructor refuses what its annotations do not allow.
 
     `ops.checked` says what they allow. Beside that, `int` is a size, which is positive, an `Index`
-    may be 0, and `nnx.Rngs` is what it says.
+    may be 0, and `nnx.Rngs` is what it says. `METHODS` lists the decorators of other methods.
     """
 
     __signature__ = ConstructorSignature()
 
     def __init_subclass__(cls, **kwargs: Any):
-        """Check the constructor, if the class has one of its own."""
+        """Decorate the methods that the class itself defines."""
         super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls):
-            cls.__init__ = checked_options(cls.__init__)
+        for name in METHODS.keys() & vars(cls).keys():
+            setattr(cls, name, METHODS[name](vars(cls)[name]))
 
 
 class CheckedFields:
-    """A dataclass that refuses what the annotations of its fields do not allow."""
+    """A dataclass that refuses unknown fields and values that its annotations do not allow."""
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        """Refuse unknown fields, and suggest those that were meant."""
+        self = super().__new__(cls)
+        refuse_unknown("__init__", inspect.signature(cls.__init__), (self, *args), kwargs)
+        return self
 
     def __post_init__(self):
         """Check each field, and keep what the check makes of it."""

@@ -1,7 +1,5 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import jax
@@ -14,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import (
     as_array,
-    checked,
     checked_array,
     checked_count,
     described,
@@ -77,12 +74,6 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         self.time_major = time_major
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.param_dtype = jnp.dtype(param_dtype)
-
-    def __init_subclass__(cls, **kwargs: Any):
-        """Check the constructor and `init_state`, if the class has its own."""
-        super().__init_subclass__(**kwargs)
-        if "init_state" in vars(cls):
-            cls.init_state = checked({int: checked_count})(cls.init_state)
 
     def set_view(self, time_axis: str | None = None) -> None:
         """What `nnx.view` calls.
@@ -184,8 +175,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         lengths, outside = checked_lengths(lengths, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
 
-        with abstract_refused(self):
-            y, last_state = self.sequence(mask_padding(x, lengths), start, lengths, reset)
+        y, last_state = self.sequence(mask_padding(x, lengths), start, lengths, reset)
         y = mask_padding(y, lengths)
         if outside is not None:
             y, last_state = nan_rows(outside, (y, last_state), (0, state_batch_axes(self)))
@@ -255,24 +245,6 @@ def state_batch_axes(layer: HasState) -> Any:
     return jax.tree.map(
         lambda a, b: next(i for i in range(a.ndim) if a.shape[i] != b.shape[i]), one, two
     )
-
-
-@contextlib.contextmanager
-def abstract_refused(layer: nnx.Module) -> Iterator[None]:
-    """Replace an error inside by one that says that the layer's parameters have no values.
-
-    They are looked at only after an error, because checking all parameters before each call would
-    take longer than a step of a small layer.
-    """
-    try:
-        yield
-    except Exception:
-        if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(nnx.state(layer))):
-            raise ValueError(
-                f"{type(layer).__name__}: expected parameters with values, got the shapes that "
-                "nnx.eval_shape makes: load them first, as from_torch does"
-            ) from None
-        raise
 
 
 def check_time(name: str, time: int, max_length: int) -> None:

@@ -329,6 +329,21 @@ REFUSED = {
         TypeError,
         "temperature: expected a number, got True",
     ),
+    "sampling by yes": (
+        lambda lm: sample(jnp.zeros((2, 5)), KEY, temperature=True),
+        TypeError,
+        "temperature: expected a number, got True",
+    ),
+    "sampling from nothing": (
+        lambda lm: sample(jnp.zeros((2, 0)), KEY),
+        ValueError,
+        r"logits: expected vocab ≥ 1, got shape \(2, 0\)",
+    ),
+    "sampling without a key": (
+        lambda lm: sample(jnp.zeros((2, 5)), 3),
+        TypeError,
+        "key: expected one key, such as",
+    ),
     "temperature beyond floats": (
         lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=10**400),
         TypeError,

@@ -454,8 +454,9 @@ def test_what_no_file_tells_is_given_by_name(config, tmp_path):
     assert model.config == config
     for key, array in to_torch(model, _only_layout(config)).items():
         np.testing.assert_array_equal(array, weights[key], err_msg=key)
-    with pytest.raises(TypeError, match="windows"):
-        load_pretrained(path, windows=3)
+    name = type(config).__name__
+    with pytest.raises(TypeError, match=f"^{name}: vocab: .*; did you mean vocab_size.$"):
+        load_pretrained(path, vocab=3)
 
 
 def _only_layout(config):

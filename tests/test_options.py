@@ -20,12 +20,15 @@ from jax_models import (
     LSTM,
     RNN,
     Hawk,
+    HawkLanguageModelConfig,
     LanguageModelConfig,
     LayerNorm,
     MinGRU,
     RNNLanguageModelConfig,
 )
+from jax_models.models.load import SileroVADConfig
 from jax_models.options import FloatingDtype, Index
+from train.optimizer import OptimizerConfig
 
 SIZES = {
     "RNN": (5, 6), "LSTM": (5, 6), "GRU": (5, 6), "MinGRU": (5, 6), "MinLSTM": (5, 6),
@@ -135,12 +138,73 @@ def test_a_layer_that_is_called_has_the_signature_of_the_call():
         ),
         (lambda rngs: RNNLanguageModelConfig().build(rng=rngs), "RNNLanguageModel: rng: .* rngs"),
         (lambda rngs: build("LSTM").init_state(batch=3), r"LSTM.init_state: batch: no such"),
-        (lambda rngs: jax_models.ops.gelu(inputs=3), "gelu: inputs: no such argument; expected"),
+        (lambda rngs: jax_models.ops.gelu(inputs=3), r"gelu: inputs: .*; did you mean x\?"),
+        (lambda rngs: HawkLanguageModelConfig(hidden_size=64), "Config: hidden_size: .* features"),
+        (
+            lambda rngs: RNNLanguageModelConfig(*range(9)),
+            "Config: expected at most .*, got 9",
+        ),
+        (lambda rngs: build("LSTM")(jnp.ones((2, 3, 5)), hx=None), "^LSTM: hx: .* state"),
+        (lambda rngs: build("LSTM")(jnp.ones((2, 3, 5)), None, None), "^LSTM: .* got 3: .*lengths"),
+        (lambda rngs: build("LSTM").step(0, 0, done=0), "^LSTM.step: done: .*; reset is True at"),
+        (lambda rngs: build("RMSNorm")(inputs=0), "^RMSNorm: inputs: .* x"),
+        (lambda rngs: OptimizerConfig(beta=0.9), "^OptimizerConfig: beta: .* betas"),
+        (lambda rngs: SileroVADConfig(rate=8000), "^SileroVADConfig: rate: .* sample_rate"),
     ],
 )
 def test_an_argument_of_another_package_is_answered_with_ours(call, message):
     with pytest.raises(TypeError, match=message):
         call(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "public",
+    [
+        value
+        for module in (jax_models, jax_models.ops)
+        for value in map(vars(module).get, module.__all__)
+        if inspect.isfunction(value) and len(inspect.signature(value).parameters) > 1
+    ],
+)
+def test_a_function_suggests_an_argument(public):
+    kinds = {p.kind for p in inspect.signature(public).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:  # they go on to another function
+        with pytest.raises(TypeError, match=rf"^{public.__name__}: windw: no such argument; "):
+            public(windw=3)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("method", ["__call__", "step", "init_state"])
+def test_a_method_suggests_an_argument(name, method):
+    layer = build(name)
+    if hasattr(layer, method):
+        with pytest.raises(TypeError, match=rf"^{name}(\.{method})?: windw: no such argument; "):
+            getattr(layer, method)(windw=3)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_layer_that_is_abstract_says_so(name):
+    layer = nnx.eval_shape(partial(build, name))
+    size = getattr(layer, "in_features", SIZES[name][0] if SIZES[name] else 512)
+    x = 4 if name.endswith("Filter") else jnp.ones((4, 4, size))
+    message = rf"^{name}: expected parameters with values, got the shapes that nnx.eval_shape makes"
+    with pytest.raises(ValueError, match=message):
+        layer(jnp.ones((4, size)) if name == "SileroVAD" else x)
+
+
+ROWS = [name for name in SIZES if name.endswith("Norm") or name == "GatedMLP"]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_layer_of_rows_refuses_other_arrays(name):
+    size = SIZES[name][0]
+    for x, message in (
+        (jnp.ones((4, size + 1)), rf"^x: expected shape \(…, {size}\), got \(4, {size + 1}\)"),
+        (jnp.ones((4, 1)), rf"^x: expected shape \(…, {size}\), got \(4, 1\)"),
+        (jnp.ones((4, size), jnp.int32), r"^x: expected a floating dtype, got int32"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            build(name)(x)
 
 
 def test_every_constructor_is_tried():

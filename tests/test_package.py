@@ -64,7 +64,7 @@ def test_exported_arrays_survive_safetensors(tmp_path):
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "jax_models/ops": ["jax_models.ops"],
-    "jax_models/weights": ["jax_models.weights"],
+    "jax_models/weights": ["jax_models.ops.keywords", "jax_models.weights"],
     "jax_models/options.py": ["jax_models.ops"],
     "jax_models/sequence.py": ["jax_models.ops", "jax_models.options", "jax_models.weights"],
     "jax_models/layers": [

@@ -7,14 +7,8 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_models import ops
-from jax_models.layers.hawk import (
-    RGLRU,
-    CausalConv1D,
-    GatedMLP,
-    Gelu,
-    gelu,
-    normal_of_fan_in,
-)
+from jax_models.layers.activation import ACTIVATIONS, Gelu
+from jax_models.layers.hawk import RGLRU, CausalConv1D, GatedMLP, normal_of_fan_in
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
@@ -271,7 +265,7 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
     def sequence(self, x, state, lengths, reset):
         """The gate times the recurrence of the convolution, projected."""
         x = x.astype(self.computation_dtype(x))
-        gate = gelu(self.activation, self.gate_proj(x))
+        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
         u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
         rglru = state.rglru._replace(position=state.position)
         h, (last, position) = self.rglru.sequence(u, rglru, lengths, reset)

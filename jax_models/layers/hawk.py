@@ -5,11 +5,11 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
 
 from jax_models import ops
+from jax_models.layers.activation import ACTIVATIONS, GateActivation
 from jax_models.layers.linear import BlockDiagonal, Linear, torch_uniform
-from jax_models.layers.norm import RMSNorm
+from jax_models.layers.norm import RMSNorm, checked_rows
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.segments import positions_and_end
@@ -30,22 +30,6 @@ from jax_models.weights import (
 
 lecun_normal = nnx.initializers.lecun_normal()
 """How Flax's Linear draws its kernel."""
-
-Gelu = Literal["gelu", "gelu_tanh"]
-"""The exact gelu, with erf, or the one by tanh."""
-Activation = Literal[Gelu, "silu"]
-"""Of the gate of a gated MLP."""
-
-
-def gelu(name: Gelu, x: Array) -> Array:
-    """The gelu of this name."""
-    return ops.gelu(x) if name == "gelu" else jax.nn.gelu(x)
-
-
-def activated(name: Activation, x: Array) -> Array:
-    """The activation of this name."""
-    return jax.nn.silu(x) if name == "silu" else gelu(name, x)
-
 
 Parameterization = Literal["direct", "softplus"]
 """What an RG-LRU trains: its decay `a` itself, or `a_param` with a = e^{−softplus(a_param)}."""
@@ -456,7 +440,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
         mlp_features: int,
         *,
         use_bias: bool = False,
-        activation: Activation = "gelu",
+        activation: GateActivation = "gelu",
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
         kernel_init: Initializer | None = None,
@@ -472,14 +456,15 @@ class GatedMLP(CheckedOptions, nnx.Module):
             "param_dtype": param_dtype,
             "rngs": rngs,
         }
-        self.activation: Activation = activation
+        self.activation: GateActivation = activation
         self.gate_proj = Linear(features, mlp_features, kernel_init=init, **options)
         self.up_proj = Linear(features, mlp_features, kernel_init=init, **options)
         self.down_proj = Linear(mlp_features, features, kernel_init=down_init or init, **options)
 
     def __call__(self, x):
         """Apply the MLP to the last axis of x."""
-        gate = activated(self.activation, self.gate_proj(x))
+        x = checked_rows(x, self.gate_proj.in_features)
+        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))
 
     def torch_layouts(self) -> Layouts:

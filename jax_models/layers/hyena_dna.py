@@ -1,9 +1,8 @@
 """Hyena as in HyenaDNA (arXiv 2306.15794) and in safari, the code of the Hyena paper."""
 
 import itertools
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
+from jax_models.layers.activation import ACTIVATIONS, MixerActivation
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import HyenaOperator, HyenaState
 from jax_models.layers.hyena_filter import decays, l1_normalized, unit_times, wide
@@ -35,18 +35,6 @@ from jax_models.weights.rows import reshaped
 
 LOWEST_FREQUENCY = 1e-4
 """The first of the frequencies by which a position is embedded; the last is their number − 1."""
-
-MixerActivation = Literal["identity", "gelu", "relu", "sigmoid", "silu", "softplus", "tanh"]
-"""The activations of safari that do not change the number of features."""
-ACTIVATIONS: dict[MixerActivation, Callable[[Array], Array]] = {
-    "identity": lambda x: x,
-    "gelu": ops.gelu,
-    "relu": jax.nn.relu,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "softplus": jax.nn.softplus,
-    "tanh": jnp.tanh,
-}
 
 
 class HyenaDNAFilter(CheckedOptions, nnx.Module):

@@ -3,11 +3,20 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import checked_positive, wrong_shape
+from jax_models.ops.checks import as_array, checked_array, checked_positive, wrong_shape
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts, batch_norm
+
+
+def checked_rows(x, features: int) -> Array:
+    """Return x as a floating array whose last axis has this size, or raise the fault."""
+    x = checked_array("x", as_array("x", x), Float)
+    if x.shape[-1:] != (features,):
+        raise wrong_shape("x", ("…", features), x.shape)
+    return x
 
 
 class LayerNorm(nnx.LayerNorm, CheckedOptions):
@@ -37,10 +46,11 @@ class LayerNorm(nnx.LayerNorm, CheckedOptions):
             rngs=rngs,
         )
 
-    def __call__(self, x, **kwargs):
-        """Normalise the last axis of x."""
+    def __call__(self, x, *, mask=None):
+        """Normalize the last axis of x."""
+        x = checked_rows(x, self.num_features)
         with jax.numpy_dtype_promotion("standard"):
-            return super().__call__(x, **kwargs)
+            return super().__call__(x, mask=mask)
 
 
 class GroupNorm(nnx.GroupNorm, CheckedOptions):
@@ -74,7 +84,8 @@ class GroupNorm(nnx.GroupNorm, CheckedOptions):
         )
 
     def __call__(self, x, *, mask=None):
-        """Normalise each row of x."""
+        """Normalize each row of x."""
+        x = checked_rows(x, self.num_groups * self.group_size)
         with jax.numpy_dtype_promotion("standard"):
             return super().__call__(x, mask=mask)
 
@@ -137,8 +148,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         """
         if use_running_average is None:
             use_running_average = self.use_running_average
-        if x.shape[-1:] != (self.num_features,):
-            raise wrong_shape("x", ("…", self.num_features), x.shape)
+        x = checked_rows(x, self.num_features)
         rows = x.size // self.num_features
         if not use_running_average and rows < 2:
             raise ValueError(f"x: expected at least two rows in training, got shape {x.shape}")
@@ -179,7 +189,8 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
         super().__init__(features, epsilon=1e-6, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x, mask=None):
-        """Normalise the last axis of x."""
+        """Normalize the last axis of x."""
+        x = checked_rows(x, self.num_features)
         with jax.numpy_dtype_promotion("standard"):
             return super().__call__(x, mask)
 
@@ -207,8 +218,9 @@ class ZeroCenteredRMSNorm(CheckedOptions, nnx.Module):
         self.scale = nnx.Param(nnx.initializers.zeros(rngs.params(), (features,), param_dtype))
 
     def __call__(self, x):
-        """Normalise the last axis of x."""
+        """Normalize the last axis of x."""
         scale = self.scale[...]
+        x = checked_rows(x, scale.size)
         dtype = self.dtype or jnp.result_type(x, scale)
         x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)

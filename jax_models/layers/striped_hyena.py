@@ -8,7 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
-from jax_models.layers.hawk import Activation, CausalConv1D, GatedMLP
+from jax_models.layers.activation import GateActivation
+from jax_models.layers.hawk import CausalConv1D, GatedMLP
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, ModalConvState, carry_dtype
 from jax_models.ops.checks import checked_positive
@@ -207,7 +208,7 @@ class StripedHyenaBlock(SequenceLayer[StripedHyenaState]):
         num_heads: int = 1,
         state_size: int = 8,
         kernel_size: int = 3,
-        activation: Activation = "silu",
+        activation: GateActivation = "silu",
         epsilon: float = 1e-5,
         time_major: bool = False,
         dtype: FloatingDtype | None = None,

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jax_models.models.language_model import LanguageModel, LanguageModelState, checked_tokens
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import checked_size, described
+from jax_models.ops.checks import checked, checked_size, described
+from jax_models.ops.keywords import suggests_arguments
 
 Leaves = list[Array]
 AnyKey = Key[Array, ""] | UInt32[Array, "words"]
@@ -41,6 +42,7 @@ class Options(NamedTuple):
     top_k: Int[ArrayLike, ""]
 
 
+@checked()
 def sample(
     logits: Float[Array, "batch vocab"],
     key: AnyKey,
@@ -54,11 +56,14 @@ def sample(
     where a row's logits hold NaN or +∞, or nothing but −∞.
     """
     vocab_size = logits.shape[-1]
+    key = _checked_key(key)
     logits = logits.astype(carry_dtype(logits.dtype))
     highest = jnp.max(logits, axis=-1, keepdims=True)
     logits = logits - highest
+    if not isinstance(temperature, Tracer):
+        temperature = _checked_temperature(temperature)
     temperature = jnp.asarray(temperature, logits.dtype)
-    if not isinstance(top_k, jax.Array | np.ndarray):
+    if not isinstance(top_k, Tracer):
         top_k = _checked_top_k(top_k, vocab_size)
     k = jnp.asarray(top_k, jnp.int32)
 
@@ -94,6 +99,7 @@ def _keep_largest(
     return jnp.where(rank < kth, -jnp.inf, logits)
 
 
+@suggests_arguments
 def stream(
     model: LanguageModel,
     prompt: Int[ArrayLike, "batch time"],
@@ -144,6 +150,7 @@ def stream(
     return _host(_calls(model, prompt, num_tokens, key, temperature, top_k, steps_per_call))
 
 
+@suggests_arguments
 def generate(
     model: LanguageModel,
     prompt: Int[ArrayLike, "batch time"],
@@ -213,7 +220,7 @@ def _checked_top_k(top_k, vocab_size: int) -> int:
 def _checked_temperature(value) -> float:
     """A number that is finite in float32 and not negative, or the fault."""
     try:
-        if isinstance(value, str | bytes | bool | np.bool_):
+        if isinstance(value, str | bytes | bool) or getattr(value, "dtype", None) == jnp.bool_:
             raise TypeError
         temperature = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
+from jax_models.layers.activation import Gelu
 from jax_models.layers.griffin import GriffinBlock, GriffinMixing
-from jax_models.layers.hawk import Gelu
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
 from jax_models.options import FloatingDtype

@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 
 from jax_models import ops
+from jax_models.layers.activation import MixerActivation
 from jax_models.layers.dropout import Dropout
-from jax_models.layers.hyena_dna import HyenaDNABlock, MixerActivation
+from jax_models.layers.hyena_dna import HyenaDNABlock
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig

@@ -19,7 +19,6 @@ from jax_models.ops.time_axis import refuse_lengths
 from jax_models.options import CheckedFields, CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     SequenceLayer,
-    abstract_refused,
     checked_lengths,
     checked_reset,
     checked_state,
@@ -158,10 +157,9 @@ class LanguageModel(CheckedOptions, nnx.Module):
             start, before = checked_state(state, expected)
 
         positions, after = positions_and_end(before, time, ends, reset, self.time_axis)
-        with abstract_refused(self):
-            x = self.embed(tokens, positions)
-            x, layers = self.layers(x, start, lengths=lengths, reset=reset)
-            logits = mask_padding(self.head(self.norm(self.read_out(x))), ends)
+        x = self.embed(tokens, positions)
+        x, layers = self.layers(x, start, lengths=lengths, reset=reset)
+        logits = mask_padding(self.head(self.norm(self.read_out(x))), ends)
         if outside is not None:
             logits = nan_rows(outside, logits, 0)
         return logits, LanguageModelState(layers, after)

@@ -15,7 +15,7 @@ from jax_models.models.hyena_dna import HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.pretrained import ShardingOf, loaded, rwkv_config
 from jax_models.models.silero_vad import SileroVAD
-from jax_models.options import FloatingDtype, checked_options
+from jax_models.options import CheckedFields, FloatingDtype, checked_options
 from jax_models.weights.checkpoint import open_checkpoint
 from jax_models.weights.stored import cast, dtype_of, is_floating
 
@@ -55,7 +55,7 @@ def griffin(weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **opti
 
 
 @dataclasses.dataclass(frozen=True)
-class SileroVADConfig:
+class SileroVADConfig(CheckedFields):
     """What a SileroVAD is built of."""
 
     sample_rate: Literal[16000, 8000]

@@ -15,11 +15,10 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import as_array, checked_array, checked_count, nan_rows
+from jax_models.ops.checks import as_array, checked_array, nan_rows
 from jax_models.ops.segments import mask_padding
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.sequence import (
-    abstract_refused,
     checked_lengths,
     checked_reset,
     checked_state,
@@ -110,7 +109,6 @@ class SileroVAD(CheckedOptions, nnx.Module):
 
     def init_state(self, batch_size: int) -> SileroVADState:
         """The state before the first frame: zeros, in at least float32."""
-        batch_size = checked_count("batch_size", batch_size)
         dtype = carry_dtype(self.dtype or self.param_dtype)
         sizes = (self.context_length, HIDDEN, HIDDEN)
         return SileroVADState(*(jnp.zeros((batch_size, size), dtype) for size in sizes))
@@ -197,8 +195,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         frames = audio.reshape(audio.shape[0], count, self.frame_length)
         ends = None if lengths is None else -(-lengths // self.frame_length)
 
-        with abstract_refused(self):
-            y, last = self._frames(frames, state, ends, reset)
+        y, last = self._frames(frames, state, ends, reset)
         y = mask_padding(activation(y), ends)
         if outside is not None:
             y, last = nan_rows(outside, (y, last), 0)

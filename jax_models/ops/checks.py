@@ -42,6 +42,9 @@ KINDS = {
 }
 """The dtypes that an annotation allows: their common type, and their name in an error."""
 
+NOT_EMPTY = {"heads", "kv_heads", "head_features", "kernel_size", "vocab"}
+"""The axes whose size is at least 1. Others, such as batch and features, may be empty."""
+
 LARGEST_SIZE = 2**28 - 1
 """XLA ends the process where the bytes of a kernel, a product of two sizes, pass 2⁶³."""
 
@@ -181,6 +184,8 @@ class Scope:
             raise self._wrong_shape(name, array.shape, axes)
         pairs = [*zip(axes, shape, strict=True)]
         for axis, size in pairs:
+            if axis in NOT_EMPTY and size == 0:
+                raise ValueError(f"{name}: expected {axis} ≥ 1, got shape {array.shape}")
             if axis.lstrip("*").isidentifier():
                 self.sizes.setdefault(axis.lstrip("*"), size)
         self.arrays.append((name, array.shape, pairs))

@@ -2,7 +2,12 @@
 
 import difflib
 import inspect
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 OUR_NAMES: dict[str, tuple[str, ...]] = {
     "input_size": ("in_features", "features"),
@@ -14,7 +19,7 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "num_features": ("features", "in_features"),
     "num_channels": ("features",),
     "normalized_shape": ("features",),
-    "hidden_size": ("hidden_features", "mlp_features"),
+    "hidden_size": ("hidden_features", "features"),
     "hidden_dim": ("hidden_features", "mlp_features"),
     "features": ("hidden_features", "in_features"),
     "out_features": ("hidden_features",),
@@ -43,16 +48,51 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "rng": ("rngs",),
     "key": ("rngs",),
     "seed": ("rngs",),
+    "input": ("x", "tokens"),
+    "inputs": ("x", "tokens"),
+    "input_ids": ("tokens", "prompt"),
     "hx": ("state",),
     "h_0": ("state",),
+    "carry": ("state",),
+    "hidden": ("state",),
     "initial_carry": ("state",),
     "initial_state": ("state",),
     "seq_lengths": ("lengths",),
+    "sequence_length": ("lengths",),
+    "mask": ("lengths",),
+    "attention_mask": ("lengths",),
+    "done": ("reset",),
+    "first": ("reset",),
+    "is_first": ("reset",),
+    "max_new_tokens": ("num_tokens",),
 }
 """Names of arguments in PyTorch, Flax, Keras and transformers, and their names here."""
 
-NOTES = {"batch_first": "x is (batch, time, features) unless time_major=True"}
+NOTES = {
+    "batch_first": "x is (batch, time, features) unless time_major=True",
+    "done": "reset is True at the first step of an episode, which is the step after a done",
+    "mask": "lengths (batch,) says how many steps of each row are real",
+    "attention_mask": "lengths (batch,) says how many steps of each row are real",
+}
 """Hints for arguments whose value has another meaning here."""
+
+
+def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make a function's error for an unknown argument suggest the one that was meant.
+
+    It costs nothing where the arguments are known, as every step of a layer would pay for it.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            refuse_unknown(function.__name__, signature, args, kwargs)
+            raise
+
+    return call
 
 
 def refuse_unknown(
@@ -62,10 +102,11 @@ def refuse_unknown(
     known = {k: p.kind for k, p in signature.parameters.items() if k != "self"}
     count = len(args)
     if "self" in signature.parameters:
-        name, count = type(args[0]).__name__ + f".{name}".removesuffix(".__init__"), count - 1
+        method = "" if name in ("__init__", "__call__") else f".{name}"
+        name, count = f"{type(args[0]).__name__}{method}", count - 1
     unknown = [k for k in kwargs if k not in known]
     if unknown and inspect.Parameter.VAR_KEYWORD not in known.values():
-        raise TypeError(f"{name}: " + "; ".join(_answer(k, [*known]) for k in unknown))
+        raise TypeError(f"{name}: " + "; ".join(_answer(k, [*known]) for k in unknown)) from None
     positional = [k for k, kind in known.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if count > len(positional) and inspect.Parameter.VAR_POSITIONAL not in known.values():
         others = [k for k in known if k not in positional]
@@ -73,7 +114,7 @@ def refuse_unknown(
             f"{name}: expected at most {len(positional)} positional arguments "
             f"({', '.join(positional)}), got {count}: give the others by name "
             f"({', '.join(others) or 'there are none'})"
-        )
+        ) from None
 
 
 def _answer(name: str, known: list[str]) -> str:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
+from jax_models.ops.keywords import suggests_arguments
 from jax_models.weights.bounds import bounds
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import Fault, elsewhere, joined, lines
@@ -23,6 +24,7 @@ from jax_models.weights.tables import HasLayouts, Layouts, Table, nested
 Layer = TypeVar("Layer", bound=nnx.Module)
 
 
+@suggests_arguments
 def from_torch(
     layer: Layer,
     state_dict: Mapping[str, Any],
@@ -96,13 +98,14 @@ def from_torch(
     if not_finite:
         warnings.warn(
             f"state_dict: numbers that are not finite in {', '.join(joined(not_finite))}",
-            stacklevel=2,
+            stacklevel=3,
         )
     for path, value in placed.items():
         params[path].set_value(value)
     return layer
 
 
+@suggests_arguments
 def to_torch(
     layer: Any, layout: str | Table | None = None, *, prefix: str = ""
 ) -> dict[str, np.ndarray]:

@@ -180,6 +180,11 @@ def positions_that_go_on(positions_and_end):
     )
 
 
+def with_exact_gelu(layer):
+    """The gelu with erf, where the twin's has tanh."""
+    layer.activation = "gelu"
+
+
 def scale_not_rounded(layer):
     """√features in full."""
     layer.scale = layer.config.features**0.5
@@ -216,11 +221,7 @@ MUTATIONS = [
         plant=epsilon_doubled("layers.layers.3.channel_pre_norm"),
         culprit="model.layers.3.channel_pre_norm",
     ),
-    forward(
-        "exact gelu",
-        "GriffinRecurrence",
-        plant=replaced("jax.nn.gelu", lambda gelu: partial(gelu, approximate=False)),
-    ),
+    forward("exact gelu", "GriffinRecurrence", plant=edited(with_exact_gelu)),
     forward(
         "embeddings' scale not rounded", "GriffinLanguageModel", plant=edited(scale_not_rounded)
     ),

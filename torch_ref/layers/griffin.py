@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_ref.layers.hawk import RGLRU, CausalConv1d, GatedMLP, gelu
+from torch_ref.layers.activation import ACTIVATIONS
+from torch_ref.layers.hawk import RGLRU, CausalConv1d, GatedMLP
 from torch_ref.layers.state import State
 
 
@@ -137,7 +138,7 @@ class GriffinRecurrence(nn.Module):
     ):
         super().__init__()
         hidden = features if hidden_features is None else hidden_features
-        self.activation = activation
+        self.activation = ACTIVATIONS[activation]
         self.linear_y = nn.Linear(features, hidden)
         self.linear_x = nn.Linear(features, hidden)
         self.conv_1d = CausalConv1d(hidden, kernel_size).conv
@@ -149,7 +150,7 @@ class GriffinRecurrence(nn.Module):
         u = torch.cat([inputs, self.linear_x(x).mT], dim=-1)
         inputs = u[:, :, x.shape[1] :]
         h, (last, position) = self.rg_lru(self.conv_1d(u).mT, (h, position))
-        y = self.linear_out(gelu(self.activation, self.linear_y(x)) * h)
+        y = self.linear_out(self.activation(self.linear_y(x)) * h)
         return y, (position, inputs, last)
 
     def init_state(self, batch_size: int) -> State:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_ref.layers.activation import ACTIVATIONS
 from torch_ref.layers.state import State
 
 
@@ -163,11 +164,6 @@ class CausalConv1d(nn.Module):
         return (self.conv.weight.new_zeros(batch_size, features, kernel_size - 1),)
 
 
-def gelu(name: str, x: Tensor) -> Tensor:
-    """The gelu of this name: "gelu", or "gelu_tanh"."""
-    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
-
-
 class Hawk(nn.Module):
     """The recurrent block of Griffin.
 
@@ -205,13 +201,13 @@ class GatedMLP(nn.Module):
         activation: str = "gelu",
     ):
         super().__init__()
-        self.activation = activation
+        self.activation = ACTIVATIONS[activation]
         self.gate_proj = nn.Linear(features, mlp_features, bias=use_bias)
         self.up_proj = nn.Linear(features, mlp_features, bias=use_bias)
         self.down_proj = nn.Linear(mlp_features, features, bias=use_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gelu(self.activation, self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class HawkBlock(nn.Module):

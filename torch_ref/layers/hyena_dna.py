@@ -11,20 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_ref.layers.activation import ACTIVATIONS
 from torch_ref.layers.hyena import go_on
 from torch_ref.layers.hyena_filter import Sin, check_length, decay_rates
 from torch_ref.layers.state import State
-
-ACTIVATIONS = {
-    "identity": lambda x: x,
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "softplus": F.softplus,
-    "tanh": torch.tanh,
-}
-"""Safari's activations that keep the number of features."""
 
 
 class HyenaDNAPosition(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_ref.layers.hawk import gelu
+from torch_ref.layers.activation import ACTIVATIONS
 from torch_ref.layers.state import State
 
 
@@ -95,15 +95,13 @@ class StripedHyenaMLP(nn.Module):
 
     def __init__(self, features: int, mlp_features: int, activation: str):
         super().__init__()
-        self.activation = activation
+        self.activation = ACTIVATIONS[activation]
         self.l1 = nn.Linear(features, mlp_features, bias=False)
         self.l2 = nn.Linear(features, mlp_features, bias=False)
         self.l3 = nn.Linear(mlp_features, features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.l1(x)
-        gate = F.silu(gate) if self.activation == "silu" else gelu(self.activation, gate)
-        return self.l3(gate * self.l2(x))
+        return self.l3(self.activation(self.l1(x)) * self.l2(x))
 
 
 class StripedHyenaBlock(StripedHyenaMixer):

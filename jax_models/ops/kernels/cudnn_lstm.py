@@ -11,6 +11,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.checks import checked
+from jax_models.ops.keywords import suggests_arguments
 from jax_models.ops.lstm import LSTMState
 from jax_models.ops.segments import mask_padding
 
@@ -82,6 +83,7 @@ def cudnn_lstm(
     return mask_padding(y, lengths), LSTMState(*last)
 
 
+@suggests_arguments
 def cudnn_refusal(
     x: Float[Array, "batch time in"],
     cells: list[dict[str, Array]],

@@ -1,0 +1,28 @@
+"""The activations that layers take by name."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jax_models import ops
+
+Gelu = Literal["gelu", "gelu_tanh"]
+"""The exact gelu, with erf, or its approximation with tanh."""
+GateActivation = Literal[Gelu, "silu"]
+"""The activations of the gate of a gated MLP."""
+MixerActivation = Literal["identity", "gelu", "relu", "sigmoid", "silu", "softplus", "tanh"]
+"""The activations of safari that do not change the number of features."""
+
+ACTIVATIONS: dict[GateActivation | MixerActivation, Callable[[Array], Array]] = {
+    "identity": lambda x: x,
+    "gelu": ops.gelu,
+    "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "softplus": jax.nn.softplus,
+    "tanh": jnp.tanh,
+}

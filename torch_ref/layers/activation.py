@@ -1,0 +1,17 @@
+"""The activations that layers take by name."""
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+ACTIVATIONS = {
+    "identity": lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "tanh": torch.tanh,
+}
