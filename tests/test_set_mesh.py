@@ -14,6 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
+import train.__main__
+import train.evaluate
+import train.export
+import train.generate
 from jax_models import (
     LSTM,
     GriffinLanguageModelConfig,
@@ -181,6 +185,22 @@ def test_what_does_not_fit_the_mesh_is_named(mesh):
         from_torch(abstract, weights)
     with pytest.raises(ValueError, match=r"^layer: its parameters are traced, as under jax.jit"):
         jax.eval_shape(lambda: nnx.state(from_torch(lstm({}), weights)))
+
+
+def test_a_command_builds_its_own_mesh(mesh, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train.__main__, "report", lambda *_: None)
+
+    def printed(context, run):
+        with context:
+            train.__main__.main(["--out", run, "--num-steps", "2", "--eval-batches", "1"])
+            capsys.readouterr()
+            train.evaluate.main(["--run", run])
+            train.generate.main(["--run", run, "--num-tokens", "9"])
+            train.export.main(["--run", run])
+        return capsys.readouterr().out.replace(run, "")
+
+    expected = printed(contextlib.nullcontext(), str(tmp_path / "without"))
+    assert printed(jax.set_mesh(mesh), str(tmp_path / "with")) == expected
 
 
 @pytest.mark.skipif(EIGHT.items() <= os.environ.items(), reason="there are eight")

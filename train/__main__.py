@@ -26,7 +26,7 @@ from train.export import describe_errors, export
 from train.hosts import HostsConfig, agree, by_each, by_first, is_first, join
 from train.initial import initialise, is_run, model_of
 from train.loop import train
-from train.mesh import provide_devices
+from train.mesh import no_mesh, provide_devices
 from train.monitor import check_tensorboard
 from train.optimizer import build_schedule
 from train.pretrained import tokenizer_of
@@ -320,6 +320,7 @@ def begin(plan: Plan, arguments: Arguments) -> None:
     run.checkpoints.clean()
 
 
+@no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Train as the arguments say."""
     arguments = parse_arguments(args, prog)

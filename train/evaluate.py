@@ -13,7 +13,7 @@ from flax import nnx
 from jax_models import tune_allocator
 from jax_models.options import CheckedFields
 from train.checks import Paths
-from train.mesh import MeshConfig
+from train.mesh import MeshConfig, no_mesh
 from train.run import Run, build_trainer
 from train.step import Trainer
 from train.text import Text
@@ -57,6 +57,7 @@ def losses(
         yield np.ravel(trainer.evaluate(params, rows[whole:][None]))
 
 
+@no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Print the losses and the probabilities."""
     arguments = parse(Arguments, args, prog=prog)

@@ -13,6 +13,7 @@ from safetensors.numpy import save
 from jax_models import LanguageModel, from_torch, to_torch, tune_allocator
 from jax_models.options import checked_options
 from train.files import whole
+from train.mesh import no_mesh
 from train.run import Run
 from twinscan.command_line import CommandLineError, parse, run_command
 
@@ -83,6 +84,7 @@ def describe_errors(model: LanguageModel, path: Path) -> str:
     )
 
 
+@no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Export as the arguments say."""
     arguments = parse(Arguments, args, prog=prog)

@@ -11,6 +11,7 @@ import numpy as np
 from jax_models import LanguageModel, stream, tune_allocator
 from jax_models.options import CheckedFields
 from train.checks import NotNegative, Seed
+from train.mesh import no_mesh
 from train.pretrained import Numbers, read_model, tokens_of
 from train.run import Run
 from train.tokens import Tokens
@@ -61,6 +62,7 @@ class Arguments(CheckedFields):
             raise ValueError("greedy: expected without --temperature and --top-k")
 
 
+@no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
     """Print the prompt and its continuation."""
     arguments = parse(Arguments, args, prog=prog)

@@ -5,10 +5,11 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.typing import MISSING
 from jax import lax
@@ -98,6 +99,13 @@ def provide_devices(config: MeshConfig) -> None:
     if "JAX_NUM_CPU_DEVICES" not in os.environ and HOST_DEVICES not in flags:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
+
+
+@contextlib.contextmanager
+def no_mesh() -> Iterator[None]:
+    """Ignore a mesh that the caller has set, because a command builds its own."""
+    with jax.set_mesh(Mesh(np.empty((), object), ())):
+        yield
 
 
 def build_mesh(config: MeshConfig, *, rows: int, window: int, devices: Sequence[Any]) -> Mesh:
