@@ -1,4 +1,4 @@
-"""Causal self-attention as in seed 002's comparison with Hyena: a pre-norm transformer block."""
+"""Causal self-attention in a pre-norm transformer block, which The Annotated Hyena compares."""
 
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         ValueError: a size is not positive, the heads do not divide the features, or (at the call)
             x is longer than max_length.
 
-    Layouts: `annotated-hyena` (the seed's SelfAttentionBlock, around torch.nn.MultiheadAttention).
+    Layouts: `annotated-hyena` (torch_ref.SelfAttentionBlock, with a torch.nn.MultiheadAttention).
 
     """
 
@@ -158,7 +158,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         return jnp.where((positions < self.max_length)[..., None, None], y, jnp.nan), after
 
     def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the seed's keys."""
+        """`annotated-hyena`: the keys of torch_ref.SelfAttentionBlock."""
         return {
             "annotated-hyena": [
                 *layer_norm("ln1", "ln1"),

@@ -1,4 +1,4 @@
-"""Two whole stacks, one run on reversed time (seed 001's RNNBidirectional)."""
+"""Two whole stacks, one of which runs on reversed time."""
 
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
         TypeError: one of the two is not a `SequenceLayer`.
         ValueError: the two differ in `in_features` or `time_major`, or one is bidirectional.
 
-    Layouts: those that both layers have; keys begin with `rnn_f.` and `rnn_b.`. `deep` is the
-    seed's RNNBidirectional.
+    Layouts: those that both layers have; keys begin with `rnn_f.` and `rnn_b.`. `deep` is
+    that of torch_ref.RNNBidirectional.
 
     """
 

@@ -1,4 +1,4 @@
-"""The GRU (seed 001, torch.nn.GRU)."""
+"""The GRU, as torch.nn.GRU has it."""
 
 import jax.numpy as jnp
 from flax import nnx

@@ -1,4 +1,4 @@
-"""Hawk, its RG-LRU and its block (seed 000; Griffin, arXiv 2402.19427)."""
+"""Hawk, its RG-LRU and its block, from the Griffin paper (arXiv 2402.19427)."""
 
 from typing import Literal, NamedTuple
 
@@ -68,7 +68,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
 
     Args:
         features: size of x_t and h_t.
-        num_blocks: blocks of W_i and W_r, a divisor of `features`. None: dense, as in the seed.
+        num_blocks: blocks of W_i and W_r, a divisor of `features`. None: W_i and W_r
+            are dense.
         parameterization: "direct" trains `a`, "softplus" trains `a_param`. None: "direct", or
             "softplus" with `num_blocks`, which supports nothing else.
         scale_first_step: whether √(1 − a_t²) scales the first step of a document, too. If False,
@@ -91,9 +92,9 @@ class RGLRU(SequenceLayer[RGLRUState]):
         ValueError: a size or c is not positive, there is no such method, num_blocks does not
             divide the features, or num_blocks or an epsilon is given with "direct".
 
-    Layouts: `hawk` (the seed's RGLRU), whose `a` must lie in [0, 1]; with "softplus", torch_ref's
-    keys, `a_param` for `a`. With `num_blocks`: `hf` (transformers' RecurrentGemma) and `deepmind`
-    (recurrentgemma).
+    Layouts: without `num_blocks`, `hawk`: the keys of torch_ref.RGLRU, which are `a` or, with
+    "softplus", `a_param`, and the two gates' `weight`. An `a` outside [0, 1] is refused. With
+    `num_blocks`: `hf` (transformers' RecurrentGemma) and `deepmind` (recurrentgemma).
 
     """
 
@@ -199,7 +200,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
         return y.astype(dtype), state._replace(position=end)
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: the seed's keys; those of RecurrentGemma with blocks."""
+        """`hawk`: the keys of torch_ref.RGLRU; with blocks, those of RecurrentGemma."""
         gates = ("input_gate", "recurrence_gate")
         if self.num_blocks is None:
             decay = "a" if self.parameterization == "direct" else "a_param"
@@ -241,7 +242,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
     Raises:
         ValueError: a size is not positive.
 
-    Layouts: `hawk` (the seed's CausalConv1d), `hf` (a torch.nn.Conv1d) and `deepmind`
+    Layouts: `hawk` (torch_ref.CausalConv1d), `hf` (a torch.nn.Conv1d) and `deepmind`
     (recurrentgemma's Conv1D).
 
     """
@@ -342,8 +343,8 @@ class Hawk(SequenceLayer[HawkState]):
     Raises:
         ValueError: a size or c is not positive.
 
-    Layouts: `hawk` (the seed's Hawk; with "softplus", torch_ref's). Weights whose `rglru.a` lies
-    outside [0, 1] are refused.
+    Layouts: `hawk`, the keys of torch_ref.Hawk with the same `parameterization`. Weights whose
+    `rglru.a` lies outside [0, 1] are refused.
 
     """
 
@@ -395,7 +396,7 @@ class Hawk(SequenceLayer[HawkState]):
         return self.out_proj(gate * h), HawkState(conv, rglru)
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: the seed's keys."""
+        """`hawk`: the keys of torch_ref.Hawk."""
         projections = ("gate_proj", "recurrent_proj", "out_proj")
         return {
             "hawk": [

@@ -1,4 +1,4 @@
-"""Hyena: the block of "The Annotated Hyena" (seed 002), and the paper's (arXiv 2302.10866)."""
+"""Hyena: the block of "The Annotated Hyena", and the paper's (arXiv 2302.10866)."""
 
 import dataclasses
 from collections.abc import Callable
@@ -178,7 +178,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         return self.dropout(self.proj_output(jnp.swapaxes(v, 1, 2)))
 
     def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the seed's keys."""
+        """`annotated-hyena`: the keys of the torch_ref block of the same name."""
         return {
             "annotated-hyena": [
                 *linear("proj_input", "proj_input.linear"),
@@ -215,8 +215,8 @@ class HyenaBlock(HyenaOperator):
         max_length: the longest sequence.
         order: N, the number of long convolutions.
         kernel_size: taps of the short convolution.
-        dropout_rate: dropout of W_out's output in training. The seed declares it and never
-            applies it.
+        dropout_rate: dropout of W_out's output in training. The Annotated Hyena declares it
+            but never applies it.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. Filters, transforms
             and state are in at least float32.
@@ -231,7 +231,7 @@ class HyenaBlock(HyenaOperator):
         ValueError: a size is not positive, or (at the call) x is longer than max_length.
         NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
 
-    Layouts: `annotated-hyena` (the seed's HyenaBlock).
+    Layouts: `annotated-hyena` (torch_ref.HyenaBlock).
 
     """
 
@@ -297,13 +297,14 @@ class AuthenticHyenaBlock(HyenaOperator):
         max_length: the longest sequence.
         order: N, the number of long convolutions.
         kernel_size: taps of the short convolution.
-        dropout_rate: dropout of the output in training. The seed declares it and never applies it.
+        dropout_rate: dropout of the output in training. The Annotated Hyena declares it but never
+            applies it.
         embed_features: size of the filter's embedding of a position, odd.
         mlp_features: width of the filter's network.
         num_filter_layers: linear layers of the filter's network, at least 2.
         omega: frequency of the sines in the filter's network.
         implicit: True: a network computes the filters, as in the paper. False: the filters are
-            parameters, as in the seed's code.
+            parameters, as in the code of The Annotated Hyena.
         time_major: x and y are (time, batch, features).
         dtype: the computation's dtype. None: from x and the parameters. Filters, transforms
             and state are in at least float32.
@@ -319,7 +320,7 @@ class AuthenticHyenaBlock(HyenaOperator):
             max_length.
         NotImplementedError: (at the call) `reset`; give each document a batch row of its own.
 
-    Layouts: `annotated-hyena` (the seed's AuthenticHyenaBlock).
+    Layouts: `annotated-hyena` (torch_ref.AuthenticHyenaBlock).
 
     """
 

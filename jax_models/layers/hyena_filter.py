@@ -1,4 +1,4 @@
-"""The filters of Hyena: explicit (seed 002), and a network of the position (arXiv 2302.10866)."""
+"""The filters of Hyena: parameters, or a network of the position (arXiv 2302.10866)."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         h_t = g_t ⊙ (exp(α t/(L−1)) + b) / ‖·‖₁
 
     with g (order, features, max_length) the parameter `h`, α and b (features,); the norm is over
-    the features at each step (the seed's text says over time; its code is what counts).
+    the features at each step, as in the code of The Annotated Hyena, whose text says over time.
     A tap that is zero in all features stays zero.
 
     Args:
@@ -46,7 +46,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
     Raises:
         ValueError: a size is not positive.
 
-    Layouts: `annotated-hyena` (the seed's HyenaFilter).
+    Layouts: `annotated-hyena` (torch_ref.HyenaFilter).
 
     """
 
@@ -74,7 +74,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         return l1_normalized(h, axis=1)
 
     def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the seed's keys."""
+        """`annotated-hyena`: the keys of the torch_ref filter of the same name."""
         return {
             "annotated-hyena": [
                 same("h", "h"),
@@ -94,10 +94,11 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
 
         h_t = (sin(f ⊙ (… sin(f ⊙ (p_t W_1 + b_1)) …)) W_last) ⊙ exp(α t/(L−1))
 
-    with p (max_length, embed_features) a trained embedding of the position. The seed describes it
-    so, and its code then discards the network's output for an explicit g (order, features,
-    max_length): that is `implicit=False`, h_t = g_t ⊙ exp(α t/(L−1)). The weights of both are
-    loaded and kept either way; those that are not used are constants, as t, time_emb and f are.
+    with p (max_length, embed_features) a trained embedding of the position. This is what the text
+    of The Annotated Hyena describes. Its code discards the network's output and uses a parameter g
+    (order, features, max_length) instead: `implicit=False`, with h_t = g_t ⊙ exp(α t/(L−1)). The
+    weights of both are loaded and kept either way; the unused ones are constants, and so are t,
+    time_emb and f.
 
     Args:
         features: D.
@@ -116,7 +117,7 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         ValueError: a size is not positive, embed_features is even or less than 3, or there are
             fewer than 2 layers.
 
-    Layouts: `annotated-hyena` (the seed's AuthenticHyenaFilter).
+    Layouts: `annotated-hyena` (torch_ref.AuthenticHyenaFilter).
 
     """
 
@@ -178,7 +179,7 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         return ops.affine(z, wide(self.kernels[-1])).T.reshape(order, features, length)
 
     def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the seed's keys."""
+        """`annotated-hyena`: the keys of the torch_ref filter of the same name."""
         hidden = range(len(self.biases))
         return {
             "annotated-hyena": [

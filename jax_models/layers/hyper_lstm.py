@@ -1,4 +1,4 @@
-"""The HyperLSTM (seed 003; HyperNetworks, arXiv 1609.09106)."""
+"""The HyperLSTM of labml.ai, after HyperNetworks (arXiv 1609.09106)."""
 
 import jax
 import jax.numpy as jnp
@@ -42,17 +42,18 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
             and LN computed, in at least float32.
         param_dtype: the parameters' dtype.
         kernel_init: draws W_x, the W_z, the D and the hyper network's W_ih. None: `lecun_normal`
-            for W_x (the seed starts it at zero), as torch's Linear for the others.
+            for W_x, which starts at zero in labml's code, and as torch's Linear for the others.
         recurrent_kernel_init: draws W_h of all gates and the hyper network's W_hh. None: orthogonal
-            for each gate's W_h (the seed starts it at zero), as torch's Linear for W_hh.
+            for each gate's W_h, which starts at zero in labml's code, and as torch's Linear for
+            W_hh.
         bias_init: draws the biases. None: as torch's Linear.
         rngs: draws the parameters; layer norms start with scale 1 and bias 0.
 
     Raises:
         ValueError: a size is not positive.
 
-    Layouts: `labml` (the seed's HyperLSTM). Source: Ha et al. 2016, appendix A.2.2; like the seed,
-    the z here are of ĥ_t, where the paper prints ĥ_{t−1}.
+    Layouts: `labml` (torch_ref.HyperLSTM). Source: Ha et al. 2016, appendix A.2.2. As in labml's
+    code, the z here are of ĥ_t, where the paper prints ĥ_{t−1}.
 
     """
 
@@ -121,7 +122,7 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
 
     def torch_layouts(self) -> Layouts:
-        """`labml`: the seed's keys."""
+        """`labml`: the keys of torch_ref.HyperLSTM."""
         return {
             "labml": [
                 row
@@ -185,7 +186,7 @@ class HyperLSTMCell(nnx.Module):
         }
 
     def torch_layouts(self) -> Layouts:
-        """`labml`: the keys of the seed's HyperLSTMCell."""
+        """`labml`: the keys of torch_ref.HyperLSTMCell."""
         table = [
             *nested(self.hyper.torch_layouts()["labml"], "hyper", "hyper"),
             gates("z_kernel", [f"z_{name}.weight" for name in "hxb"]),

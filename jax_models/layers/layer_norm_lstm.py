@@ -1,4 +1,4 @@
-"""The LSTM with layer norm (seed 003, labml's LSTMCell)."""
+"""The LSTM with layer norm of labml.ai's LSTMCell."""
 
 import jax
 import jax.numpy as jnp

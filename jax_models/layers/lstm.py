@@ -1,4 +1,4 @@
-"""The LSTM (seed 001, torch.nn.LSTM)."""
+"""The LSTM, as torch.nn.LSTM has it."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -32,7 +32,7 @@ class LSTM(RecurrentStack[LSTMState]):
         num_layers: number of layers. Each reads the outputs of the one below.
         bidirectional: each layer runs both ways, and the next reads both (torch's meaning).
         proj_features: size of h_t, less than hidden_features; None for no projection.
-        proj_bias: add b_hr, as the seed's LSTMProj does. torch.nn.LSTM has no b_hr.
+        proj_bias: add b_hr, as torch_ref.LSTMProj does. torch.nn.LSTM has no b_hr.
         use_bias: add b_ih and b_hh.
         recurrent_bias: add b_hh. False leaves one bias.
         use_peepholes: the gates see the cell, too. torch.nn.LSTM has no peepholes.

@@ -196,7 +196,7 @@ class RecurrentStack(SequenceLayer[State]):
         )
 
     def torch_layouts(self) -> Layouts:
-        """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: the seed's classes, a Linear a gate."""
+        """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: torch_ref's, a Linear a gate."""
         names = self.cells[0].arrays().keys() - {"peephole"}
         biases = {name for name in names if name.startswith("bias")}
         layouts = {}

@@ -1,4 +1,4 @@
-"""The simple RNN (seeds 001 and 004, torch.nn.RNN)."""
+"""The simple RNN, as torch.nn.RNN has it."""
 
 import jax.numpy as jnp
 from flax import nnx

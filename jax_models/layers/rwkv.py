@@ -1,4 +1,4 @@
-"""RWKV-4 (seed 001; arXiv 2305.13048), under BlinkDL's names, and what all RWKVs share."""
+"""RWKV-4 (arXiv 2305.13048), under BlinkDL's names, and what all RWKVs share."""
 
 import math
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The GPT-like language model of "The Annotated Hyena" (seed 002), over Hyena or attention."""
+"""The GPT-like language model of "The Annotated Hyena", over Hyena or attention."""
 
 import dataclasses
 from typing import Any, Literal, Unpack
@@ -97,16 +97,16 @@ class GPModel(LanguageModel):
         logits = norm(layers(dropout(E[tokens] + pos_embedding))) Eᵀ
 
     `generate` and `stream` draw from the carried state until context_length is full, and from the
-    last context_length tokens from then on (the seed never slides).
+    last context_length tokens from then on (The Annotated Hyena's own never slides).
 
     Args:
         config: the sizes and the kind of block.
         dtype: of the computation; by default the parameters'.
         param_dtype: of the parameters.
-        rngs: draws the parameters (`params`), the embeddings normal as the seed does, and the
+        rngs: draws the parameters (`params`), the embeddings from a normal distribution, and the
             dropout masks (`dropout`).
 
-    Layouts: `annotated-hyena` (the seed's GPModel; the tied `head.weight` must equal
+    Layouts: `annotated-hyena` (torch_ref.GPModel; the tied `head.weight` must equal
     `tok_emb.weight`).
 
     """
@@ -142,7 +142,7 @@ class GPModel(LanguageModel):
         return ops.affine(x, self.embedding.embedding[...].T.astype(x.dtype)).astype(x.dtype)
 
     def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the seed's keys."""
+        """`annotated-hyena`: the keys of torch_ref.GPModel."""
         return {
             "annotated-hyena": [
                 tied("embedding.embedding", ("tok_emb.weight", "head.weight")),

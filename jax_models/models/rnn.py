@@ -1,4 +1,4 @@
-"""The recurrent language model (seed 001)."""
+"""The recurrent language model."""
 
 import dataclasses
 from typing import Literal, Unpack
@@ -50,7 +50,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
 
 
 class RNNLanguageModel(LanguageModel):
-    """Token and position embeddings → a recurrence → LayerNorm → Linear (seed 001).
+    """Token and position embeddings → a recurrence → LayerNorm → Linear.
 
         >>> model = RNNLanguageModelConfig().build(rngs=nnx.Rngs(0))
         >>> logits, state = model(jnp.zeros((8, 100), int))
@@ -63,7 +63,7 @@ class RNNLanguageModel(LanguageModel):
         param_dtype: of the parameters.
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
-    Layouts: `scratch`, the seed's RNNLanguageModel, where the cell is one layer of `rnn`;
+    Layouts: `scratch`, the keys of torch_ref.RNNLanguageModel, if the cell is one layer of `rnn`;
     `torch.nn`, the same around a torch.nn.RNN, LSTM or GRU; `minimal`, around torch_ref's MinGRU
     or MinLSTM.
 
@@ -116,7 +116,7 @@ class RNNLanguageModel(LanguageModel):
         )
 
     def torch_layouts(self) -> Layouts:
-        """The seed's keys around each layout of the recurrence."""
+        """The keys of torch_ref.RNNLanguageModel around each layout of the recurrence."""
         outside = [
             *embedding("embedding", "embedding"),
             *(

@@ -1,4 +1,4 @@
-"""The attention block of seed 002."""
+"""The attention block of The Annotated Hyena."""
 
 from functools import partial
 

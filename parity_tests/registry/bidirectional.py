@@ -1,4 +1,4 @@
-"""Two whole stacks, one on reversed time (seed 001)."""
+"""Two whole stacks, one on reversed time."""
 
 from functools import partial
 

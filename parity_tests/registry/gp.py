@@ -1,4 +1,4 @@
-"""The Annotated Hyena's language model (seed 002)."""
+"""The Annotated Hyena's language model."""
 
 from functools import partial
 

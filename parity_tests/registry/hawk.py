@@ -1,4 +1,4 @@
-"""Hawk, its parts, its block and its language model (seed 000)."""
+"""Hawk, its parts, its block and its language model."""
 
 import dataclasses
 from functools import partial

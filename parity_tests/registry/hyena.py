@@ -1,4 +1,4 @@
-"""The Hyena blocks of seed 002."""
+"""The Hyena blocks of The Annotated Hyena."""
 
 from functools import partial
 

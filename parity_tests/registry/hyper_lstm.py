@@ -1,4 +1,4 @@
-"""labml's HyperLSTM (seed 003)."""
+"""labml's HyperLSTM."""
 
 from functools import partial
 

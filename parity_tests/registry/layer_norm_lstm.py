@@ -1,4 +1,4 @@
-"""labml's LSTM with layer norm (seed 003)."""
+"""labml's LSTM with layer norm."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The LSTM of seed 001 and of torch.nn."""
+"""The LSTM, with the keys of torch_ref and of torch.nn."""
 
 from functools import partial
 

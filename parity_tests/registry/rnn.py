@@ -1,4 +1,4 @@
-"""The simple RNN of seeds 001 and 004 and of torch.nn, and the recurrent language model."""
+"""The simple RNN, with the keys of torch_ref and of torch.nn, and the recurrent language model."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""RWKV-4's parts, block and language model (seed 001)."""
+"""RWKV-4's parts, block and language model."""
 
 from functools import partial
 

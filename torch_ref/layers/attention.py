@@ -1,4 +1,4 @@
-"""Causal self-attention in plain PyTorch (seed 002), which Hyena is compared with."""
+"""Causal self-attention in plain PyTorch, with which The Annotated Hyena compares Hyena."""
 
 import torch
 from torch import Tensor, nn

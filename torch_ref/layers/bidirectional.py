@@ -1,4 +1,4 @@
-"""Two stacks that run both ways over a sequence, in plain PyTorch (seed 001)."""
+"""Two stacks that run both ways over a sequence, in plain PyTorch."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""The GRU in plain PyTorch (seed 001)."""
+"""The GRU in plain PyTorch."""
 
 import torch
 from torch import Tensor, nn

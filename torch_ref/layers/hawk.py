@@ -1,4 +1,4 @@
-"""Hawk, its RG-LRU and its block in plain PyTorch (seed 000; Griffin, arXiv 2402.19427)."""
+"""Hawk, its RG-LRU and its block in plain PyTorch (Griffin, arXiv 2402.19427)."""
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class RGLRU(nn.Module):
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
     x and y = h are (batch, time, features), the state (h,) with h (batch, features). a^c starts
-    uniform in [0.9, 0.999], as in the paper (the seed left it uninitialised), and a = 0 and a = 1
+    uniform in [0.9, 0.999], as in the paper, and a = 0 and a = 1
     have finite gradients.
 
     With `parameterization="softplus"`, the parameter is a_param, a = e^{−softplus(a_param)}.

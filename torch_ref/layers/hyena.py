@@ -1,4 +1,4 @@
-"""Hyena in plain PyTorch (seed 002, the Annotated Hyena; arXiv 2302.10866), under the seed's keys.
+"""Hyena in plain PyTorch (arXiv 2302.10866), under the keys of The Annotated Hyena.
 
 x_i and v are channels first, (batch, features, time).
 """
@@ -54,7 +54,7 @@ class Projection(nn.Module):
 
 
 class HyenaBlock(nn.Module):
-    """The seed's Hyena operator, with three skip connections and normalised x_i.
+    """The Annotated Hyena's operator, with three skip connections and normalised x_i.
 
         x_1 … x_N, v = projection(u)
         v ← v + u
@@ -62,8 +62,8 @@ class HyenaBlock(nn.Module):
         y = v + dropout(v W + b)
 
     |x_i| is over the channels. u and y are (batch, time, features). The state is that of the
-    projection, then the inputs v of each convolution so far. The seed declares the dropout and
-    never applies it.
+    projection, then the inputs v of each convolution so far. The Annotated Hyena declares
+    the dropout but never applies it.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class AuthenticHyenaBlock(nn.Module):
         v ← x_i ⊙ (h_i * v + B_i ⊙ v), for each i
         y = dropout(v W + b)
 
-    u and y are (batch, time, features), the state is that of `HyenaBlock`. The seed declares the
-    dropout and never applies it.
+    u and y are (batch, time, features), the state is that of `HyenaBlock`. The Annotated
+    Hyena declares the dropout but never applies it.
     """
 
     def __init__(

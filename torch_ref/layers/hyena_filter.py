@@ -1,4 +1,4 @@
-"""The filters of Hyena in plain PyTorch (seed 002; arXiv 2302.10866), under the seed's keys.
+"""The filters of Hyena in plain PyTorch (arXiv 2302.10866), under The Annotated Hyena's keys.
 
 A filter is (order, features, time). The constants `t`, `time_emb` and `freq` are parameters, for
 they are in the state_dict; they and those parameters that have no part in the output have
@@ -42,7 +42,7 @@ class Window(nn.Module):
 class HyenaFilter(nn.Module):
     """The windowed h, over its L1 norm: `filter(L)` is (order, features, L).
 
-    The norm is over the channels, as in the seed's code (its text says over time).
+    The norm is over the channels, as in the code of The Annotated Hyena; its text says over time.
     """
 
     def __init__(self, features: int, max_length: int, *, order: int = 2):
@@ -106,9 +106,9 @@ class AuthenticWindow(nn.Module):
 class AuthenticHyenaFilter(nn.Module):
     """The filter of the paper: `filter(L)` is (order, features, L).
 
-    implicit: h = window(MLP(positional embedding)), with sines between the layers, as the seed's
-    text has it. Otherwise h = window(h), explicit, as the seed's code has it, which discards the
-    output of its MLP. The parameters of both are there under the seed's keys.
+    implicit: h = window(MLP(positional embedding)), with sines between the layers, as the
+    text of The Annotated Hyena describes it. Otherwise h = window(h), explicit, as its code
+    computes it, which discards the output of its MLP. The parameters of both are there.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The HyperLSTM in plain PyTorch (seed 003; HyperNetworks, arXiv 1609.09106)."""
+"""The HyperLSTM in plain PyTorch (labml.ai; HyperNetworks, arXiv 1609.09106)."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class HyperLSTMCell(nn.Module):
 
     Each gate has its own d, W and layer norm; only d_b has a bias. x is (batch, in_features), the
     state (h, c, ĥ, ĉ), each (batch, features). Each W_h starts orthogonal and each W_x normal with
-    a variance of 1 / in_features, or both at zero, as in the seed, with `zero_init`.
+    a variance of 1 / in_features, or both at zero, as in labml's code, with `zero_init`.
     """
 
     def __init__(

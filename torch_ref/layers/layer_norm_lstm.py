@@ -1,4 +1,4 @@
-"""The LSTM with layer norm in plain PyTorch (seed 003, labml's LSTMCell)."""
+"""The LSTM with layer norm in plain PyTorch (labml.ai's LSTMCell)."""
 
 import torch
 from torch import Tensor, nn

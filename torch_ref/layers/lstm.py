@@ -1,4 +1,4 @@
-"""The LSTM in plain PyTorch (seed 001)."""
+"""The LSTM in plain PyTorch."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""The simple RNN in plain PyTorch (seeds 001 and 004)."""
+"""The simple RNN in plain PyTorch."""
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,7 @@ class RNNScratch(nn.Module):
 class RNNDeep(nn.Module):
     """Layers of RNNScratch, each reading the outputs of the one below.
 
-    The state is (h,) with h (num_layers, batch, hidden_features). The seed wrote the last states
-    into the first ones, which cannot be differentiated and changes the caller's tensor.
+    The state is (h,) with h (num_layers, batch, hidden_features).
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class RNNDeep(nn.Module):
 
 
 class RNN(nn.Module):
-    """The RNN cell of seed 004: `h_t = tanh(x_t U + h_{t−1} W + b)`, one bias, no transposes.
+    """The RNN cell `h_t = tanh(x_t U + h_{t−1} W + b)`, one bias, no transposes.
 
     x is (batch, time, in_features), the state (h,) with h (1, batch, hidden_features).
     """

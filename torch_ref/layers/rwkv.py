@@ -1,4 +1,4 @@
-"""RWKV-4 in plain PyTorch (seed 001; arXiv 2305.13048), under BlinkDL's keys."""
+"""RWKV-4 in plain PyTorch (arXiv 2305.13048), under BlinkDL's keys."""
 
 from collections.abc import Sequence
 

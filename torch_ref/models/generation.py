@@ -12,8 +12,8 @@ def generate(model: Any, prompt: Tensor, num_tokens: int, *, temperature: float 
     """The `num_tokens` tokens after a prompt (batch, time), dropout off.
 
     Each costs one step from the state. Where the model has a `context_length` and the text has
-    filled it, each is drawn from the last `context_length` tokens alone (the seeds went on reading
-    the first). A temperature of 0 takes the likeliest token.
+    filled it, each is drawn from the last `context_length` tokens alone. A temperature of 0 takes
+    the likeliest token.
     """
     limit, training = model.context_length, model.training
     model.eval()

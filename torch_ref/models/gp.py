@@ -1,4 +1,4 @@
-"""The language model over Hyena or attention blocks in plain PyTorch (seed 002)."""
+"""The language model over Hyena or attention blocks in plain PyTorch."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The recurrent language model in plain PyTorch (seed 001)."""
+"""The recurrent language model in plain PyTorch."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ State = tuple[Any, int]
 
 
 class RNNLanguageModel(nn.Module):
-    """Token and position embeddings → RNN → LayerNorm → Linear; the seed's sizes by default.
+    """Token and position embeddings → RNN → LayerNorm → Linear.
 
     tokens are (batch, time), the logits (batch, time, vocab_size), and the state that of `rnn` and
     the number of tokens so far. `rnn` may be any recurrent module over (batch, time,
