@@ -54,7 +54,7 @@ class Arguments:
     page: bool = False
     """Measure nothing; write the page of the records that are there again."""
     minutes: float | None = None
-    """Stop in so many minutes; the same command goes on. The exit code is then 3."""
+    """Stop after this many minutes, with exit code 3. The same command then continues."""
     out: Path | None = None
     """The folder of the results; by default benchmarks/results, or build/bench-quick with
     --quick."""
@@ -160,7 +160,7 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
     except OutOfTime:
         print(
             f"{prog}: stopped after {arguments.minutes:g} minutes: what is measured is in "
-            f"{folder}; the same command goes on",
+            f"{folder}; the same command continues",
             file=sys.stderr,
         )
         return UNFINISHED

@@ -1,4 +1,4 @@
-"""A run in pieces: what is measured stays in a file, from which the same command goes on."""
+"""A run in pieces: the measurements stay in a file, from which the same command continues."""
 
 import json
 import time

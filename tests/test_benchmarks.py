@@ -87,7 +87,7 @@ def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
     )
     assert set(whole.environments) == {"jax", "torch"}
     assert not (tmp_path / FILE).exists()
-    assert capsys.readouterr().err.count("the same command goes on") == len(names) - 1
+    assert capsys.readouterr().err.count("the same command continues") == len(names) - 1
 
 
 def outcome(name: str) -> Outcome:

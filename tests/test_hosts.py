@@ -102,7 +102,7 @@ def test_sigterm_to_one_process_ends_both_in_good_order(whole, tmp_path):
     processes[1].send_signal(signal.SIGTERM)
     for code, _, error in ended(processes):
         assert code == 128 + signal.SIGTERM, error
-        assert re.search(r"stopped by SIGTERM: step \d+ is kept in", error)
+        assert re.search(r"stopped by SIGTERM: the run is saved at step \d+ in", error)
     for code, _, error in ended(start(folder)):
         assert code == 0, error
     assert val_losses(folder) == val_losses(whole)
@@ -112,8 +112,12 @@ def test_sigterm_to_one_process_ends_both_in_good_order(whole, tmp_path):
 @pytest.mark.parametrize(
     ("config", "first", "last"),
     [
-        (("--seed", "7"), *2 * ["processes 0 and 1 have another config"]),
-        (("--text", "/no.txt"), "--hosts: process 1 does not go on", "/no.txt: No such file"),
+        (("--seed", "7"), *2 * ["processes 0 and 1 differ in their config"]),
+        (
+            ("--text", "/no.txt"),
+            "--hosts: process 1 has stopped; see its output",
+            "/no.txt: No such file",
+        ),
     ],
 )
 def test_processes_that_differ_are_refused(config, first, last, tmp_path):

@@ -83,7 +83,9 @@ def test_a_signal_leaves_a_checkpoint_and_one_line(
     assert stop.value.code == 128 + number
     error = capsys.readouterr().err
     latest = Run.open(folder).checkpoints.latest_step
-    assert error == f"prog: stopped by {number.name}: step {latest} is kept in {folder}\n"
+    assert (
+        error == f"prog: stopped by {number.name}: the run is saved at step {latest} in {folder}\n"
+    )
     assert latest is not None
     assert step < latest <= step + 10
     assert signal.getsignal(number) is before
@@ -126,12 +128,12 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(whole, tmp_pa
     Run.open(folder).model()
     error = capsys.readouterr().err
     assert f"checkpoints/{STEPS}: the checkpoint is damaged: state/d/{path.name}: " in error
-    assert error.endswith("; that of step 20 is used\n")
+    assert error.endswith("; resuming from step 20 instead\n")
     command(folder)
     chex.assert_trees_all_equal(params(folder), whole)
     for path in (folder / "checkpoints").glob("*/manifest.json"):
         path.write_text("{}")
-    with pytest.raises(CommandLineError, match=r"is no manifest; no other one is intact$"):
+    with pytest.raises(CommandLineError, match=r"not a manifest; no other checkpoint is intact$"):
         command(folder)
 
 
@@ -166,7 +168,7 @@ def test_a_finished_run_is_left_alone(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     for args in (["--out", str(folder), *ARGS], ["--resume", str(folder)]):
         train_command.main(args)
-        assert capsys.readouterr().out == f"{folder}: the run has made its {STEPS} steps\n"
+        assert capsys.readouterr().out == f"{folder}: the run has finished its {STEPS} steps\n"
     assert times(folder) == files
 
 
@@ -337,7 +339,7 @@ def test_a_signal_at_the_end_is_not_lost(moment, interrupted_at, tmp_path, monke
     with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
         command(tmp_path / "run")
     assert stop.value.code == 143
-    assert f"stopped by SIGTERM: step {STEPS} is kept in" in capsys.readouterr().err
+    assert f"stopped by SIGTERM: the run is saved at step {STEPS} in" in capsys.readouterr().err
     assert Run.open(tmp_path / "run").checkpoints.latest_step == STEPS
 
 

@@ -92,7 +92,7 @@ REFUSED = {
     "epochs and steps": (
         "train",
         lambda d, f: ["--num-epochs", "2", "--num-steps", "9"],
-        "--num-epochs: expected without --num-steps",
+        "--num-epochs: cannot be combined with --num-steps",
     ),
     "no row to validate on": ("train", lambda d, f: ["--val-rows", "0"], "--val-rows: expected a "),
     "no row to train on": (
@@ -142,22 +142,22 @@ REFUSED = {
     "folder of another run": (
         "train",
         lambda d, f: ["--out", str(f), "--seed", "7"],
-        "has a run with another eval_batches, seed (--resume goes on with it)",
+        "has a run with another eval_batches, seed (use --resume to continue it)",
     ),
     "folder in use": (
         "train",
         lambda d, f: ["--out", str(Path(write(d / "notes", b"x")).parent)],
-        "the folder is not empty, and has no run",
+        "the folder is not empty and holds no run",
     ),
     "path that is a pattern": (
         "train",
         lambda d, f: ["--out", str(d / "run[1]")],
-        "the path of a run has none of * ? [ \\, this one has [",
+        "run paths must not contain *, ?, [ or \\, got [",
     ),
     "path that orbax takes apart": (
         "train",
         lambda d, f: ["--out", str(d / "a\\b")],
-        "the path of a run has none of * ? [ \\, this one has \\",
+        "run paths must not contain *, ?, [ or \\, got \\",
     ),
     "path that is no text": (
         "train",
@@ -167,7 +167,7 @@ REFUSED = {
     "changed text": (
         "train",
         lambda d, f: ["--resume", str(f), "--text", write(d / "t", (ALL_WORK + "a").encode())],
-        "(--allow-changed-text goes on with this one, --out begins another run)",
+        "(--allow-changed-text continues with this one, --out starts a new run)",
     ),
     "preset of a run": (
         "train",
@@ -183,7 +183,7 @@ REFUSED = {
     "resume into the past": (
         "train",
         lambda d, f: ["--resume", str(f), "--num-steps", "5"],
-        "--num-steps: the run has done 2000 steps already",
+        "--num-steps: the run has already done 2000 steps",
     ),
     "resume without a folder": ("train", lambda d, f: ["--resume"], "--resume"),
     "resume another model": (
@@ -293,7 +293,7 @@ REFUSED = {
     "no checkpoint": (
         "evaluate",
         lambda d, f: ["--run", damaged(f, d / "r", "checkpoints", None)],
-        "not the folder of a run, it has no checkpoints",
+        "not the folder of a run: it has no checkpoints",
     ),
     "rate of dropout": (
         "train",
@@ -328,7 +328,7 @@ REFUSED = {
     "file to export over": (
         "export",
         lambda d, f: ["--run", str(f), "--out", str(f / "config.json")],
-        "config.json exists already; give a new name",
+        "config.json exists already; choose a new name",
     ),
     "config of half a step": (
         "evaluate",

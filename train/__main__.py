@@ -50,18 +50,18 @@ class Arguments:
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig()
     preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
-    """The defaults of the other options. all-work, the default preset, is a small RNN that learns
-    one sentence by heart; the other presets need --text FILE."""
+    """Sets the defaults of the other options. The default preset, all-work, is a small RNN that
+    learns one sentence by heart; the other presets need --text FILE."""
     out: Path | None = None
-    """The run's folder, new or empty; by default runs/PRESET, numbered if that is taken. Where it
-    has a run of the same options, the command goes on with it."""
+    """The run's folder, new or empty; by default runs/PRESET, with a number if that exists. If it
+    holds a run with the same options, the command resumes that run."""
     resume: Path | None = None
-    """The folder of a run to go on with; its own config is where the options start from."""
+    """The folder of a run to resume. Its config gives the defaults of all options."""
     allow_changed_text: bool = False
-    """Go on with a run although its text has changed since."""
+    """Resume a run even if its text has changed."""
     cache: Path | None = None
-    """The folder that keeps the tokens of texts, for all runs. None: twinscan in $XDG_CACHE_HOME,
-    or in ~/.cache."""
+    """The folder that caches tokenized texts for all runs. None: twinscan in $XDG_CACHE_HOME, or in
+    ~/.cache."""
     hosts: HostsConfig = HostsConfig()
 
 
@@ -78,17 +78,17 @@ class Start:
 RESUME_MAY_CHANGE = {
     "num_steps": "a schedule is stretched over the new length",
     "num_epochs": "likewise",
-    "optimizer": "the moments stay; an average that is new begins here",
+    "optimizer": "the moments stay; a newly enabled average starts here",
     "accumulate": "the same gradients up to rounding",
     "mesh": "the same results up to rounding",
-    "text": "the same one in another place, or with --allow-changed-text",
+    "text": "the same text at another path, or any text with --allow-changed-text",
     "eval_every": "",
     "eval_batches": "",
     "log_every": "",
     "tensorboard": "",
     "max_skipped": "",
 }
-"""What --resume may change of a run, and what becomes of it. All else makes another run."""
+"""What --resume may change in a run, and its effect. Any other change needs a new run."""
 
 
 def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
@@ -101,9 +101,9 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
     default = Arguments(config_to_start_from(start), start.preset, resume=start.resume)
     arguments = parse(Arguments, args, prog=prog, default=default)
     if start.num_steps is not None and arguments.config.num_epochs is not None:
-        raise CommandLineError("--num-epochs: expected without --num-steps")
+        raise CommandLineError("--num-epochs: cannot be combined with --num-steps")
     if arguments.hosts != HostsConfig() and arguments.resume is None and arguments.out is None:
-        raise CommandLineError("--out: expected where several processes make a run")
+        raise CommandLineError("--out: required if several processes train one run")
     if arguments.resume is not None and arguments.out is not None:
         raise CommandLineError("--out: a run is resumed in its own folder")
     if start.preset not in (None, DEFAULT_PRESET) and not arguments.config.text:
@@ -122,7 +122,7 @@ def config_to_start_from(start: Start) -> TrainConfig:
             config = dataclasses.replace(config, model=of_run.model) if start.preset else of_run
         except ValueError as error:
             raise CommandLineError(
-                f"--preset: not with the model of {start.init}: {error}"
+                f"--preset: does not fit the model of {start.init}: {error}"
             ) from None
     elif start.init is not None and start.preset is None:
         config = of_checkpoint(config, start.init)
@@ -168,7 +168,7 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
     print(describe_errors(model, weights))
     print(f"loss curve: {curve}", f"torch weights: {weights}", sep="\n")
     line = f"{command('twinscan')} generate --run {shlex.quote(str(run.folder))}"
-    print(f"go on writing: {line}")
+    print(f"generate more text: {line}")
     run.log({"step": run.config.num_steps, "finished": True})
 
 
@@ -188,7 +188,7 @@ def config_of_new_run(
 
 
 def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
-    """Let the run go on with another config, and tell in one line what is other.
+    """Let the run continue with another config, and print in one line what has changed.
 
     Raises:
         CommandLineError: that would make it another run.
@@ -198,7 +198,7 @@ def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
     if found and not is_resumed:
         raise CommandLineError(
             f"--out: {run.folder} has a run with another {', '.join(sorted(found))} "
-            "(--resume goes on with it)"
+            "(use --resume to continue it)"
         )
     if others := {name for name in found if name.split(".")[0] not in RESUME_MAY_CHANGE}:
         raise CommandLineError(
@@ -207,7 +207,7 @@ def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
         )
     step = run.checkpoints.latest_step or 0
     if config.num_steps < step:
-        raise CommandLineError(f"--num-steps: the run has done {step} steps already")
+        raise CommandLineError(f"--num-steps: the run has already done {step} steps")
     if not found:
         return
     configs = (run.config, config)
@@ -291,7 +291,7 @@ def built(plan: Plan) -> Trainer:
 
 
 def begin(plan: Plan, arguments: Arguments) -> None:
-    """Make the run of a plan in its folder, or let the one that is there go on with it.
+    """Make the run of a plan in its folder, or let the run that is there continue.
 
     Raises:
         CommandLineError: the one that is there is another.
@@ -306,14 +306,14 @@ def begin(plan: Plan, arguments: Arguments) -> None:
     if is_changed:
         if not arguments.allow_changed_text:
             raise CommandLineError(
-                f"--text: it is not the text that the run in {folder} began with "
-                "(--allow-changed-text goes on with this one, --out begins another run)"
+                f"--text: the run in {folder} began with another text (--allow-changed-text "
+                "continues with this one, --out starts a new run)"
             )
         run.text_digest = plan.text_digest
     change(run, plan.config, is_resumed=arguments.resume is not None)
     if run.vocabulary != plan.vocabulary:
         raise CommandLineError(
-            f"--tokenizer: the run in {folder} has another vocabulary (--resume goes on with it)"
+            f"--tokenizer: the run in {folder} has another vocabulary (use --resume to continue it)"
         )
     if is_changed:
         run.write()
@@ -342,7 +342,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
         run = by_each(lambda: Run.open(plan.folder))
         console = Console(quiet=not is_first(), emoji=False, highlight=False, markup=False)
         if run.is_finished:
-            line = f"{run.folder}: the run has made its {config.num_steps} steps"
+            line = f"{run.folder}: the run has finished its {config.num_steps} steps"
             console.print(line, soft_wrap=True)
             return
         chosen, warmup = arguments.config.optimizer.warmup_steps, config.optimizer.warmup_steps
@@ -354,8 +354,8 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             )
         if unused := jax.device_count() - trainer.mesh.size:
             console.print(
-                f"the batch of {config.batch_size} rows divides over {trainer.mesh.size} of "
-                f"{jax.device_count()} devices: {unused} are not used"
+                f"the {config.batch_size} rows of a batch are divided over {trainer.mesh.size} of "
+                f"{jax.device_count()} devices; {unused} devices are not used"
             )
         state = train(run, trainer, plan.parts, console)
         params = trainer.whole(state.averaged_params)

@@ -194,7 +194,7 @@ class Checkpoints:
         known = (reason for reason in map(os.strerror, DISK_FAULTS) if reason in str(error))
         reason = next(known, str(error).strip().splitlines()[0])
         return CommandLineError(
-            f"{self.folder}: the checkpoint of step {step} cannot be written: {reason}"
+            f"{self.folder}: cannot write the checkpoint of step {step}: {reason}"
         )
 
     def _prune(self) -> None:
@@ -306,7 +306,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DamagedError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError):
-        raise DamagedError(f"{MANIFEST} is no manifest") from None
+        raise DamagedError(f"{MANIFEST} is not a manifest") from None
     if rest or bytes_digest(line).hexdigest().encode() != digest:
-        raise DamagedError(f"{MANIFEST} is not what was written")
+        raise DamagedError(f"the digest of {MANIFEST} does not match its content")
     return json.loads(line)

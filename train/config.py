@@ -57,7 +57,7 @@ def changes(before: Any, config: Any, path: str = "") -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(CheckedFields):
-    """A run: a language model on a text."""
+    """The options of a run, which trains a language model on a text."""
 
     model: Annotated[LanguageModelConfig, tyro.conf.arg(constructor=cast(Any, ModelConfig))] = (
         RNNLanguageModelConfig(context_length=8)
@@ -65,47 +65,48 @@ class TrainConfig(CheckedFields):
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     init: Path | None = None
-    """What the weights begin as: those of a run, by its folder, whose options and characters are
-    then the default's; or those of a checkpoint, a file or a folder, as `generate --weights` takes
-    it, whose model and tokenizer are then the default's. None: random."""
+    """Where the initial weights come from. The folder of a run also gives the defaults of the
+    options and the vocabulary; a checkpoint (a file or folder, as `generate --weights` takes it)
+    gives the defaults of the model and the tokenizer. None: random weights."""
     text: Paths = ()
-    """UTF-8 files, or folders of them. A file is a document, and so is the "text" of each line of a
-    .jsonl file. None: the sentence "All work and no play makes Jack a doll boy." ten times."""
+    """UTF-8 files, or folders of them. Each file is a document, and so is the "text" of each line
+    of a .jsonl file. None: the sentence "All work and no play makes Jack a doll boy." ten times."""
     separator: str | None = None
-    """What ends a document inside a file, such as <|endoftext|>."""
+    """The string that separates documents inside a file, such as <|endoftext|>."""
     tokenizer: str = "characters"
-    """What a token is: characters, bytes, the tokenizer.json of the package tokenizers, world
-    (RWKV's) or nucleotides (HyenaDNA's)."""
+    """How to tokenize the text: characters, bytes, the path of a tokenizer.json (of the package
+    tokenizers), world (RWKV's vocabulary) or nucleotides (HyenaDNA's)."""
     end_of_text: str | None = None
-    """The tokenizer's token that ends a document; by default a usual one that it has."""
+    """The token that ends a document. By default, a common one that the tokenizer has."""
     val_rows: int | None = None
-    """Rows of `window` characters to validate on, drawn from the whole text; the others are to
-    train on, each once an epoch. None: the last tenth of the text, and all windows of the first
-    nine."""
+    """Number of rows of `window` tokens to validate on, drawn at random from the whole text; the
+    other rows are trained on, each once an epoch. None: validate on the last tenth of the text, and
+    train on all windows of the other nine tenths."""
     num_steps: int = 2000
-    """Steps of the optimiser."""
+    """Number of optimizer steps."""
     num_epochs: Positive | None = None
-    """Passes over the training part, instead of the steps: each as many windows as fill it."""
+    """Number of passes over the training part, instead of num_steps."""
     batch_size: int = 4
-    """Windows a step, over all devices."""
+    """Number of windows in a step, over all devices."""
     accumulate: int = 1
-    """Parts of a batch whose gradients are computed one after the other, in less memory."""
+    """Compute the gradient of a batch in this many parts, one after the other, to save memory."""
     window: int = 8
-    """Tokens of a window."""
+    """Number of tokens in a window."""
     eval_every: int = 100
-    """Steps between evaluations, each with a checkpoint."""
+    """Number of steps between evaluations. Each evaluation writes a checkpoint."""
     eval_batches: int = 200
-    """Random batches of each part in an evaluation."""
+    """Number of random batches of each part (training, validation) in an evaluation."""
     log_every: int = 100
-    """Steps between the lines that tell the loss, the rate and the speed; evaluations have one."""
+    """Number of steps between lines with the loss, the learning rate and the speed."""
     tensorboard: bool = False
     """Also log for TensorBoard, into the run's folder (needs the package tensorboardX)."""
     max_skipped: int = 10
-    """So many steps in a row whose loss or gradient is not finite end the run; none is applied."""
+    """Stop after this many consecutive steps whose loss or gradient is not finite. Such steps are
+    not applied."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The computation's dtype; the parameters are float32."""
+    """The dtype of the computation. The parameters are always float32."""
     seed: Seed = 2001
-    """Draws the weights, the batches and the dropout masks."""
+    """The random seed of the weights, the batches and the dropout masks."""
 
     def __post_init__(self):
         """Refuse what the annotations do not allow, and fields that do not go together."""

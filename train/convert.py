@@ -42,13 +42,14 @@ class Arguments(CheckedFields):
     """Write a checkpoint in the layout of another package, or in another dtype."""
 
     source: Annotated[Path, tyro.conf.arg(name="from")]
-    """What `--weights` of `generate` reads: a file, or a folder."""
+    """The checkpoint: a file or a folder, as `generate --weights` takes it."""
     to: Path
-    """A new file (.safetensors, .pth) or a new folder; transformers' layout has its config.json."""
+    """The new file (.safetensors, .pth) or the new folder to write. In transformers' layout, the
+    folder also gets a config.json."""
     layout: str | None = None
-    """As docs/weights.md lists them; by default the model's first."""
+    """The layout to write, one of those in docs/weights.md. By default, the model's first."""
     param_dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None
-    """Of the weights; by default as they are."""
+    """The dtype of the written weights. By default, they keep their own."""
 
 
 def main(args: Sequence[str], prog: str = PROG) -> None:
@@ -56,7 +57,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     arguments = parse(Arguments, args, prog=prog)
     source, target = arguments.source, arguments.to
     if target.exists() or target.is_symlink():
-        raise CommandLineError(f"--to: {target} exists: name a new file or folder")
+        raise CommandLineError(f"--to: {target} exists; choose a new file or folder")
     with faults_of_checkpoint(source):
         model = load_pretrained(source, param_dtype=arguments.param_dtype)
     layout = arguments.layout or next(iter(model.torch_layouts()))

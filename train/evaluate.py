@@ -25,9 +25,9 @@ PROG = "python -m train.evaluate"
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(CheckedFields):
-    """Mean loss, and mean probability of the token that comes next, over both parts of a text.
+    """Compute the mean loss and the mean probability of the next token over both parts of a text.
 
-    Each part is cut into rows of the run's window, and a prediction sees its own row alone.
+    Each part is cut into rows of the run's window, and a prediction sees only its own row.
     """
 
     run: Path
@@ -35,9 +35,9 @@ class Arguments(CheckedFields):
     text: Paths = ()
     """UTF-8 files or folders; by default the text that the run was trained on."""
     num_tokens: int | None = None
-    """How many tokens of each part to predict, row by row from its first. None: all."""
+    """How many tokens of each part to predict, from its beginning. None: all of them."""
     cache: Path | None = None
-    """As of `twinscan train`."""
+    """The folder that caches tokenized texts, as in `twinscan train`."""
 
 
 BATCHES_AT_ONCE = 64

@@ -22,12 +22,13 @@ PROG = "python -m train.export"
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Write a run's weights under the keys of its torch twin, and compare the two."""
+    """Write the weights of a run under the keys of its PyTorch twin, and compare the two models."""
 
     run: Path
     """The folder of the run."""
     out: Path | None = None
-    """The safetensors file to write, a new one; by default twin.safetensors in the run's folder."""
+    """The safetensors file to write, which must not exist yet. By default, twin.safetensors in the
+    run's folder."""
 
 
 @checked_options
@@ -90,7 +91,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
     arguments = parse(Arguments, args, prog=prog)
     path = arguments.out or arguments.run / "twin.safetensors"
     if path == arguments.out and path.is_file():
-        raise CommandLineError(f"--out: {path} exists already; give a new name, or remove it")
+        raise CommandLineError(f"--out: {path} exists already; choose a new name, or remove it")
     run = Run.open(arguments.run)
     model = run.model()
     export(model, path)

@@ -23,25 +23,26 @@ PROG = "python -m train.generate"
 
 @dataclasses.dataclass(frozen=True)
 class Arguments(CheckedFields):
-    """Continue a prompt from the model's carried state, with a run's model or another's weights."""
+    """Continue a prompt with the model of a run, or with a published checkpoint."""
 
     run: Path | None = None
     """The folder of the run."""
     weights: Path | None = None
-    """A checkpoint in the place of a run: of RWKV-4, 6 or 7 or HyenaDNA, .pth or .safetensors, or
-    the folder of a RecurrentGemma of transformers'."""
+    """A published checkpoint instead of a run: a .pth or .safetensors file of RWKV-4, 6 or 7 or
+    HyenaDNA, or a folder with transformers' RecurrentGemma."""
     prompt: str | None = None
-    """The text to continue; by default of a run the end of another, or its first token."""
+    """The text to continue. By default, a run's model continues its end-of-text token, or else the
+    first token of its vocabulary."""
     prompt_tokens: str | None = None
-    """The tokens to continue, integers between spaces; the continuation is tokens, too."""
+    """The tokens to continue, as integers separated by spaces. The output is tokens, too."""
     num_tokens: int = 500
-    """Tokens to write, at most: the end of the text ends it."""
+    """The largest number of tokens to write. An end-of-text token stops the output earlier."""
     temperature: NotNegative = 1.0
-    """Flattens (> 1) or sharpens (< 1) the distribution."""
+    """Divides the logits: above 1 flattens the distribution, below 1 sharpens it."""
     top_k: int | None = None
-    """Draw from the k likeliest tokens only."""
+    """Sample from the k likeliest tokens only."""
     greedy: bool = False
-    """Take the likeliest token each time."""
+    """Always take the likeliest token."""
     seed: Seed = 0
     """The same seed gives the same text."""
 

@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class HostsConfig(CheckedFields):
-    """The processes of a run on several hosts. The same command starts each, with --out."""
+    """The processes of a run on several hosts. Run the same command on each host, with --out."""
 
     join: bool = False
-    """Join the processes that the environment of a TPU pod or of SLURM names."""
+    """Join the processes that the environment of a TPU pod or of SLURM lists."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, where the environment does not say it."""
+    """HOST:PORT of process 0, if the environment does not provide it."""
     num_processes: int | None = None
-    """How many there are, with --hosts.coordinator."""
+    """The number of processes, with --hosts.coordinator."""
     process_id: Index | None = None
-    """The number of this one, from 0, with --hosts.coordinator."""
+    """The index of this process, counted from 0, with --hosts.coordinator."""
 
     def __post_init__(self):
         """Refuse half an address."""
@@ -51,7 +51,7 @@ def join(config: HostsConfig) -> None:
         jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise CommandLineError(f"--hosts: the processes do not meet: {reason}") from None
+        raise CommandLineError(f"--hosts: the processes could not connect: {reason}") from None
     jax.devices()  # now, since the devices do not wait for a process that reads a long text
 
 
@@ -84,7 +84,7 @@ def by_each(action: Callable[[], T]) -> T:
     if refusal is not None:
         raise refusal
     if len(refused):
-        raise CommandLineError(f"--hosts: process {refused[0]} does not go on")
+        raise CommandLineError(f"--hosts: process {refused[0]} has stopped; see its output")
     return cast(T, result)
 
 
@@ -107,4 +107,4 @@ def agree(values: Mapping[str, str]) -> None:
     found = of_all(digests)
     for name, column in zip(values, found.T, strict=True):
         for process in np.flatnonzero(column != column[0]):
-            raise CommandLineError(f"--hosts: processes 0 and {process} have another {name}")
+            raise CommandLineError(f"--hosts: processes 0 and {process} differ in their {name}")

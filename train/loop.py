@@ -64,7 +64,7 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
                 run.checkpoints.close()
                 stopping, _ = decided(interruption.signal, steps_per_call)
                 if stopping:
-                    raise StoppedError(stopping, f"step {step} is kept in {run.folder}")
+                    raise StoppedError(stopping, f"the run is saved at step {step} in {run.folder}")
                 return state
             call_time = time.perf_counter()
             next_evaluation = step - step % config.eval_every + config.eval_every

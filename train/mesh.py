@@ -71,18 +71,21 @@ VOCABULARY = (
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(CheckedFields):
-    """The devices, as a box: their number is data × model × sequence."""
+    """The mesh of devices. It has data × model × sequence of them."""
 
     data: int | None = None
-    """Devices that divide a batch's rows. None: all that are there and divide them evenly."""
+    """Number of devices over which the rows of a batch are divided. None: as many of the available
+    devices as divide the rows evenly."""
     model: int = 1
-    """Devices that divide the wide projections and, evenly, the vocabulary (tensor parallelism)."""
+    """Number of devices over which the wide projections are divided (tensor parallelism), and the
+    vocabulary if it divides evenly."""
     sequence: int = 1
-    """Devices that divide a row's time, in models whose recurrences are linear."""
+    """Number of devices over which the time of each row is divided, in models with linear
+    recurrences."""
     fully_sharded: bool = False
-    """Keep a part of each parameter, and of the optimiser's state for it, on each device of data
-    and sequence. A layer gathers a parameter when it reads it or, where `model` divides parameters,
-    the step gathers all of them when it begins."""
+    """Shard each parameter, and its optimizer state, over the devices of data and sequence. A layer
+    gathers a parameter when it reads it; if model is above 1, the step gathers all of them when it
+    begins."""
 
 
 def provide_devices(config: MeshConfig) -> None:

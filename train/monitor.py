@@ -1,4 +1,4 @@
-"""What a run shows and logs while it goes on."""
+"""What a run shows and logs while it trains."""
 
 import datetime
 import importlib.util
@@ -88,7 +88,7 @@ class Monitor:
         run.log({"start": step, "device": kind, "devices": devices.size, "parameters": num_params})
         self._print(f"{devices.size} × {kind}, {num_params:,} parameters")
         if before not in (None, devices.size):
-            self._print(f"on {before} devices before: from here on, equal up to rounding")
+            self._print(f"resumed from {before} devices: the results are equal up to rounding")
         self._print(
             f"{'step':>7}  {'loss':>7}  {'rate':>8}  {'gradient':>8}  {'tokens/s':>10}  "
             f"{'MFU    ' if self._peak else ''}left"
@@ -211,7 +211,7 @@ def check_tensorboard(config: TrainConfig) -> None:
     """Refuse what needs a package that is not installed."""
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise CommandLineError(
-            "--tensorboard: expected the package tensorboardX: pip install tensorboardX"
+            "--tensorboard: needs the package tensorboardX: pip install tensorboardX"
         )
 
 

@@ -1,4 +1,4 @@
-"""Optimisers by config, defined as torch.optim defines them."""
+"""Optimizers by config, defined as torch.optim defines them."""
 
 import dataclasses
 import math
@@ -20,27 +20,27 @@ class OptimizerConfig(CheckedFields):
     """AdamW; the defaults are torch.optim.AdamW's."""
 
     learning_rate: Positive = 1e-3
-    """The rate, or with a schedule the highest rate."""
+    """The learning rate; with a schedule, its highest value."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Keep the rate, or let it fall until the last step, along a line or half a cosine."""
+    """Keep the learning rate, or decay it until the last step along a line or half a cosine."""
     final_learning_rate: NotNegative = 0.0
-    """Where a rate that falls ends."""
+    """The learning rate at the end of a linear or cosine schedule."""
     warmup_steps: Index = 0
-    """Steps over which the rate first rises from zero."""
+    """Number of steps over which the learning rate first rises from zero."""
     weight_decay: NotNegative = 0.01
-    """Decoupled from the gradient, times the rate."""
+    """Decoupled weight decay, multiplied by the learning rate."""
     decay_mask: Literal["all", "matrices"] = "all"
-    """The weights that decay: all, as in torch, or matrices alone. Embeddings, biases, and what
-    scales or shifts single channels are no matrices."""
+    """Which weights decay: all, as in torch, or only matrices, which excludes embeddings, biases,
+    and parameters that scale or shift single channels."""
     betas: Betas = (0.9, 0.999)
-    """Decay of the first and second moments."""
+    """Decay rates of the first and second moments."""
     epsilon: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     clip_norm: Positive | None = None
-    """Largest global norm of the gradients."""
+    """Clip the gradients to this global norm."""
     ema_decay: Decay | None = None
-    """Average the weights: with each step the earlier ones count for so much. Evaluations, exports
-    and generation use the average."""
+    """Keep an exponential moving average of the weights with this decay. Evaluations, exports and
+    generation use the average."""
 
 
 @checked_options

@@ -1,4 +1,4 @@
-"""A run's folder: config, vocabulary, metrics, checkpoints. It is enough to go on from."""
+"""A run's folder, with all that resuming needs: config, vocabulary, metrics, checkpoints."""
 
 import contextlib
 import dataclasses
@@ -101,7 +101,7 @@ class Run:
                 f"{config.model.vocab_size}"
             )
         if not (folder / CHECKPOINTS).is_dir():
-            raise CommandLineError(f"{folder}: not the folder of a run, it has no {CHECKPOINTS}")
+            raise CommandLineError(f"{folder}: not the folder of a run: it has no {CHECKPOINTS}")
         return cls(folder, config, vocabulary, *identity)
 
     @property
@@ -142,11 +142,11 @@ class Run:
             for step, fault in sorted(self.checkpoints.damaged.items(), reverse=True)
         ]
         if state is None and faults:
-            raise CommandLineError(f"{faults[0]}; no other one is intact")
+            raise CommandLineError(f"{faults[0]}; no other checkpoint is intact")
         if state is None:
             raise CommandLineError(f"{self.folder}: the run has no checkpoint yet")
         for fault in faults:
-            print(f"{fault}; that of step {int(state.step)} is used", file=sys.stderr)
+            print(f"{fault}; resuming from step {int(state.step)} instead", file=sys.stderr)
         optimizer_state = reformed(state.optimizer_state, state.params, like.optimizer_state)
         return state._replace(optimizer_state=optimizer_state)
 
@@ -238,7 +238,8 @@ def check_path(folder: Path) -> None:
     path = str(folder.absolute())
     if found := [character for character in SPECIAL if character in path]:
         raise CommandLineError(
-            f"{folder}: the path of a run has none of {' '.join(SPECIAL)}, this one has {found[0]}"
+            f"{folder}: run paths must not contain {', '.join(SPECIAL[:-1])} or {SPECIAL[-1]}, got "
+            f"{found[0]}"
         )
     if path.encode(errors="ignore").decode() != path:
         raise CommandLineError(f"{folder}: expected a path in UTF-8")
@@ -251,7 +252,7 @@ def check_content(folder: Path) -> None:
     with faults_of(folder):
         names = {path.name for path in folder.iterdir()}
         if CONFIG not in names and names - BEFORE_CONFIG:
-            raise CommandLineError(f"{folder}: the folder is not empty, and has no run")
+            raise CommandLineError(f"{folder}: the folder is not empty and holds no run")
 
 
 @checked_options
@@ -329,10 +330,10 @@ def _read(folder: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
         digest = fields.pop("digest", None)
         parsed = parse(fields)
         if digest != _digest(fields):
-            raise ValueError("it is not what was written")
+            raise ValueError("its digest does not match its content")
         return parsed
     except FileNotFoundError:
-        raise CommandLineError(f"{folder}: not the folder of a run, it has no {name}") from None
+        raise CommandLineError(f"{folder}: not the folder of a run: it has no {name}") from None
     except OSError as error:
         raise CommandLineError(f"{folder / name}: {error.strerror}") from None
     except KeyError as error:

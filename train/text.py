@@ -107,8 +107,8 @@ class Text:
         """
         if self.has_documents and vocabulary.end_of_text is None:
             raise CommandLineError(
-                "--text: there are several documents, and the vocabulary has no token that ends "
-                "one (give one file, or a tokenizer's token by --end-of-text)"
+                "--text: there are several documents, but the vocabulary has no end-of-text token "
+                "(give one file, or name a token of the tokenizer with --end-of-text)"
             )
         if not self.files:
             return vocabulary.encode(ALL_WORK, "--text")
@@ -160,7 +160,7 @@ def default_cache() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twinscan"
     except RuntimeError:
-        raise CommandLineError("--cache: expected a folder, since the user has no home") from None
+        raise CommandLineError("--cache: required, because there is no home folder") from None
 
 
 def _files(path: Path) -> list[Path]:
@@ -310,5 +310,5 @@ def _is_damaged(folder: Path) -> bool:
     except (KeyError, OSError, TypeError, ValueError):
         is_damaged = True
     if is_damaged:
-        print(f"{folder}: the tokens are damaged, and are made again", file=sys.stderr)
+        print(f"{folder}: the cached tokens are damaged; tokenizing again", file=sys.stderr)
     return is_damaged

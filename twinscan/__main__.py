@@ -10,12 +10,12 @@ from importlib.metadata import version
 from twinscan.interrupted import exit_at_once
 
 COMMANDS = {
-    "train": ("train.__main__", "train a language model by character on a text"),
+    "train": ("train.__main__", "train a language model on a text"),
     "generate": ("train.generate", "continue a prompt with a run's model"),
-    "convert": ("train.convert", "a checkpoint in the layout of another package"),
-    "evaluate": ("train.evaluate", "the loss of a run's model on a text"),
-    "export": ("train.export", "the weights of a run's model for its torch twin"),
-    "parity": ("parity_tests.report.command", "compare every JAX layer with its torch twin"),
+    "convert": ("train.convert", "write a checkpoint in the layout of another package"),
+    "evaluate": ("train.evaluate", "compute the loss of a run's model on a text"),
+    "export": ("train.export", "write a run's weights for its PyTorch twin"),
+    "parity": ("parity_tests.report.command", "compare every JAX layer with its PyTorch twin"),
 }
 USAGE = "\n".join(
     [

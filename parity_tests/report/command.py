@@ -39,22 +39,22 @@ class Arguments(Files):
     """
 
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Only the cases with this in their names; may be given several times."""
+    """Run only the cases whose names contain this; may be given several times."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where JAX runs; by default every platform that this machine has."""
     precision: bool = False
-    """Measure, too, what matrix products in a TPU's or a GPU's default precision would cost."""
+    """Also measure the error of matrix products in the default precision of a TPU or a GPU."""
     mutations: bool = False
-    """Also plant faults in the cases, each of which a check must catch."""
+    """Also plant faults in the cases; a check must catch each of them."""
     minutes: float | None = None
-    """Stop in so many minutes, with what is measured in the file of --json, from which the same
-    command goes on. The exit code is then 3."""
+    """Stop after this many minutes, with exit code 3. The measurements so far are in the file of
+    --json, and the same command continues from there."""
 
     def __post_init__(self) -> None:
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes: expected a number above 0, got {self.minutes}")
         if self.minutes is not None and self.json is None:
-            raise ValueError("minutes: expected --json FILE beside it, to go on from")
+            raise ValueError("minutes: expected with --json FILE, where the measurements are kept")
 
 
 def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
@@ -207,7 +207,7 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
         total = len(dict(works(arguments, names, platforms)))
         print(
             f"{prog}: stopped after {arguments.minutes:g} minutes: {len(record.done)} of {total} "
-            f"measurements are in {arguments.json}; the same command goes on",
+            f"measurements are in {arguments.json}; the same command continues",
             file=sys.stderr,
         )
         return UNFINISHED

@@ -85,7 +85,7 @@ def test_a_record_of_something_else_is_not_gone_on_with(change, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--minutes", "9"], "--minutes: expected --json FILE beside it"),
+        (["--minutes", "9"], "--minutes: expected with --json FILE"),
         (["--minutes", "0", "--json", "x"], "--minutes: expected a number above 0, got 0"),
         (["--minutes", "nan", "--json", "x"], "--minutes: expected a number above 0, got nan"),
     ],
