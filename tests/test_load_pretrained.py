@@ -304,7 +304,7 @@ BAD = {
     "another architecture": (
         in_config(model_type="llama", architectures=["LlamaForCausalLM"]),
         ValueError,
-        "config.json: of LlamaForCausalLM; there are models of RecurrentGemma",
+        "config.json: expected a model of RecurrentGemma, .*, got LlamaForCausalLM",
     ),
     "a config of other sizes": (
         in_config(model_type="rwkv", num_hidden_layers=4),
@@ -316,7 +316,7 @@ BAD = {
     "keys of no model": (
         with_weights(lambda w: [w.pop(k) for k in [*w] if k != "head.weight"]),
         ValueError,
-        "state_dict: of no RWKV",
+        "state_dict: expected one of RWKV-4, .*, got another model",
     ),
     "a missing key": (
         with_weights(lambda w: w.pop("rwkv.ln_out.bias")),

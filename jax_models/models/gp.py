@@ -27,13 +27,13 @@ class GPModelConfig(StackConfig):
     vocab_size: int = 65
     """Number of distinct tokens."""
     context_length: int = 128
-    """Positions that the model knows."""
+    """Number of positions that the model has."""
     features: int = 386
     """Width of the model."""
     num_layers: int = 6
     """Blocks."""
     block: Block = "hyena"
-    """What they are."""
+    """The kind of block."""
     order: int = 2
     """Long convolutions in a Hyena."""
     kernel_size: int = 3
@@ -47,8 +47,8 @@ class GPModelConfig(StackConfig):
     omega: float = 12.0
     """Authentic Hyena: frequency of the filter network's sines."""
     implicit: bool = True
-    """Authentic Hyena: True computes the filter by the network, as the text describes; False learns
-    it directly, as the printed code does."""
+    """Authentic Hyena: True computes the filters with a network, as the text of The Annotated Hyena
+    describes; False trains them directly, as its code does."""
     num_heads: int = 6
     """Heads of attention."""
     block_dropout_rate: float = 0.0

@@ -68,7 +68,7 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class GriffinLanguageModelConfig(StackConfig):
-    """The Griffin language model. The defaults are RecurrentGemma's, but for the sizes."""
+    """The Griffin language model. Except for the sizes, the defaults are RecurrentGemma's."""
 
     vocab_size: int = 256
     """Number of distinct tokens."""
@@ -85,16 +85,16 @@ class GriffinLanguageModelConfig(StackConfig):
     num_kv_heads: int = 1
     """Heads of the keys and values."""
     window: int = 64
-    """Steps that a step of the attention sees, itself among them: what transformers calls
+    """Steps that a step of the attention sees, including itself: what transformers calls
     attention_window_size, and one more than what recurrentgemma calls so."""
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
     block_types: tuple[GriffinMixing, ...] = ("recurrent", "recurrent", "attention")
-    """What the blocks mix the steps by, from the lowest on, again and again."""
+    """The kinds of the blocks, from the lowest up; the pattern repeats."""
     rotary_fraction: float = 0.5
-    """The part of each head that its position turns."""
+    """The fraction of each head that rotary positions rotate."""
     rope_theta: float = 10_000.0
-    """Positions turn the i-th of n pairs by p · θ^{−i/n}."""
+    """θ. At position p, the i-th of n pairs is rotated by p · θ^{−i/n}."""
     attention_bias: bool = False
     """Queries, keys and values have biases."""
     activation: Gelu = "gelu_tanh"
@@ -104,7 +104,7 @@ class GriffinLanguageModelConfig(StackConfig):
     scale_embeddings: bool = True
     """Embeddings are multiplied by √features, rounded to bfloat16."""
     logits_soft_cap: float = 30.0
-    """Logits are cap · tanh(logits / cap). 0: as they are."""
+    """Logits are cap · tanh(logits / cap). 0: no cap."""
 
     def __post_init__(self):
         """Refuse what the annotations do not allow, and blocks that there are not."""

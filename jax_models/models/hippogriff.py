@@ -38,7 +38,7 @@ class HippogriffLanguageModelConfig(StackConfig):
     num_kv_heads: int = 1
     """Heads of the keys and values."""
     window: int = 65
-    """Steps that a step of the attention sees, itself among them: one more than what hippogriff
+    """Steps that a step of the attention sees, including itself: one more than what hippogriff
     calls smqa_window_size, which is 512."""
     kernel_size: int | None = 4
     """Inputs that the causal convolution sees; None for no convolution."""

@@ -32,12 +32,12 @@ normal = nnx.initializers.normal(0.02)
 
 @dataclasses.dataclass(frozen=True)
 class HyenaDNALanguageModelConfig(StackConfig):
-    """The language model of HyenaDNA; the defaults are of its smallest model's size."""
+    """The language model of HyenaDNA. By default it has the size of the smallest published one."""
 
     vocab_size: int = 16
-    """Rows of the embedding: 12 tokens, then 4 that stand for nothing."""
+    """Rows of the embedding: 12 tokens and 4 unused rows."""
     context_length: int = 1024
-    """The most tokens of a sequence. The filters depend on it."""
+    """The longest sequence, in tokens. The filters depend on it."""
     features: int = 128
     """Width of the model."""
     num_layers: int = 2
@@ -45,7 +45,7 @@ class HyenaDNALanguageModelConfig(StackConfig):
     mlp_features: int = 512
     """Width of the MLPs."""
     order: int = 2
-    """Of the Hyenas, at least 2; a Hyena has one long convolution less."""
+    """Order of the Hyena operators, at least 2. Each has order − 1 long convolutions."""
     embed_features: int = 3
     """Size of a position's embedding in the filter network, odd."""
     filter_features: int = 64
@@ -55,7 +55,7 @@ class HyenaDNALanguageModelConfig(StackConfig):
     omega: float = 10.0
     """Frequency of the filter network's sines at first."""
     shift: float = 0.05
-    """What the filters' windows fall to."""
+    """The value to which the filters' windows decay."""
     kernel_size: int = 3
     """Taps of the short convolutions."""
     modulate: bool = True
@@ -67,9 +67,9 @@ class HyenaDNALanguageModelConfig(StackConfig):
     activation: MixerActivation = "identity"
     """Applied before the Hyenas' output projections."""
     tied_head: bool = True
-    """The head is the embedding."""
+    """Whether the head shares the embedding's weights."""
     block_dropout_rate: float = 0.0
-    """Dropout of what the blocks add."""
+    """Dropout of the blocks' outputs before they are added."""
     embedding_dropout_rate: float = 0.0
     """Dropout of the embeddings: 0.1 in HyenaDNA's training."""
 

@@ -37,7 +37,7 @@ class BuildOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModelConfig(CheckedFields):
-    """What every language model's config says. Its integers are positive."""
+    """The base class of the configs of all language models. Their integers are positive."""
 
     vocab_size: int
     """Number of distinct tokens."""
@@ -52,10 +52,10 @@ class StackConfig(LanguageModelConfig):
     """A language model of equal blocks."""
 
     remat: Remat = dataclasses.field(default="none", kw_only=True)
-    """What the backward pass computes again: nothing; "dots", all but the results of matrix
-    products; "full", all but the blocks' inputs."""
+    """What the backward pass recomputes: "none", nothing; "dots", everything except the results of
+    matrix products; "full", everything except the inputs of the blocks."""
     scan_layers: bool = dataclasses.field(default=False, kw_only=True)
-    """Compile one block for all: faster to compile, slower to run on a CPU."""
+    """Compile one block and reuse it for all: faster to compile, slower to run on a CPU."""
 
     def stack(self, blocks: Iterable[SequenceLayer]) -> Stack:
         """The blocks, one after the other."""

@@ -31,13 +31,13 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Models that are told alike."""
+    """Models that are recognized in the same way."""
 
     name: str
     model_types: tuple[str, ...]
     """What a config.json calls them."""
     has: Callable[[Iterable[str]], bool]
-    """Are these the keys of such a model?"""
+    """Whether these are the keys of such a model."""
     config: Callable[..., Any]
     """Makes the config from the weights, a config.json's fields or None, and fields by name."""
 
@@ -139,10 +139,10 @@ def load_pretrained(
             `window` or safari's `activation`.
 
     Raises:
-        ImportError: a package is not installed that the file takes.
+        ImportError: a package that the file needs is not installed.
         TypeError: `path` is not a path, or the model's config has no such field.
         OSError: a file is missing or cannot be opened.
-        ValueError: a file is damaged, there is no such model, or keys, shapes and the config.json
+        ValueError: a file is damaged, it is of another model, or keys, shapes and the config.json
             contradict each other.
 
     """
@@ -177,10 +177,10 @@ def config_of(weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **op
     names = ", ".join(family.name for family in FAMILIES)
     if not families and kind is not None:
         architectures = (fields or {}).get("architectures") or [kind]
-        raise ValueError(f"config.json: of {architectures[0]}; there are models of {names}")
+        raise ValueError(f"config.json: expected a model of {names}, got {architectures[0]}")
     if not families:
         some = ", ".join(sorted(map(str, weights))[:3]) or "none"
-        raise ValueError(f"the keys ({some}, …) are of no model that there is: {names}")
+        raise ValueError(f"expected the keys of {names}, got {some}, …")
     config = families[0].config(weights, fields, **options)
     for field, ours in SIZES.items():
         size = getattr(config, ours, None)

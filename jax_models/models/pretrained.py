@@ -57,8 +57,8 @@ def rwkv_from_torch(
 
     Raises:
         TypeError: the state_dict is no mapping.
-        ValueError: it is of no RWKV, or of one that this package does not have, or its keys and
-            shapes contradict each other.
+        ValueError: it is not of an RWKV, or of a version that this package does not have, or its
+            keys and shapes contradict each other.
 
     """
     config = rwkv_config(state_dict)
@@ -71,7 +71,7 @@ def rwkv_config(state_dict: Mapping[str, Any]) -> RWKVConfig:
     """The config of an RWKV of whichever version; `rwkv_from_torch` says what is refused."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
-    version, key = rwkv_version(state_dict) or ("no RWKV", None)
+    version, key = rwkv_version(state_dict) or ("another model", None)
     if version not in CONFIGS:
         known = [
             {size.key for size in s.values()} for c in CONFIGS.values() for s in c.sizes.values()
@@ -80,7 +80,7 @@ def rwkv_config(state_dict: Mapping[str, Any]) -> RWKVConfig:
             raise ValueError(f"state_dict: {found}")
         because = "" if key is None else f" (it has {key})"
         raise ValueError(
-            f"state_dict: of {version}{because}; there are models of {', '.join(CONFIGS)}"
+            f"state_dict: expected one of {', '.join(CONFIGS)}, got {version}{because}"
         )
     return CONFIGS[version].from_state_dict(state_dict)
 

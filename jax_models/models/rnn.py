@@ -27,7 +27,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
     vocab_size: int = 20
     """Number of distinct tokens."""
     context_length: int | None = None
-    """Positions that the model knows. None: it has no positions, and no limit."""
+    """Number of positions that the model has. None: no positions, and no limit."""
     embedding_features: int = 10
     """Size of the token and position embeddings."""
     hidden_features: int = 20
@@ -35,7 +35,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
     cell: Literal["rnn", "lstm", "gru", "min_gru", "min_lstm"] = "rnn"
     """The recurrence."""
     num_layers: int = 1
-    """Layers of it."""
+    """Number of its layers."""
     dropout_rate: float = 0.0
     """Dropout between the layers."""
 

@@ -56,9 +56,9 @@ class RWKV6LanguageModelConfig(RWKVConfig):
     head_size: int = 64
     """Size of each head; it divides `features`."""
     mix_rank: int | None = None
-    """Width of each data-dependent mix. None: 32, from 4096 features on 64."""
+    """Width of each data-dependent mix. None: 32, or 64 from 4096 features."""
     decay_rank: int | None = None
-    """Width of the data-dependent decay. None: 64, from 4096 features on 128."""
+    """Width of the data-dependent decay. None: 64, or 128 from 4096 features."""
 
     def __post_init__(self):
         """Refuse what the annotations do not allow, and say what None stands for."""

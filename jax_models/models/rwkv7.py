@@ -56,8 +56,8 @@ class RWKV7LanguageModelConfig(RWKVConfig):
     head_size: int = 64
     """Size of each head; it divides `features`."""
     decay_rank: int | None = None
-    """Width of the data-dependent decay. This and the next three, when None: as in RWKV-7's
-    training code, which lets them grow with the root of `features`."""
+    """Width of the data-dependent decay. If this or one of the next three is None, it is as in
+    RWKV-7's training code, where they grow with the square root of `features`."""
     rate_rank: int | None = None
     """Width of the in-context learning rate."""
     value_rank: int | None = None

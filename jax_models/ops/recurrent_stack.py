@@ -97,7 +97,7 @@ def lstm_stack(
     refusal = cudnn_refusal(x, cells, reset)
     if method == "cudnn":
         if refusal:
-            raise NotImplementedError(f"LSTM: method='cudnn': {refusal}; method='xla' serves")
+            raise NotImplementedError(f"LSTM: method='cudnn': {refusal}; use method='xla'")
         return cudnn_lstm(x, state, cells, lengths, bidirectional=num_directions == 2)
     if method == "auto" and not refusal and cudnn_pays(x):
         return _by_cudnn_on_gpus(num_directions, x, state, cells, lengths)
