@@ -5,7 +5,7 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
-from jax_models.ops import GRUState, RecurrenceMethod
+from jax_models.ops import GRUState
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts
 
@@ -46,8 +46,6 @@ class GRU(RecurrentStack[GRUState]):
         bias_init: draws the b_i. None: as `kernel_init`'s None.
         recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise as
             `kernel_init`'s None.
-        method: the form of the loop, "hoisted" or "joined"; "auto" takes the one measured faster
-            (`ops.recurrence`).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
@@ -79,7 +77,6 @@ class GRU(RecurrentStack[GRUState]):
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
         recurrent_bias_init: Initializer | None = None,
-        method: RecurrenceMethod = "auto",
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -96,7 +93,6 @@ class GRU(RecurrentStack[GRUState]):
             recurrent_kernel_init=recurrent_kernel_init,
             bias_init=bias_init,
             recurrent_bias_init=recurrent_bias_init,
-            method=method,
             rngs=rngs,
         )
         self.reset_after = reset_after

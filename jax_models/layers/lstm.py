@@ -47,9 +47,8 @@ class LSTM(RecurrentStack[LSTMState]):
         recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise as
             `kernel_init`'s None.
         method: "cudnn", NVIDIA's own LSTM, which runs on its GPUs in float32, without projections,
-            peepholes and `reset`; "xla", which runs anywhere with every option, or one form of its
-            loop, "hoisted" or "joined" (`ops.recurrence`). "auto" takes cuDNN for sequences that it
-            can serve, and XLA otherwise (see below).
+            peepholes and `reset`; "xla", which runs anywhere with every option. "auto" takes cuDNN
+            for sequences that it can serve, and XLA otherwise (see below).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
@@ -122,9 +121,9 @@ class LSTM(RecurrentStack[LSTMState]):
             recurrent_kernel_init=recurrent_kernel_init,
             bias_init=bias_init,
             recurrent_bias_init=recurrent_bias_init,
-            method=method,
             rngs=rngs,
         )
+        self.method: LSTMMethod = method
 
     def stack(self, x, state, cells, lengths, reset):
         """`ops.lstm_stack`."""

@@ -1,7 +1,6 @@
 """Stacks of gated recurrences, in layers and directions: what RNN, LSTM and GRU share."""
 
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +98,6 @@ class RecurrentStack(SequenceLayer[State]):
         recurrent_kernel_init: Initializer | None,
         bias_init: Initializer | None,
         recurrent_bias_init: Initializer | None,
-        method: ops.RecurrenceMethod | ops.LSTMMethod,
         rngs: nnx.Rngs,
         use_bias: bool,
         recurrent_bias: bool = True,
@@ -114,7 +112,6 @@ class RecurrentStack(SequenceLayer[State]):
         self.num_layers = checked_size("num_layers", num_layers)
         self.num_directions: Literal[1, 2] = 2 if bidirectional else 1
         self.causal = not bidirectional
-        self.method: Any = method  # a subclass says which there are
         self.dropout = Dropout(dropout_rate, rngs=rngs)
         self.cells = nnx.List(
             Cell(
@@ -186,7 +183,7 @@ class RecurrentStack(SequenceLayer[State]):
     ) -> tuple[Float[Array, "batch time out"], State]:
         """Layers with nothing between them, from their weights, on x in the computation's dtype."""
         return ops.recurrent_stack(
-            partial(self.recurrence, method=self.method),
+            self.recurrence,
             x,
             state,
             cells,

@@ -5,7 +5,7 @@ from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
-from jax_models.ops import Nonlinearity, RecurrenceMethod, RNNState
+from jax_models.ops import Nonlinearity, RNNState
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed
 
@@ -40,8 +40,6 @@ class RNN(RecurrentStack[RNNState]):
         bias_init: draws b_ih. None: as `kernel_init`'s None.
         recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise as
             `kernel_init`'s None.
-        method: the form of the loop, "hoisted" or "joined"; "auto" takes the one measured faster
-            (`ops.recurrence`).
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
@@ -74,7 +72,6 @@ class RNN(RecurrentStack[RNNState]):
         recurrent_kernel_init: Initializer | None = None,
         bias_init: Initializer | None = None,
         recurrent_bias_init: Initializer | None = None,
-        method: RecurrenceMethod = "auto",
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -92,7 +89,6 @@ class RNN(RecurrentStack[RNNState]):
             recurrent_kernel_init=recurrent_kernel_init,
             bias_init=bias_init,
             recurrent_bias_init=recurrent_bias_init,
-            method=method,
             rngs=rngs,
         )
         self.nonlinearity: Nonlinearity = nonlinearity

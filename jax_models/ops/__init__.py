@@ -22,7 +22,7 @@ from jax_models.ops.online_conv import (
     long_conv_state,
     online_conv,
 )
-from jax_models.ops.recurrence import Pair, Product, RecurrenceMethod, Step, recurrence
+from jax_models.ops.recurrence import Pair, Product, Step, recurrence
 from jax_models.ops.recurrent_stack import LSTMMethod, lstm_stack, recurrent_stack
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru, softplus_decay
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
@@ -50,7 +50,6 @@ __all__ = [
     "Product",
     "RGLRUState",
     "RNNState",
-    "RecurrenceMethod",
     "Step",
     "WKVMethod",
     "WKVState",

@@ -1,13 +1,12 @@
 """The gated recurrent unit's recurrence."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.ops.checks import checked
-from jax_models.ops.recurrence import Pair, Product, Step, recurrence
+from jax_models.ops.recurrence import Pair, Product, Step, recurrence, sigmoid
 
 
 class GRUState(NamedTuple):
@@ -40,33 +39,25 @@ def gru(
 
         n = tanh(x_t W_in + b_in + (r ⊙ h_{t−1}) W_hn + b_hn)
 
-    `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
+    `options` are `lengths`, `reset` and `reverse`, as in `recurrence`.
     """
-    weights = kernel_hh, bias_hh, kernel_ih, bias_ih
-    r, z, n = zip(*(_gates(a) for a in weights), strict=True)
-    step, of_n = (_step, Pair(*n)) if reset_after else (_step_reset_before, Product(*n))
-    return recurrence(step, state, {"r": Product(*r), "z": Product(*z), "n": of_n}, x, **options)
+    products = Product(kernel_hh, bias_hh, kernel_ih, bias_ih).gates("rzn")
+    if not reset_after:
+        return recurrence(_step_reset_before, state, products, x, **options)
+    products["n"] = Pair(*products["n"])
+    return recurrence(_step, state, products, x, **options)
 
 
 def _step(state: GRUState, now: Step) -> GRUState:
     [h] = state
-    r, z = _r_and_z(now, h)
-    n_x, n_h = now.product("n", h)
+    r, z, (n_x, n_h) = now.products("rzn", h)
+    r, z = sigmoid(r), sigmoid(z)
     n = jnp.tanh(n_x + r * n_h)
     return GRUState((1 - z) * n + z * h)
 
 
 def _step_reset_before(state: GRUState, now: Step) -> GRUState:
     [h] = state
-    r, z = _r_and_z(now, h)
+    r, z = map(sigmoid, now.products("rz", h))
     n = jnp.tanh(now.product("n", r * h))
     return GRUState((1 - z) * n + z * h)
-
-
-def _r_and_z(now: Step, h: Array) -> list[Array]:
-    return [0.5 + 0.5 * jnp.tanh(0.5 * now.product(gate, h)) for gate in "rz"]  # σ, by XLA's tanh
-
-
-def _gates(weight: Array | None) -> Sequence[Array | None]:
-    """A weight's parts, which XLA reads faster as arrays of their own than side by side."""
-    return [None] * 3 if weight is None else jnp.split(weight, 3, axis=-1)

@@ -72,7 +72,6 @@ def hyper_lstm(
         x,
         inputs=affine(x, kernel_ih),
         params=(norms, hyper_norms),
-        method="hoisted",
         **masks,
     )
 
@@ -81,6 +80,6 @@ def _step(state: HyperLSTMState, now: Step) -> HyperLSTMState:
     norms, hyper_norms = now.params
     hyper_gates = now.product("hyper gates", jnp.concatenate([state.h, state.hyper_h], axis=-1))
     hyper = layer_norm_cell(hyper_gates, state.hyper_c, hyper_norms)
-    d_h, d_x, d_b = now.split(now.product("d", now.product("z", hyper.h)), 3)
+    d_h, d_x, d_b = jnp.split(now.product("d", now.product("z", hyper.h)), 3, axis=-1)
     gates = d_h * now.product("h", state.h) + d_x * now.inputs + d_b
     return HyperLSTMState(*layer_norm_cell(gates, state.c, norms), *hyper)

@@ -40,7 +40,7 @@ def layer_norm_lstm(
     `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
     """
     products = {"gates": Product(kernel_hh, None, kernel_ih, bias)}
-    return recurrence(_step, state, products, x, params=norms, method="hoisted", **masks)
+    return recurrence(_step, state, products, x, params=norms, **masks)
 
 
 def _step(state: LSTMState, now: Step) -> LSTMState:

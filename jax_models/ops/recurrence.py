@@ -1,12 +1,13 @@
 """A nonlinear recurrence over a sequence, whose weights' gradients are taken after its loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import default_backend, lax
+import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
@@ -17,13 +18,6 @@ from jax_models.ops.segments import segments
 from jax_models.ops.varying import alike
 
 State = TypeVar("State", bound=tuple)
-RecurrenceMethod = Literal["auto", "hoisted", "joined"]
-FEW_STEPS = 4
-"""They do not pay back the copies that "joined" makes of the kernels."""
-LANES, MANY_ROWS = 8, 64
-"""The rows of "joined" go by vectors of 8 on a CPU. Of many the ragged end costs little."""
-LARGE_KERNEL = 2**18
-"""Elements. With a smaller kernel "joined" does not pay."""
 
 
 class Product(NamedTuple):
@@ -34,31 +28,57 @@ class Product(NamedTuple):
     kernel_x: Float[Array, "in_x out_x"] | None = None
     bias_x: Float[Array, " out_x"] | None = None
 
-    def join(self, of_x: Array, of_h: Array) -> Any:
-        """What a step gets of the two products."""
-        return of_x + of_h
+    def gates(self, names: str) -> dict[str, "Product"]:
+        """A product for each gate, of weights that have the gates side by side."""
+        return {
+            name: jax.tree.map(lambda a: jnp.split(a, len(names), axis=-1)[i], self)  # noqa: B023
+            for i, name in enumerate(names)
+        }
+
+    @staticmethod
+    def kept(of_x: Array | None, of_h: Array) -> Array:
+        """What the backward pass needs of a step's two products."""
+        return of_h if of_x is None else of_x + of_h
+
+    @staticmethod
+    def value(of_x: Array | None, kept: Array) -> Any:
+        """What a step gets: the sum of both products."""
+        return kept
 
 
 class Pair(Product):
     """A product of x and one of h; a step gets both."""
 
-    def join(self, of_x: Array, of_h: Array) -> Any:
-        """The two, as they are."""
-        return of_x, of_h
+    @staticmethod
+    def kept(of_x: Array | None, of_h: Array) -> Array:
+        """The product of h alone, since the product of x is computed before the loop."""
+        return of_h
+
+    @staticmethod
+    def value(of_x: Array | None, kept: Array) -> Any:
+        """What a step gets: the two products."""
+        return of_x, kept
+
+
+def sigmoid(x: Array) -> Array:
+    """`σ(x)` by tanh, which XLA computes faster on a CPU."""
+    return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 
 class Step(NamedTuple):
-    """What a step has besides the state. Features are on `axis`, the batch is on the other."""
+    """What a step has besides the state."""
 
-    product: Callable[[str, Array], Any]
-    """`product(name, h)`, once a name: one of the recurrence's products, or both of a `Pair`."""
-    axis: int
+    products: Callable[[Sequence[str], Array], list[Any]]
+    """`products(names, h)`: the values of these products of h, computed as one matrix product.
+
+    A step asks for each name once.
+    """
     inputs: Any
     params: Any
 
-    def split(self, x: Array, count: int) -> list[Array]:
-        """Equal parts of the features."""
-        return jnp.split(x, count, self.axis)
+    def product(self, name: str, h: Array) -> Any:
+        """The value of one product."""
+        return self.products([name], h)[0]
 
 
 @checked()
@@ -73,7 +93,6 @@ def recurrence(
     lengths: Int[Array, " batch"] | None = None,
     reset: Bool[Array, "batch time"] | None = None,
     reverse: bool = False,
-    method: RecurrenceMethod = "auto",
 ) -> tuple[Float[Array, "batch time out"], State]:
     """`s_t = step(s_{t−1}, …)` for t = 0 … T−1, or T−1 … 0 with `reverse`.
 
@@ -98,21 +117,14 @@ def recurrence(
         reset: the first steps of packed documents, where the state restarts from zero. With
             `reverse` it restarts where the scan *enters* a document, at the document's last step.
         reverse: run from the last step to the first.
-        method: "hoisted", the products of x before the loop, arrays (batch, features) in it;
-            "joined", the products of x in the loop, too, arrays (features, batch): x and h side by
-            side make one product, but for a `Pair`; under differentiation the loop is hoisted,
-            whose backward pass is faster;
-            "auto", joined where `jax.default_backend()` is a CPU, a product makes several gates,
-            its kernel is large, and the rows fill its vectors, unless there are few steps.
 
     Returns:
         The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
 
     Raises:
         TypeError: the state, the inputs or the parameters are not arrays.
-        ValueError: a shape is wrong, there is no product or no such method, "joined" has a kernel
-            in blocks, a `bias_x` has no kernel_x, or the step does not ask for each product once,
-            or returns another state.
+        ValueError: a shape is wrong, there is no product, a `bias_x` has no kernel_x, or the step
+            does not ask for each product once, or returns another state.
 
     """
     batch, time, features = x.shape
@@ -125,26 +137,15 @@ def recurrence(
     for array in jax.tree.leaves(inputs):
         if array.shape[:2] != (batch, time):
             raise wrong_shape("inputs", (batch, time, "…"), array.shape)
-    in_blocks = any(kernel.ndim == 3 for kernel in kernels)
-    if method == "joined" and in_blocks:
-        raise ValueError('method: "joined" takes no kernel in blocks, "hoisted" does')
     for name, product in products.items():
         if product.kernel_x is None and product.bias_x is not None:
             raise ValueError(f"products[{name!r}].bias_x: expected None without kernel_x, got one")
         if product.kernel_x is not None and product.kernel_x.shape[0] != features:
             expected = (features, product.kernel_x.shape[1])
             raise wrong_shape(f"products[{name!r}].kernel_x", expected, product.kernel_x.shape)
-    joined = method == "joined"
-    known = not any(map(is_symbolic_dim, x.shape))
-    on_cpu = default_backend() == "cpu"
-    if method == "auto" and on_cpu and not in_blocks and known and time > FEW_STEPS:
-        filling = batch % LANES == 0 or batch > MANY_ROWS
-        joined = filling and any(
-            k.size >= LARGE_KERNEL and k.shape[1] > k.shape[0] for k in kernels
-        )
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
-    static = _Static(step, joined, reverse)
+    static = _Static(step, reverse)
     return _batch_first(static, products, x, inputs, params, state, lengths, reset)
 
 
@@ -165,24 +166,7 @@ def _checked_state(state: State, batch: int, dtype: jnp.dtype) -> State:
 
 class _Static(NamedTuple):
     step: Callable
-    joined: bool
     reverse: bool
-
-    @property
-    def axis(self) -> int:
-        """The axis of the features."""
-        return 0 if self.joined else 1
-
-    def turned(self, x: Array) -> Array:
-        """(…, batch, features) as the loop has it, and back."""
-        return jnp.swapaxes(x, -1, -2) if self.joined else x
-
-    def where(self, mask, x, y):
-        """The state x in the rows of the mask, y in the others; y without a mask."""
-        if mask is None:
-            return y
-        mask = jnp.expand_dims(mask, self.axis)
-        return jax.tree.map(lambda a, b: jnp.where(mask, a, b), x, y)
 
     def scan(self, body, state, inputs, length: int):
         """`lax.scan` in the direction of the recurrence."""
@@ -208,113 +192,145 @@ def _recurrence(static: _Static, products, x, inputs, params, state, active, res
 
 
 def _forward(static: _Static, products, x, inputs, params, state, active, reset):
-    """The outputs, the last state, the states before each step, and the products' h and values."""
-    axis = static.axis
-    before_loop, in_loop = {}, {}
-    for name, product in products.items():
-        before_loop[name], in_loop[name] = _prepared(static, product, x)
+    """The outputs, the last state, and what the backward pass needs."""
+    # XLA's CPU backend reads columns of a wide array slowly, so each product of x is an array of
+    # its own. The products of h in a step are fastest as one.
+    of_x = {
+        name: None if p.kernel_x is None else affine(x, p.kernel_x, p.bias_x)
+        for name, p in products.items()
+    }
 
     def body(state, at_step):
         inputs, of_x, active, reset = at_step
-        state = static.where(reset, jax.tree.map(jnp.zeros_like, state), state)
-        found = {}
+        state = _where(reset, jax.tree.map(jnp.zeros_like, state), state)
+        kept, h_kept = {}, {}
 
-        def product(name, h):
-            if name in found or name not in products:
+        def values(names, h):
+            asked = [name for group in [*kept, names] for name in group]
+            if len({*asked}) < len(asked) or not {*asked} <= products.keys():
                 raise ValueError(
-                    f"step: expected each of the products {[*products]} once, it asked for "
-                    f"{[*found, name]}"
+                    f"step: expected each of the products {[*products]} once, it asked for {asked}"
                 )
-            found[name] = h, in_loop[name](of_x[name], h)
-            return found[name][1]
+            names = (*names,)
+            group = [products[name] for name in names]
+            merged = _merged(names, group)
+            of_h = _apart(affine(h, merged.kernel, merged.bias), _widths(group))
+            parts = zip(names, group, of_h, strict=True)
+            kept[names] = [product.kept(of_x[name], part) for name, product, part in parts]
+            # An h that is a field of the state is stored once.
+            fields[names] = next((i for i, field in enumerate(state) if field is h), None)
+            if fields[names] is None:
+                h_kept[names] = h
+            return _values(products, of_x, names, kept[names])
 
-        new = static.step(state, Step(product, axis, inputs, params))
+        new = static.step(state, Step(values, inputs, params))
         if _kinds(new) != _kinds(state):
             raise ValueError(f"step: expected to return {_kinds(state)}, it returned {_kinds(new)}")
-        if found.keys() != products.keys():
-            raise ValueError(f"step: expected products {[*products]}, it asked for {[*found]}")
-        new = new if active is None else static.where(active, new, state)
-        return new, (new[0], state, found)
+        asked = {name for names in kept for name in names}
+        if asked != products.keys():
+            raise ValueError(f"step: expected products {[*products]}, it asked for {[*asked]}")
+        new = new if active is None else _where(active, new, state)
+        return new, (new[0], state, kept, h_kept)
 
-    state = jax.tree.map(static.turned, state)
-    at_steps = (inputs, before_loop, active, reset)
-    last, (ys, before, found) = static.scan(body, state, at_steps, x.shape[0])
-    return static.turned(ys), jax.tree.map(static.turned, last), before, found
+    fields = {}
+    at_steps = (inputs, of_x, active, reset)
+    last, (ys, before, kept, h_kept) = static.scan(body, state, at_steps, x.shape[0])
+    h = {names: h_kept[names] if i is None else before[i] for names, i in fields.items()}
+    return ys, last, _Residuals(before, of_x, h, kept)
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass needs, in arrays (time, batch, features)."""
+
+    before: Any
+    """The state before each step."""
+    of_x: dict[str, Array | None]
+    """The products of x, by name."""
+    h: dict[tuple[str, ...], Array]
+    """The h of each group of products that a step asks for together."""
+    kept: dict[tuple[str, ...], list[Array]]
+    """The values of each group, as `Product.kept` makes them."""
+
+
+def _values(products: dict[str, Product], of_x, names, kept) -> list[Any]:
+    """What a step gets of products."""
+    return [products[name].value(of_x[name], a) for name, a in zip(names, kept, strict=True)]
+
+
+def _where(mask, x, y):
+    """The state x in the rows of the mask, y in the others; y without a mask."""
+    if mask is None:
+        return y
+    return jax.tree.map(lambda a, b: jnp.where(mask[:, None], a, b), x, y)
 
 
 def _kinds(state) -> Any:
     return jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", state)
 
 
-def _prepared(static: _Static, product: Product, x):
-    """What of a product is made before the loop, and the function `(that at a step, h) ↦ z`."""
-    kernel, bias, kernel_x, bias_x = product
-    of_h = _apply(static, kernel, bias)
-    if kernel_x is None:
-        return None, lambda _, h: of_h(h)
-    if not static.joined:
-        return affine(x, kernel_x, bias_x), lambda of_x, h: product.join(of_x, of_h(h))
-    x = static.turned(x.astype(kernel_x.dtype))
-    if isinstance(product, Pair):
-        of_x = _apply(static, kernel_x, bias_x)
-        return x, lambda x, h: product.join(of_x(x), of_h(h))
-    accumulator = carry_dtype(kernel.dtype)
-    biases = [b.astype(accumulator) for b in (bias, bias_x) if b is not None]
-    both = _apply(static, jnp.concatenate([kernel_x, kernel]), sum(biases) if biases else None)
-    return x, lambda x, h: both(jnp.concatenate([x, h.astype(x.dtype)]))
+def _merged(names: Sequence[str], group: Sequence[Product]) -> Product:
+    """One product that computes those of a group, side by side."""
+    if len(group) == 1:
+        return group[0]
+    forms = {str(jax.tree.map(lambda a: a.shape[:-1], tuple(product))) for product in group}
+    if len(forms) > 1 or group[0].kernel.ndim == 3:
+        raise ValueError(
+            f"step: expected products that are asked for together to agree in which of kernel_x, "
+            f"bias and bias_x they have, and to have no kernel in blocks, got {[*names]}"
+        )
+    group = [Product(*product) for product in group]  # trees of one type
+    return jax.tree.map(lambda *a: jnp.concatenate(a, axis=-1), *group)
 
 
-def _apply(static: _Static, kernel, bias):
-    """`h ↦ h W + b` as the loop has them."""
-    if not static.joined:
-        return lambda h: affine(h, kernel, bias)
-    kernel = lax.optimization_barrier(kernel.T)
-    accumulator = carry_dtype(kernel.dtype)
+def _apart(values: Array, widths: Sequence[int]) -> list[Array]:
+    """The values of each product."""
+    return jnp.split(values, np.cumsum(widths)[:-1], axis=-1)
 
-    def apply(h):
-        z = jnp.matmul(kernel, h.astype(kernel.dtype), preferred_element_type=accumulator)
-        return z if bias is None else z + bias.astype(accumulator)[:, None]
 
-    return apply
+def _widths(group: Sequence[Product]) -> list[int]:
+    return [product.kernel.shape[-1] for product in group]
 
 
 @partial(_recurrence.defjvp, symbolic_zeros=True)
 def _recurrence_jvp(static: _Static, primals, tangents):
-    static = static._replace(joined=False)
     products, x, inputs, params, state, active, reset = primals
     d_products, d_x, d_inputs, d_params, d_state, *_ = tangents
-    ys, last, before, found = _forward(static, *primals)
+    ys, last, (before, of_x, h, kept) = _forward(static, *primals)
+    of_x = {name: a if isinstance(products[name], Pair) else None for name, a in of_x.items()}
     instantiate = partial(jax.tree.map, _dense)
 
-    direct, transposable = {}, {}
-    for name, product in products.items():
-        h, _ = found[name]
-        direct[name] = _direct_tangent(product, d_products[name], x, d_x, h)
-        transposable[name] = _transposable(product.kernel)
+    d_kept, d_of_x, transposable = {}, {}, {}
+    for names in kept:
+        group = [products[name] for name in names]
+        merged = _merged(names, group)
+        tangents = _merged_tangents(group, [d_products[name] for name in names])
+        d_of_h, of_group = _direct_tangents(group, merged, tangents, x, d_x, h[names])
+        by_name = [*zip(names, group, of_group, d_of_h, strict=True)]
+        d_kept[names] = [product.kept(a, b) for _, product, a, b in by_name]
+        d_of_x |= {name: a if of_x[name] is not None else None for name, _, a, _ in by_name}
+        transposable[names] = _transposable(merged.kernel)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def body(d_state, at_step):
-        before, found, inputs, d_inputs, direct, active, reset = at_step
+        primals, tangents, active, reset = at_step
 
-        def step(state, values, inputs, params):
-            def product(name, h):
-                kernel, value = transposable[name], values[name]
-                if isinstance(products[name], Pair):
-                    return value[0], _known(h, kernel, value[1])
-                return _known(h, kernel, value)
+        def step(state, kept, of_x, inputs, params):
+            def values(names, h):
+                names = (*names,)
+                widths = tuple(_widths([products[name] for name in names]))
+                known = _known(widths, h, transposable[names], kept[names])
+                return _values(products, of_x, names, known)
 
-            return static.step(state, Step(product, static.axis, inputs, params))
+            return static.step(state, Step(values, inputs, params))
 
-        d_state = static.where(reset, jax.tree.map(jnp.zeros_like, d_state), d_state)
-        values = {name: value for name, (_, value) in found.items()}
-        _, d_new = jax.jvp(
-            step, (before, values, inputs, params), (d_state, direct, d_inputs, dense_params)
-        )
-        d_new = d_new if active is None else static.where(active, d_new, d_state)
+        d_state = _where(reset, jax.tree.map(jnp.zeros_like, d_state), d_state)
+        _, d_new = jax.jvp(step, (*primals, params), (d_state, *tangents, dense_params))
+        d_new = d_new if active is None else _where(active, d_new, d_state)
         return d_new, d_new[0]
 
     dense_params = instantiate(params, d_params)
-    at_steps = (before, found, inputs, instantiate(inputs, d_inputs), direct, active, reset)
+    tangents = d_kept, d_of_x, instantiate(inputs, d_inputs)
+    at_steps = (before, kept, of_x, inputs), tangents, active, reset
     d_last, d_ys = static.scan(body, instantiate(state, d_state), at_steps, x.shape[0])
     return (ys, last), (d_ys, d_last)
 
@@ -323,13 +339,27 @@ def _dense(x, tangent):
     return jnp.zeros_like(x) if isinstance(tangent, SymbolicZero) else tangent
 
 
-def _direct_tangent(product: Product, tangent: Product, x, d_x, h):
-    """`dx W_x + x dW_x + db_x` of every step, joined to its `h dW + db`."""
-    of_h = _affine_tangent(h, None, product.kernel, tangent.kernel, tangent.bias)
-    if product.kernel_x is None:
-        return of_h
-    of_x = _affine_tangent(x, d_x, product.kernel_x, tangent.kernel_x, tangent.bias_x)
-    return product.join(of_x, of_h)
+def _merged_tangents(group: Sequence[Product], tangents: Sequence[Product]) -> Product:
+    """The tangents of `_merged`."""
+    if len(group) == 1:
+        return tangents[0]
+
+    def merged(primals, tangents) -> Any:
+        if all(map(_is_zero, tangents)):
+            return None
+        return jnp.concatenate([*map(_dense, primals, tangents)], axis=-1)
+
+    return Product(*map(merged, zip(*group, strict=True), zip(*tangents, strict=True)))
+
+
+def _direct_tangents(group: Sequence[Product], merged: Product, tangent: Product, x, d_x, h):
+    """`h dW + db` of every step, and `dx W_x + x dW_x + db_x`, of each product."""
+    widths, of_x = _widths(group), [None] * len(group)
+    of_h = _affine_tangent(h, None, merged.kernel, tangent.kernel, tangent.bias)
+    if merged.kernel_x is not None:
+        kernel_x = merged.kernel_x, tangent.kernel_x, tangent.bias_x
+        of_x = _apart(_affine_tangent(x, d_x, *kernel_x), widths)
+    return _apart(of_h, widths), of_x
 
 
 def _affine_tangent(x, d_x, kernel, d_kernel, d_bias):
@@ -354,20 +384,22 @@ def _transposable(kernel):
     return kernel if kernel.ndim == 3 else lax.optimization_barrier(kernel.T)
 
 
-@jax.custom_jvp
-def _known(h, kernel, value):
-    """`value`, which is h W plus a rest. Its tangent is given for the rest alone."""
-    return value
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _known(widths: tuple[int, ...], h, kernel, values):
+    """`values`, which are h W plus a rest. Their tangents are given for the rest alone."""
+    return values
 
 
 @_known.defjvp
-def _known_jvp(primals, tangents):
-    _, kernel, value = primals
-    d_h, _, d_value = tangents
+def _known_jvp(widths, primals, tangents):
+    _, kernel, values = primals
+    d_h, _, d_values = tangents
     if kernel.ndim == 3:
         of_h = affine(d_h, kernel)
     else:
         contract = (((1,), (1,)), ((), ()))
-        d_h = d_h.astype(kernel.dtype)
-        of_h = lax.dot_general(d_h, kernel, contract, preferred_element_type=value.dtype)
-    return value, d_value + of_h
+        dtype = carry_dtype(kernel.dtype)
+        of_h = lax.dot_general(
+            d_h.astype(kernel.dtype), kernel, contract, preferred_element_type=dtype
+        )
+    return values, [*map(jnp.add, d_values, _apart(of_h, widths))]

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.checks import checked
 from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
 from jax_models.ops.lstm import LSTMState, lstm
-from jax_models.ops.recurrence import RecurrenceMethod, State
+from jax_models.ops.recurrence import State
 
-LSTMMethod = Literal["auto", "xla", "hoisted", "joined", "cudnn"]
+LSTMMethod = Literal["auto", "xla", "cudnn"]
 
 
 @checked(batch_axes=(0, 1))
@@ -84,9 +84,8 @@ def lstm_stack(
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """`recurrent_stack` of `lstm`, by XLA or by cuDNN.
 
-    `method` is "xla", "cudnn", or one of the forms of XLA's loop in `recurrence`. "auto" takes
-    cuDNN if it can serve, is likely to pay, and the program runs on an NVIDIA GPU. The machine that
-    traces the program does not matter.
+    "auto" takes cuDNN if it can serve, is likely to pay, and the program runs on an NVIDIA GPU. The
+    machine that traces the program does not matter.
 
     Raises:
         NotImplementedError: cuDNN, asked for by name, cannot serve; the message says why.
@@ -101,9 +100,7 @@ def lstm_stack(
         return cudnn_lstm(x, state, cells, lengths, bidirectional=num_directions == 2)
     if method == "auto" and not refusal and cudnn_pays(x):
         return _by_cudnn_on_gpus(num_directions, x, state, cells, lengths)
-    form: RecurrenceMethod = "auto" if method == "xla" else method
-    by_xla = partial(lstm, method=form)
-    return recurrent_stack(by_xla, x, state, cells, lengths, reset, num_directions=num_directions)
+    return recurrent_stack(lstm, x, state, cells, lengths, reset, num_directions=num_directions)
 
 
 @partial(jax.jit, static_argnums=0)  # uncompiled, the default device would decide

@@ -32,7 +32,7 @@ def rnn(
 ) -> tuple[Float[Array, "batch time hidden"], RNNState]:
     """`h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh)`, φ = tanh or relu.
 
-    `options` are `lengths`, `reset`, `reverse` and `method`, as in `recurrence`.
+    `options` are `lengths`, `reset` and `reverse`, as in `recurrence`.
     """
     products = {"h": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
     return recurrence(STEPS[nonlinearity], state, products, x, **options)

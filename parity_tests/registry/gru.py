@@ -16,10 +16,9 @@ from parity_tests.registry.mutation import (
     transposed,
     zeroed,
 )
-from parity_tests.registry.torch_nn import joined, torch_nn_cases
+from parity_tests.registry.torch_nn import torch_nn_cases
 
 gru = partial(Case, architecture="gru", layout="scratch")
-torch_nn = torch_nn_cases("GRU", nn.GRU, GRU)
 
 CASES = [
     gru("GRUScratch", partial(torch_ref.GRUScratch, 5, 6), partial(GRU, 5, 6)),
@@ -28,16 +27,12 @@ CASES = [
         partial(torch_ref.GRUScratch, 5, 6, use_bias=False),
         partial(GRU, 5, 6, use_bias=False),
     ),
-    *(
-        gru(
-            f"GRUScratch reset before{name}",
-            partial(torch_ref.GRUScratch, 5, 6, reset_after=False),
-            partial(GRU, 5, 6, reset_after=False, **method),
-        )
-        for name, method in (("", {}), (" joined", {"method": "joined"}))
+    gru(
+        "GRUScratch reset before",
+        partial(torch_ref.GRUScratch, 5, 6, reset_after=False),
+        partial(GRU, 5, 6, reset_after=False),
     ),
-    *torch_nn,
-    joined(torch_nn[0]),
+    *torch_nn_cases("GRU", nn.GRU, GRU),
 ]
 
 

@@ -24,7 +24,7 @@ from parity_tests.registry.mutation import (
     transposed,
     zeroed,
 )
-from parity_tests.registry.torch_nn import STACKS, joined, torch_nn_cases
+from parity_tests.registry.torch_nn import STACKS, torch_nn_cases
 
 lstm = partial(Case, architecture="lstm", layout="scratch")
 plain = torch_nn_cases("LSTM", nn.LSTM, LSTM, method="xla")
@@ -47,13 +47,10 @@ CASES = [
         partial(torch_ref.LSTMProj, 5, 6, 4, proj_bias=False, use_bias=False),
         partial(LSTM, 5, 6, proj_features=4, use_bias=False),
     ),
-    *(
-        lstm(
-            f"LSTMScratch peepholes{name}",
-            partial(torch_ref.LSTMScratch, 5, 6, use_peepholes=True),
-            partial(LSTM, 5, 6, use_peepholes=True, **method),
-        )
-        for name, method in (("", {}), (" joined", {"method": "joined"}))
+    lstm(
+        "LSTMScratch peepholes",
+        partial(torch_ref.LSTMScratch, 5, 6, use_peepholes=True),
+        partial(LSTM, 5, 6, use_peepholes=True),
     ),
     lstm(
         "LSTMProj peepholes",
@@ -68,8 +65,6 @@ CASES = [
     ),
     *plain,
     *projected,
-    joined(plain[0]),
-    joined(projected[0]),
     *(
         lstm(
             f"torch.nn.LSTM, {name} by cuDNN",

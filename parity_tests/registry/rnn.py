@@ -23,7 +23,7 @@ from parity_tests.registry.mutation import (
     transposed,
     zeroed,
 )
-from parity_tests.registry.torch_nn import joined, torch_nn_cases
+from parity_tests.registry.torch_nn import torch_nn_cases
 
 rnn = partial(Case, architecture="rnn", layout="scratch")
 tanh = torch_nn_cases("RNN tanh", partial(nn.RNN, nonlinearity="tanh"), RNN, nonlinearity="tanh")
@@ -63,7 +63,6 @@ CASES = [
     ),
     *tanh,
     *relu,
-    joined(tanh[0]),
     language_model("RNNLanguageModel", "scratch"),
     language_model(
         "RNNLanguageModel of LSTM",

@@ -1,6 +1,5 @@
 """What the files of torch.nn's recurrences share."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -48,10 +47,3 @@ def torch_nn_cases(
         )
         for stack, sizes in STACKS.items()
     ]
-
-
-def joined(case: Case) -> Case:
-    """A case with x and h multiplied together, whatever `ops.recurrence` would choose."""
-    name, stack = case.name.split(", ")
-    layer = partial(case.layer, method="joined")
-    return dataclasses.replace(case, name=f"{name} joined, {stack}", layer=layer)
