@@ -137,3 +137,17 @@ def test_the_norm_of_zeros_is_zero_and_its_gradient_finite():
 def test_constructors_refuse(build, message):
     with pytest.raises(ValueError, match=message):
         build(rngs=nnx.Rngs(0))
+
+
+def test_a_gradient_has_the_form_of_the_platform_that_it_is_lowered_for():
+    def loss(v, **weights):
+        state = ModalConvState(jnp.zeros((1, 3, 2, 2)))
+        return jnp.sum(modal_conv(v, state, **weights)[0])
+
+    weights = {name: jnp.ones((3, 2, 2)) for name in ("poles", "residues")}
+    traced = jax.jit(jax.grad(loss)).trace(jnp.ones((1, 64, 3)), skip=jnp.ones(3), **weights)
+    in_steps = {
+        platform: "stablehlo.while" in traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda")
+    }
+    assert in_steps == {"cpu": True, "cuda": False}

@@ -16,6 +16,7 @@ from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import checked
 from jax_models.ops.delta_rule_chunk import CHUNK, Chunk, across, is_bounded
 from jax_models.ops.kernels.matrix_scan import KERNELS
+from jax_models.ops.linear_map import linear_map
 from jax_models.ops.segments import mask_padding, segments
 from jax_models.ops.time_axis import refuse_lengths, states_between
 from jax_models.ops.varying import alike
@@ -278,8 +279,10 @@ def _sequential(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Arra
     def step(t, carry):
         state, y = carry
         x, read = jax.tree.map(partial(at, t), xs), lax.max(t - 1, 0) if reads_after else t
-        state, found = _step(state, x._replace(r=at(read, xs.r)))
-        return state, lax.dynamic_update_index_in_dim(y, found, read, axis=1)
+        readers = [at(read, xs.r)] if x.a is None else [at(read, xs.r), x.a]
+        found = _einsum("bhck,bhkv->bhcv", jnp.stack(readers, axis=-2), state)
+        y = lax.dynamic_update_index_in_dim(y, found[..., 0, :], read, axis=1)
+        return _after(state, x, None if x.a is None else found[..., 1, :]), y
 
     time = xs.k.shape[1]
     y = alike((jnp.zeros(xs.v.shape, state.dtype), xs))[0]
@@ -316,18 +319,57 @@ def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Arra
     return jnp.moveaxis(y, 0, 1), last.mT
 
 
+@jax.custom_jvp
 def _step(state: Array, x: Steps) -> tuple[Array, Array]:
     """The transposed state after a step, and what r reads of the one before it."""
-    if x.a is None or x.b is None:
-        correction, y = 0, _read(state, x.r)
-    else:
-        found = _einsum("bhck,bhkv->bhcv", jnp.stack([x.r, x.a], axis=-2), state)
-        correction, y = _outer(x.b, found[..., 1, :]), found[..., 0, :]
-    return state * jnp.exp(x.log_w)[..., None] + _outer(x.k, x.v) + correction, y
+    after, y, _ = _step_and_found(state, x)
+    return after, y
+
+
+@_step.defjvp
+def _step_jvp(primals, tangents):
+    after, y, found = _step_and_found(*primals)
+    return (after, y), linear_map(_step_tangent, _step_gradient, (*primals, found), tangents)
+
+
+def _step_and_found(state: Array, x: Steps) -> tuple[Array, Array, Array | None]:
+    """Also what a reads of the state; the backward pass needs no y, so XLA drops its product."""
+    found = None if x.a is None else _read(state, x.a)
+    return _after(state, x, found), _read(state, x.r), found
+
+
+def _after(state: Array, x: Steps, found: Array | None) -> Array:
+    after = state * jnp.exp(x.log_w)[..., None] + _outer(x.k, x.v)
+    return after if x.b is None or found is None else after + _outer(x.b, found)
+
+
+def _step_tangent(residuals, tangents):
+    state, x, _ = residuals
+    after, y, _ = jax.jvp(_step_and_found, (state, x), tangents)[1]
+    return after, y
+
+
+def _step_gradient(residuals, gradients):
+    """Its transpose, whose sums are all products: XLA's CPU backend computes those fastest."""
+    (state, x, found), (after, y) = residuals, gradients
+    w = jnp.exp(x.log_w)
+    before = after * w[..., None] + _outer(x.r, y)
+    a, b = None, None
+    if found is not None:
+        of_found = _read(after, x.b)
+        before += _outer(x.a, of_found)
+        a, b = _read_values(state, of_found), _read_values(after, found)
+    log_w = w * _einsum("bhkv,bhkv->bhk", after, state)
+    r, k, v = _read_values(state, y), _read_values(after, x.v), _read(after, x.k)
+    return before, Steps(r, log_w, k, v, a, b)
 
 
 def _read(state: Array, r: Array) -> Array:
     return _einsum("bhk,bhkv->bhv", r, state)
+
+
+def _read_values(state: Array, v: Array) -> Array:
+    return _einsum("bhkv,bhv->bhk", state, v)
 
 
 def _outer(k: Array, v: Array) -> Array:

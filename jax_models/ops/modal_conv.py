@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import default_backend, lax
+from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Complex, Float, Int
 
@@ -99,8 +99,14 @@ def _modal_conv(u, start, poles, residues, skip, lengths, reset):
 def _modal_conv_jvp(primals, tangents):
     u, _, poles, _, _, *masks = primals
     few = u.shape[0] * u.shape[1] * poles.size < MANY_STATES
-    form = _sequential if few and default_backend() == "cpu" else _chunked
-    return jax.jvp(lambda *arrays: form(*arrays, *masks), primals[:5], tangents[:5])
+    run = _fastest_derivative if few else _chunked
+    return jax.jvp(lambda *arrays: run(*arrays, *masks), primals[:5], tangents[:5])
+
+
+@jax.jit  # uncompiled, the default device would decide
+def _fastest_derivative(*args):
+    """The derivative of `by_platform` would run the chosen form twice."""
+    return lax.platform_dependent(*args, cpu=_sequential, default=_chunked)
 
 
 @jax.jit  # the scan of an eager call would be compiled each time
