@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ from parity_tests.engine.results import (
     ErrorsByGroup,
     Results,
     errors_of,
-    largest_by_group,
     named_leaves,
     only_floating,
 )
@@ -92,14 +91,14 @@ class JaxReference(Reference):
         found = said(results, self.oracle, f"{dtype} reference", logits)
         return dataclasses.replace(found, dtypes=self._side.found[dtype].dtypes)
 
-    def _scatter(self, dtype: str) -> ErrorsByGroup:
+    def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"reference, rounded to {dtype} at random")
         problem = self._coarse(dtype)
         side = JaxSide(problem, rounding=dtype)
-        return largest_by_group(
-            errors_of(side.run(problem, "float64", self.oracle, self.cast_to, noise=i), self.oracle)
-            for i in range(ROUNDED_RUNS)
-        )
+        for seed in range(ROUNDED_RUNS):
+            results = side.run(problem, "float64", self.oracle, self.cast_to, noise=seed)
+            yield errors_of(results, self.oracle)
+            del results
 
     def _coarse(self, dtype: str) -> Problem:
         """With weights and inputs of a dtype."""

@@ -27,7 +27,6 @@ from parity_tests.engine.results import (
     ErrorsByGroup,
     Results,
     errors_of,
-    largest_by_group,
 )
 from parity_tests.engine.rounding import InFloat64
 from parity_tests.engine.tolerance import ROUNDED_RUNS
@@ -73,14 +72,12 @@ class TorchReference(Reference):
             found = dataclasses.replace(found, dtypes=result_dtypes(self.problem, dtype))
         return found
 
-    def _scatter(self, dtype: str) -> ErrorsByGroup:
+    def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"torch, rounded to {dtype} at random")
-        return largest_by_group(
-            errors_of(
-                run_torch_rounded(self.problem, dtype, seed, self._mode.decisions), self.oracle
-            )
-            for seed in range(ROUNDED_RUNS)
-        )
+        for seed in range(ROUNDED_RUNS):
+            results = run_torch_rounded(self.problem, dtype, seed, self._mode.decisions)
+            yield errors_of(results, self.oracle)
+            del results
 
     @functools.cached_property
     def _run(self) -> Run:
