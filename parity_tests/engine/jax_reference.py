@@ -121,19 +121,21 @@ class JaxReference(Reference):
     def _owners(self) -> dict[str, str]:
         return {key: key for key in self.problem.state_dict}
 
-    def theirs(self, dtype: str) -> Theirs:
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
         """What it tells call by call, in float64 and of its rounding in a dtype."""
         coarse = self._coarse(dtype)
 
-        def rounded(seed: int) -> Run:
-            return of_jax(coarse, "float64", self.oracle, self.cast_to, rounding=dtype, noise=seed)
+        def rounded() -> Iterator[Run]:
+            run = partial(of_jax, coarse, "float64", self.oracle, self.cast_to, rounding=dtype)
+            for seed in range(ROUNDED_RUNS):
+                yield run(noise=seed)
 
         return of_runs(
             dtype,
             self._run,
             self._owners,
             lambda: of_jax(self.problem, dtype, self.oracle),
-            rounded,
+            rounded(),
         )
 
     def constants(self) -> dict[str, np.ndarray]:

@@ -195,7 +195,7 @@ class Recorded(Reference):
     def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
         return [self._facts["scatter"][dtype]]
 
-    def theirs(self, dtype: str) -> Theirs:
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
         """What it tells call by call, in float64 and of its rounding in a dtype."""
         return self._theirs(dtype)
 

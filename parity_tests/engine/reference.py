@@ -107,8 +107,11 @@ class Reference(abc.ABC):
     @abc.abstractmethod
     def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...
 
-    def theirs(self, dtype: str) -> Theirs:
-        """What it tells call by call, in float64 and of its rounding in a dtype."""
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
+        """What it tells call by call, in float64 and of its rounding in a dtype.
+
+        `is_forward`: nobody will ask for gradients.
+        """
         raise NotImplementedError(f"{self.name} has no calls")
 
     def constants(self) -> Mapping[str, np.ndarray]:

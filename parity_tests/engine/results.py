@@ -29,6 +29,13 @@ class Results(dict[str, Arrays]):
     padding: Mapping[str, Collection[int]] = MappingProxyType({})
     """The rows of embeddings whose gradient torch drops, by the weights' names."""
 
+    @property
+    def forward(self) -> "Results":
+        """Those of the forward pass."""
+        results = Results({group: self[group] for group in GROUPS[:2] if group in self})
+        results.without_gradient = self.without_gradient
+        return results
+
 
 def aligned(
     groups: dict[str, dict[str, Any]], names: Sequence[tuple[str, str]]

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,13 @@ from parity_tests.engine.results import (
     without_padding,
 )
 from parity_tests.engine.rounding import InFloat64, RandomRounding
-from parity_tests.engine.torch_module import in_double, tensors, twin_in
+from parity_tests.engine.torch_module import cast, converted, in_double, tensors, twin_in
+
+Prepare = Callable[[torch.nn.Module], object]
+"""Changes the copy of the twin that is to run."""
 
 
-def run_oracle(problem: Problem) -> tuple[Results, InFloat64]:
+def run_oracle(problem: Problem, prepare: Prepare = lambda twin: None) -> tuple[Results, InFloat64]:
     """What `run_torch` returns, in float64 throughout, and what was found on the way.
 
     Raises:
@@ -31,7 +34,7 @@ def run_oracle(problem: Problem) -> tuple[Results, InFloat64]:
     """
     try:
         with InFloat64() as mode:
-            results = run_torch(problem, "float64")
+            results = run_torch(problem, "float64", prepare)
     except RuntimeError as error:
         if "dtype" not in str(error):
             raise
@@ -42,16 +45,23 @@ def run_oracle(problem: Problem) -> tuple[Results, InFloat64]:
     return results, mode
 
 
-def run_torch(problem: Problem, dtype: str) -> Results:
+def run_torch(problem: Problem, dtype: str, prepare: Prepare = lambda twin: None) -> Results:
     """The torch side's result, and the gradients that random cotangents give."""
-    return _run_twin(problem, twin_in(problem.twin, dtype), tensors(problem.inputs, dtype))
+    twin = twin_in(problem.twin, dtype)
+    prepare(twin)
+    return _run_twin(problem, twin, tensors(problem.inputs, dtype))
 
 
 def run_torch_rounded(
-    problem: Problem, dtype: str, seed: int, decisions: Sequence[torch.Tensor]
+    problem: Problem,
+    dtype: str,
+    seed: int,
+    decisions: Sequence[torch.Tensor],
+    prepare: Prepare = lambda twin: None,
 ) -> Results:
     """As `run_torch`, in float64 with each operation's result rounded to the dtype at random."""
-    twin = twin_in(twin_in(problem.twin, dtype), "float64")
+    twin = converted(problem.twin, lambda tensor: cast(cast(tensor, dtype), "float64"))
+    prepare(twin)
     with RandomRounding(dtype, seed, decisions):
         return _run_twin(problem, twin, in_double(tensors(problem.inputs, dtype)))
 
