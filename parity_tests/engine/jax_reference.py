@@ -95,10 +95,8 @@ class JaxReference(Reference):
         self._say(f"reference, rounded to {dtype} at random")
         problem = self._coarse(dtype)
         side = JaxSide(problem, rounding=dtype)
-        for seed in range(ROUNDED_RUNS):
-            results = side.run(problem, "float64", self.oracle, self.cast_to, noise=seed)
-            yield errors_of(results, self.oracle)
-            del results
+        run = partial(side.run, problem, "float64", self.oracle, self.cast_to)
+        yield from (errors_of(run(noise=seed), self.oracle) for seed in range(ROUNDED_RUNS))
 
     def _coarse(self, dtype: str) -> Problem:
         """With weights and inputs of a dtype."""

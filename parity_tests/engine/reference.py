@@ -90,12 +90,10 @@ class Reference(abc.ABC):
         return functools.cache(self._said)
 
     @functools.cached_property
-    def _kept(self) -> Callable[[str], Callable[[], Iterator[ErrorsByGroup]]]:
-        return functools.cache(lambda dtype: kept(self._rounded(dtype)))
-
-    def rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
+    def rounded(self) -> Callable[[str], Iterator[ErrorsByGroup]]:
         """The errors of runs in float64 that are rounded to a dtype at random, each run once."""
-        return self._kept(dtype)()
+        runs = functools.cache(lambda dtype: kept(self._rounded(dtype)))
+        return lambda dtype: runs(dtype)()
 
     def scatter(self, dtype: str) -> ErrorsByGroup:
         """The largest errors of these runs."""

@@ -32,7 +32,7 @@ from parity_tests.engine.results import (
 )
 from parity_tests.engine.rounding import InFloat64
 from parity_tests.engine.tolerance import ROUNDED_RUNS
-from parity_tests.engine.torch_module import twin_in, weight_owners
+from parity_tests.engine.torch_module import weight_owners
 from parity_tests.engine.torch_side import (
     Prepare,
     result_dtypes,
@@ -77,10 +77,8 @@ class TorchReference(Reference):
 
     def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"torch, rounded to {dtype} at random")
-        for seed in range(ROUNDED_RUNS):
-            results = run_torch_rounded(self.problem, dtype, seed, self._mode.decisions)
-            yield errors_of(results, self.oracle)
-            del results
+        run = partial(run_torch_rounded, self.problem, dtype, decisions=self._mode.decisions)
+        yield from (errors_of(run(seed), self.oracle) for seed in range(ROUNDED_RUNS))
 
     @functools.cached_property
     def _run(self) -> Callable[[bool], Run]:
@@ -170,13 +168,11 @@ def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[s
 
 def rounded_constants(problem: Problem) -> dict[str, np.ndarray]:
     """Those of the twin that are rounded to float32, in float64."""
-    names = [
-        name
+    constants = {
+        name: tensor.detach().double().numpy()
         for name, tensor in named_constants(problem, problem.twin)
-        if is_rounded(tensor.detach().double().numpy()).any()
-    ]
-    by_name = dict(named_constants(problem, twin_in(problem.twin, "float64")))
-    return {name: by_name[name].detach().numpy() for name in names}
+    }
+    return {name: value for name, value in constants.items() if is_rounded(value).any()}
 
 
 def _oracle(

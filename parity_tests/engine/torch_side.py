@@ -1,7 +1,6 @@
 """Run a torch module, forward and backward."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -86,12 +85,13 @@ def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtyp
 
 def changes_result(problem: Problem, keys: Sequence[str]) -> bool:
     """Does the torch side return something else if these weights are 1 more?"""
-    twin = twin_in(problem.twin, "float64")
-    weights = twin.state_dict()
-    with torch.no_grad():
+
+    def change(twin: torch.nn.Module) -> None:
+        weights = twin.state_dict()
         for key in keys:
             weights[key] += 1
-    before, after = forward(problem), forward(dataclasses.replace(problem, twin=twin))
+
+    before, after = forward(problem), forward(problem, change)
     return not all(
         np.array_equal(array, after[group][name], equal_nan=True)
         for group, named in before.items()
@@ -99,10 +99,11 @@ def changes_result(problem: Problem, keys: Sequence[str]) -> bool:
     )
 
 
-def forward(problem: Problem) -> Results:
+def forward(problem: Problem, prepare: Prepare = lambda twin: None) -> Results:
     """The torch side's result in float64."""
     twin, inputs = twin_in(problem.twin, "float64"), tensors(problem.inputs, "float64")
     with torch.no_grad(), same_draws(problem), eager(), InFloat64():
+        prepare(twin)
         groups = grouped(problem.call_twin(twin, *inputs), "torch", as_array)
     return Results(
         {group: {name: _numpy(t) for name, t in named.items()} for group, named in groups.items()}

@@ -159,8 +159,8 @@ def test_a_plain_error_needs_few_runs(factor, most, monkeypatch):
     runs = []
     monkeypatch.setattr(
         "parity_tests.engine.torch_reference.run_torch_rounded",
-        lambda problem, dtype, *args: (
-            runs.append(dtype) or run_torch_rounded(problem, dtype, *args)
+        lambda problem, dtype, *args, **kwargs: (
+            runs.append(dtype) or run_torch_rounded(problem, dtype, *args, **kwargs)
         ),
     )
     torch.manual_seed(0)
