@@ -173,7 +173,7 @@ def test_exported_weights_are_the_twins(finished, tmp_path, capsys):
         torch=of_twin,
         jax={"logits": np.asarray(ours)},
         torch32=of_twin,
-        scatter=dict,
+        rounded=(),
     )
     assert error.passed
 

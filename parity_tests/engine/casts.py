@@ -5,6 +5,7 @@ they cast to float32, so that a fault far below float32's rounding is seen.
 """
 
 import dataclasses
+import itertools
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -315,6 +316,12 @@ class Lift:
         return self._bind(equation, given, equation.params)
 
     def _bind(self, equation: Any, operands: list[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+        x = operands[0] if equation.primitive is lax.slice_p else None
+        if is_real(getattr(x, "dtype", None)) and not isinstance(x, Tracer):
+            # without jit, JAX would compile a program for each step of a loop over a sequence
+            bounds = params["start_indices"], params["limit_indices"], params["strides"] or ()
+            slices = itertools.starmap(slice, itertools.zip_longest(*bounds))
+            return [jnp.asarray(np.asarray(x)[tuple(slices)])]
         results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
         return results if equation.primitive.multiple_results else [results]
 
@@ -358,7 +365,16 @@ class Lift:
         )
 
 
-class Unvaried(Lift):
+class Known(Lift):
+    """Computes only what depends on no argument that is None."""
+
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        if called_body(equation) is None and any(x is None for x in operands):
+            return [None] * len(equation.outvars)
+        return super()._equation(equation, operands)
+
+
+class Unvaried(Known):
     """Computes only what depends on no argument, and collects its real numbers."""
 
     def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str]):
@@ -378,11 +394,6 @@ class Unvaried(Lift):
 
     def _constant(self, atom: Any, value: Any) -> Any:
         return self._up(super()._constant(atom, value))
-
-    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
-        if called_body(equation) is None and any(x is None for x in operands):
-            return [None] * len(equation.outvars)
-        return super()._equation(equation, operands)
 
 
 def _as_many_axes(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:

@@ -183,9 +183,9 @@ def _departure(
 
     dtype, group, error = next(report.failures, (problem.dtypes[0], "", None))
     bound = error.bound if error is not None and dtype == "float64" else 0.0
-    return find_departure(
-        problem, reference.theirs(dtype), names, bound, is_forward=group in GROUPS[:2]
-    )
+    is_forward = group in GROUPS[:2]
+    theirs = reference.theirs(dtype, is_forward=is_forward)
+    return find_departure(problem, theirs, names, bound, is_forward=is_forward)
 
 
 def _all_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:

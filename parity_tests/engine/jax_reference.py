@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ from parity_tests.engine.results import (
     ErrorsByGroup,
     Results,
     errors_of,
-    largest_by_group,
     named_leaves,
     only_floating,
 )
@@ -92,14 +91,12 @@ class JaxReference(Reference):
         found = said(results, self.oracle, f"{dtype} reference", logits)
         return dataclasses.replace(found, dtypes=self._side.found[dtype].dtypes)
 
-    def _scatter(self, dtype: str) -> ErrorsByGroup:
+    def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"reference, rounded to {dtype} at random")
         problem = self._coarse(dtype)
         side = JaxSide(problem, rounding=dtype)
-        return largest_by_group(
-            errors_of(side.run(problem, "float64", self.oracle, self.cast_to, noise=i), self.oracle)
-            for i in range(ROUNDED_RUNS)
-        )
+        run = partial(side.run, problem, "float64", self.oracle, self.cast_to)
+        yield from (errors_of(run(noise=seed), self.oracle) for seed in range(ROUNDED_RUNS))
 
     def _coarse(self, dtype: str) -> Problem:
         """With weights and inputs of a dtype."""
@@ -122,19 +119,21 @@ class JaxReference(Reference):
     def _owners(self) -> dict[str, str]:
         return {key: key for key in self.problem.state_dict}
 
-    def theirs(self, dtype: str) -> Theirs:
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
         """What it tells call by call, in float64 and of its rounding in a dtype."""
         coarse = self._coarse(dtype)
 
-        def rounded(seed: int) -> Run:
-            return of_jax(coarse, "float64", self.oracle, self.cast_to, rounding=dtype, noise=seed)
+        def rounded() -> Iterator[Run]:
+            run = partial(of_jax, coarse, "float64", self.oracle, self.cast_to, rounding=dtype)
+            for seed in range(ROUNDED_RUNS):
+                yield run(noise=seed)
 
         return of_runs(
             dtype,
             self._run,
             self._owners,
             lambda: of_jax(self.problem, dtype, self.oracle),
-            rounded,
+            rounded(),
         )
 
     def constants(self) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ from jax_models.weights.constant import Constant
 from jax_models.weights.trees import is_floating
 from parity_tests.engine.casts import (
     Found,
+    Known,
     Lift,
     Unvaried,
     lifted_dtypes,
@@ -152,7 +153,7 @@ class JaxSide:
         """Zeros in the shapes of the float64 result, and what was found on the way."""
         with self._settings("float64"):
             found = Found()
-            closed, groups = self._traced(problem, found)
+            closed, groups, _ = self._traced(problem, found)
             look_into(closed, found)
         zeros = {
             group: {n: np.broadcast_to(np.zeros((), s.dtype), s.shape) for n, s in named.items()}
@@ -163,15 +164,24 @@ class JaxSide:
     def unvaried(self, problem: Problem) -> list[np.ndarray]:
         """The arrays of the float64 forward pass that depend on no input and no weight."""
         with self._settings("float64"):
-            closed, _ = self._traced(problem, Found())
+            closed, *_ = self._traced(problem, Found())
             return Unvaried(closed, lifted_dtypes(set())).arrays()
 
-    def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any]:
+    def compute_weights(self, problem: Problem) -> None:
+        """Compute what the float64 forward pass computes of weights alone, of no input."""
+        with self._settings("float64"):
+            closed, _, ((weights, floating), (held, rest, others)) = self._traced(problem, Found())
+            inputs = {*map(id, jax.tree.leaves((floating, others)))}
+            leaves = jax.tree.leaves(((weights, floating), (held, rest, others)))
+            given = [None if id(leaf) in inputs else leaf for leaf in leaves]
+            Known(closed, {}, Found(), ()).evaluate(given)
+
+    def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any, tuple[Any, Any]]:
         differentiated, given, _ = self._arguments(problem, "float64", ())
         made_for = Traced("float64", (), (), backward=False)
         forward = partial(self._forward, traced=made_for, found=found)
         closed, (_, groups) = traced(forward, (differentiated, given), found)
-        return closed, groups
+        return closed, groups, (differentiated, given)
 
     @contextlib.contextmanager
     def _settings(self, dtype: str) -> Iterator[None]:

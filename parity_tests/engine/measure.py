@@ -109,7 +109,7 @@ def _errors(
             ours=errors[group],
             theirs=theirs[group],
             theirs32=theirs32[group],
-            scatter=lambda group=group: reference.scatter(dtype)[group],
+            rounded=(run[group] for run in reference.rounded(dtype)),
             least=least.get(group),
         )
         for group in GROUPS

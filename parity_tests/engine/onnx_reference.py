@@ -32,7 +32,6 @@ from parity_tests.engine.results import (
     Results,
     errors_of,
     grouped,
-    largest_by_group,
 )
 from parity_tests.engine.source import Source
 from parity_tests.engine.tolerance import ROUNDED_RUNS
@@ -148,16 +147,12 @@ class OnnxReference(Reference):
             found = dataclasses.replace(found, dtypes=self.said("float32").dtypes)
         return found
 
-    def _scatter(self, dtype: str) -> ErrorsByGroup:
+    def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"ONNX, rounded to {dtype} at random")
         problem, decisions = self.problem, self._mode.decisions
-        return largest_by_group(
-            errors_of(
-                run(problem, RandomRounding(dtype, seed, decisions, problem.constants), dtype),
-                self.oracle,
-            )
-            for seed in range(ROUNDED_RUNS)
-        )
+        for seed in range(ROUNDED_RUNS):
+            rounding = RandomRounding(dtype, seed, decisions, problem.constants)
+            yield errors_of(run(problem, rounding, dtype), self.oracle)
 
     def constants(self) -> dict[str, np.ndarray]:
         """The constants that may be moved within the rounding of float32."""

@@ -192,10 +192,10 @@ class Recorded(Reference):
         logits = None if said["logits"] is None else LogitsError(**said["logits"])
         return Said(said["errors"], dtypes, tuple(said["overflows"]), logits)
 
-    def _scatter(self, dtype: str) -> ErrorsByGroup:
-        return self._facts["scatter"][dtype]
+    def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
+        return [self._facts["scatter"][dtype]]
 
-    def theirs(self, dtype: str) -> Theirs:
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
         """What it tells call by call, in float64 and of its rounding in a dtype."""
         return self._theirs(dtype)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from parity_tests.engine.results import (
     ErrorsByGroup,
     Results,
     errors_of,
+    kept,
     largest_by_group,
 )
 
@@ -89,18 +90,26 @@ class Reference(abc.ABC):
         return functools.cache(self._said)
 
     @functools.cached_property
-    def scatter(self) -> Callable[[str], ErrorsByGroup]:
-        """The largest errors of runs in float64 that are rounded to a dtype at random."""
-        return functools.cache(self._scatter)
+    def rounded(self) -> Callable[[str], Iterator[ErrorsByGroup]]:
+        """The errors of runs in float64 that are rounded to a dtype at random, each run once."""
+        runs = functools.cache(lambda dtype: kept(self._rounded(dtype)))
+        return lambda dtype: runs(dtype)()
+
+    def scatter(self, dtype: str) -> ErrorsByGroup:
+        """The largest errors of these runs."""
+        return largest_by_group(self.rounded(dtype))
 
     @abc.abstractmethod
     def _said(self, dtype: str) -> Said: ...
 
     @abc.abstractmethod
-    def _scatter(self, dtype: str) -> ErrorsByGroup: ...
+    def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...
 
-    def theirs(self, dtype: str) -> Theirs:
-        """What it tells call by call, in float64 and of its rounding in a dtype."""
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
+        """What it tells call by call, in float64 and of its rounding in a dtype.
+
+        `is_forward`: nobody will ask for gradients.
+        """
         raise NotImplementedError(f"{self.name} has no calls")
 
     def constants(self) -> Mapping[str, np.ndarray]:

@@ -1,10 +1,12 @@
 """What a side returns: arrays by group and name."""
 
+import copy
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import numpy as np
 from parity_tests.engine.problem import Arrays, in_every_dtype
 from parity_tests.engine.tolerance import relative_errors
 
+T = TypeVar("T")
 GROUPS = ("outputs", "final state", "input gradient", "weight gradients")
 ErrorsByGroup = dict[str, dict[str, float]]
 """Relative errors by group and name."""
@@ -25,6 +28,13 @@ class Results(dict[str, Arrays]):
     """Group and name of what torch does not differentiate."""
     padding: Mapping[str, Collection[int]] = MappingProxyType({})
     """The rows of embeddings whose gradient torch drops, by the weights' names."""
+
+    @property
+    def forward(self) -> "Results":
+        """Those of the forward pass."""
+        results = Results({group: self[group] for group in GROUPS[:2] if group in self})
+        results.without_gradient = self.without_gradient
+        return results
 
 
 def aligned(
@@ -119,6 +129,12 @@ def errors_of(results: Results, oracle: Results) -> ErrorsByGroup:
         )
         for group in filter(oracle.__contains__, results)
     }
+
+
+def kept(runs: Iterable[T]) -> Callable[[], Iterator[T]]:
+    """Iterates over the same from the start each time, and makes what was not asked for before."""
+    (first,) = itertools.tee(runs, 1)
+    return lambda: copy.copy(first)
 
 
 def largest_by_group(runs: Iterable[ErrorsByGroup]) -> ErrorsByGroup:

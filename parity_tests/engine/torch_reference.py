@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -27,12 +29,12 @@ from parity_tests.engine.results import (
     ErrorsByGroup,
     Results,
     errors_of,
-    largest_by_group,
 )
 from parity_tests.engine.rounding import InFloat64
 from parity_tests.engine.tolerance import ROUNDED_RUNS
-from parity_tests.engine.torch_module import twin_in, weight_owners
+from parity_tests.engine.torch_module import weight_owners
 from parity_tests.engine.torch_side import (
+    Prepare,
     result_dtypes,
     run_oracle,
     run_torch,
@@ -73,45 +75,41 @@ class TorchReference(Reference):
             found = dataclasses.replace(found, dtypes=result_dtypes(self.problem, dtype))
         return found
 
-    def _scatter(self, dtype: str) -> ErrorsByGroup:
+    def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"torch, rounded to {dtype} at random")
-        return largest_by_group(
-            errors_of(
-                run_torch_rounded(self.problem, dtype, seed, self._mode.decisions), self.oracle
-            )
-            for seed in range(ROUNDED_RUNS)
-        )
+        run = partial(run_torch_rounded, self.problem, dtype, decisions=self._mode.decisions)
+        yield from (errors_of(run(seed), self.oracle) for seed in range(ROUNDED_RUNS))
 
     @functools.cached_property
-    def _run(self) -> Run:
-        self._say("torch in float64, call by call")
-        return of_torch(self.problem, lambda problem: run_oracle(problem)[0])
+    def _run(self) -> Callable[[bool], Run]:
+        def run(is_forward: bool) -> Run:
+            self._say("torch in float64, call by call")
+            return of_torch(self.problem, partial(_oracle, self.problem), is_forward=is_forward)
 
-    def theirs(self, dtype: str) -> Theirs:
+        return functools.cache(run)
+
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
         """What it tells call by call, in float64 and of its rounding in a dtype."""
-        decisions = self._mode.decisions
+        problem, decisions = self.problem, self._mode.decisions
+        traced = partial(of_torch, problem, is_forward=is_forward)
 
-        def rounded(seed: int) -> Run:
-            return of_torch(
-                self.problem, lambda problem: run_torch_rounded(problem, dtype, seed, decisions)
-            )
+        def rounded() -> Iterator[Run]:
+            for seed in range(ROUNDED_RUNS):
+                yield traced(partial(run_torch_rounded, problem, dtype, seed, decisions))
+
+        def moved() -> Iterator[Run]:
+            for moves in random_moves(self._constants.values(), self.seed):
+                by_name = dict(zip(self._constants, moves, strict=True))
+                yield traced(partial(_oracle, problem, moves=by_name))
 
         return of_runs(
             dtype,
-            self._run,
-            weight_owners(self.problem.twin),
-            lambda: of_torch(self.problem, lambda problem: run_torch(problem, dtype)),
-            rounded,
-            self._moved,
+            self._run(is_forward),
+            weight_owners(problem.twin),
+            lambda: traced(partial(run_torch, problem, dtype)),
+            rounded(),
+            moved(),
         )
-
-    def _moved(self) -> Iterator[Run]:
-        """In float64, with constants that are off by their rounding to float32."""
-        for moves in random_moves(self._constants.values(), self.seed):
-            moved = dict(zip(self._constants, moves, strict=True))
-            yield of_torch(
-                with_moved_constants(self.problem, moved), lambda problem: run_oracle(problem)[0]
-            )
 
     @functools.cached_property
     def _constants(self) -> dict[str, np.ndarray]:
@@ -127,7 +125,7 @@ class TorchReference(Reference):
         if not moves:
             return self.oracle
         moved = dict(zip(self._constants, moves, strict=True))
-        return run_oracle(with_moved_constants(self.problem, moved))[0]
+        return _oracle(self.problem, lambda twin: None, moved)
 
 
 def random_results(problem: Problem, oracle: Results, mode: InFloat64) -> list[str]:
@@ -170,23 +168,26 @@ def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[s
 
 def rounded_constants(problem: Problem) -> dict[str, np.ndarray]:
     """Those of the twin that are rounded to float32, in float64."""
-    names = [
-        name
+    constants = {
+        name: tensor.detach().double().numpy()
         for name, tensor in named_constants(problem, problem.twin)
-        if is_rounded(tensor.detach().double().numpy()).any()
-    ]
-    by_name = dict(named_constants(problem, twin_in(problem.twin, "float64")))
-    return {name: by_name[name].detach().numpy() for name in names}
+    }
+    return {name: value for name, value in constants.items() if is_rounded(value).any()}
 
 
-def with_moved_constants(problem: Problem, moves: Mapping[str, np.ndarray]) -> Problem:
-    """The problem in float64, each of these constants another by such a part of its size."""
-    twin = twin_in(problem.twin, "float64")
-    by_name = dict(named_constants(problem, twin))
-    with torch.no_grad():
-        for name, part in moves.items():
-            by_name[name].mul_(torch.tensor(1 + part))
-    return dataclasses.replace(problem, twin=twin)
+def _oracle(
+    problem: Problem, prepare: Prepare, moves: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> Results:
+    """The float64 results where each of these constants is another by such a part of its size."""
+
+    def moved(twin: torch.nn.Module) -> None:
+        by_name = dict(named_constants(problem, twin)) if moves else {}
+        with torch.no_grad():
+            for name, part in moves.items():
+                by_name[name].mul_(torch.tensor(1 + part))
+        prepare(twin)
+
+    return run_oracle(problem, moved)[0]
 
 
 def measure_twin(

@@ -1,8 +1,7 @@
 """Run a torch module, forward and backward."""
 
 import contextlib
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +18,13 @@ from parity_tests.engine.results import (
     without_padding,
 )
 from parity_tests.engine.rounding import InFloat64, RandomRounding
-from parity_tests.engine.torch_module import in_double, tensors, twin_in
+from parity_tests.engine.torch_module import cast, converted, in_double, tensors, twin_in
+
+Prepare = Callable[[torch.nn.Module], object]
+"""Changes the copy of the twin that is to run."""
 
 
-def run_oracle(problem: Problem) -> tuple[Results, InFloat64]:
+def run_oracle(problem: Problem, prepare: Prepare = lambda twin: None) -> tuple[Results, InFloat64]:
     """What `run_torch` returns, in float64 throughout, and what was found on the way.
 
     Raises:
@@ -31,7 +33,7 @@ def run_oracle(problem: Problem) -> tuple[Results, InFloat64]:
     """
     try:
         with InFloat64() as mode:
-            results = run_torch(problem, "float64")
+            results = run_torch(problem, "float64", prepare)
     except RuntimeError as error:
         if "dtype" not in str(error):
             raise
@@ -42,16 +44,23 @@ def run_oracle(problem: Problem) -> tuple[Results, InFloat64]:
     return results, mode
 
 
-def run_torch(problem: Problem, dtype: str) -> Results:
+def run_torch(problem: Problem, dtype: str, prepare: Prepare = lambda twin: None) -> Results:
     """The torch side's result, and the gradients that random cotangents give."""
-    return _run_twin(problem, twin_in(problem.twin, dtype), tensors(problem.inputs, dtype))
+    twin = twin_in(problem.twin, dtype)
+    prepare(twin)
+    return _run_twin(problem, twin, tensors(problem.inputs, dtype))
 
 
 def run_torch_rounded(
-    problem: Problem, dtype: str, seed: int, decisions: Sequence[torch.Tensor]
+    problem: Problem,
+    dtype: str,
+    seed: int,
+    decisions: Sequence[torch.Tensor],
+    prepare: Prepare = lambda twin: None,
 ) -> Results:
     """As `run_torch`, in float64 with each operation's result rounded to the dtype at random."""
-    twin = twin_in(twin_in(problem.twin, dtype), "float64")
+    twin = converted(problem.twin, lambda tensor: cast(cast(tensor, dtype), "float64"))
+    prepare(twin)
     with RandomRounding(dtype, seed, decisions):
         return _run_twin(problem, twin, in_double(tensors(problem.inputs, dtype)))
 
@@ -76,12 +85,13 @@ def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtyp
 
 def changes_result(problem: Problem, keys: Sequence[str]) -> bool:
     """Does the torch side return something else if these weights are 1 more?"""
-    twin = twin_in(problem.twin, "float64")
-    weights = twin.state_dict()
-    with torch.no_grad():
+
+    def change(twin: torch.nn.Module) -> None:
+        weights = twin.state_dict()
         for key in keys:
             weights[key] += 1
-    before, after = forward(problem), forward(dataclasses.replace(problem, twin=twin))
+
+    before, after = forward(problem), forward(problem, change)
     return not all(
         np.array_equal(array, after[group][name], equal_nan=True)
         for group, named in before.items()
@@ -89,10 +99,11 @@ def changes_result(problem: Problem, keys: Sequence[str]) -> bool:
     )
 
 
-def forward(problem: Problem) -> Results:
+def forward(problem: Problem, prepare: Prepare = lambda twin: None) -> Results:
     """The torch side's result in float64."""
     twin, inputs = twin_in(problem.twin, "float64"), tensors(problem.inputs, "float64")
     with torch.no_grad(), same_draws(problem), eager(), InFloat64():
+        prepare(twin)
         groups = grouped(problem.call_twin(twin, *inputs), "torch", as_array)
     return Results(
         {group: {name: _numpy(t) for name, t in named.items()} for group, named in groups.items()}

@@ -37,7 +37,6 @@ from parity_tests.engine.tolerance import (
     K,
     floor,
     group_error,
-    largest_errors,
     relative_errors,
     rms,
 )
@@ -315,7 +314,7 @@ class Comparison:
                     torch=only(self._compared(self._twins[dtype]), shown),
                     jax=only(ours, shown),
                     torch32=only(self._compared(self._twins["float32"]), shown),
-                    scatter=partial(self._scatter, dtype, step, only(oracle, shown)),
+                    rounded=self._scatter(dtype, step, only(oracle, shown)),
                 )
                 self._errors[dtype].append(error)
                 if not error.passed and dtype not in self._departures:
@@ -364,12 +363,11 @@ class Comparison:
             **(averaged(only(of_torch(mean), trained)) if mean else {}),
         }
 
-    def _scatter(self, dtype: str, step: int, oracle: Arrays) -> dict[str, float]:
-        runs = (
-            only(self._compared(run.after(self._batches[:step])), {*oracle})
-            for run in self._rounded[dtype]
-        )
-        return largest_errors(runs, oracle)
+    def _scatter(self, dtype: str, step: int, oracle: Arrays) -> Iterator[dict[str, float]]:
+        """The errors of trainings with random rounding."""
+        for run in self._rounded[dtype]:
+            after = self._compared(run.after(self._batches[:step]))
+            yield relative_errors(only(after, {*oracle}), oracle)
 
     def _norms_of(self, gradients: Arrays) -> tuple[float, float]:
         """The norms of torch's gradient and of JAX's, over the weights that torch trains."""

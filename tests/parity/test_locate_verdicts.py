@@ -1,5 +1,7 @@
 """What the report says: the culprit, that there is none, or that it is not known."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +12,7 @@ from flax import nnx
 from jax_models.weights import linear, same
 from parity_tests import compare, tap
 from parity_tests.engine.locate.find import find_departure
+from parity_tests.engine.locate.torch_side import of_torch
 from parity_tests.engine.torch_reference import TorchReference
 from parity_tests.registry import CASES, MUTATIONS
 
@@ -132,3 +135,31 @@ def test_a_gradient_that_only_a_weight_lacks():
     table = [*linear("linear", "linear"), same("gain", "gain")]
     location = compare(TorchGain(), Gain(), X, weights=table, locate=True).location
     assert location.verdict == "the module itself, backward, after linear", f"\n{location}"
+
+
+def test_gradients_are_computed_only_where_a_departure_may_be_in_them(monkeypatch):
+    """Results that depart forward are explained forward, at less than half of the cost."""
+    traced = []
+
+    def kept(*args, **kwargs):
+        traced.append(of_torch(*args, **kwargs))
+        return traced[-1]
+
+    monkeypatch.setattr("parity_tests.engine.torch_reference.of_torch", kept)
+    twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+
+    def model(weights, x, forward, backward):
+        h = jnp.tanh(tap("0", x @ weights["0.weight"].T + weights["0.bias"]))
+        h = h + backward * (h - jax.lax.stop_gradient(h)) + forward
+        return h @ weights["2.weight"].T + weights["2.bias"]
+
+    for fault in ((0.1, 0.0), (0.0, 0.1)):
+        port = partial(model, forward=fault[0], backward=fault[1])
+        location = compare(twin, port, X[0], weights=dict, locate=True).location
+        assert f", {'forward' if fault[0] else 'backward'}" in str(location)
+    sizes = [
+        sum(a.size for call in run.trace.calls for a in call.slots["output gradients"].values())
+        for run in traced
+    ]
+    assert sizes[0] == 0 < sizes[-1]
+    assert ["weight gradients" in run.results for run in traced] == [bool(size) for size in sizes]

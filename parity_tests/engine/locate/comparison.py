@@ -144,7 +144,10 @@ class Comparison:
         search = Search(wanted)
         with recording(Trace(), self.problem) as side:
             watching = JaxSide(side, transform=lambda function: watched(function, search.see))
-            watching.run(side, self.theirs.dtype, self.oracle.results)
+            results = self.oracle.results
+            watching.run(
+                side, self.theirs.dtype, results.forward if direction is FORWARD else results
+            )
         for each, found in zip(places.values(), wanted, strict=True):
             if found.error <= found.bound:
                 for call, slot, label in each:

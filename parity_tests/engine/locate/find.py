@@ -65,7 +65,7 @@ def find_departure(
     culprit backward explains.
     """
     oracle = theirs.run
-    ours = of_jax(problem, theirs.dtype, oracle.results)
+    ours = of_jax(problem, theirs.dtype, oracle.results.forward if is_forward else oracle.results)
     weigh(problem, ours.trace, theirs.owners)
     pairs = paired(oracle.trace.calls, ours.trace.calls, names)
     pairs[oracle.whole] = [ours.whole]

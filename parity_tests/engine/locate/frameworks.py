@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.core import Tracer
 
 from parity_tests.engine.locate.hyperparameters import hyperparameters_of
 from parity_tests.engine.locate.record import Call, Trace, observe, tapped
@@ -26,7 +25,7 @@ class Recorder:
     """Tells a trace of the calls of modules.
 
     `name_of(module)` and `weights_of(module)`, its arrays, differ by framework. `on_weights` gets a
-    call and its weights' values, in a run in which they are no tracers.
+    call and its weights, which may be traced.
     """
 
     def __init__(self, trace: Trace, on_weights: Callable[[Call, list[Any]], None] | None):
@@ -53,7 +52,7 @@ class Recorder:
         )
         if self.on_weights is not None:
             leaves = [leaf for leaf in jax.tree.leaves(weights()) if hasattr(leaf, "shape")]
-            self.on_weights(call, [leaf for leaf in leaves if not isinstance(leaf, Tracer)])
+            self.on_weights(call, leaves)
         self._running.add(key)
         try:
             with self.trace.running(call):

@@ -60,6 +60,8 @@ class Trace:
     open: list[Call] = dataclasses.field(default_factory=list)
     nodes: dict[Any, Call | None] = dataclasses.field(default_factory=dict)
     """The call that gives a node of torch's graph, None if it takes it."""
+    is_forward: bool = False
+    """Are only the labels of gradients kept?"""
 
     def begin(self, name: str, kind: str, **fields: Any) -> Call:
         """A call, made in the innermost one that has not returned."""
@@ -85,7 +87,8 @@ class Trace:
     def keep(self, call: Call, slot: str, label: str, value: Any) -> None:
         """A value that came by; of several under one label, the last."""
         self.events.append((call, slot))
-        call.slots[slot][label] = np.array(value)
+        is_kept = not self.is_forward or slot in ("inputs", "outputs")
+        call.slots[slot][label] = np.array(value if is_kept else ())
 
 
 def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, path: str = "") -> Any:

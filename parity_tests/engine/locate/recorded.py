@@ -7,7 +7,7 @@ import numpy as np
 
 from parity_tests.engine.locate.record import SLOTS, Call, Trace
 from parity_tests.engine.locate.run import Run
-from parity_tests.engine.locate.theirs import Own, Place, Theirs
+from parity_tests.engine.locate.theirs import Own, Place, Theirs, largest
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.results import Results
 
@@ -17,7 +17,7 @@ def calls_as_facts(told: Sequence[Theirs], arrays: Arrays) -> dict[str, Any]:
     trace, number = told[0].run.trace, told[0].number
     arrays |= {_name(place): _at(trace, place) for place in _places(trace)}
     for theirs in told:
-        errors = [theirs.own().errors, theirs.scatter(), theirs.by_constants()]
+        errors = [theirs.own().errors, largest(theirs.rounded()), largest(theirs.moved())]
         found = [[each.get(place, 0.0) for place in _places(trace)] for each in errors]
         arrays[_rounding(theirs.dtype)] = np.array(found)
     return {
@@ -68,7 +68,7 @@ def calls_of(
     for call, each in zip(trace.calls, facts["calls"], strict=True):
         call.sources = {trace.calls[i] for i in each["sources"]}
     trace.events = [(trace.calls[i], SLOTS[slot]) for i, slot in facts["events"]]
-    own, scatter, by_constants = (
+    own, rounded, moved = (
         dict(zip(_places(trace), errors.tolist(), strict=True))
         for errors in arrays[_rounding(dtype)]
     )
@@ -77,9 +77,7 @@ def calls_of(
         for of_call in facts["dtypes"][dtype]
     ]
     run = Run(oracle, trace, trace.calls[0])
-    return Theirs(
-        dtype, run, owners, lambda: Own(own, dtypes), lambda: scatter, lambda: by_constants
-    )
+    return Theirs(dtype, run, owners, lambda: Own(own, dtypes), lambda: [rounded], lambda: [moved])
 
 
 def _places(trace: Trace) -> list[Place]:

@@ -106,7 +106,8 @@ class Search:
         if not candidates:
             return
         value = np.asarray(value, float)
-        norm = float(np.linalg.norm(value))
+        with np.errstate(over="ignore"):  # an additive mask may have the least number of all
+            norm = float(np.linalg.norm(value))
         if not np.isfinite(norm):
             return
         is_known = False

@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from parity_tests.engine.locate.record import SLOTS, Call
 from parity_tests.engine.locate.run import Run
-from parity_tests.engine.tolerance import ROUNDED_RUNS, K, rms
+from parity_tests.engine.results import kept
+from parity_tests.engine.tolerance import K, raised, rms
 
 Place = tuple[int, str, str]
 """The number of a call, a slot of it, and a label."""
@@ -35,10 +37,10 @@ class Theirs:
     owners: Mapping[str, str]
     """The key of each weight, or the first of the keys that share it."""
     own: Callable[[], Own]
-    scatter: Callable[[], Errors]
-    """The largest errors of runs that are rounded to the dtype at random."""
-    by_constants: Callable[[], Errors]
-    """The largest errors of runs whose constants are off by their rounding to float32."""
+    rounded: Callable[[], Iterable[Errors]]
+    """The errors of runs that are rounded to the dtype at random, each run once."""
+    moved: Callable[[], Iterable[Errors]]
+    """The errors of runs whose constants are off by their rounding to float32, each run once."""
 
     @functools.cached_property
     def number(self) -> dict[Call, int]:
@@ -50,21 +52,20 @@ class Theirs:
         if error <= least or not np.isfinite(error):
             return least
         place = self.number[call], slot, label
+        errors, bounds, plain = {place: error}, {place: least}, {place: np.inf}
         if self.dtype == "float64":  # a run of its own has the casts that are left out elsewhere
-            bound = max(least, self.constant_error(call, slot, label))
-            is_plain = error > PLAIN * bound
+            bounds = raised(bounds, errors, self.moved(), plain)
+            plain = {place: PLAIN * bounds[place]}
         else:
-            bound = max(least, K * self.own().errors.get(place, 0.0))
-            is_plain = False
-        if error <= bound or is_plain:
-            return bound
-        return max(bound, self.scatter().get(place, 0.0))
+            bounds = {place: max(least, K * self.own().errors.get(place, 0.0))}
+        return raised(bounds, errors, self.rounded(), plain)[place]
 
     def constant_error(self, call: Call, slot: str, label: str) -> float:
         """How far an array is off, in float64, where constants are off by their rounding."""
         if self.dtype != "float64":
             return 0.0
-        return self.by_constants().get((self.number[call], slot, label), 0.0)
+        place = self.number[call], slot, label
+        return max((errors.get(place, 0.0) for errors in self.moved()), default=0.0)
 
     def dtypes(self, call: Call, slot: str) -> set[str]:
         """Those of a slot's floating arrays in the run of its own."""
@@ -76,10 +77,10 @@ def of_runs(
     run: Run,
     owners: Mapping[str, str],
     own: Callable[[], Run],
-    rounded: Callable[[int], Run],
-    moved: Callable[[], Iterable[Run]] = tuple,
+    rounded: Iterable[Run],
+    moved: Iterable[Run] = (),
 ) -> Theirs:
-    """Of a side that can be run again; `rounded(seed)` rounds at random."""
+    """Of a side that can be run again."""
 
     @functools.cache
     def of_own() -> Own:
@@ -87,24 +88,15 @@ def of_runs(
         dtypes = [{slot: c.dtypes_in(slot) for slot in SLOTS} for c in again.trace.calls]
         return Own(errors_at(again, run), dtypes)
 
-    @functools.cache
-    def scatter() -> Errors:
-        return largest((rounded(seed) for seed in range(ROUNDED_RUNS)), run)
-
-    @functools.cache
-    def by_constants() -> Errors:
-        return largest(moved(), run)
-
-    return Theirs(dtype, run, owners, of_own, scatter, by_constants)
+    errors = partial(errors_at, oracle=run)
+    return Theirs(dtype, run, owners, of_own, kept(map(errors, rounded)), kept(map(errors, moved)))
 
 
-def largest(runs: Iterable[Run], oracle: Run) -> Errors:
-    """How far the one of some runs is off that is furthest off."""
+def largest(runs: Iterable[Errors]) -> Errors:
+    """The error at each place of the run that is furthest off there."""
     most: Errors = {}
-    for run in runs:
-        for place, error in errors_at(run, oracle).items():
-            most[place] = max(error, most.get(place, 0.0))
-        del run  # so that it is not in memory together with the next
+    for errors in runs:
+        most |= {place: max(error, most.get(place, 0.0)) for place, error in errors.items()}
     return most
 
 

@@ -1,7 +1,6 @@
 """The calls of a torch module's submodules."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,26 +12,28 @@ from parity_tests.engine.locate.record import Call, Trace, mapped
 from parity_tests.engine.locate.run import Run, whole_run
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
-from parity_tests.engine.torch_module import copy_of, weight_owners
+from parity_tests.engine.torch_module import weight_owners
+from parity_tests.engine.torch_side import Prepare
 
 
-def of_torch(problem: Problem, run: Callable[[Problem], Results]) -> Run:
-    """A run of the torch side."""
-    trace = Trace()
+def of_torch(
+    problem: Problem, run: Callable[[Prepare], Results], *, is_forward: bool = False
+) -> Run:
+    """A run of the torch side; `is_forward`: without its gradients."""
+    trace = Trace(is_forward=is_forward)
+    owners = weight_owners(problem.twin)
     with trace.running(trace.begin("", "run")):
-        results = run(dataclasses.replace(problem, twin=hooked(problem.twin, trace)))
+        results = run(lambda twin: hook(twin, owners, trace))
     trace.nodes.clear()  # they hold the copy's weights and gradients
-    return whole_run(problem, results, trace)
+    return whole_run(problem, results.forward if is_forward else results, trace)
 
 
-def hooked(twin: torch.nn.Module, trace: Trace) -> torch.nn.Module:
-    """A copy of the module whose submodules tell the trace what they take and return.
+def hook(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None:
+    """Make the submodules tell the trace what they take and return.
 
     Each floating tensor passes through a copy of its own, so that its gradient is that of this call
     alone.
     """
-    twin = copy_of(twin)
-    owners = weight_owners(twin)
     shapes = {key: tuple(weight.shape) for key, weight in twin.state_dict().items()}
     for name, module in twin.named_modules():
         prefix = f"{name}." if name else ""
@@ -55,7 +56,6 @@ def hooked(twin: torch.nn.Module, trace: Trace) -> torch.nn.Module:
         with contextlib.suppress(RuntimeError):  # a scripted submodule is not called from Python
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after, with_kwargs=True)
-    return twin
 
 
 def observe(trace: Trace, call: Call, forward: str, backward: str, tree: Any) -> Any:
@@ -97,4 +97,4 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu().resolve_conj()
     if tensor.is_floating_point():
         tensor = tensor.double()
-    return tensor.numpy().copy()
+    return tensor.numpy()

@@ -1,14 +1,18 @@
 """Which of the reference's weights each JAX module holds, seen in their numbers."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from parity_tests.engine.frameworks import is_floating
+from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.locate.frameworks import recording
-from parity_tests.engine.locate.record import Call, Trace
-from parity_tests.engine.problem import Arrays, Problem, arrays
+from parity_tests.engine.locate.record import Call, Trace, observed
+from parity_tests.engine.problem import Arrays, Problem
 
 Keys = frozenset[str]
 MOST = 64
@@ -26,7 +30,8 @@ def weigh(problem: Problem, trace: Trace, owners: Mapping[str, str]) -> None:
     known = {mark: frozenset((key,)) for mark, key in marks.items()} | sums
 
     def of_marks(value: np.ndarray) -> Keys:
-        numbers = np.unique(np.real(value).astype(np.float64))
+        is_one = value.size and (value == value.flat[0]).all()
+        numbers = np.unique(np.real(value.flat[:1] if is_one else value).astype(np.float64))
         if len(numbers) > MOST:
             return frozenset()
         return frozenset().union(*(known.get(number, frozenset()) for number in numbers.tolist()))
@@ -49,9 +54,9 @@ def _marked(weights: Arrays, owners: Mapping[str, str]) -> tuple[dict[float, str
     steps = np.random.default_rng(0).choice(2**22, len(keys), replace=False)
     marks = {key: 0.5 + float(step) / 2**23 for key, step in zip(keys, steps, strict=True)}
     filled = {
-        key: np.full(weights[key].shape, marks[owner], kind)
+        key: np.broadcast_to(kind(marks[owner]), weights[key].shape)
         for key, owner in owners.items()
-        for kind in (complex if np.iscomplexobj(weights[key]) else float,)
+        for kind in (np.complex128 if np.iscomplexobj(weights[key]) else np.float64,)
     }
     return {mark: key for key, mark in marks.items()}, {**weights, **filled}
 
@@ -59,21 +64,27 @@ def _marked(weights: Arrays, owners: Mapping[str, str]) -> tuple[dict[float, str
 def _seen(
     problem: Problem, weights: Arrays, keys_of: Callable[[np.ndarray], Keys]
 ) -> list[tuple[str, Keys, tuple]]:
-    """The name, the keys and the shapes of each call in a run with these weights."""
-    found: list[tuple[str, Keys, tuple]] = []
+    """The name, the keys and the shapes of each call in a run with these weights.
+
+    Of that run, only what depends on no input is computed.
+    """
+    found: list[tuple[str, set[str], tuple]] = []
 
     def on_weights(call: Call, leaves: list[Any]) -> None:
-        values = [np.asarray(x) for x in leaves if is_floating(x)]
-        keys = frozenset().union(*map(keys_of, values))
-        found.append((call.name, keys, tuple(sorted(value.shape for value in values))))
+        keys: set[str] = set()
+        floating = [leaf for leaf in leaves if is_floating(leaf)]
+        found.append((call.name, keys, tuple(sorted(leaf.shape for leaf in floating))))
+        for leaf in floating:
+            observed(lambda value: keys.update(keys_of(value)), lambda _: None, jnp.asarray(leaf))
 
     trace = Trace()
+    filled = dataclasses.replace(problem, twin=SimpleNamespace(state_dict=lambda: weights))
     try:
-        with recording(trace, problem, on_weights) as side, trace.running(trace.begin("", "run")):
-            side.call(side.build(weights, "float64"), *arrays(problem.inputs, "float64"))
+        with recording(trace, filled, on_weights) as side, trace.running(trace.begin("", "run")):
+            JaxSide(side).compute_weights(side)
     except Exception:  # whatever a model says of weights that are none
         return []
-    return found
+    return [(name, frozenset(keys), shapes) for name, keys, shapes in found]
 
 
 def _by_numbers(weights: Arrays, owners: Mapping[str, str]) -> dict[bytes, Keys]:
