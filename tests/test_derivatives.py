@@ -50,6 +50,13 @@ def delta_rule(r, log_w, k, v, a, b, state, **options):
     return jnp.where(REAL[..., None], y, 0), last
 
 
+def local_attention(q, k, v, keys, values):
+    """After five steps and after one; a document ends."""
+    state = ops.LocalAttentionState(jnp.array([5, 1]), keys, values)
+    y, last = ops.local_attention(q, k, v, state, lengths=LENGTHS, reset=RESET)
+    return jnp.where(REAL[..., None], y, 0), last.keys, last.values
+
+
 def online_conv(v, inputs, taps):
     """A step that ends a block, after all inputs but the last of that block."""
     options = {"taps": lambda h, length: h[:, :length], "max_length": MAX_LENGTH}
@@ -94,7 +101,13 @@ OF_DELTA_RULE = [
     *(0.5 * draw(BATCH, TIME, 2, 3, seed=seed) for seed in (3, 4)),
     draw(BATCH, 2, 4, 3),
 ]
+OF_ATTENTION = [
+    draw(BATCH, TIME, 2, 4),
+    *(draw(BATCH, TIME, 1, 4, seed=seed) for seed in (1, 2)),
+    *(draw(BATCH, 3, 1, 4, seed=seed) for seed in (3, 4)),
+]
 OPERATORS = {
+    "local attention": (local_attention, OF_ATTENTION),
     **{
         f"delta rule, {method}": (partial(delta_rule, method=method), OF_DELTA_RULE)
         for method in ("sequential", "chunked", "pallas_interpreted")
@@ -162,6 +175,7 @@ def test_forward_mode_is_the_slope_and_reverse_mode_its_transpose(x64, name):
 @pytest.mark.parametrize(
     "name",
     [
+        "local attention",
         "linear recurrence, auto",
         "linear recurrence of complex numbers, auto",
         "modal convolution",

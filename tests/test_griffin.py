@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -70,9 +71,9 @@ def dense_attention(q, k, v, window, documents):
 
 @pytest.mark.parametrize("window", [1, 2, 4, 9, 40])
 @pytest.mark.parametrize("before", [0, 3, 11])
-def test_local_attention_in_chunks_is_attention_over_the_whole_row(monkeypatch, window, before):
+def test_local_attention_in_tiles_is_attention_over_the_whole_row(monkeypatch, window, before):
     """Of packed documents, from a state; outputs, gradients, and the state that goes on."""
-    monkeypatch.setattr(import_module("jax_models.ops.local_attention"), "CHUNK", 4)
+    monkeypatch.setattr(import_module("jax_models.ops.causal_attention"), "TILE", 8)
     rng = np.random.default_rng(window)
     time = 30
     q, k, v = (rng.standard_normal((2, time, heads, 6)) for heads in (4, 2, 2))
@@ -100,11 +101,42 @@ def test_local_attention_in_chunks_is_attention_over_the_whole_row(monkeypatch, 
 
     with jax.enable_x64(True):
         found, of_whole = outputs_and_gradients(in_pieces), outputs_and_gradients(expected)
-    for ours, whole in zip(jax.tree.leaves(found), jax.tree.leaves(of_whole), strict=True):
-        assert_same(ours, whole, "outputs and gradients")
+        for ours, whole in zip(found, of_whole, strict=True):  # over one key, q has no gradient
+            assert_same(ravel_pytree(ours)[0], ravel_pytree(whole)[0], "gradients, then outputs")
 
 
-def test_chunks_vary_over_the_devices_of_a_mesh():
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("faulty", "qkv")
+def test_only_the_steps_that_see_a_number_that_is_not_finite_know_of_it(
+    monkeypatch, faulty, number
+):
+    """Their heads are NaN; they pass no gradient on."""
+    monkeypatch.setattr(import_module("jax_models.ops.causal_attention"), "TILE", 8)
+    time, window, step = 30, 6, 11
+    rng = np.random.default_rng(0)
+    sound = {name: rng.standard_normal((1, time, 2, 4)).astype(np.float32) for name in "qkv"}
+    broken = {name: array.copy() for name, array in sound.items()}
+    broken[faulty][0, step, 1, 2] = number
+    cache = jnp.zeros((1, window - 1, 2, 4))
+    state = ops.LocalAttentionState(jnp.zeros(1, jnp.int32), cache, cache)
+    touched = np.zeros((time, 2), bool)
+    touched[step : step + (1 if faulty == "q" else window), 1] = True
+
+    @jax.jit
+    def run(arrays):
+        def attend(arrays):
+            y = ops.local_attention(**arrays, state=state)[0]
+            return jnp.sum(jnp.where(touched[None, ..., None], 0, y)), y
+
+        return jax.grad(attend, has_aux=True)(arrays)
+
+    (gradients, y), (of_sound, whole) = run(broken), run(sound)
+    assert np.isnan(y[0][touched]).all()
+    np.testing.assert_allclose(y[0][~touched], whole[0][~touched], rtol=1e-5, atol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gradients, of_sound)
+
+
+def test_tiles_vary_over_the_devices_of_a_mesh():
     """From the state of zeros, which does not."""
     layer = LocalAttention(8, 2, window=3, rngs=nnx.Rngs(0))
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))

@@ -30,10 +30,7 @@ def attention(
     In float32 this is `jax.nn.dot_product_attention`, which has no dropout, whose softmax is never
     wider, and whose gradient in bfloat16 does not work under strict dtype promotion.
     """
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"k: expected a number of heads that divides the {q.shape[2]} of q, got {k.shape[2]}"
-        )
+    check_heads(q, k)
     q_faulty, k_faulty, v_faulty = (~jnp.all(jnp.isfinite(a), axis=(2, 3)) for a in (q, k, v))
     keys_faulty = k_faulty | v_faulty
     faulty = q_faulty | jnp.any(mask & keys_faulty[:, None], axis=2)
@@ -42,6 +39,14 @@ def attention(
     y = _attention(q, k, v, mask[:, None], dropout)
     y = _zero_where(~jnp.any(mask, axis=2), y)
     return jnp.where(faulty[..., None, None], jnp.nan, y)
+
+
+def check_heads(q: Array, k: Array) -> None:
+    """Refuse heads of q that cannot be divided among those of k."""
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"k: expected a number of heads that divides the {q.shape[2]} of q, got {k.shape[2]}"
+        )
 
 
 def _zero_where(steps: Bool[Array, "batch steps"], x: Float[Array, "batch steps heads features"]):

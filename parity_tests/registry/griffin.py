@@ -148,11 +148,13 @@ def heads_in_turns(local_attention):
     return wrong
 
 
-def one_step_further(attended):
+def one_step_further(causal_attention):
     """The window counts the steps before the current one."""
 
-    def wrong(q, positions, documents, keys):
-        return attended(q, jnp.maximum(positions - 1, 0), documents, keys)
+    def wrong(q, k, v, first, past, *, window):
+        return causal_attention(
+            q, k, v, jnp.where(first > 0, first - 1, first), past, window=window + 1
+        )
 
     return wrong
 
@@ -160,15 +162,9 @@ def one_step_further(attended):
 def written_from_slot_0(written):
     """A piece begins at the first slot."""
 
-    def wrong(state, steps, lengths, reset):
-        start = steps.positions[:, :1]
-        after = written(
-            state._replace(position=state.position * 0),
-            steps._replace(positions=steps.positions - start),
-            lengths,
-            reset,
-        )
-        return after._replace(position=written(state, steps, lengths, reset).position)
+    def wrong(state, k, v, reset, lengths):
+        after = written(state._replace(position=state.position * 0), k, v, reset, lengths)
+        return after._replace(position=written(state, k, v, reset, lengths).position)
 
     return wrong
 
@@ -247,7 +243,7 @@ MUTATIONS = [
             ("neighbouring features turned", "jax_models.ops.rotary", of_pairs_side_by_side),
             ("whole heads turned", "jax_models.ops.rotary", of_whole_heads),
             ("key heads in turns", "jax_models.ops.local_attention", heads_in_turns),
-            ("window off by one", f"{LOCAL}._attended", one_step_further),
+            ("window off by one", f"{LOCAL}.causal_attention", one_step_further),
         )
     ),
     states(
