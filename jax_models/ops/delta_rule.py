@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax_models.ops.varying import alike
 
 DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
+FEW_STATES = 2**22
+"""Bytes, which take less time to store than to compute again."""
 CHUNKS = 8
 """Chunks between the states that the backward pass stores; it computes the others again."""
 GONE = -1e5
@@ -234,7 +236,7 @@ def _nan_where(faults: Array, x: Array) -> Array:
     return jnp.where(faults.reshape(*faults.shape, *[1] * (x.ndim - faults.ndim)), jnp.nan, x)
 
 
-def _in_segments(run: Callable, xs: Steps, state: Array) -> tuple[Array, Array]:
+def _in_segments(run: Callable, xs: Any, state: Array) -> tuple[Array, Array]:
     """`run(state, xs) -> (state, y)` over the first axis; the backward pass runs it again."""
     last, y = lax.scan(jax.checkpoint(run, prevent_cse=False), state, xs)
     return y, last
@@ -278,13 +280,12 @@ def _sequential(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Arra
 
     def step(t, carry):
         state, y = carry
-        x, read = jax.tree.map(partial(at, t), xs), lax.max(t - 1, 0) if reads_after else t
-        readers = [at(read, xs.r)] if x.a is None else [at(read, xs.r), x.a]
-        found = _einsum("bhck,bhkv->bhcv", jnp.stack(readers, axis=-2), state)
-        y = lax.dynamic_update_index_in_dim(y, found[..., 0, :], read, axis=1)
-        return _after(state, x, None if x.a is None else found[..., 1, :]), y
+        x, read = jax.tree.map(partial(at, t), inputs), lax.max(t - 1, 0) if reads_after else t
+        of_r, of_a = _read_by_both(state, at(read, xs.r), x.a)
+        y = lax.dynamic_update_index_in_dim(y, of_r, read, axis=1)
+        return _after(state, x, of_a), y
 
-    time = xs.k.shape[1]
+    inputs, time = _Inputs.of(xs), xs.k.shape[1]
     y = alike((jnp.zeros(xs.v.shape, state.dtype), xs))[0]
     state, y = lax.fori_loop(0, time, step, (state.mT, y))
     if reads_after:
@@ -301,7 +302,7 @@ def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Arra
     """`_sequential` in a form that is fast to differentiate.
 
     The backward pass stores the states before √time segments, and computes those within a segment
-    again.
+    again. Few states are all stored.
     """
     time, state = xs.k.shape[1], state.mT
     xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
@@ -309,67 +310,98 @@ def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Arra
     if reads_after:
         xs = xs._replace(r=jnp.concatenate([jnp.zeros_like(r[:1]), r[:-1]]))
     if is_symbolic_dim(time):
-        last, y = lax.scan(_step, state, xs)
+        last, y = lax.scan(_step, state, _Inputs.of(xs))
     else:
-        by_segment = jax.tree.map(lambda x: _cut(x, 0, math.isqrt(time)), xs)
-        y, last = _in_segments(partial(lax.scan, _step), by_segment, state)
+        states = time * state.size * state.dtype.itemsize
+        few = not is_symbolic_dim(states) and states <= FEW_STATES
+        by_segment = jax.tree.map(lambda x: _cut(x, 0, time if few else math.isqrt(time)), xs)
+        y, last = _in_segments(partial(lax.scan, _step), _Inputs.of(by_segment), state)
         y = y.reshape(-1, *y.shape[2:])[:time]
     if reads_after:
         y = jnp.concatenate([y[1:], _read(last, r[-1])[None]])
     return jnp.moveaxis(y, 0, 1), last.mT
 
 
+class _Inputs(NamedTuple):
+    """`Steps` with the decays themselves.
+
+    In the loop, XLA's CPU backend would compute the exponential for each element of the state.
+    """
+
+    r: Array
+    w: Array
+    k: Array
+    v: Array
+    a: Array | None
+    b: Array | None
+
+    @classmethod
+    def of(cls, xs: Steps) -> "_Inputs":
+        """Those of steps."""
+        return cls(*xs._replace(log_w=jnp.exp(xs.log_w)))
+
+
 @jax.custom_jvp
-def _step(state: Array, x: Steps) -> tuple[Array, Array]:
+def _step(state: Array, x: _Inputs) -> tuple[Array, Array]:
     """The transposed state after a step, and what r reads of the one before it."""
-    after, y, _ = _step_and_found(state, x)
-    return after, y
+    after, of_r, _ = _step_and_correction(state, x)
+    return after, of_r
 
 
 @_step.defjvp
 def _step_jvp(primals, tangents):
-    after, y, found = _step_and_found(*primals)
-    return (after, y), linear_map(_step_tangent, _step_gradient, (*primals, found), tangents)
+    after, of_r, of_a = _step_and_correction(*primals)
+    return (after, of_r), linear_map(_step_tangent, _step_gradient, (*primals, of_a), tangents)
 
 
-def _step_and_found(state: Array, x: Steps) -> tuple[Array, Array, Array | None]:
-    """Also what a reads of the state; the backward pass needs no y, so XLA drops its product."""
-    found = None if x.a is None else _read(state, x.a)
-    return _after(state, x, found), _read(state, x.r), found
+def _step_and_correction(state: Array, x: _Inputs) -> tuple[Array, Array, Array | None]:
+    """Also what a reads of the state."""
+    of_r, of_a = _read_by_both(state, x.r, x.a)
+    return _after(state, x, of_a), of_r, of_a
 
 
-def _after(state: Array, x: Steps, found: Array | None) -> Array:
-    after = state * jnp.exp(x.log_w)[..., None] + _outer(x.k, x.v)
-    return after if x.b is None or found is None else after + _outer(x.b, found)
+def _after(state: Array, x: _Inputs, of_a: Array | None) -> Array:
+    after = state * x.w[..., None] + _outer(x.k, x.v)
+    return after if x.b is None or of_a is None else after + _outer(x.b, of_a)
 
 
 def _step_tangent(residuals, tangents):
     state, x, _ = residuals
-    after, y, _ = jax.jvp(_step_and_found, (state, x), tangents)[1]
-    return after, y
+    after, of_r, _ = jax.jvp(_step_and_correction, (state, x), tangents)[1]
+    return after, of_r
 
 
 def _step_gradient(residuals, gradients):
     """Its transpose, whose sums are all products: XLA's CPU backend computes those fastest."""
-    (state, x, found), (after, y) = residuals, gradients
-    w = jnp.exp(x.log_w)
-    before = after * w[..., None] + _outer(x.r, y)
-    a, b = None, None
-    if found is not None:
-        of_found = _read(after, x.b)
-        before += _outer(x.a, of_found)
-        a, b = _read_values(state, of_found), _read_values(after, found)
-    log_w = w * _einsum("bhkv,bhkv->bhk", after, state)
-    r, k, v = _read_values(state, y), _read_values(after, x.v), _read(after, x.k)
-    return before, Steps(r, log_w, k, v, a, b)
+    (state, x, of_a), (after, y) = residuals, gradients
+    before = after * x.w[..., None] + _outer(x.r, y)
+    w = _einsum("bhkv,bhkv->bhk", after, state)
+    v, of_b = _read_by_both(after, x.k, x.b)
+    if of_b is not None:
+        before += _outer(x.a, of_b)
+    r, a = _read_values_by_both(state, y, of_b)
+    k, b = _read_values_by_both(after, x.v, of_a)
+    return before, _Inputs(r, w, k, v, a, b)
 
 
 def _read(state: Array, r: Array) -> Array:
     return _einsum("bhk,bhkv->bhv", r, state)
 
 
-def _read_values(state: Array, v: Array) -> Array:
-    return _einsum("bhkv,bhv->bhk", state, v)
+def _read_by_both(state: Array, r: Array, a: Array | None) -> tuple[Array, Array | None]:
+    """What r and a read: a product with two vectors takes little longer than one with one."""
+    if a is None:
+        return _read(state, r), None
+    found = _einsum("bhck,bhkv->bhcv", jnp.stack([r, a], axis=-2), state)
+    return found[..., 0, :], found[..., 1, :]
+
+
+def _read_values_by_both(state: Array, v: Array, u: Array | None) -> tuple[Array, Array | None]:
+    """The same along the values."""
+    if u is None:
+        return _einsum("bhkv,bhv->bhk", state, v), None
+    found = _einsum("bhkv,bhcv->bhkc", state, jnp.stack([v, u], axis=-2))
+    return found[..., 0], found[..., 1]
 
 
 def _outer(k: Array, v: Array) -> Array:
