@@ -214,7 +214,7 @@ __all__ = [
 
 for _name in __all__:
     if _name.endswith("State"):
-        # `jax.export` serializes a program with states only if their types are registered
+        # `jax.export` serializes a program only if the types of its states are registered.
         with contextlib.suppress(ValueError):  # already registered, if this module is reloaded
             register_namedtuple_serialization(
                 globals()[_name], serialized_name=f"{__name__}.{_name}"

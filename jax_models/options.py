@@ -56,9 +56,9 @@ checked_options = checked(OPTIONS)
 
 
 class ConstructorSignature:
-    """The arguments of a constructor, for `inspect.signature` and `help` of its class.
+    """Makes `inspect.signature` and `help` of a class show the arguments of its constructor.
 
-    Otherwise both would show the `*args, **kwargs` of Flax's metaclass.
+    Without it, both would show the `*args, **kwargs` of Flax's metaclass.
     """
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
@@ -70,9 +70,9 @@ class ConstructorSignature:
 
 
 def explained(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Make a layer's call explain unknown arguments, and parameters that have no values.
+    """Makes the errors of a layer's call explain unknown arguments and parameters without values.
 
-    Both are looked for only after an error, because checking all parameters before each call would
+    Both are checked only after an error, because checking all parameters before each call would
     take longer than a step of a small layer.
     """
     method = suggests_arguments(method)
@@ -105,8 +105,9 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 class CheckedOptions:
     """A class whose constructor refuses what its annotations do not allow.
 
-    `ops.checked` says what they allow. Beside that, `int` is a size, which is positive, an `Index`
-    may be 0, and `nnx.Rngs` is what it says. `METHODS` lists the decorators of other methods.
+    `ops.checked` says what they allow. In addition, an `int` is a size, which is positive, an
+    `Index` may be 0, and `nnx.Rngs` must be given as such. `METHODS` lists the decorators of other
+    methods.
     """
 
     __signature__ = ConstructorSignature()

@@ -191,13 +191,13 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         *,
         reset: Bool[ArrayLike, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch out"], State]:
-        """Run one step from the state before it.
+        """Runs one step from the state before it.
 
         Args:
             x_t: (batch, features), or (features,) unbatched.
             state: the state before the step.
-            reset: (batch,), or a single bool unbatched. True where x_t begins an episode: the state
-                of that row restarts before the step, as `reset` of a whole sequence says.
+            reset: (batch,), or a single bool unbatched. True for each row whose x_t begins an
+                episode: its state restarts before the step, as with `reset` for a whole sequence.
 
         Raises:
             NotImplementedError: the layer needs the whole sequence, or `reset` is given to a layer
@@ -288,9 +288,9 @@ def checked_lengths(
 def checked_reset(
     reset, shape: tuple[int, ...], *, time_major: bool = False
 ) -> Bool[Array, "batch time"] | None:
-    """`reset` as booleans (batch, time), or the fault.
+    """Returns `reset` as booleans (batch, time), or raises an error.
 
-    `shape` is (batch, time) or (time,). With `time_major`, a batch's `reset` is its transpose.
+    `shape` is (batch, time) or (time,). With `time_major`, the `reset` of a batch is (time, batch).
     """
     if reset is None:
         return None
@@ -308,7 +308,7 @@ def checked_reset(
 
 
 def checked_step_reset(reset, shape: tuple[int, ...], time_axis: int) -> Array | None:
-    """The `reset` of one step as that of a sequence of one step, or the fault."""
+    """Returns the `reset` of a step as that of a sequence of one step, or raises an error."""
     if reset is None:
         return None
     reset = checked_array("reset", as_array("reset", reset), Bool, shape)

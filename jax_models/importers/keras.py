@@ -80,13 +80,13 @@ def keras_table(
 
     Args:
         layer: an `LSTM`, `GRU`, `RNN`, or a `Stack`, `Reversed` or `Bidirectional` of them.
-        index: which of the layers to take, to exchange its weights with a single Keras layer. The
-            keys then have no numbers, and the other layers keep their weights. With two directions,
-            2 l is the forward direction of layer l, and 2 l + 1 the backward direction. None: all.
+        index: the layer to take, to exchange weights with a single Keras layer. The keys then have
+            no numbers, and `from_torch` leaves the other layers unchanged. With two directions, 2 l
+            is the forward direction of layer l, and 2 l + 1 the backward direction. None: all.
 
     Raises:
         TypeError: the layer is of another class.
-        ValueError: `index` is not below the number of layers, or the layer has a projection or
+        ValueError: `index` is not less than the number of layers, or the layer has a projection or
             peepholes, which Keras does not have.
 
     """
@@ -105,7 +105,7 @@ def keras_table(
 
 
 def _tables(layer: Any) -> Iterator[Table]:
-    """One table for each Keras layer that a layer corresponds to."""
+    """Yields a table for each of the Keras layers that together correspond to a layer."""
     if isinstance(layer, RecurrentStack):
         yield from (_table_of_cell(layer, i) for i in range(len(layer.cells)))
         return
@@ -139,7 +139,7 @@ def _table_of_cell(layer: RecurrentStack, i: int) -> Table:
 
 
 def _kept(layer: Any, path: str) -> Weight:
-    """The row of a parameter that has no key and keeps its value on import."""
+    """Returns the row of a parameter that has no key, and keeps its value on import."""
 
     def value() -> tuple[Any]:
         array = params_of(layer)[path].get_value()

@@ -10,11 +10,11 @@ from jaxtyping import Array
 from jax_models import ops
 
 Gelu = Literal["gelu", "gelu_tanh"]
-"""The exact gelu, with erf, or its approximation with tanh."""
+"""The exact GELU, with erf, or its approximation with tanh."""
 GateActivation = Literal[Gelu, "silu"]
-"""The activations of the gate of a gated MLP."""
+"""The activations that the gate of a gated MLP may have."""
 MixerActivation = Literal["identity", "gelu", "relu", "sigmoid", "silu", "softplus", "tanh"]
-"""The activations of safari that do not change the number of features."""
+"""The activations of safari's Hyena, applied before its output projection."""
 
 ACTIVATIONS: dict[GateActivation | MixerActivation, Callable[[Array], Array]] = {
     "identity": lambda x: x,

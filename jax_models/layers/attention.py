@@ -1,4 +1,4 @@
-"""Causal self-attention in a pre-norm transformer block, which The Annotated Hyena compares."""
+"""The pre-norm transformer block with which The Annotated Hyena compares Hyena."""
 
 from typing import NamedTuple
 

@@ -36,8 +36,8 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
         TypeError: one of the two is not a `SequenceLayer`.
         ValueError: the two differ in `in_features` or `time_major`, or one is bidirectional.
 
-    Layouts: those that both layers have; keys begin with `rnn_f.` and `rnn_b.`. `deep` is
-    that of torch_ref.RNNBidirectional.
+    Layouts: those that both layers have; keys begin with `rnn_f.` and `rnn_b.`. `deep` has the keys
+    of torch_ref.RNNBidirectional.
 
     """
 

@@ -38,7 +38,7 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         features: size of x_t and y_t.
         num_heads: heads of the queries, each of size features / num_heads.
         num_kv_heads: heads of the keys and values, a divisor of num_heads; each serves as many
-            neighbouring heads of the queries.
+            neighboring heads of the queries.
         window: steps that a step sees, itself among them.
         rotary_fraction: the part of each head that is turned, the first of its features.
         rope_theta: θ of `ops.rotary`.
@@ -185,7 +185,7 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
 
     x and y are (batch, time, features), the state
     `GriffinRecurrenceState(position, conv, rglru)`. `rglru` is
-    `RGLRU(num_blocks=…, scale_first_step=False)`, but its position is kept in this state.
+    `RGLRU(num_blocks=…, scale_first_step=False)`, whose position is the `position` of this state.
 
     Args:
         features: size of x_t and y_t.

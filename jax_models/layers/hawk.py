@@ -59,21 +59,19 @@ class RGLRU(SequenceLayer[RGLRUState]):
     derivative of the square root is at most 1000, as in recurrentgemma. With "direct", the
     parameter is `a`. Its gradient is finite for a in [0, 1] but grows without bound near a = 1
     (`ops.decay` has the derivation), so that clipping by the global norm scales all other gradients
-    down to almost nothing.
-    Where a step of an optimizer takes `a` outside [0, 1], the layer computes with the nearest value
-    inside; `jax_models.project` moves the parameter there.
+    down to almost nothing. If an optimizer moves `a` outside [0, 1], the layer computes with the
+    nearest value inside; `jax_models.project` moves the parameter there.
 
     With `num_blocks`, W_i and W_r are block-diagonal and have biases. RecurrentGemma's RG-LRU is
     `RGLRU(features, num_blocks=…, scale_first_step=False)`.
 
     Args:
         features: size of x_t and h_t.
-        num_blocks: blocks of W_i and W_r, a divisor of `features`. None: W_i and W_r
-            are dense.
+        num_blocks: blocks of W_i and W_r, a divisor of `features`. None: W_i and W_r are dense.
         parameterization: "direct" trains `a`, "softplus" trains `a_param`. None: "direct", or
-            "softplus" with `num_blocks`, which supports nothing else.
-        scale_first_step: whether √(1 − a_t²) scales the first step of a document, too. If False,
-            h = i_t ⊙ x_t there. The state is then `RGLRUState(h, position)`, whose position
+            "softplus" with `num_blocks`, which supports no other.
+        scale_first_step: whether √(1 − a_t²) also scales the first step of a document. If False,
+            h_t = i_t ⊙ x_t there. The state is then `RGLRUState(h, position)`, whose position
             (batch,) counts the steps of the document so far and starts at 0.
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
         epsilon: added under the square root, only with "softplus"; 1e-6 in hippogriff.
@@ -157,7 +155,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
         )
         if direct:
             below_one = 1 - float(jnp.finfo(param_dtype).epsneg)  # a = 1 would let nothing in
-            a = jnp.minimum(to_power ** (1 / c), below_one).astype(param_dtype)
+            a = jnp.minimum(to_power ** (1 / power), below_one).astype(param_dtype)
             self.a = nnx.Param(a, bounds=(0.0, 1.0))
         else:
             a_param = jnp.log(jnp.expm1(-jnp.log(to_power) / power))

@@ -33,7 +33,7 @@ from jax_models.weights import (
 from jax_models.weights.constant import Constant
 
 SLOWEST, FASTEST = -9.0, -4.323
-"""Ends of the initial a_param, where a^c is 0.999 and 0.9."""
+"""The smallest and the largest initial a_param, for which a^c is 0.999 and 0.9."""
 EPSILON = 1e-6
 """Added under the square root of the RG-LRU."""
 
@@ -113,7 +113,7 @@ class HippogriffHawk(SequenceLayer[HawkState]):
             a_param = jnp.linspace(FASTEST, SLOWEST, hidden)
         else:
             self.log_c = Constant(jnp.asarray(math.log(self.rglru.c), param_dtype))
-            # log a is evenly spaced; then a_param is rescaled to the ends of version 0.0.2.
+            # log a is evenly spaced. Then a_param is rescaled to have the same ends as above.
             a_param = jnp.log(jnp.expm1(jnp.linspace(0.001, 0.1, hidden)))
             unit = (a_param - a_param[0]) / jnp.maximum(a_param[-1] - a_param[0], 1e-6)
             a_param = SLOWEST + (FASTEST - SLOWEST) * unit
@@ -179,7 +179,7 @@ class HippogriffNorm(nnx.Module):
         self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (features,), param_dtype))
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        """Normalise the last axis of x."""
+        """Normalize the last axis of x."""
         scale = self.scale[...]
         dtype = self.dtype or jnp.result_type(x, scale)
         x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))

@@ -160,7 +160,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
 
     @property
     def skip(self) -> Float[Array, "filters features"]:
-        """The factor of each long convolution's input in its own output."""
+        """The factors with which each long convolution adds its input to its output."""
         return self.B[...]
 
     def operator(
@@ -289,8 +289,8 @@ class AuthenticHyenaBlock(HyenaOperator):
     x = u and y are (batch, time, features), the state `HyenaState(conv, long)`; h is
     `AuthenticHyenaFilter`. A step costs O(log² max_length) on average (`ops.online_conv`);
     outputs from step max_length on are NaN. For inference, `nnx.view(block, fixed_filters=True)`
-    computes the filters once. As in `HyenaBlock`, a call is causal up
-    to rounding, and `step` is exactly causal.
+    computes the filters once. As in `HyenaBlock`, a call is causal up to rounding, and `step` is
+    exactly causal.
 
     Args:
         features: size of u_t and y_t.

@@ -283,7 +283,7 @@ class HyenaDNAMixer(HyenaOperator):
 
     @property
     def skip(self) -> Float[Array, "filters features"]:
-        """B, or zeros without a `filter_bias`."""
+        """B, or zeros if `filter_bias` is False."""
         return self.B[...] if self.filter_bias else jnp.zeros_like(self.B[...])
 
     def operator(self, u, gates, v, convolve):

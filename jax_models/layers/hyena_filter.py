@@ -231,7 +231,7 @@ def _taps(graphdef, params, length: int) -> Float[Array, "order features length"
 
 
 def l1_normalized(h: Array, axis: int) -> Array:
-    """The taps divided by their L1 norm over an axis; where all are zero, they stay zero."""
+    """Divides taps by their L1 norm over an axis. If all of them are zero, they stay zero."""
     norm = jnp.sum(jnp.abs(h), axis=axis, keepdims=True)
     return h / jnp.where(norm > 0, norm, 1)
 

@@ -1,4 +1,4 @@
-"""The LSTM with layer norm of labml.ai's LSTMCell."""
+"""The LSTM with layer norm, as labml.ai's LSTMCell has it."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax_models.weights import Layouts, Table, gates, same, transposed
 
 
 class LayerNormLSTM(SequenceLayer[LSTMState]):
-    """The long short-term memory network with its gates and its cell normalised.
+    """The long short-term memory network with its gates and its cell normalized.
 
         >>> layer = LayerNormLSTM(64, 256, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))

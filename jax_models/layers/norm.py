@@ -12,7 +12,7 @@ from jax_models.weights import Layouts, batch_norm
 
 
 def checked_rows(x, features: int) -> Array:
-    """Return x as a floating array whose last axis has this size, or raise the fault."""
+    """Returns x as a floating array whose last axis has this size, or raises an error."""
     x = checked_array("x", as_array("x", x), Float)
     if x.shape[-1:] != (features,):
         raise wrong_shape("x", ("…", features), x.shape)
@@ -100,8 +100,8 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         running mean ← m · running mean + (1 − m) · mean
         running var ← m · running var + (1 − m) · n / (n − 1) · var
 
-    The features are the last axis of x; mean and var are over its n rows. After `norm.eval()`, the
-    running statistics take their place. Flax's own layer lacks the factor n / (n − 1).
+    The features are the last axis of x; mean and var are over its n rows. After `norm.eval()`, y is
+    computed with the running statistics instead. Flax's own layer lacks the factor n / (n − 1).
 
     Args:
         features: size of the last axis of x.
@@ -156,7 +156,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         with jax.numpy_dtype_promotion("standard"):
             y = super().__call__(x, use_running_average, mask=mask)
         if not use_running_average:
-            # Flax has added (1 − m) var; (1 − m) var / (n − 1) is missing.
+            # Flax has added (1 − m) var. torch adds (1 − m) var / (n − 1) more.
             if mask is not None:
                 counted = jnp.broadcast_to(mask, x.shape).reshape(rows, -1)
                 rows = jnp.maximum(counted.sum(axis=0), 2)

@@ -58,7 +58,7 @@ class Cell(nnx.Module):
         second_init = recurrent_bias_init or bias_init
         self.bias_hh = param(second_init, gates) if use_bias and recurrent_bias else None
         if self.bias_hh is not None and bias_init and not recurrent_bias_init:
-            self.bias_hh[...] = jnp.zeros_like(self.bias_hh[...])  # keeps the names of its axes
+            self.bias_hh[...] = jnp.zeros_like(self.bias_hh[...])  # keeps the metadata of bias_init
         self.kernel_hr = (
             param(kernel_init, hidden_features, proj_features) if proj_features else None
         )
@@ -193,7 +193,7 @@ class RecurrentStack(SequenceLayer[State]):
         )
 
     def torch_layouts(self) -> Layouts:
-        """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: torch_ref's, a Linear a gate."""
+        """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: torch_ref's, with one Linear a gate."""
         names = self.cells[0].arrays().keys() - {"peephole"}
         biases = {name for name in names if name.startswith("bias")}
         layouts = {}

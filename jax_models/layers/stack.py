@@ -59,7 +59,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         >>> layer = Stack([LSTM(64, 256, rngs=rngs), Hawk(256, rngs=rngs)])
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
-    The state is the tuple of the layers' states, the lowest first. Of neighbouring
+    The state is the tuple of the layers' states, the lowest first. Of neighboring
     layers with equal structure JAX traces one. All layers have the same `time_major`; the stack's
     `dtype` and `param_dtype` are the lowest layer's.
 
@@ -124,7 +124,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
     def sequence(self, x, state, lengths, reset):
         """All layers, the lowest first.
 
-        An eager call runs them one by one. A traced one takes neighbours of one structure together:
+        An eager call runs them one by one. A traced one takes neighbors of one structure together:
         unrolled from one trace or, with `scan_layers` or `remat`, as the body of a scan.
         """
         if not _is_traced((x, state, nnx.state(self))):
@@ -160,7 +160,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
 
 
 def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:
-    """The shape of a layer's outputs for one step of one row, found by tracing alone."""
+    """The shape of a layer's outputs for one step of one row, found without running the layer."""
     x = jax.ShapeDtypeStruct((1, 1, layer.in_features), layer.dtype or layer.param_dtype)
     graphdef, arrays = nnx.split(layer)
     unsharded = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)

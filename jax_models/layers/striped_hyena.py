@@ -154,7 +154,7 @@ class StripedHyenaNorm(nnx.Module):
         self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (features,), param_dtype))
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        """Normalise the last axis of x; the gradient is that of `x / ε · scale` at x = 0."""
+        """Normalize the last axis of x; the gradient is that of `x / ε · scale` at x = 0."""
         scale = self.scale[...]
         dtype = self.dtype or jnp.result_type(x, scale)
         x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))

@@ -213,7 +213,7 @@ def _checked_prompt(prompt, vocab_size: int) -> Prompt:
 
 
 def _checked_top_k(top_k, vocab_size: int) -> int:
-    """The number of tokens to draw from: the whole vocabulary if None or larger."""
+    """Returns how many tokens to draw from: all if top_k is None or exceeds the vocabulary."""
     return vocab_size if top_k is None else min(checked_size("top_k", top_k, inf), vocab_size)
 
 

@@ -97,7 +97,7 @@ class GPModel(LanguageModel):
         logits = norm(layers(dropout(E[tokens] + pos_embedding))) Eᵀ
 
     `generate` and `stream` draw from the carried state until context_length is full, and from the
-    last context_length tokens from then on (The Annotated Hyena's own never slides).
+    last context_length tokens from then on. In The Annotated Hyena, the window never slides.
 
     Args:
         config: the sizes and the kind of block.

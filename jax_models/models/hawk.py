@@ -29,7 +29,8 @@ class HawkLanguageModelConfig(StackConfig):
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
     parameterization: Parameterization = "direct"
-    """What the RG-LRU trains: "direct", its decay; "softplus", a_param, better for new models."""
+    """What the RG-LRUs train: "direct", the decay a; "softplus", a_param. A new model trains better
+    with "softplus"; `RGLRU` says why."""
 
     def build(self, **options: Unpack[BuildOptions]) -> "HawkLanguageModel":
         """The model of this config."""

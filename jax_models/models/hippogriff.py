@@ -16,7 +16,7 @@ from jax_models.weights.keys import elsewhere
 
 EMBEDDING, HEAD = "embedding.weight", "lm_head.weight"
 TIME = "backbone.0.time."
-"""Where version 0.0.3 keeps its time_module, which need not be a Hawk."""
+"""The prefix of the time_module in version 0.0.3, which need not be a Hawk."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -171,9 +171,9 @@ class LanguageModel(CheckedOptions, nnx.Module):
         *,
         reset: Bool[ArrayLike, " batch"] | None = None,
     ) -> tuple[Float[Array, "batch vocab"], LanguageModelState]:
-        """Run one token of each row from the state before it.
+        """Runs one token of each row from the state before it.
 
-        `reset` (batch,) is true where the token begins a document, as in `SequenceLayer.step`.
+        `reset` (batch,) is true for rows whose token begins a document, as in `SequenceLayer.step`.
         """
         token = checked_tokens("token", token, self.config.vocab_size)
         if token.ndim != 1:

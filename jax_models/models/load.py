@@ -39,7 +39,8 @@ class Family:
     has: Callable[[Iterable[str]], bool]
     """Whether these are the keys of such a model."""
     config: Callable[..., Any]
-    """Makes the config from the weights, a config.json's fields or None, and fields by name."""
+    """Makes the config from the weights and the fields of a config.json, or None. Keyword arguments
+    set fields of the config."""
 
 
 def with_part(part: str) -> Callable[[Iterable[str]], bool]:
@@ -66,19 +67,19 @@ class SileroVADConfig(CheckedFields):
 
 
 def silero_vad(weights: Mapping[str, Any], fields: Any, **options: Any) -> SileroVADConfig:
-    """The windows of the STFT tell the sample rate."""
+    """The sample rate is inferred from the windows of the STFT."""
     stft = next(array for key, array in weights.items() if "stft" in key)
     config = SileroVADConfig(16000 if stft.shape[-1] == 256 else 8000)
     return dataclasses.replace(config, **options)
 
 
 def rwkv(weights: Mapping[str, Any], fields: Any, **options: Any) -> Any:
-    """The keys tell the version."""
+    """The version is inferred from the keys."""
     return dataclasses.replace(rwkv_config(weights), **options)
 
 
 def by_shapes(config: Callable[..., Any]) -> Callable[..., Any]:
-    """For families whose keys and shapes determine all fields except those given by name."""
+    """For families whose config is read from the keys and shapes, apart from keyword arguments."""
     return lambda weights, fields, **options: config(weights, **options)
 
 

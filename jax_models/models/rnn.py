@@ -35,7 +35,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
     cell: Literal["rnn", "lstm", "gru", "min_gru", "min_lstm"] = "rnn"
     """The recurrence."""
     num_layers: int = 1
-    """Number of its layers."""
+    """Number of layers of the recurrence."""
     dropout_rate: float = 0.0
     """Dropout between the layers."""
 

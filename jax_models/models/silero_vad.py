@@ -158,9 +158,10 @@ class SileroVAD(CheckedOptions, nnx.Module):
         *,
         reset: Bool[ArrayLike, " batch"] | None = None,
     ) -> tuple[Float[Array, " batch"], SileroVADState]:
-        """Run one frame, (batch, frame_length) or (frame_length,) unbatched, from the state before.
+        """Runs one frame from the state before it.
 
-        `reset` (batch,), or a single bool unbatched, is true where the frame begins a recording.
+        The frame is (batch, frame_length), or (frame_length,) unbatched. `reset` is (batch,), or a
+        single bool unbatched: true for each row whose frame begins a recording.
 
         Raises:
             TypeError, ValueError: as for a whole recording, or the chunk is no whole frame.
@@ -311,7 +312,7 @@ def _contexts(
 def _taps(
     x: Float[Array, "batch frames columns in"], stride: int
 ) -> Float[Array, "batch frames kept 3*in"]:
-    """What a convolution multiplies: each column that it keeps, between its neighbours."""
+    """What a convolution multiplies: each column that it keeps, between its neighbors."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0)))
     columns = x.shape[2]
     shifted = [padded[:, :, tap : tap + columns : stride] for tap in range(TAPS)]
@@ -326,7 +327,7 @@ def _hann_fourier(window: int) -> np.ndarray:
 
 
 def _convolution(param: str, key: str, taps: int) -> Table:
-    """A `Linear` of `taps` neighbours, side by side, and `torch.nn.Conv1d`."""
+    """A `Linear` of `taps` neighbors, side by side, and `torch.nn.Conv1d`."""
     return [_kernel(f"{param}.kernel", f"{key}.weight", taps), same(f"{param}.bias", f"{key}.bias")]
 
 

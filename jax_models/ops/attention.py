@@ -19,13 +19,13 @@ def attention(
     *,
     dropout: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "batch time heads head_features"]:
-    """`softmax(q kᵀ / √head_features) v` of each head, over the keys that a step's mask has.
+    """Computes `softmax(q kᵀ / √head_features) v` of each head, over the keys in a step's mask.
 
-    Each head of k and v serves `heads / kv_heads` neighbouring heads of q.
+    Each head of k and v serves `heads / kv_heads` neighboring heads of q.
 
-    The softmax is in at least float32; `dropout` is of the weights. A step is NaN whose query is
-    not finite, or whose mask has a key or a value that is not; no other step knows of it. A step
-    whose mask has no key is zero.
+    The softmax is in at least float32, and `dropout` is applied to its weights. If the query of a
+    step or anything in its mask is not finite, its output is NaN; other steps are unaffected. If
+    the mask has no key, the output is zero.
 
     In float32 this is `jax.nn.dot_product_attention`, which has no dropout, whose softmax is never
     wider, and whose gradient in bfloat16 does not work under strict dtype promotion.
@@ -42,7 +42,7 @@ def attention(
 
 
 def check_heads(q: Array, k: Array) -> None:
-    """Refuse heads of q that cannot be divided among those of k."""
+    """Raises a ValueError if the heads of q cannot be divided equally among those of k."""
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"k: expected a number of heads that divides the {q.shape[2]} of q, got {k.shape[2]}"

@@ -1,4 +1,4 @@
-"""Causal attention, tile by tile."""
+"""Causal attention, computed tile by tile."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,11 +18,14 @@ from jax_models.ops.varying import alike
 
 Carry = TypeVar("Carry", bound=tuple)
 TILE, LARGE_TILE = 128, 512
-"""Steps. The scores of a small tile stay in a CPU's cache; accelerators prefer large products."""
+"""Steps of a tile, on a CPU and on accelerators.
+
+The scores of a small tile stay in a CPU's cache. Accelerators are faster with large products.
+"""
 FEW_TILES = 6
-"""They need no loop."""
+"""Up to this number of pairs of tiles, the loop is unrolled."""
 NEVER = np.iinfo(np.int32).max
-"""The step of a key that fills up a tile."""
+"""The step number of padding keys. It comes after every query, so no query sees them."""
 
 
 class Past(NamedTuple):
@@ -31,9 +34,9 @@ class Past(NamedTuple):
     keys: Float[Array, "batch slots kv_heads head_features"]
     values: Float[Array, "batch slots kv_heads head_features"]
     steps: Int[Array, "batch slots"]
-    """The step of each, counted from the first query, hence negative."""
+    """The step of each key, relative to the first query and therefore negative."""
     exists: Bool[Array, ""]
-    """Whether a query sees any of them."""
+    """Whether any query sees any of the keys."""
 
 
 def causal_attention(
@@ -45,18 +48,19 @@ def causal_attention(
     *,
     window: int,
 ) -> Float[Array, "batch time heads head_features"]:
-    """`attention` of each step t over the steps `first[t]` … t.
+    """Computes the `attention` of each step t over the steps `first[t]` … t.
 
-    The scores of one tile of queries and keys at a time are computed, with a running maximum and
-    sum, and the derivative computes them again. So memory is linear in the number of steps.
+    Only the scores of one tile of queries and one tile of keys exist at a time. The softmax is
+    computed with a running maximum and sum, and the backward pass computes the scores again.
+    Memory is therefore linear in the number of steps.
 
     Args:
         q: queries.
-        k: keys. Each head serves `heads / kv_heads` neighbouring heads of q.
+        k: keys. Each head serves `heads / kv_heads` neighboring heads of q.
         v: values.
-        first: the first step that each step sees.
-        past: the keys and values of the negative steps. They are skipped if no query sees any.
-        window: no step sees more than the `window` − 1 steps before it.
+        first: the first step that each step sees; negative if the step sees some of the `past`.
+        past: the keys and values of earlier steps. They are skipped if no query sees any.
+        window: the most steps that a step sees, including itself.
 
     """
     check_heads(q, k)
@@ -67,55 +71,58 @@ def causal_attention(
     return _compiled(tiling, (q, k, v, *past[:2]), (first, *past[2:]))
 
 
-@partial(jax.jit, static_argnums=0)  # outside a jit, each call would compile anew
+@partial(jax.jit, static_argnums=0)  # otherwise an eager call would compile the scan each time
 def _compiled(tiling: "_Tiling", floats, masks):
     return _attended(tiling, *alike((floats, masks)))[0]
 
 
 class _Tiling(NamedTuple):
-    """How the scores are cut into tiles."""
+    """How the scores are divided into tiles."""
 
     tile: int
-    """Queries, and keys of the same steps."""
+    """Steps of a tile of queries, and of a tile of their keys."""
     rows: int
-    """Tiles of queries."""
+    """Number of tiles of queries."""
     reach: int
-    """Tiles of keys before its own that a tile of queries sees."""
+    """How many tiles of keys before its own a tile of queries sees."""
     past_tile: int
-    """Keys. Few queries get more keys at a time."""
+    """Steps of a tile of past keys. It is larger if there are few queries."""
     past_rows: int
-    """Tiles of queries that see the past."""
+    """Number of tiles of queries that see the past."""
 
     @classmethod
     def of(cls, time: Any, slots: int, largest: int, window: int) -> "_Tiling":
-        """Equal tiles of multiples of 8 steps, or a single one."""
+        """Chooses equal tiles, each a multiple of 8 steps, or a single tile."""
 
-        def part(length: int, largest: int) -> int:
+        def tile_size(length: int, largest: int) -> int:
             count = _ceil_div(length, largest)
             return length if count <= 1 else 8 * _ceil_div(length, 8 * count)
 
-        tile = largest if is_symbolic_dim(time) else part(time, largest)
+        tile = largest if is_symbolic_dim(time) else tile_size(time, largest)
         rows, reach = _ceil_div(time, tile), _ceil_div(window - 1, tile)
-        past_tile = part(slots, largest * (largest // tile))
+        past_tile = tile_size(slots, largest * (largest // tile))
         if is_symbolic_dim(time):
             return cls(tile, rows, reach, past_tile, rows)
         return cls(tile, rows, min(reach, rows - 1), past_tile, min(rows, reach))
 
     def own_pairs(self) -> tuple[Any, Any]:
-        """Each tile of queries with each tile of keys that it sees."""
+        """Pairs each tile of queries with each tile of keys that it sees."""
         if is_symbolic_dim(self.rows):
             row, back = jnp.divmod(jnp.arange(self.rows * (self.reach + 1)), self.reach + 1)
-            return row, row - back  # those before the first are masked
+            return row, row - back  # tiles before the first are masked
         row, back = np.divmod(np.arange(self.rows * (self.reach + 1)), self.reach + 1)
         return row[back <= row], (row - back)[back <= row]
 
     def past_pairs(self, columns: int) -> tuple[Any, Any]:
-        """Each tile of queries that sees the past with each tile of the past."""
+        """Pairs each tile of queries that sees the past with each tile of the past."""
         return jnp.divmod(jnp.arange(self.past_rows * columns), columns)
 
 
 class _Queries(NamedTuple):
-    """Tiles (tiles, batch, kv_heads, group × steps, features), and which steps they see."""
+    """Queries in tiles (tiles, batch, kv_heads, group × steps, features).
+
+    `first` and `last` are the first and the last step that each query sees.
+    """
 
     q: Array
     first: Array
@@ -123,7 +130,7 @@ class _Queries(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Tiles (tiles, batch, kv_heads, steps, features), and their steps."""
+    """Keys and values in tiles (tiles, batch, kv_heads, steps, features), and their steps."""
 
     k: Array
     v: Array
@@ -131,14 +138,17 @@ class _Keys(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """The greatest score, and the sums of weights and of weighted values relative to it."""
+    """A softmax over some of the keys: the greatest score, and sums of weights and weighted values.
+
+    A weight is exp(score − greatest).
+    """
 
     greatest: Array
     weights: Array
     values: Array
 
-    def over_both(self, other: "_Softmax") -> "_Softmax":
-        """Over the keys of both."""
+    def merged(self, other: "_Softmax") -> "_Softmax":
+        """Returns the softmax over the keys of both."""
         greatest = jnp.maximum(self.greatest, other.greatest)
         a, b = (jnp.exp(each.greatest - greatest) for each in (self, other))
         weights = a * self.weights + b * other.weights
@@ -147,7 +157,7 @@ class _Softmax(NamedTuple):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attended(tiling: _Tiling, floats, masks) -> tuple[Array, Array]:
-    """The outputs, and in tiles the logarithm of the sum of the exponentials of the scores."""
+    """Returns the outputs, and the log-sum-exp of each query's scores, in tiles."""
     q, k, v, past_k, past_v = floats
     queries = _queries(tiling, q, k, masks[0])
 
@@ -158,10 +168,10 @@ def _attended(tiling: _Tiling, floats, masks) -> tuple[Array, Array]:
         values = _einsum("bhqk,bhkf->bhqf", weights.astype(v.dtype), _at(keys.v, column))
         return _Softmax(greatest, weights.sum(axis=-1, keepdims=True), values)
 
-    def over_more(keys: _Keys, pairs, before: _Softmax) -> _Softmax:
+    def add_keys(keys: _Keys, pairs, before: _Softmax) -> _Softmax:
         def add(carry: _Softmax, row, column):
             tile = _Softmax(*(_at(array, row) for array in carry))
-            tile = tile.over_both(softmax(keys, row, column))
+            tile = tile.merged(softmax(keys, row, column))
             return _Softmax(*map(partial(_put, row), carry, tile))
 
         return _loop(add, before, pairs)
@@ -172,12 +182,12 @@ def _attended(tiling: _Tiling, floats, masks) -> tuple[Array, Array]:
     else:
         nothing = _zeros(queries.q)
         empty = _Softmax(_lowest(nothing[..., :1]), nothing[..., :1], nothing)
-        result = over_more(own, tiling.own_pairs(), empty)
+        result = add_keys(own, tiling.own_pairs(), empty)
     if past_k.shape[1]:
 
         def with_past(result):
             past = _keys(past_k, past_v, masks[1], tiling.past_tile)
-            return over_more(past, tiling.past_pairs(len(past.k)), result)
+            return add_keys(past, tiling.past_pairs(len(past.k)), result)
 
         result = lax.cond(masks[2], with_past, lambda result: result, result)
     y = _untiled(result.values / result.weights, q).astype(q.dtype)
@@ -185,7 +195,7 @@ def _attended(tiling: _Tiling, floats, masks) -> tuple[Array, Array]:
 
 
 class _Tangent(NamedTuple):
-    """The derivative of `_attended`, forward."""
+    """The forward-mode derivative of `_attended`."""
 
     tiling: _Tiling
 
@@ -199,16 +209,16 @@ class _Tangent(NamedTuple):
 
 
 class _Gradient(NamedTuple):
-    """The derivative of `_attended`, backward."""
+    """The backward pass of `_attended`."""
 
     tiling: _Tiling
 
     def __call__(self, residuals, cotangents):
-        """By the weights, which the logarithms give without another maximum and sum."""
+        """Computes the weights again from the log-sum-exps, without another maximum and sum."""
         ((q, k, v, past_k, past_v), masks), (y, log_sum) = residuals
         dy, d_log_sum = cotangents
         tile, group = self.tiling.tile, q.shape[2] // k.shape[2]
-        faulty = jnp.isnan(log_sum)  # such a step has no gradient
+        faulty = jnp.isnan(log_sum)  # steps whose output is NaN, which contribute no gradient
         wide = carry_dtype(q.dtype)
         of_weights = (y.astype(wide) * dy.astype(wide)).sum(axis=-1, keepdims=True)
         of_weights = jnp.where(faulty, 0, _tiles(of_weights, tile, group) - d_log_sum)
@@ -259,12 +269,12 @@ class _Gradient(NamedTuple):
 def _attended_jvp(tiling: _Tiling, primals, tangents):
     results = _attended(tiling, *primals)
     residuals = primals, results
-    moved = linear_map(_Tangent(tiling), _Gradient(tiling), residuals, tangents[0])
-    return results, moved
+    derivative = linear_map(_Tangent(tiling), _Gradient(tiling), residuals, tangents[0])
+    return results, derivative
 
 
 def _finite(x: Array) -> Array:
-    """A weight of 0 times NaN would be NaN."""
+    """Replaces NaN and infinite numbers by 0, because even a weight of 0 times NaN would be NaN."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
@@ -282,14 +292,18 @@ def _steps(x: Array, like: Int[Array, "batch time"]) -> Int[Array, "1 time"]:
 
 
 def _keys(k, v, steps: Int[Array, "batch steps"], tile: int) -> _Keys:
-    """A key whose value is not finite is NaN, and the value 0: weights of 0 times NaN are NaN."""
+    """Divides keys and values into tiles.
+
+    If a key or its value is not finite, the key becomes NaN, and so does the output of each query
+    that sees it. The value becomes 0, because for other queries a weight of 0 times NaN is NaN.
+    """
     k = jnp.where(jnp.isfinite(k) & jnp.isfinite(v), k, jnp.nan)
     steps = _tiles(steps[..., None, None], tile, 1, NEVER).mT
     return _Keys(_tiles(k, tile), _tiles(_finite(v), tile), steps)
 
 
 def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:
-    """Of the keys that a query does not see, the lowest number."""
+    """Returns the scores. Keys that a query does not see have the lowest finite number."""
     scores = _einsum("bhqf,bhkf->bhqk", _at(queries.q, row), _at(keys.k, column))
     steps = _at(keys.steps, column)
     seen = (steps >= _at(queries.first, row)) & (steps <= _at(queries.last, row))
@@ -297,7 +311,7 @@ def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:
 
 
 def _tiles(x: Array, tile: int, group: int = 1, fill: int = 0) -> Array:
-    """(batch, steps, heads, features) as (tiles, batch, heads / group, group × tile, features)."""
+    """From (batch, steps, heads, features) to (tiles, batch, heads/group, group·tile, features)."""
     batch, steps, heads, features = x.shape
     count = _ceil_div(steps, tile)
     padding = [(0, 0), (0, count * tile - steps), (0, 0), (0, 0)]
@@ -307,7 +321,7 @@ def _tiles(x: Array, tile: int, group: int = 1, fill: int = 0) -> Array:
 
 
 def _untiled(x: Array, like: Array) -> Array:
-    """The way back, to the shape of the other array."""
+    """The inverse of `_tiles`: returns an array of the shape of `like`."""
     batch, steps, heads, features = like.shape
     count, _, kv_heads, *_ = x.shape
     x = x.reshape(count, batch, kv_heads, heads // kv_heads, -1, features)

@@ -43,7 +43,7 @@ KINDS = {
 """The dtypes that an annotation allows: their common type, and their name in an error."""
 
 NOT_EMPTY = {"heads", "kv_heads", "head_features", "kernel_size", "vocab"}
-"""The axes whose size is at least 1. Others, such as batch and features, may be empty."""
+"""Axes whose size must be at least 1. Others, such as batch and features, may be 0."""
 
 LARGEST_SIZE = 2**28 - 1
 """XLA ends the process where the bytes of a kernel, a product of two sizes, pass 2⁶³."""
@@ -400,7 +400,7 @@ if TYPE_CHECKING:
 else:
 
     class FloatingDtype:
-        """A floating dtype or its name. A class, because a signature shows a class by its name."""
+        """A floating dtype or its name. It is a class so that `help` shows this name."""
 
 
 SCALARS: dict[Any, Callable[[str, Any], Any]] = {

@@ -1,4 +1,4 @@
-"""The generalised delta rule: a matrix-valued state with a decay and a rank-one correction."""
+"""The generalized delta rule: a matrix-valued state with a decay and a rank-one correction."""
 
 import math
 from collections.abc import Callable
@@ -24,11 +24,11 @@ from jax_models.ops.varying import alike
 DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
 
 FEW_STATES = 2**22
-"""Bytes, which take less time to store than to compute again."""
+"""In bytes. If all states take at most this much, storing them is faster than recomputing."""
 CHUNKS = 8
-"""Chunks between the states that the backward pass stores; it computes the others again."""
+"""The backward pass stores one state every 8 chunks and recomputes the others."""
 GONE = -1e5
-"""A log decay whose exponential is zero in every dtype. A smaller one counts as this."""
+"""A log decay whose exponential is zero in every dtype. Lower ones, as −∞, are raised to it."""
 
 
 @checked()
@@ -48,7 +48,7 @@ def delta_rule(
     method: DeltaRuleMethod = "auto",
     time_axis: str | None = None,
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch heads value key"]]:
-    """A matrix S a head that decays, is corrected, and learns a value for each key.
+    """Runs a matrix S per head, which decays, is corrected, and stores a value for each key.
 
         >>> r, k, v = jnp.ones((3, 8, 100, 4, 64))
         >>> y, state = delta_rule(r, -k, k, v)
@@ -56,53 +56,56 @@ def delta_rule(
         S_t = S_{t−1} (diag(w_t) + a_t b_tᵀ) + v_t k_tᵀ,   w_t = exp(log_w_t)
         y_t = S_t r_t
 
-    and with a bonus u for the current step, as in RWKV-6, which reads the state before it:
+    With a bonus u for the current step, as in RWKV-6, y reads the state before the step:
 
         y_t = (S_{t−1} + v_t (u ⊙ k_t)ᵀ) r_t
 
-    Known layers are cases of it, with their query as r, times its scale, and per step and head a
+    These layers are special cases. r is their query, times its scale, and each step and head has a
     decay α and a rate β:
 
     - RWKV-7: a = −κ̂, b = κ̂ ⊙ η, where κ̂ is the removal key and η the in-context learning rate.
-    - DeltaNet: log_w = 0, a = k, b = −βk, and βk for k; Gated DeltaNet: log_w = log α for all keys,
-      b = −αβk; Kimi Delta Attention: α by key, a = α ⊙ k, b = −βk.
-    - RWKV-6 (with u), gated linear attention, RetNet and Mamba-2 (log α for all keys): without a
-      and b.
+    - DeltaNet: log_w = 0, a = k, b = −βk, and βk takes the place of k. Gated DeltaNet differs in
+      log_w = log α, the same for all features of a key, and b = −αβk. Kimi Delta Attention differs
+      from DeltaNet in log_w = log α, with one α for each feature of a key, and a = α ⊙ k.
+    - RWKV-6 (with u), gated linear attention, RetNet and Mamba-2 (the last two with the same log α
+      for all features of a key): without a and b.
 
     Args:
         r: the receptance, or query.
-        log_w: the logarithm of the decay; at most 0, and −∞ where nothing remains.
+        log_w: the logarithm of the decay: at most 0, and −∞ to forget everything.
         k: the keys.
         v: the values.
-        a: what is read from the state to correct it; with b, or neither.
-        b: where the correction is written.
-        state: S before the first step; zero when None.
+        a: the key with which the correction is read from the state. Give both a and b, or neither.
+        b: the key with which the correction is written.
+        state: S before the first step. None: zero.
         u: the bonus of the current step. None: y reads the state after the step.
-        min_log_w: no log_w is below it; one that is counts as it. Where it is near 0 (RWKV-7's is
-            −e^{−1/2}), and there is no `reset`, chunks take one product for what else takes four.
-        lengths: row b takes only the steps t < lengths[b].
-        reset: the first steps of packed documents, where the state restarts from zero.
-        method: "sequential", a `lax.scan` over the steps; "chunked", 16 steps as products of
-            matrices (Yang et al. 2024, arXiv 2406.06484); "pallas", the chunks in one kernel
-            (`ops.kernels.matrix_scan`); "pallas_interpreted", the TPU's kernel in an interpreter,
-            anywhere and slowly; "auto", sequential on a CPU and below 16 steps, chunked elsewhere,
-            since no kernel was measured yet. A symbolic number of steps is taken sequentially by
-            any method. All compute in at least float32, with the highest precision on a TPU. The
-            backward pass keeps √time states, in chunks one every 128 steps, in kernels one every
-            16. Without `reset`, a NaN reaches outputs up to 15 steps before it, unless the
-            method is sequential.
+        min_log_w: a lower bound; a log_w below it is raised to it. If it is near 0 (RWKV-7's is
+            −e^{−1/2}) and there is no `reset`, chunks need one matrix product instead of four.
+        lengths: row b runs only the steps t < lengths[b].
+        reset: true at the first step of each packed document, where the state restarts from zero.
+        method: "sequential" runs one step after the other; "chunked" computes 16 steps at a time by
+            matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
+            kernel (`ops.kernels.matrix_scan`); "pallas_interpreted" runs the TPU's kernel in an
+            interpreter, which is slow but works anywhere. "auto" is sequential on a CPU and below
+            16 steps, and chunked elsewhere, since no kernel was measured yet. With a symbolic
+            number of steps, every method is sequential. All compute in at least float32, with the
+            highest precision on a TPU. The backward pass stores √time states if sequential, or all
+            of them if they take at most 4 MiB; one every 128 steps if chunked; and one every 16 in
+            kernels. Unless the method is sequential or `reset` is given, a NaN also reaches the
+            outputs of up to 15 steps before it.
         time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. The
-            steps of a device make `S M + E` of S: the devices exchange M and E, and each then runs
-            from the S before it.
+            steps of a device turn S into `S M + E`. The devices exchange M and E, so that each can
+            compute the S before its own steps and run from there.
 
     Returns:
-        All y (those beyond `lengths` carry no meaning) and the last S, in at least float32.
+        All y (those beyond `lengths` are meaningless) and the last S, in at least float32.
 
     Raises:
-        NotImplementedError: "pallas" has no kernel for this device, dtype, division over devices or
-            size of a head; when the program is lowered. Or the second derivative of "pallas" is
+        NotImplementedError: when the program is lowered, "pallas" has no kernel for this device,
+            dtype, division over devices or head size. Also if the second derivative of "pallas" is
             taken, or `lengths` are given with a `time_axis`.
-        TypeError: an array is of another kind of dtype, or b is given without a, or u with them.
+        TypeError: an array has another kind of dtype, only one of a and b is given, or u is given
+            with them.
         ValueError: a shape is wrong, a length lies outside 0 … time, min_log_w is positive, or
             there is no such method.
 
@@ -129,12 +132,12 @@ def delta_rule(
     run = partial(_run, method, min_log_w, lengths=lengths, reset=reset)
     if time_axis is None:
         return run(steps, state, u)
-    state, last = _between(run, time_axis, steps, state)
+    state, last = _device_states(run, time_axis, steps, state)
     return run(steps, state, u)[0], last
 
 
 class Steps(NamedTuple):
-    """What some steps do."""
+    """The arrays of `delta_rule` that have a value for each step."""
 
     r: Array
     log_w: Array
@@ -150,10 +153,11 @@ def _run(
     return _compiled(method, min_log_w, *alike((xs, state, u, lengths, reset)))
 
 
-def _between(run, time_axis: str, xs: Steps, start: Array) -> tuple[Array, Array]:
-    """S before this device's steps, and after those of all devices.
+def _device_states(run, time_axis: str, xs: Steps, start: Array) -> tuple[Array, Array]:
+    """Returns S before this device's steps, and S after the steps of all devices.
 
-    E and M are the last states of one run, from zero and, without values, from the identity.
+    One run computes both E and M: E is the last state of a run from zero, and M that of a run from
+    the identity without values.
     """
     batch, heads, values, keys = start.shape
     no_values = jnp.zeros((*xs.v.shape[:-1], keys), xs.v.dtype)
@@ -181,29 +185,31 @@ def _delta_rule(
     chunk = Chunk(reads_after=u is None, bounded=is_bounded(min_log_w) and restart is None)
     if restart is None:
         return _with_bonus(method, chunk, xs, state, u)
-    xs, state, (faults, fault_at_end) = _apart(xs, state, restart)
+    xs, state, (faults, fault_at_end) = _without_faults(xs, state, restart)
     y, last = _with_bonus(method, chunk, xs, state, u, restart[..., None, None])
     return _nan_where(faults, y), _nan_where(fault_at_end, last)
 
 
 _compiled = jax.jit(_delta_rule, static_argnums=(0, 1))
-"""Compiled once for all calls that nobody else compiles."""
+"""Compiled, because an eager call would otherwise compile the scan each time."""
 
 
-def _apart(
+def _without_faults(
     xs: Steps, state: Array, restart: Bool[Array, "batch time"]
 ) -> tuple[Steps, Array, tuple[Array, Array]]:
-    """Steps and a state of finite numbers, and which outputs and last states are not to be finite.
+    """Sets what is not finite to zero, and returns which outputs and last states must be NaN.
 
-    In a product with zeros NaN would pass from one document to the next.
+    A step that restarts multiplies the state by zero, and zero times NaN would carry a NaN from one
+    document to the next.
     """
     finite = jnp.stack([jnp.isfinite(x).all(axis=-1) for x in xs if x is not None]).all(axis=0)
     xs = jax.tree.map(lambda x: jnp.where(finite[..., None], x, 0), xs)
     start = jnp.isfinite(state).all(axis=(-2, -1))
     state = jnp.where(start[..., None, None], state, 0)
     step = jnp.arange(restart.shape[1])[None]
-    latest = lax.cummax(jnp.where(finite, -1, step[..., None]), axis=1)  # fault, or −1
-    begun = lax.cummax(jnp.where(restart, step, -1), axis=1)[..., None]  # document, or −1
+    # The latest step that is not finite, and the first step of the current document; −1 if none.
+    latest = lax.cummax(jnp.where(finite, -1, step[..., None]), axis=1)
+    begun = lax.cummax(jnp.where(restart, step, -1), axis=1)[..., None]
     faults = jnp.where(begun < 0, (latest >= 0) | ~start[:, None], latest >= begun)
     return xs, state, (faults, faults[:, -1])
 
@@ -211,7 +217,7 @@ def _apart(
 def _with_bonus(
     method: DeltaRuleMethod, chunk: Chunk, xs: Steps, state: Array, u, restart=None
 ) -> tuple[Array, Array]:
-    """All y and the last S. A step at a restart keeps and reads nothing of the state before it."""
+    """Returns all y and the last S. At a restart, a step ignores the state before it."""
     r = xs.r
     if restart is not None:
         xs = xs._replace(log_w=jnp.where(restart, GONE, xs.log_w))
@@ -237,14 +243,14 @@ def _nan_where(faults: Array, x: Array) -> Array:
 
 
 def _in_segments(run: Callable, xs: Any, state: Array) -> tuple[Array, Array]:
-    """`run(state, xs) -> (state, y)` over the first axis; the backward pass runs it again."""
+    """Scans `run(state, xs) -> (state, y)` over segments, which the backward pass recomputes."""
     last, y = lax.scan(jax.checkpoint(run, prevent_cse=False), state, xs)
     return y, last
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _fastest(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """Step by step on a CPU, in chunks elsewhere."""
+    """Runs step by step on a CPU, and in chunks elsewhere."""
     return by_platform(
         xs,
         state,
@@ -255,7 +261,7 @@ def _fastest(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
 
 @_fastest.defjvp
 def _fastest_jvp(chunk: Chunk, primals, tangents):
-    """The derivative of `by_platform` would run the chosen form twice."""
+    """Differentiates without `by_platform`, whose derivative would run the forward pass twice."""
 
     def run(xs, state):
         forms = {
@@ -269,9 +275,9 @@ def _fastest_jvp(chunk: Chunk, primals, tangents):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sequential(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """One step after the other, each of which reads the state only once.
+    """Runs one step after the other, and reads the state only once in each.
 
-    Where an output reads the state after its step, it is computed together with the next step's
+    If an output reads the state after its step, it is computed together with the next step's
     correction, because a product with one vector takes nearly as long as a product with two.
     """
 
@@ -299,10 +305,10 @@ def _sequential_jvp(reads_after: bool, primals, tangents):
 
 
 def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """`_sequential` in a form that is fast to differentiate.
+    """Computes the same as `_sequential`, in a form that is fast to differentiate.
 
-    The backward pass stores the states before √time segments, and computes those within a segment
-    again. Few states are all stored.
+    The state before each of √time segments is stored for the backward pass, which recomputes those
+    within a segment. If all states take at most `FEW_STATES`, all are stored.
     """
     time, state = xs.k.shape[1], state.mT
     xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
@@ -314,7 +320,9 @@ def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Arra
     else:
         states = time * state.size * state.dtype.itemsize
         few = not is_symbolic_dim(states) and states <= FEW_STATES
-        by_segment = jax.tree.map(lambda x: _cut(x, 0, time if few else math.isqrt(time)), xs)
+        by_segment = jax.tree.map(
+            lambda x: _split_axis(x, 0, time if few else math.isqrt(time)), xs
+        )
         y, last = _in_segments(partial(lax.scan, _step), _Inputs.of(by_segment), state)
         y = y.reshape(-1, *y.shape[2:])[:time]
     if reads_after:
@@ -323,9 +331,10 @@ def _by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Arra
 
 
 class _Inputs(NamedTuple):
-    """`Steps` with the decays themselves.
+    """`Steps` with the decays instead of their logarithms.
 
-    In the loop, XLA's CPU backend would compute the exponential for each element of the state.
+    The exponentials are computed before the loop. Inside the loop, XLA's CPU backend would compute
+    one for each element of the state.
     """
 
     r: Array
@@ -337,13 +346,13 @@ class _Inputs(NamedTuple):
 
     @classmethod
     def of(cls, xs: Steps) -> "_Inputs":
-        """Those of steps."""
+        """Computes the inputs of the loop from steps."""
         return cls(*xs._replace(log_w=jnp.exp(xs.log_w)))
 
 
 @jax.custom_jvp
 def _step(state: Array, x: _Inputs) -> tuple[Array, Array]:
-    """The transposed state after a step, and what r reads of the one before it."""
+    """Returns the transposed state after a step, and what r reads from the state before it."""
     after, of_r, _ = _step_and_correction(state, x)
     return after, of_r
 
@@ -355,7 +364,7 @@ def _step_jvp(primals, tangents):
 
 
 def _step_and_correction(state: Array, x: _Inputs) -> tuple[Array, Array, Array | None]:
-    """Also what a reads of the state."""
+    """Returns the results of `_step`, and what a reads from the state."""
     of_r, of_a = _read_by_both(state, x.r, x.a)
     return _after(state, x, of_a), of_r, of_a
 
@@ -372,7 +381,7 @@ def _step_tangent(residuals, tangents):
 
 
 def _step_gradient(residuals, gradients):
-    """Its transpose, whose sums are all products: XLA's CPU backend computes those fastest."""
+    """Transposes `_step_tangent`, with all sums as matrix products, which are fast on a CPU."""
     (state, x, of_a), (after, y) = residuals, gradients
     before = after * x.w[..., None] + _outer(x.r, y)
     w = _einsum("bhkv,bhkv->bhk", after, state)
@@ -389,7 +398,7 @@ def _read(state: Array, r: Array) -> Array:
 
 
 def _read_by_both(state: Array, r: Array, a: Array | None) -> tuple[Array, Array | None]:
-    """What r and a read: a product with two vectors takes little longer than one with one."""
+    """Reads the state with r and a at once, which takes little longer than reading with one."""
     if a is None:
         return _read(state, r), None
     found = _einsum("bhck,bhkv->bhcv", jnp.stack([r, a], axis=-2), state)
@@ -397,7 +406,7 @@ def _read_by_both(state: Array, r: Array, a: Array | None) -> tuple[Array, Array
 
 
 def _read_values_by_both(state: Array, v: Array, u: Array | None) -> tuple[Array, Array | None]:
-    """The same along the values."""
+    """Does the same along the axis of the values."""
     if u is None:
         return _einsum("bhkv,bhv->bhk", state, v), None
     found = _einsum("bhkv,bhcv->bhkc", state, jnp.stack([v, u], axis=-2))
@@ -411,8 +420,8 @@ def _outer(k: Array, v: Array) -> Array:
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def _cut(x: Array, axis: int, size: int) -> Array:
-    """Pieces of `size` steps along two axes instead of one, the last one filled up with zeros."""
+def _split_axis(x: Array, axis: int, size: int) -> Array:
+    """Splits an axis into two, (pieces, size), and pads the last piece with zeros."""
     time = x.shape[axis]
     pads = [(0, 0)] * x.ndim
     pads[axis] = (0, -time % size)
@@ -421,30 +430,30 @@ def _cut(x: Array, axis: int, size: int) -> Array:
 
 
 def _chunked(chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """Products of matrices within chunks, of which some are computed together."""
+    """Computes the steps of a chunk by matrix products, for up to `CHUNKS` chunks at once."""
     time = xs.k.shape[1]
     count = min(CHUNKS, -(-time // CHUNK))
 
     def chunks(state, xs):
         return lax.scan(lambda state, x: across(state, *x), state, chunk.within(*xs))
 
-    by_segment = jax.tree.map(lambda x: _cut(x, 0, count), _by_chunk(xs))
+    by_segment = jax.tree.map(lambda x: _split_axis(x, 0, count), _by_chunk(xs))
     y, last = _in_segments(chunks, by_segment, state)
     return _by_time(y.reshape(-1, *y.shape[2:]), time), last
 
 
 def _in_kernel(scan: Callable, chunk: Chunk, xs: Steps, state: Array) -> tuple[Array, Array]:
-    """One chunk after the other, each of them whole."""
+    """Runs the chunks in one kernel, one after the other."""
     (y,), last = scan(chunk, state, [x for x in _by_chunk(xs) if x is not None])
     return _by_time(y, xs.k.shape[1]), last
 
 
 def _by_chunk(xs: Steps) -> Steps:
-    """(batch, time, heads, features) as (chunks, batch, heads, step, features)."""
-    return jax.tree.map(lambda x: jnp.moveaxis(_cut(x, 1, CHUNK), (1, 3), (0, 2)), xs)
+    """From (batch, time, heads, features) to (chunks, batch, heads, step, features)."""
+    return jax.tree.map(lambda x: jnp.moveaxis(_split_axis(x, 1, CHUNK), (1, 3), (0, 2)), xs)
 
 
 def _by_time(y: Array, time: int) -> Array:
-    """(chunks, batch, heads, step, features) as (batch, time, heads, features)."""
+    """From (chunks, batch, heads, step, features) to (batch, time, heads, features)."""
     y = jnp.moveaxis(y, (0, 2), (1, 3))
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :time]

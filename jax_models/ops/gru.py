@@ -27,15 +27,15 @@ def gru(
     reset_after: bool = True,
     **options,
 ) -> tuple[Float[Array, "batch time hidden"], GRUState]:
-    """The GRU of torch, its gates side by side in the order r, z, n.
+    """Runs a GRU as torch does, with its gates side by side in the order r, z, n.
 
         r = σ(x_t W_ir + b_ir + h_{t−1} W_hr + b_hr)
         z = σ(x_t W_iz + b_iz + h_{t−1} W_hz + b_hz)
         n = tanh(x_t W_in + b_in + r ⊙ (h_{t−1} W_hn + b_hn))
         h_t = (1 − z) ⊙ n + z ⊙ h_{t−1}
 
-    b_hn stands inside the product with r, so it cannot be merged into b_in. Without `reset_after`,
-    r stands before the product, as in the paper:
+    Because r multiplies b_hn, the two biases of n cannot be merged. Without `reset_after`, r
+    multiplies h_{t−1} before the product with W_hn, as in the paper:
 
         n = tanh(x_t W_in + b_in + (r ⊙ h_{t−1}) W_hn + b_hn)
 

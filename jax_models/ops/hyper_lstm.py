@@ -40,7 +40,7 @@ def hyper_lstm(
 ) -> tuple[Float[Array, "batch time hidden"], HyperLSTMState]:
     """The HyperLSTM, its gates side by side in the order i, f, g, o.
 
-        ĥ_t, ĉ_t = the layer-normalised LSTM of [h_{t−1}, x_t], ĥ_{t−1} and ĉ_{t−1}
+        ĥ_t, ĉ_t = the layer-normalized LSTM of [h_{t−1}, x_t], ĥ_{t−1} and ĉ_{t−1}
         z_h, z_x, z_b = ĥ_t W_z + b_z       each with a part for each gate; z_b has no bias
         d_h, d_x, d_b = z_h D_h, z_x D_x, z_b D_b + b_d          each gate's part with its own D
         i, f, g, o = d_h ⊙ (h_{t−1} W_hh) + d_x ⊙ (x_t W_ih) + d_b

@@ -1,4 +1,4 @@
-"""Errors for unknown arguments, which suggest the ones that the function has."""
+"""Errors for unknown arguments, which suggest the name that the function uses."""
 
 import difflib
 import inspect
@@ -66,7 +66,7 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "is_first": ("reset",),
     "max_new_tokens": ("num_tokens",),
 }
-"""Names of arguments in PyTorch, Flax, Keras and transformers, and their names here."""
+"""Argument names of PyTorch, Flax, Keras and transformers, and the likeliest names here."""
 
 NOTES = {
     "batch_first": "x is (batch, time, features) unless time_major=True",
@@ -74,13 +74,14 @@ NOTES = {
     "mask": "lengths (batch,) says how many steps of each row are real",
     "attention_mask": "lengths (batch,) says how many steps of each row are real",
 }
-"""Hints for arguments whose value has another meaning here."""
+"""Hints for arguments whose value also has a different meaning here."""
 
 
 def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Make a function's error for an unknown argument suggest the one that was meant.
+    """Makes a function's error for an unknown argument suggest the one that was meant.
 
-    It costs nothing where the arguments are known, as every step of a layer would pay for it.
+    The arguments are compared with the signature only after a TypeError, so that a valid call, such
+    as a step of a small layer, takes no longer.
     """
     signature = inspect.signature(function)
 
@@ -98,7 +99,7 @@ def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Param
 def refuse_unknown(
     name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Raise a TypeError for arguments that are not in the signature, by position or by name."""
+    """Raises a TypeError if arguments, by position or by name, are not in the signature."""
     known = {k: p.kind for k, p in signature.parameters.items() if k != "self"}
     count = len(args)
     if "self" in signature.parameters:

@@ -16,8 +16,8 @@ def l2_normalize(x: Float[Array, "*shape"], *, epsilon: float = 1e-6) -> Float[A
 
         y = x / √(Σ x² + ε)
 
-    The sum is over the last axis. ε is inside the root, as in Qwen3-Next, Kimi Linear and fla. So a
-    zero vector, such as the key of a padded step, has the gradient of x / √ε instead of NaN.
+    The sum is over the last axis. ε is inside the root, as in Qwen3-Next, Kimi Linear and fla, so
+    that a zero vector, such as the key of a padded step, has the gradient 1 / √ε instead of NaN.
 
     Args:
         x: the vectors; computed in at least float32.

@@ -14,11 +14,11 @@ from jax_models.ops.time_axis import refuse_lengths, states_between
 class LocalAttentionState(NamedTuple):
     """What local attention carries: the keys and values of the last window − 1 steps.
 
-    Those of position p of the document are in slot p mod (window − 1).
+    The key and value of position p of the document are in slot p mod (window − 1).
     """
 
     position: Int[Array, " batch"]
-    """Steps of the document so far."""
+    """Number of steps of the document so far."""
     keys: Float[Array, "batch slots kv_heads head_features"]
     values: Float[Array, "batch slots kv_heads head_features"]
 
@@ -34,15 +34,16 @@ def local_attention(
     reset: Bool[Array, "batch time"] | None = None,
     time_axis: str | None = None,
 ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
-    """`attention` of each step over itself and the window − 1 steps before it in its document.
+    """Computes the `attention` of each step over itself and the window − 1 steps before it.
 
-    The window is one more than the state has slots. Over T steps it costs O(T · window) operations.
-    No scores are kept for the backward pass, which computes them again, tile by tile: the memory
-    is that of q, k and v, and that of one tile's scores. A query that is not finite, or that sees a
-    key or a value that is not, has an output of NaN in that head; no other step knows of it.
+    Steps do not see other documents. The window is one more than the state has slots, and T steps
+    cost O(T · window) operations. The backward pass computes the scores again, tile by tile, so the
+    memory is that of q, k and v, plus that of one tile's scores. If a query or anything that it
+    sees is not finite, its output in that head is NaN; the outputs of other steps are unaffected.
 
-    With a `time_axis`, over whose devices time is divided, inside a `jax.shard_map`, a device gets
-    the keys and values of all and keeps those of its window. `lengths` must then be None.
+    With a `time_axis`, a mesh axis inside a `jax.shard_map` over whose devices time is divided,
+    each device gathers the keys and values of all devices and keeps those of its window. `lengths`
+    must then be None.
     """
     refuse_lengths(lengths, time_axis)
 
@@ -74,7 +75,7 @@ def _written(
     reset: Bool[Array, "batch time"] | None,
     lengths: Int[Array, " batch"] | None,
 ) -> LocalAttentionState:
-    """The state with the last keys and values of each row's last document in their slots."""
+    """Returns the state after the steps: each row's last keys and values, of its last document."""
     batch_size, time, *_ = k.shape
     positions = positions_after(state.position, time, reset)
     position = at_end(state.position, positions + 1, lengths)

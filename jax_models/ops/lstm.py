@@ -10,7 +10,7 @@ from jax_models.ops.recurrence import Product, Step, recurrence, sigmoid
 
 
 class LSTMState(NamedTuple):
-    """What an LSTM carries: the output h, projected where there is a projection, and the cell c."""
+    """What an LSTM carries: the output h, which a projection may have changed, and the cell c."""
 
     h: Float[Array, "*layers batch out"]
     c: Float[Array, "*layers batch hidden"]
@@ -30,14 +30,16 @@ def lstm(
     peephole: Float[Array, " 3*hidden"] | None = None,
     **options,
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
-    """The LSTM of torch, its gates side by side in the order i, f, g, o.
+    """Runs an LSTM as torch does, with its gates side by side in the order i, f, g, o.
 
         i, f, g, o = x_t W_ih + b_ih + h_{t−1} W_hh + b_hh
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)
-        h_t = σ(o) ⊙ tanh(c_t)                  then, with a projection, h_t W_hr + b_hr
+        h_t = σ(o) ⊙ tanh(c_t)
 
-    A `peephole` has p_i, p_f and p_o side by side: p_i ⊙ c_{t−1} is added to i, p_f ⊙ c_{t−1} to f,
-    and p_o ⊙ c_t to o.
+    With a `kernel_hr`, the output is the projection (σ(o) ⊙ tanh(c_t)) W_hr + b_hr instead.
+
+    A `peephole` holds p_i, p_f and p_o side by side. Then p_i ⊙ c_{t−1} is added to i,
+    p_f ⊙ c_{t−1} to f, and p_o ⊙ c_t to o.
 
     `options` are `lengths`, `reset` and `reverse`, as in `recurrence`.
     """

@@ -67,7 +67,7 @@ def min_lstm(
 
 
 def _shares(f: Array, i: Array) -> tuple[Array, Array]:
-    """`σ(f)` and `σ(i)`, each divided by their sum.
+    """Returns `σ(f)` and `σ(i)`, each divided by their sum.
 
     With `σ(f) = 1 / (1 + e^−f)`, the first is `(1 + e^−i) / (2 + e^−f + e^−i)`. Numerator and
     denominator are scaled by e^least, which cancels, so `least` needs no derivative.

@@ -21,7 +21,7 @@ from jax_models.ops.varying import alike
 CHUNK = 32
 """Steps of a chunk. A longer one costs more products within it, a shorter one more states."""
 MANY_STATES = 2**20
-"""Complex numbers. On a CPU, storing fewer for the backward pass is faster than using chunks."""
+"""In complex numbers. On a CPU, storing fewer for the backward pass is faster than using chunks."""
 
 
 class ModalConvState(NamedTuple):
@@ -50,11 +50,12 @@ def modal_conv(
     λ are the poles and R the residues, n of each feature. Complex numbers are pairs of real ones,
     the last axis. Computed in at least float32; y has the dtype of v.
 
-    On a CPU, the steps run one after the other. On other devices, and under differentiation if the
-    states of all steps would take much memory, time is cut into chunks of 32 steps. A product with
-    the taps computes what a chunk contributes to itself, and `linear_recurrence` the states between
-    chunks, so the states take 2n/32 of the memory of v. A NaN reaches all steps of its chunk. With
-    `reset`, a chunk is one step, and the states take 2n times the memory of v.
+    On a CPU, the steps run one after the other. Time is divided into chunks of 32 steps on other
+    devices, when the number of steps is symbolic, with a `time_axis`, and under differentiation if
+    the states of all steps would take much memory. A product with the taps computes what a chunk
+    contributes to its own outputs, and `linear_recurrence` computes the states between chunks, so
+    the states take 2n/32 of the memory of v. A NaN reaches all steps of its chunk. With `reset`, a
+    chunk is one step, and the states take 2n times the memory of v.
 
     Args:
         v: the inputs.
@@ -89,7 +90,7 @@ def modal_conv(
 
 @jax.custom_jvp
 def _modal_conv(u, start, poles, residues, skip, lengths, reset):
-    """The outputs, and the last state."""
+    """Returns the outputs and the last state."""
     return by_platform(
         u, start, poles, residues, skip, lengths, reset, cpu=_sequential, default=_chunked
     )
@@ -105,13 +106,13 @@ def _modal_conv_jvp(primals, tangents):
 
 @jax.jit  # uncompiled, the default device would decide
 def _fastest_derivative(*args):
-    """The derivative of `by_platform` would run the chosen form twice."""
+    """Replaces `by_platform`, whose derivative would run the forward pass twice."""
     return lax.platform_dependent(*args, cpu=_sequential, default=_chunked)
 
 
-@jax.jit  # the scan of an eager call would be compiled each time
+@jax.jit  # otherwise an eager call would compile the scan each time
 def _sequential(u, start, poles, residues, skip, lengths, reset):
-    """One step after the other. The features come last, so that a step is whole vectors."""
+    """Runs one step after the other. The features come last, so that steps use whole vectors."""
     masks = segments(u.shape[1], lengths, reset)
     poles, residues, start = (jnp.moveaxis(z, -1, 0) for z in (poles[None], residues[None], start))
 
@@ -129,7 +130,7 @@ def _sequential(u, start, poles, residues, skip, lengths, reset):
 
 
 def _chunked(u, start, poles, residues, skip, lengths, reset, time_axis=None):
-    """Products within chunks, and a recurrence between them."""
+    """Computes products within chunks, and a recurrence between them."""
     batch, time, features = u.shape
     size = _chunk_size(time, reset is not None, time_axis is not None)
     full, count = time // size, -(-time // size)

@@ -1,4 +1,4 @@
-"""A nonlinear recurrence over a sequence, whose weights' gradients are taken after its loop."""
+"""A nonlinear recurrence over a sequence. The weights' gradients are computed after the loop."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ State = TypeVar("State", bound=tuple)
 
 
 class Product(NamedTuple):
-    """`h ↦ h W + b`, to which `x_t W_x + b_x` is added if there is a kernel for it."""
+    """The product `h W + b`, to which `x_t W_x + b_x` is added if there is a `kernel_x`."""
 
     kernel: Float[Array, "*blocks in out"]
     bias: Float[Array, " blocks*out"] | None = None
@@ -29,7 +29,7 @@ class Product(NamedTuple):
     bias_x: Float[Array, " out_x"] | None = None
 
     def gates(self, names: str) -> dict[str, "Product"]:
-        """A product for each gate, of weights that have the gates side by side."""
+        """Splits a product whose weights have the gates side by side into one product per gate."""
         return {
             name: jax.tree.map(lambda a: jnp.split(a, len(names), axis=-1)[i], self)  # noqa: B023
             for i, name in enumerate(names)
@@ -37,39 +37,39 @@ class Product(NamedTuple):
 
     @staticmethod
     def kept(of_x: Array | None, of_h: Array) -> Array:
-        """What the backward pass needs of a step's two products."""
+        """Returns what the loop stores of a step's two products for the backward pass."""
         return of_h if of_x is None else of_x + of_h
 
     @staticmethod
     def value(of_x: Array | None, kept: Array) -> Any:
-        """What a step gets: the sum of both products."""
+        """Returns what a step receives, made from what is stored: the sum of both products."""
         return kept
 
 
 class Pair(Product):
-    """A product of x and one of h; a step gets both."""
+    """A product of x and one of h, of which a step receives both instead of the sum."""
 
     @staticmethod
     def kept(of_x: Array | None, of_h: Array) -> Array:
-        """The product of h alone, since the product of x is computed before the loop."""
+        """Returns only the product of h, because that of x is computed before the loop."""
         return of_h
 
     @staticmethod
     def value(of_x: Array | None, kept: Array) -> Any:
-        """What a step gets: the two products."""
+        """Returns what a step receives: the two products."""
         return of_x, kept
 
 
 def sigmoid(x: Array) -> Array:
-    """`σ(x)` by tanh, which XLA computes faster on a CPU."""
+    """`σ(x)`, computed with tanh because that is faster on a CPU."""
     return 0.5 + 0.5 * jnp.tanh(0.5 * x)
 
 
 class Step(NamedTuple):
-    """What a step has besides the state."""
+    """What a step receives besides the state."""
 
     products: Callable[[Sequence[str], Array], list[Any]]
-    """`products(names, h)`: the values of these products of h, computed as one matrix product.
+    """`products(names, h)` returns the products of h with these names, as one matrix product.
 
     A step asks for each name once.
     """
@@ -77,7 +77,7 @@ class Step(NamedTuple):
     params: Any
 
     def product(self, name: str, h: Array) -> Any:
-        """The value of one product."""
+        """Returns a single product of h."""
         return self.products([name], h)[0]
 
 
@@ -94,37 +94,39 @@ def recurrence(
     reset: Bool[Array, "batch time"] | None = None,
     reverse: bool = False,
 ) -> tuple[Float[Array, "batch time out"], State]:
-    """`s_t = step(s_{t−1}, …)` for t = 0 … T−1, or T−1 … 0 with `reverse`.
+    """Runs `s_t = step(s_{t−1}, …)` for t = 0 … T−1, or for t = T−1 … 0 with `reverse`.
 
-    The derivative of a step needs one product with each kernel, by the tangents of what the state
-    was multiplied with; the tangents of the kernels and of x enter it through sums that are taken
-    over the whole sequence at once:
+    The derivative of a product has one term that depends on the tangent of the state, dh_t. The
+    terms in parentheses do not, so they are computed for all steps at once, outside the loop:
 
         z_t = x_t W_x + h_t W        dz_t = dh_t W + (dx_t W_x + x_t dW_x + h_t dW)
 
-    So the loop of the backward pass, which JAX makes by transposing this one, has one product for
-    each of the forward pass, and all gradients of weights are single products after it. It is a
-    derivative like any other: forward mode and higher derivatives work.
+    JAX transposes this derivative to make the backward pass. Its loop therefore has one matrix
+    product for each product of the forward pass, and after the loop, the gradient of each weight is
+    a single matrix product. Forward mode and higher derivatives work as usual.
 
     Args:
-        step: the equation. A module's function, not a closure: it is a key of JAX's caches.
-        state: a NamedTuple of arrays (batch, features), its first field the output.
-        products: by name.
-        x: what `kernel_x` multiplies.
-        inputs: other arrays (batch, time, …) of which each step sees its own.
-        params: other arrays that every step sees.
-        lengths: row b takes only the steps t < lengths[b]; the others leave its state alone.
-        reset: the first steps of packed documents, where the state restarts from zero. With
-            `reverse` it restarts where the scan *enters* a document, at the document's last step.
+        step: the equation. Use a function of a module, not a closure made for each call, because
+            JAX caches compiled programs by the function.
+        state: a NamedTuple of arrays (batch, features), whose first field is the output.
+        products: the products that the step asks for, by name.
+        x: the inputs that each `kernel_x` multiplies.
+        inputs: other arrays (batch, time, …), of which each step receives its own slice.
+        params: other arrays, which every step receives whole.
+        lengths: row b runs only the steps t < lengths[b]; later steps leave its state unchanged.
+        reset: true at the first step of each packed document, where the state restarts from zero.
+            With `reverse`, still mark the first steps: the state restarts where the scan enters
+            each document, which is at its last step.
         reverse: run from the last step to the first.
 
     Returns:
-        The outputs of every step (those beyond `lengths` carry no meaning), and the last state.
+        The outputs of all steps (those beyond `lengths` are meaningless), and the last state.
 
     Raises:
         TypeError: the state, the inputs or the parameters are not arrays.
-        ValueError: a shape is wrong, there is no product, a `bias_x` has no kernel_x, or the step
-            does not ask for each product once, or returns another state.
+        ValueError: a shape is wrong, there is no product, or a `bias_x` comes without a `kernel_x`.
+            Also if the step does not ask for each product exactly once, or returns a state of other
+            shapes or dtypes.
 
     """
     batch, time, features = x.shape
@@ -150,7 +152,7 @@ def recurrence(
 
 
 def _checked_state(state: State, batch: int, dtype: jnp.dtype) -> State:
-    """The state in the dtype of the loop, or the fault."""
+    """Returns the state in the dtype of the loop, or raises an error."""
     fields: Any = getattr(state, "_fields", None)
     if fields is None:
         raise TypeError(f"state: expected a NamedTuple of arrays, got {described(state)}")
@@ -165,16 +167,18 @@ def _checked_state(state: State, batch: int, dtype: jnp.dtype) -> State:
 
 
 class _Static(NamedTuple):
+    """The arguments that are not arrays."""
+
     step: Callable
     reverse: bool
 
     def scan(self, body, state, inputs, length: int):
         """`lax.scan` in the direction of the recurrence."""
-        known = None if is_symbolic_dim(length) else length
-        return lax.scan(body, state, inputs, known, reverse=self.reverse)
+        length = None if is_symbolic_dim(length) else length  # then read from the inputs
+        return lax.scan(body, state, inputs, length, reverse=self.reverse)
 
 
-@partial(jax.jit, static_argnums=0)  # outside a jit, each call would compile anew
+@partial(jax.jit, static_argnums=0)  # otherwise an eager call would compile the scan each time
 def _batch_first(static: _Static, products, x, inputs, params, state, lengths, reset):
     masks = segments(x.shape[1], lengths, reset, reverse=static.reverse)
     products, x, inputs, params, state, masks = alike((products, x, inputs, params, state, masks))
@@ -192,9 +196,9 @@ def _recurrence(static: _Static, products, x, inputs, params, state, active, res
 
 
 def _forward(static: _Static, products, x, inputs, params, state, active, reset):
-    """The outputs, the last state, and what the backward pass needs."""
-    # XLA's CPU backend reads columns of a wide array slowly, so each product of x is an array of
-    # its own. The products of h in a step are fastest as one.
+    """Returns the outputs, the last state, and what the backward pass needs."""
+    # XLA's CPU backend reads columns of a wide array slowly, so each product of x is a separate
+    # array. In a step, it is fastest to compute all products of the same h together.
     of_x = {
         name: None if p.kernel_x is None else affine(x, p.kernel_x, p.bias_x)
         for name, p in products.items()
@@ -206,29 +210,30 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
         kept, h_kept = {}, {}
 
         def values(names, h):
-            asked = [name for group in [*kept, names] for name in group]
-            if len({*asked}) < len(asked) or not {*asked} <= products.keys():
+            requested = [name for group in [*kept, names] for name in group]
+            if len({*requested}) < len(requested) or not {*requested} <= products.keys():
                 raise ValueError(
-                    f"step: expected each of the products {[*products]} once, it asked for {asked}"
+                    f"step: expected each of the products {[*products]} once, "
+                    f"it asked for {requested}"
                 )
             names = (*names,)
             group = [products[name] for name in names]
             merged = _merged(names, group)
-            of_h = _apart(affine(h, merged.kernel, merged.bias), _widths(group))
+            of_h = _split(affine(h, merged.kernel, merged.bias), _widths(group))
             parts = zip(names, group, of_h, strict=True)
             kept[names] = [product.kept(of_x[name], part) for name, product, part in parts]
-            # An h that is a field of the state is stored once.
+            # If h is a field of the state, it is already stored with the state.
             fields[names] = next((i for i, field in enumerate(state) if field is h), None)
             if fields[names] is None:
                 h_kept[names] = h
             return _values(products, of_x, names, kept[names])
 
         new = static.step(state, Step(values, inputs, params))
-        if _kinds(new) != _kinds(state):
-            raise ValueError(f"step: expected to return {_kinds(state)}, it returned {_kinds(new)}")
-        asked = {name for names in kept for name in names}
-        if asked != products.keys():
-            raise ValueError(f"step: expected products {[*products]}, it asked for {[*asked]}")
+        if _types(new) != _types(state):
+            raise ValueError(f"step: expected to return {_types(state)}, it returned {_types(new)}")
+        requested = {name for names in kept for name in names}
+        if requested != products.keys():
+            raise ValueError(f"step: expected products {[*products]}, it asked for {[*requested]}")
         new = new if active is None else _where(active, new, state)
         return new, (new[0], state, kept, h_kept)
 
@@ -240,7 +245,7 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs, in arrays (time, batch, features)."""
+    """What the backward pass needs: arrays (time, batch, features)."""
 
     before: Any
     """The state before each step."""
@@ -249,27 +254,27 @@ class _Residuals(NamedTuple):
     h: dict[tuple[str, ...], Array]
     """The h of each group of products that a step asks for together."""
     kept: dict[tuple[str, ...], list[Array]]
-    """The values of each group, as `Product.kept` makes them."""
+    """The results of `Product.kept` for the products of each group."""
 
 
 def _values(products: dict[str, Product], of_x, names, kept) -> list[Any]:
-    """What a step gets of products."""
+    """Returns what a step receives for the products of a group."""
     return [products[name].value(of_x[name], a) for name, a in zip(names, kept, strict=True)]
 
 
 def _where(mask, x, y):
-    """The state x in the rows of the mask, y in the others; y without a mask."""
+    """Takes the rows of the mask from the state x and the others from y. No mask: all from y."""
     if mask is None:
         return y
     return jax.tree.map(lambda a, b: jnp.where(mask[:, None], a, b), x, y)
 
 
-def _kinds(state) -> Any:
+def _types(state) -> Any:
     return jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", state)
 
 
 def _merged(names: Sequence[str], group: Sequence[Product]) -> Product:
-    """One product that computes those of a group, side by side."""
+    """Merges the products of a group into one, side by side."""
     if len(group) == 1:
         return group[0]
     forms = {str(jax.tree.map(lambda a: a.shape[:-1], tuple(product))) for product in group}
@@ -278,12 +283,12 @@ def _merged(names: Sequence[str], group: Sequence[Product]) -> Product:
             f"step: expected products that are asked for together to agree in which of kernel_x, "
             f"bias and bias_x they have, and to have no kernel in blocks, got {[*names]}"
         )
-    group = [Product(*product) for product in group]  # trees of one type
+    group = [Product(*product) for product in group]  # a Pair is a tree of another type
     return jax.tree.map(lambda *a: jnp.concatenate(a, axis=-1), *group)
 
 
-def _apart(values: Array, widths: Sequence[int]) -> list[Array]:
-    """The values of each product."""
+def _split(values: Array, widths: Sequence[int]) -> list[Array]:
+    """Splits the values of a merged product into those of each product."""
     return jnp.split(values, np.cumsum(widths)[:-1], axis=-1)
 
 
@@ -318,8 +323,8 @@ def _recurrence_jvp(static: _Static, primals, tangents):
             def values(names, h):
                 names = (*names,)
                 widths = tuple(_widths([products[name] for name in names]))
-                known = _known(widths, h, transposable[names], kept[names])
-                return _values(products, of_x, names, known)
+                stored = _computed_before(widths, h, transposable[names], kept[names])
+                return _values(products, of_x, names, stored)
 
             return static.step(state, Step(values, inputs, params))
 
@@ -340,7 +345,7 @@ def _dense(x, tangent):
 
 
 def _merged_tangents(group: Sequence[Product], tangents: Sequence[Product]) -> Product:
-    """The tangents of `_merged`."""
+    """Merges the tangents of products as `_merged` does the products."""
     if len(group) == 1:
         return tangents[0]
 
@@ -353,13 +358,13 @@ def _merged_tangents(group: Sequence[Product], tangents: Sequence[Product]) -> P
 
 
 def _direct_tangents(group: Sequence[Product], merged: Product, tangent: Product, x, d_x, h):
-    """`h dW + db` of every step, and `dx W_x + x dW_x + db_x`, of each product."""
+    """Returns `h dW + db` of all steps for each product, and `dx W_x + x dW_x + db_x`."""
     widths, of_x = _widths(group), [None] * len(group)
     of_h = _affine_tangent(h, None, merged.kernel, tangent.kernel, tangent.bias)
     if merged.kernel_x is not None:
         kernel_x = merged.kernel_x, tangent.kernel_x, tangent.bias_x
-        of_x = _apart(_affine_tangent(x, d_x, *kernel_x), widths)
-    return _apart(of_h, widths), of_x
+        of_x = _split(_affine_tangent(x, d_x, *kernel_x), widths)
+    return _split(of_h, widths), of_x
 
 
 def _affine_tangent(x, d_x, kernel, d_kernel, d_bias):
@@ -380,18 +385,24 @@ def _is_zero(tangent) -> bool:
 
 
 def _transposable(kernel):
-    """The kernel such that the transpose of `_known`'s product is a plain one."""
+    """Returns the kernel transposed, so that the backward pass multiplies by a plain matrix.
+
+    The barrier stops XLA from undoing the transpose.
+    """
     return kernel if kernel.ndim == 3 else lax.optimization_barrier(kernel.T)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _known(widths: tuple[int, ...], h, kernel, values):
-    """`values`, which are h W plus a rest. Their tangents are given for the rest alone."""
+def _computed_before(widths: tuple[int, ...], h, kernel, values):
+    """Returns `values`, which are already computed: h W plus terms that do not depend on h.
+
+    The tangents of `values` are those of the other terms. This function adds dh W to them.
+    """
     return values
 
 
-@_known.defjvp
-def _known_jvp(widths, primals, tangents):
+@_computed_before.defjvp
+def _computed_before_jvp(widths, primals, tangents):
     _, kernel, values = primals
     d_h, _, d_values = tangents
     if kernel.ndim == 3:
@@ -402,4 +413,4 @@ def _known_jvp(widths, primals, tangents):
         of_h = lax.dot_general(
             d_h.astype(kernel.dtype), kernel, contract, preferred_element_type=dtype
         )
-    return values, [*map(jnp.add, d_values, _apart(of_h, widths))]
+    return values, [*map(jnp.add, d_values, _split(of_h, widths))]

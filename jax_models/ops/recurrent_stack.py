@@ -27,7 +27,7 @@ def recurrent_stack(
     *,
     num_directions: Literal[1, 2],
 ) -> tuple[Float[Array, "batch time out"], State]:
-    """Layers of a recurrence, one after the other; of each layer the directions, side by side.
+    """Runs layers of a recurrence one after the other, with the directions of a layer side by side.
 
     Args:
         recurrence: `ops.rnn`, `ops.lstm` or `ops.gru`.
@@ -82,13 +82,14 @@ def lstm_stack(
     num_directions: Literal[1, 2],
     method: LSTMMethod = "auto",
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
-    """`recurrent_stack` of `lstm`, by XLA or by cuDNN.
+    """Runs the `recurrent_stack` of `lstm`, by XLA or by cuDNN.
 
-    "auto" takes cuDNN if it can serve, is likely to pay, and the program runs on an NVIDIA GPU. The
-    machine that traces the program does not matter.
+    "auto" uses cuDNN if it supports the call, is likely to be faster, and the program runs on an
+    NVIDIA GPU, wherever the program is traced.
 
     Raises:
-        NotImplementedError: cuDNN, asked for by name, cannot serve; the message says why.
+        NotImplementedError: `method` is "cudnn", which does not support the call; the message says
+            why.
 
     """
     if not cells:

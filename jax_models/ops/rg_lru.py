@@ -20,7 +20,7 @@ class RGLRUState(NamedTuple):
     h: Float[Array, "batch features"]
     """The hidden state."""
     position: Int[Array, " batch"] | None = None
-    """Steps of the document so far, in a layer whose first step differs from the others."""
+    """Number of steps of the document so far; None if first steps are like all others."""
 
 
 @checked()
@@ -50,7 +50,7 @@ def rg_lru(
     Either `a` is given or, as in recurrentgemma, `a_param`: a = e^{−softplus(a_param)}. Then
     `epsilon` is added under the root. Kernels (blocks, block, block) are the blocks of
     block-diagonal matrices. At the `first` steps of documents √(1 − a_t²) counts as 1. `masks` are
-    `lengths`, `reset` and `reverse`, as in `linear_recurrence`. The state's position is not used,
+    `lengths`, `reset` and `reverse`, as in `linear_recurrence`. The position of `state` is ignored,
     and the new state has none.
     """
     if not isinstance(c, Array):

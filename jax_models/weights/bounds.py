@@ -21,7 +21,7 @@ def project(params: Params) -> Params:
         >>> project(nnx.state(module))["a"].get_value().tolist()
         [0.5, 1.0]
 
-    It returns a new tree. Call it after each step of an optimiser, as projected gradient descent
+    It returns a new tree. Call it after each step of an optimizer, as projected gradient descent
     does:
 
         params = project(optax.apply_updates(params, updates))

@@ -10,5 +10,5 @@ class Constant(nnx.Variable):
         >>> list(nnx.state(module, nnx.Param))
         ['trained']
 
-    Gradients and optimisers over `nnx.Param` do not select it.
+    Gradients and optimizers over `nnx.Param` do not select it.
     """

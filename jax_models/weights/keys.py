@@ -60,8 +60,8 @@ def elsewhere(
 ) -> str | None:
     """Where at least half of a layout's keys are: in an entry, or under a prefix.
 
-    The answer ends with the Python code that gives them, made from `code`, the code that gives the
-    `state_dict`. With `takes_prefix`, it ends with the argument `prefix` instead.
+    The answer ends with Python code that gives these entries, made from `code`, which gives the
+    `state_dict`. With `takes_prefix`, it ends with the `prefix` argument to pass instead.
     """
     for name, entry in state_dict.items():
         if not isinstance(entry, Mapping):

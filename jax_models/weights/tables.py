@@ -2,8 +2,8 @@
 
 A table is a list of `Weight` rows. A layout is the name of a table: a layer that can read several
 kinds of `state_dict` has a table for each, and its `torch_layouts` returns them by name.
-`from_torch` and `to_torch` read the same table in the two directions. Where a layer has no bias,
-`bias=False`, as torch says, and `use_bias=False`, as Flax says, mean the same.
+`from_torch` and `to_torch` read the same table in the two directions. For a layer without
+a bias, pass `bias=False`, as in torch, or `use_bias=False`, as in Flax: both mean the same.
 """
 
 from math import prod

@@ -49,9 +49,9 @@ def from_torch(
 
     Every key is used once and every parameter is set once. Values are never changed: a dtype that
     the parameter cannot hold exactly is refused, and so are integers and bools. A parameter keeps
-    its dtype, its sharding and its metadata. Under `jax.set_mesh`, a parameter that is on no mesh
-    yet gets the sharding that its metadata names (`nnx.with_partitioning`), or else is replicated
-    on all devices of the mesh.
+    its dtype, its sharding and its metadata. Under `jax.set_mesh`, a parameter that is not yet on a
+    mesh gets the sharding that its metadata names (`nnx.with_partitioning`). Without such metadata,
+    it is replicated on all devices of the mesh.
 
     Raises:
         TypeError: `layer` is not an `nnx.Module`, `state_dict` not a mapping, `layout` neither a
@@ -336,10 +336,10 @@ def _placed(
 
 
 def _sharding(path: str, param: nnx.Variable) -> Sharding | None:
-    """The sharding that a parameter's array gets. None: on the default device, uncommitted.
+    """Returns the sharding for a parameter's array. None: on the default device, uncommitted.
 
     Under `jax.set_mesh`, the sharding of an abstract parameter names the axes of the mesh but not
-    its devices, and an array that was made outside is not committed to a device.
+    its devices, and an array made before the mesh was set is not committed to any device.
     """
     value = param.get_value()
     if isinstance(value, Tracer):
@@ -364,7 +364,7 @@ def _sharding(path: str, param: nnx.Variable) -> Sharding | None:
 
 
 def _on_devices(mesh: AbstractMesh) -> Mesh:
-    """The mesh that was set when the layer was built, on this process's devices."""
+    """Returns a mesh like the one that was set when the layer was built, on the devices here."""
     if mesh.size > jax.device_count():
         raise ValueError(
             f"layer: it was built for a mesh of {mesh.size} devices, got {jax.device_count()}: "

@@ -39,7 +39,7 @@ def local_attention(
     """Attention of turned q and k over the keys of the state and of the steps up to each.
 
     q is (batch, time, heads, d); k and v have as many heads or fewer, each of which serves as many
-    neighbouring heads of q. The state is (position, keys, values): the steps so far of each row,
+    neighboring heads of q. The state is (position, keys, values): the steps so far of each row,
     and the keys and values of the last window − 1 > 0, (batch, window − 1, heads, d), those of step
     p in slot p mod (window − 1).
     """

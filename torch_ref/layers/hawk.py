@@ -54,7 +54,7 @@ def block_diagonal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def initial_a_param(features: int) -> Tensor:
-    """As in recurrentgemma: a² = e^{−2 softplus(a_param)} is uniform in [0.9², 0.999²]."""
+    """Makes a² = e^{−2 softplus(a_param)} uniform in [0.9², 0.999²], as recurrentgemma does."""
     a = torch.empty(features).uniform_(0.9**2, 0.999**2).sqrt()
     return torch.expm1(-a.log()).log()
 
@@ -68,10 +68,9 @@ class RGLRU(nn.Module):
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
     x and y = h are (batch, time, features), the state (h,) with h (batch, features). a^c starts
-    uniform in [0.9, 0.999], as in the paper, and a = 0 and a = 1
-    have finite gradients.
+    uniform in [0.9, 0.999], as in the paper. The gradients at a = 0 and a = 1 are finite.
 
-    With `parameterization="softplus"`, the parameter is a_param, a = e^{−softplus(a_param)}.
+    With `parameterization="softplus"`, the parameter is a_param, and a = e^{−softplus(a_param)}.
 
     With `num_blocks`, W_i and W_r are block-diagonal and have biases, the parameterization is
     "softplus", and the parameter is called recurrent_param. RecurrentGemma's RG-LRU also has

@@ -1,6 +1,6 @@
 """The layers of hippogriff in plain PyTorch, under its keys (Griffin, arXiv 2402.19427).
 
-`version`, "0.0.2" or "0.0.3", decides the keys and the order of the layers.
+`version`, "0.0.2" or "0.0.3", decides the keys, the order of the layers, and whether c is stored.
 """
 
 import math
@@ -31,12 +31,12 @@ class HippogriffHawk(nn.Module):
         a_t = e^{−c softplus(forget_base) ⊙ σ(u_t W_r + b_r)}
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t² + 1e-6) ⊙ σ(u_t W_i + b_i) ⊙ u_t
 
-    c is 8; in version 0.0.3 it is e^alpha_log_scale, a number that is saved but not trained, and
-    without a kernel_size there is no convolution.
+    c is 8. In version 0.0.3, c is e^alpha_log_scale, which is saved but not trained. If kernel_size
+    is None, there is no convolution, and u = x W_rec.
 
     x and y are (batch, time, features), the state (inputs, h): the last kernel_size − 1 inputs of
     the convolution, (batch, hidden_features, kernel_size − 1), and h, (batch, hidden_features).
-    Without a convolution there are no inputs, (batch, hidden_features, 0).
+    Without a convolution, inputs is empty: (batch, hidden_features, 0).
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class HippogriffAttention(nn.Module):
 
 
 class HippogriffBlock(nn.Module):
-    """A recurrence and attention, each with an MLP behind it.
+    """A recurrence and attention, each followed by an MLP.
 
         x ← x + hawk(norm(x)),    x ← x + mlp(norm(x))
         x ← x + smqa(norm(x)),    x ← x + mlp(norm(x))
 
     Version 0.0.3 runs the attention first and calls the recurrence `time` and its MLP `gmlp`.
-    Without num_heads there is no attention.
+    If num_heads is None, there is no attention.
 
     x is (batch, time, features), the state that of the recurrence, then that of `smqa`.
     """

@@ -54,7 +54,7 @@ class Projection(nn.Module):
 
 
 class HyenaBlock(nn.Module):
-    """The Annotated Hyena's operator, with three skip connections and normalised x_i.
+    """The Annotated Hyena's operator, with three skip connections and normalized x_i.
 
         x_1 … x_N, v = projection(u)
         v ← v + u
@@ -62,8 +62,8 @@ class HyenaBlock(nn.Module):
         y = v + dropout(v W + b)
 
     |x_i| is over the channels. u and y are (batch, time, features). The state is that of the
-    projection, then the inputs v of each convolution so far. The Annotated Hyena declares
-    the dropout but never applies it.
+    projection, then the inputs v of each convolution so far. The Annotated Hyena declares the
+    dropout but never applies it.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class HyenaBlock(nn.Module):
 
 
 class AuthenticHyenaBlock(nn.Module):
-    """The Hyena operator of the paper's equation (6): no skips, no normalisation.
+    """The Hyena operator of the paper's equation (6): no skips, no normalization.
 
         x_1 … x_N, v = projection(u)
         v ← x_i ⊙ (h_i * v + B_i ⊙ v), for each i
         y = dropout(v W + b)
 
-    u and y are (batch, time, features), the state is that of `HyenaBlock`. The Annotated
-    Hyena declares the dropout but never applies it.
+    u and y are (batch, time, features), the state is that of `HyenaBlock`. The Annotated Hyena
+    declares the dropout but never applies it.
     """
 
     def __init__(

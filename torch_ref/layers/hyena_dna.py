@@ -34,7 +34,7 @@ class HyenaDNAPosition(nn.Module):
 
 
 class HyenaDNAWindow(nn.Module):
-    """`h ⊙ (e^{−t|δ|} + shift)`, with a fixed decay δ of each channel; h if not modulate."""
+    """`h ⊙ (e^{−t|δ|} + shift)`, with a fixed decay δ of each channel. If not `modulate`, h."""
 
     def __init__(self, features: int, shift: float, modulate: bool):
         super().__init__()
@@ -98,8 +98,8 @@ class HyenaDNAMixer(nn.Module):
         v ← h_n * (v ⊙ x_{N−n}) + B_n ⊙ v ⊙ x_{N−n}, for n = 1 … N − 1
         y = dropout(activation(v ⊙ x_0) W + b)
 
-    B is 0 without filter_bias. u and y are (batch, time, features). The state is the last results
-    of A u + b, then the inputs of each convolution so far.
+    If not filter_bias, B counts as 0. u and y are (batch, time, features). The state is the last
+    results of A u + b, then the inputs of each convolution so far.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class HyenaDNAMLP(nn.Module):
 class HyenaDNABlock(nn.Module):
     """`x + mixer(norm1(x))`, then `x + mlp(norm2(x))`.
 
-    The state and all other options are the mixer's.
+    The state is that of the mixer, which also takes all other options.
     """
 
     def __init__(

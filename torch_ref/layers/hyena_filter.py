@@ -2,7 +2,7 @@
 
 A filter is (order, features, time). The constants `t`, `time_emb` and `freq` are parameters, for
 they are in the state_dict; they and those parameters that have no part in the output have
-requires_grad=False, so that a weight-decaying optimiser leaves them alone.
+requires_grad=False, so that a weight-decaying optimizer leaves them alone.
 """
 
 import math
@@ -106,9 +106,9 @@ class AuthenticWindow(nn.Module):
 class AuthenticHyenaFilter(nn.Module):
     """The filter of the paper: `filter(L)` is (order, features, L).
 
-    implicit: h = window(MLP(positional embedding)), with sines between the layers, as the
-    text of The Annotated Hyena describes it. Otherwise h = window(h), explicit, as its code
-    computes it, which discards the output of its MLP. The parameters of both are there.
+    If `implicit`, h = window(MLP(positional embedding)), with sines between the layers, as the text
+    of The Annotated Hyena describes it. Otherwise h = window(h), where h is a parameter, as in its
+    code, which discards the output of the MLP. The module always has the parameters of both.
     """
 
     def __init__(

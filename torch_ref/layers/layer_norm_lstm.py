@@ -7,7 +7,7 @@ State = tuple[Tensor, Tensor]
 
 
 class LayerNormLSTM(nn.Module):
-    """An LSTM with its gates and its cell normalised.
+    """An LSTM with its gates and its cell normalized.
 
         i, f, g, o = LN(x_t W_ih + h_{t−1} W_hh + b), each gate with its own layer norm
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)

@@ -68,7 +68,7 @@ class RNNDeep(nn.Module):
 
 
 class RNN(nn.Module):
-    """The RNN cell `h_t = tanh(x_t U + h_{t−1} W + b)`, one bias, no transposes.
+    """The RNN `h_t = tanh(x_t U + h_{t−1} W + b)`, with one bias and untransposed weights.
 
     x is (batch, time, in_features), the state (h,) with h (1, batch, hidden_features).
     """
