@@ -26,9 +26,6 @@ def attention(
     The softmax is in at least float32, and `dropout` is applied to its weights. If the query of a
     step or anything in its mask is not finite, its output is NaN; other steps are unaffected. If
     the mask has no key, the output is zero.
-
-    In float32 this is `jax.nn.dot_product_attention`, which has no dropout, whose softmax is never
-    wider, and whose gradient in bfloat16 does not work under strict dtype promotion.
     """
     check_heads(q, k)
     q_faulty, k_faulty, v_faulty = (~jnp.all(jnp.isfinite(a), axis=(2, 3)) for a in (q, k, v))
@@ -54,15 +51,15 @@ def _zero_where(steps: Bool[Array, "batch steps"], x: Float[Array, "batch steps 
 
 
 def _attention(q, k, v, mask: Bool[Array, "batch heads time keys"], dropout):
-    if q.dtype == jnp.float32 and dropout is None:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask)
     batch, time, heads, features = q.shape
     groups = (k.shape[2], heads // k.shape[2])
     q = q.reshape(batch, time, *groups, features)
     scores = jnp.einsum("btkgf,bskf->bkgts", q, k, preferred_element_type=carry_dtype(q.dtype))
     scores = scores.reshape(batch, heads, time, k.shape[1])
-    scores = jnp.where(mask, scores * features**-0.5, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    # A finite score for the other keys would beat those in the mask that overflow to −∞.
+    seen = mask | ~jnp.any(mask, axis=-1, keepdims=True)  # without any, the caller returns zero
+    weights = jax.nn.softmax(scores * features**-0.5, axis=-1, where=seen)
+    weights = jnp.where(seen, weights, 0).astype(q.dtype)
     weights = weights if dropout is None else dropout(weights)
     weights = weights.reshape(batch, *groups, time, k.shape[1])
     return jnp.einsum("bkgts,bskf->btkgf", weights, v).reshape(batch, time, heads, features)

@@ -163,7 +163,8 @@ def _attended(tiling: _Tiling, floats, masks) -> tuple[Array, Array]:
 
     def softmax(keys: _Keys, row, column) -> _Softmax:
         scores = _scores(queries, keys, row, column)
-        greatest = scores.max(axis=-1, keepdims=True)
+        # Finite, so that a score of −∞ has the weight 0, also among others of −∞.
+        greatest = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(scores.dtype).min)
         weights = jnp.exp(scores - greatest)
         values = _einsum("bhqk,bhkf->bhqf", weights.astype(v.dtype), _at(keys.v, column))
         return _Softmax(greatest, weights.sum(axis=-1, keepdims=True), values)
@@ -218,7 +219,7 @@ class _Gradient(NamedTuple):
         ((q, k, v, past_k, past_v), masks), (y, log_sum) = residuals
         dy, d_log_sum = cotangents
         tile, group = self.tiling.tile, q.shape[2] // k.shape[2]
-        faulty = jnp.isnan(log_sum)  # steps whose output is NaN, which contribute no gradient
+        faulty = ~jnp.isfinite(log_sum)  # steps whose output is NaN, which contribute no gradient
         wide = carry_dtype(q.dtype)
         of_weights = (y.astype(wide) * dy.astype(wide)).sum(axis=-1, keepdims=True)
         of_weights = jnp.where(faulty, 0, _tiles(of_weights, tile, group) - d_log_sum)
@@ -303,11 +304,11 @@ def _keys(k, v, steps: Int[Array, "batch steps"], tile: int) -> _Keys:
 
 
 def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:
-    """Returns the scores. Keys that a query does not see have the lowest finite number."""
+    """Returns the scores. Keys that a query does not see have −∞."""
     scores = _einsum("bhqf,bhkf->bhqk", _at(queries.q, row), _at(keys.k, column))
     steps = _at(keys.steps, column)
     seen = (steps >= _at(queries.first, row)) & (steps <= _at(queries.last, row))
-    return jnp.where(seen, scores * queries.q.shape[-1] ** -0.5, _lowest(scores))
+    return jnp.where(seen, scores * queries.q.shape[-1] ** -0.5, -jnp.inf)
 
 
 def _tiles(x: Array, tile: int, group: int = 1, fill: int = 0) -> Array:
