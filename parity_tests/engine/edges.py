@@ -39,7 +39,8 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     ),
     ALL_HIDDEN: (lambda n, lookup: n, np.zeros_like),
 }
-"""How integers, which an embedding may read, and masks (booleans, or 0 and 1) are changed."""
+"""How integers and masks (booleans, or 0 and 1) change. The functions of integers also get the
+embedding that reads them, if any."""
 NUDGE = 1e-9
 
 
