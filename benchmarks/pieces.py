@@ -21,9 +21,9 @@ class Pieces:
     """The pieces of a run in a folder, at least one of which is measured in each call.
 
     Args:
-        folder: of the results.
-        minutes: to stop in.
-        run: says what is measured and on what; the pieces of another run are not gone on with.
+        folder: the folder of the results.
+        minutes: the time after which the run stops.
+        run: describes what is measured and on what; the pieces of a different run are discarded.
 
     """
 

@@ -191,7 +191,7 @@ def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
     """Let the run continue with another config, and print in one line what has changed.
 
     Raises:
-        CommandLineError: that would make it another run.
+        CommandLineError: the change would need a new run.
 
     """
     found = changes(run.config, config)
@@ -282,7 +282,7 @@ def with_short_warmup(config: TrainConfig, start: TrainConfig) -> TrainConfig:
 
 
 def built(plan: Plan) -> Trainer:
-    """The trainer of a plan; of a new run, with the weights that it begins with."""
+    """The trainer of a plan; for a new run, with the initial weights."""
     config, folder = plan.config, plan.folder
     trainer = build_trainer(config, plan.vocabulary)
     if config.init is not None and not (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
@@ -294,7 +294,7 @@ def begin(plan: Plan, arguments: Arguments) -> None:
     """Make the run of a plan in its folder, or let the run that is there continue.
 
     Raises:
-        CommandLineError: the one that is there is another.
+        CommandLineError: the folder has a different run.
 
     """
     folder = plan.folder

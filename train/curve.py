@@ -13,14 +13,14 @@ from train.files import whole
 
 Records = Sequence[dict[str, Any]]
 LONG = 20
-"""Points of a line from which a run counts as long."""
+"""A run with a line of at least this many points counts as long."""
 
 
 def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
     """Draw the losses over the steps into a PNG, which is there whole or not at all.
 
     If a line has at least `LONG` points, the vertical axis fits the losses of the last nine tenths
-    of the steps and cuts off higher ones before. The title is the name of the run's folder.
+    of the steps and cuts off higher losses before them. The title is the name of the run's folder.
     """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

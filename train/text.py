@@ -34,7 +34,7 @@ from twinscan.files import to_disk
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
 """The default text, small enough to learn by heart."""
 FORMAT = 1
-"""Of the files of tokens. Another format has other names."""
+"""The format of the token files. A change of the format changes their names."""
 TOKENS, MANIFEST = "tokens", "manifest.json"
 LONGEST_LINE = 1 << 24
 """Characters. A longer line is cut anywhere."""
@@ -45,7 +45,8 @@ PIECES_AT_ONCE = 16
 class Text:
     """Documents in UTF-8: files, all files in folders, or by default `ALL_WORK`.
 
-    A file is a document, a line of a `.jsonl` file is one (its "text"), and `separator` ends one.
+    Each file is a document, and so is the "text" of each line of a `.jsonl` file. If a `separator`
+    is given, it ends a document, too.
 
     Raises:
         CommandLineError: a file is not there, cannot be read, is empty, or is not UTF-8.

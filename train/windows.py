@@ -78,9 +78,9 @@ class Windows:
 def split(tokens: TokenArray, window: int, val_rows: int | None = None) -> dict[str, Windows]:
     """The windows to train on and those to validate on; no token is predicted in both.
 
-    By default, all windows of the first nine tenths are to train on and all of the rest to validate
-    on. With `val_rows`, the text is cut into rows of `window`, and that many of them are to
-    validate on. They are drawn at random, but are the same for every run.
+    By default, all windows of the first nine tenths are for training, and all windows of the rest
+    are for validation. With `val_rows`, the text is cut into rows of `window`, and that many of
+    them are for validation. They are drawn at random, but are the same for every run.
 
     Raises:
         CommandLineError: the text is too short for both parts.
@@ -112,9 +112,8 @@ def split(tokens: TokenArray, window: int, val_rows: int | None = None) -> dict[
 class Batches:
     """Endless batches (batch_size, window + 1): all windows in a random order, and again.
 
-    Batch i depends only on the seed and on i, so a run that resumes after i batches continues with
-    batch i.
-    In an epoch each window comes once.
+    Each epoch has each window once. Batch i depends only on the seed and on i, so a run that
+    resumes after i batches continues with batch i.
     """
 
     @checked_options

@@ -85,7 +85,7 @@ def uniform(rng: np.random.Generator, low: float, high: float, *shape: int) -> n
 
 
 def zeros(x: jax.Array, *features: int) -> jax.Array:
-    """A state of x's rows before the first step."""
+    """The state of each row of x before the first step."""
     return jnp.zeros((x.shape[0], *features), x.dtype)
 
 
@@ -102,7 +102,7 @@ def draw_delta_rule(rng, batch, time, heads, size):
 
 
 def draw_wkv6(rng, batch, time, heads, size):
-    """The same without a correction, and the bonus of the current step."""
+    """Those of the delta rule without a and b, and the bonus of the current step."""
     arrays = draw_delta_rule(rng, batch, time, heads, size)
     del arrays["a"], arrays["b"]
     return arrays | {"u": normal(rng, heads, size)}
@@ -290,7 +290,7 @@ def our_gated(run, state_type):
 
 
 def plain_gated(cell, states: int, *, hoisted: bool):
-    """A scan of `cell(of_x, of_h, *state)`, the products of x in it or before it."""
+    """A scan of `cell(of_x, of_h, *state)`; `hoisted` computes the products of x before it."""
 
     def plain(x, kernel_ih, kernel_hh, bias_ih, bias_hh):
         def of_x(x):
@@ -307,26 +307,26 @@ def plain_gated(cell, states: int, *, hoisted: bool):
 
 
 def lstm_cell(of_x, of_h, _, c):
-    """Torch's."""
+    """The LSTM of torch."""
     i, f, g, o = jnp.split(of_x + of_h, 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
 
 def gru_cell(of_x, of_h, h):
-    """Torch's."""
+    """The GRU of torch."""
     (r_x, z_x, n_x), (r_h, z_h, n_h) = (jnp.split(a, 3, axis=-1) for a in (of_x, of_h))
     r, z = jax.nn.sigmoid(r_x + r_h), jax.nn.sigmoid(z_x + z_h)
     return ((1 - z) * jnp.tanh(n_x + r * n_h) + z * h,)
 
 
 def rnn_cell(of_x, of_h, _):
-    """Torch's."""
+    """The RNN of torch."""
     return (jnp.tanh(of_x + of_h),)
 
 
 def gated(run, state_type, cell, gates: int, *, hoisted: bool) -> Pair:
-    """An operator, and its scan."""
+    """A gated operator, and its plain scan."""
     plain = plain_gated(cell, len(state_type._fields), hoisted=hoisted)
     return Pair(draw_gated(gates), our_gated(run, state_type), plain, GATED)
 

@@ -68,23 +68,23 @@ class Found:
     """What a traced computation does that its reader should know."""
 
     casts: list[str] = dataclasses.field(default_factory=list)
-    """Where numbers that depend on the arguments are cast from float64 to less."""
+    """The lines that cast numbers that depend on the arguments from float64 to less."""
     draws: list[str] = dataclasses.field(default_factory=list)
     """Where random numbers are drawn."""
     stays: list[str] = dataclasses.field(default_factory=list)
-    """What computes in less than float64 whatever it is given, a kernel say."""
+    """What computes in less than float64 whatever its inputs are, such as a kernel."""
     dtypes: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
-    """Of the results by group and name, as they are without rewriting."""
+    """The dtypes of the results without rewriting, by group and name."""
     constants: list[np.ndarray] = dataclasses.field(default_factory=list)
     """Those in less than float64, in float64."""
     padding: bool = False
-    """Has an embedding a gradient in a row that torch leaves alone?"""
+    """Whether an embedding has a gradient in a row for which torch computes none."""
     x64_error: str = ""
     """The error under JAX's x64, if the program had to be traced without x64."""
 
 
 def place_of(equation: Any) -> str:
-    """The line that an operation is from, and the user's that led to it; "" if nobody knows."""
+    """The line of an operation, and the line of the user's code that led to it; "" if unknown."""
     nearest = str(summarize(equation.source_info)).removesuffix("unknown")
     frames = getattr(equation.source_info.traceback, "frames", None) or ()
     if is_library(nearest):
@@ -182,7 +182,7 @@ def is_rounded(values: Any) -> np.ndarray:
 
 
 def is_real(dtype: Any) -> bool:
-    """Is it one of real numbers?"""
+    """Whether it is a dtype of real numbers."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
@@ -304,7 +304,7 @@ class Lift:
         )
 
     def _as_it_is(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
-        """In the dtypes of before."""
+        """The results in the original dtypes."""
         if equation.primitive.name not in BIT_PATTERNS:
             self._found.stays.append(f"{equation.primitive.name} at {place_of(equation)}")
         given = [
@@ -365,8 +365,8 @@ class Lift:
         )
 
 
-class Known(Lift):
-    """Computes only what depends on no argument that is None."""
+class PartialLift(Lift):
+    """Skips every operation that depends on an argument that is None."""
 
     def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         if called_body(equation) is None and any(x is None for x in operands):
@@ -374,7 +374,7 @@ class Known(Lift):
         return super()._equation(equation, operands)
 
 
-class Unvaried(Known):
+class ArgumentFree(PartialLift):
     """Computes only what depends on no argument, and collects its real numbers."""
 
     def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str]):

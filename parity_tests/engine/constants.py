@@ -31,7 +31,7 @@ def rounded_count(values: Iterable[np.ndarray]) -> int:
 
 
 def random_moves(values: Iterable[np.ndarray], seed: int) -> Iterator[list[np.ndarray]]:
-    """Random moves of constants within their rounding; exact numbers do not move."""
+    """Random relative moves of constants within their rounding; exact numbers do not move."""
     rng, values = np.random.default_rng(seed), [*values]
     for _ in range(ROUNDED_RUNS // 2 if rounded_count(values) else 0):
         yield [
@@ -43,7 +43,7 @@ def random_moves(values: Iterable[np.ndarray], seed: int) -> Iterator[list[np.nd
 def moves_to(
     values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
 ) -> tuple[list[np.ndarray], bool]:
-    """Moves that give each constant the digits of one array, and whether all constants have one.
+    """Moves that give each constant the digits of one array; whether each constant has an array.
 
     Each constant takes the array that contains most of its numbers, of either sign. An array with
     many other numbers does not count as a constant's own: the sines of small frequencies, for
@@ -104,7 +104,7 @@ class Constants:
 
     def with_digits(self) -> tuple[Results, bool]:
         """The reference's results with JAX's digits of its constants, and whether JAX has all."""
-        arrays = self._jax_side.unvaried(self._problem)
+        arrays = self._jax_side.argument_free(self._problem)
         moves, have_own = moves_to(self._reference.constants().values(), arrays)
         are_known = have_own and bool(moves) and not rounded_count(self._ours)
         if not any(move.any() for move in moves):
@@ -112,7 +112,7 @@ class Constants:
         return self._reference.with_constants(moves), are_known
 
     def scatter(self, ours: Results) -> ErrorsByGroup:
-        """The largest errors of each side where its constants are off by their rounding."""
+        """The largest errors of each side when its constants are off by their rounding."""
         oracle, cast_to = self._reference.oracle, self._reference.cast_to
         runs = (
             errors_of(self._jax_side.run(self._problem, "float64", oracle, cast_to, moves), ours)

@@ -136,8 +136,11 @@ def key_sets(unit: Unit) -> list[set[str]]:
     return [_keys(Draft("", [row for row in t if row.params])) for t in layouts.values()]
 
 
-def torch_units(twin: torch.nn.Module, wholes: Sequence[set[str]] = ()) -> list[Unit]:
-    """The modules with weights of their own; attention, and modules with one of `wholes`, whole."""
+def torch_units(twin: torch.nn.Module, whole_keys: Sequence[set[str]] = ()) -> list[Unit]:
+    """The modules with weights of their own.
+
+    Attention, and modules whose keys are one of `whole_keys`, are not split into their parts.
+    """
     state_dict = {
         key: as_numpy(value.double())
         for key, value in twin.state_dict().items()
@@ -147,7 +150,7 @@ def torch_units(twin: torch.nn.Module, wholes: Sequence[set[str]] = ()) -> list[
     for name, module in twin.named_modules(remove_duplicate=False):
         whole = isinstance(module, torch.nn.MultiheadAttention) or {
             key.removeprefix(at(name, "")) for key in state_dict if key.startswith(at(name, ""))
-        } in [*wholes]
+        } in [*whole_keys]
         arrays = {
             key: array
             for key, array in state_dict.items()
@@ -368,9 +371,8 @@ def leftovers(
         second = first.replace("bias_ih", "bias_hh")
         fits = [p for p, a in paths.items() if a.shape == keys[first].shape]
         is_gru = isinstance(owner(twin, first), torch.nn.GRU | torch.nn.GRUCell)
-        if (
-            second in keys and len(fits) == 1 and not is_gru
-        ):  # a GRU applies its reset gate between them
+        # a GRU applies its reset gate between its two biases, so they cannot be added
+        if second in keys and len(fits) == 1 and not is_gru:
             draft = helper("added", fits[0], (first, second))
             yield dataclasses.replace(draft, certain=_has_gates_of_torch(fits[0]))
     scored = sorted(

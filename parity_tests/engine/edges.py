@@ -39,7 +39,8 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     ),
     ALL_HIDDEN: (lambda n, lookup: n, np.zeros_like),
 }
-"""How integers, which an embedding may read, and masks (booleans, or 0 and 1) are changed."""
+"""How integers and masks (booleans, or 0 and 1) change. The functions of integers also get the
+embedding that reads them, if any."""
 NUDGE = 1e-9
 
 
@@ -69,6 +70,10 @@ def edge_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
             )
 
 
+LOOKUPS = ("aten::embedding", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
+"""The operations of torch that read rows of an embedding; the last one, of a frozen embedding."""
+
+
 class Lookup(NamedTuple):
     """An embedding that reads an input: its number of rows, and its padding row or -1."""
 
@@ -85,7 +90,7 @@ class Lookups(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note its indices if it is a lookup."""
-        if func.name() in ("aten::embedding", "aten::_embedding_bag"):
+        if func.name() in LOOKUPS:
             given = {a.name: a.default_value for a in func._schema.arguments}
             given |= dict(zip(given, args, strict=False)) | (kwargs or {})
             lookup = Lookup(len(given["weight"]), given["padding_idx"])

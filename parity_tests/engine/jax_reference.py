@@ -120,7 +120,7 @@ class JaxReference(Reference):
         return {key: key for key in self.problem.state_dict}
 
     def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
-        """What it tells call by call, in float64 and of its rounding in a dtype."""
+        """What it records call by call, in float64 and of its rounding in a dtype."""
         coarse = self._coarse(dtype)
 
         def rounded() -> Iterator[Run]:
@@ -141,7 +141,7 @@ class JaxReference(Reference):
         return numbered(self._side.constants_of(self.problem))
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is another by such a part of its size."""
+        """The float64 results where each constant is scaled by a relative perturbation."""
         return self._side.run(self.problem, "float64", self.oracle, self.cast_to, moves)
 
 

@@ -15,10 +15,10 @@ from flax import nnx
 from jax_models.weights.constant import Constant
 from jax_models.weights.trees import is_floating
 from parity_tests.engine.casts import (
+    ArgumentFree,
     Found,
-    Known,
     Lift,
-    Unvaried,
+    PartialLift,
     lifted_dtypes,
     look_into,
     rewritten,
@@ -161,20 +161,20 @@ class JaxSide:
         }
         return Results(zeros), found
 
-    def unvaried(self, problem: Problem) -> list[np.ndarray]:
+    def argument_free(self, problem: Problem) -> list[np.ndarray]:
         """The arrays of the float64 forward pass that depend on no input and no weight."""
         with self._settings("float64"):
             closed, *_ = self._traced(problem, Found())
-            return Unvaried(closed, lifted_dtypes(set())).arrays()
+            return ArgumentFree(closed, lifted_dtypes(set())).arrays()
 
     def compute_weights(self, problem: Problem) -> None:
-        """Compute what the float64 forward pass computes of weights alone, of no input."""
+        """Run the part of the float64 forward pass that depends on weights but on no input."""
         with self._settings("float64"):
             closed, _, ((weights, floating), (held, rest, others)) = self._traced(problem, Found())
             inputs = {*map(id, jax.tree.leaves((floating, others)))}
             leaves = jax.tree.leaves(((weights, floating), (held, rest, others)))
             given = [None if id(leaf) in inputs else leaf for leaf in leaves]
-            Known(closed, {}, Found(), ()).evaluate(given)
+            PartialLift(closed, {}, Found(), ()).evaluate(given)
 
     def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any, tuple[Any, Any]]:
         differentiated, given, _ = self._arguments(problem, "float64", ())

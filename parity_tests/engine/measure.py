@@ -63,7 +63,7 @@ def measure(
             group, name = place
             error = logits_error(ours[group][name], oracle[group][name])
             logits[dtype] = dict(zip(sides, (theirs.logits, error), strict=True))
-        del ours  # so that it is not in memory together with the next dtype's results
+        del ours  # so that it is not in memory beside the next dtype's results
     if not reference.faults:
         notes += [*reference.notes, *notes_on(jax_side, sides)]
     return Report(
@@ -99,7 +99,7 @@ def _errors(
     oracle: Results,
     least: Mapping[str, Mapping[str, float]],
 ) -> dict[str, dict[str, Error]]:
-    """The errors of each group's tensors; `least` are bounds that something else explains."""
+    """The errors of each group's tensors; `least` has bounds that something else explains."""
     theirs = reference.said(dtype).errors
     theirs32 = reference.said("float32").errors
     errors = errors_of(ours, oracle)

@@ -159,7 +159,7 @@ class OnnxReference(Reference):
         return numbered(self._mode.constants.values())
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is another by such a part of its size."""
+        """The float64 results where each constant is scaled by a relative perturbation."""
         if not moves:
             return self.oracle
         by_key = dict(zip(self._mode.constants, moves, strict=True))

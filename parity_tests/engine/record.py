@@ -196,7 +196,7 @@ class Recorded(Reference):
         return [self._facts["scatter"][dtype]]
 
     def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
-        """What it tells call by call, in float64 and of its rounding in a dtype."""
+        """What it records call by call, in float64 and of its rounding in a dtype."""
         return self._theirs(dtype)
 
     @property

@@ -18,8 +18,8 @@ from parity_tests.engine.results import (
     ErrorsByGroup,
     Results,
     errors_of,
-    kept,
     largest_by_group,
+    replayed,
 )
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Reference(abc.ABC):
     @functools.cached_property
     def rounded(self) -> Callable[[str], Iterator[ErrorsByGroup]]:
         """The errors of runs in float64 that are rounded to a dtype at random, each run once."""
-        runs = functools.cache(lambda dtype: kept(self._rounded(dtype)))
+        runs = functools.cache(lambda dtype: replayed(self._rounded(dtype)))
         return lambda dtype: runs(dtype)()
 
     def scatter(self, dtype: str) -> ErrorsByGroup:
@@ -106,9 +106,9 @@ class Reference(abc.ABC):
     def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...
 
     def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
-        """What it tells call by call, in float64 and of its rounding in a dtype.
+        """What it records call by call, in float64 and of its rounding in a dtype.
 
-        `is_forward`: nobody will ask for gradients.
+        With `is_forward`, gradients are not needed.
         """
         raise NotImplementedError(f"{self.name} has no calls")
 
@@ -127,7 +127,7 @@ class Reference(abc.ABC):
         return names_of(self.constants())
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each of these constants is another by a part of its size."""
+        """The float64 results where each constant is scaled by a relative perturbation."""
         return self.oracle
 
     @functools.cached_property

@@ -131,8 +131,8 @@ def errors_of(results: Results, oracle: Results) -> ErrorsByGroup:
     }
 
 
-def kept(runs: Iterable[T]) -> Callable[[], Iterator[T]]:
-    """Iterates over the same from the start each time, and makes what was not asked for before."""
+def replayed(runs: Iterable[T]) -> Callable[[], Iterator[T]]:
+    """A function that iterates over the runs from the start, and makes each run only once."""
     (first,) = itertools.tee(runs, 1)
     return lambda: copy.copy(first)
 

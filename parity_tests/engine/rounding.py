@@ -181,7 +181,7 @@ def decided(args: Any, results: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an operation; pytrees take ten times longer."""
+    """The tensors among the arguments or results of an operation, ten times as fast as pytrees."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, tuple | list | dict):
@@ -190,7 +190,7 @@ def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _floating(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in float64, or of complex numbers of two."""
+    """The tensors in float64 or complex128."""
     return (tensor for tensor in tensors_of(tree) if tensor.dtype in DOUBLE)
 
 

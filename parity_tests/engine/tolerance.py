@@ -3,16 +3,16 @@
 The oracle is y64, the torch twin in float64 on the same weights and inputs. The error of a tensor
 is the root mean square of its difference from y64, relative to the root mean square of y64.
 
-- float64: JAX errs by at most `FLOAT64`. Both sides run without the casts to less that they have.
+- float64: JAX errs by at most `FLOAT64`. Both sides run without their casts to less.
   Constants that one of them has in float32 (`constants.py`) may differ by `CONSTANT_ULPS`.
 - float32 and bfloat16: JAX errs by at most K times what torch errs in that dtype, or K ·
   `FLOOR_ULPS` ulp where torch happens to err by less.
 - Where JAX errs by more, torch's one run may have been lucky: in an ill-conditioned computation a
   few roundings make most of the error. The bound is then the largest error of up to `ROUNDED_RUNS`
   runs of the twin in float64 with each operation off by up to `OPERATION_ULPS` at random
-  (`rounding.py`), if that is larger. No more is run than it takes to decide: see `raised`.
+  (`rounding.py`), if that is larger. The runs stop as soon as they decide: see `raised`.
 - No bound is above `UNDETERMINED`: a dtype in which rounding alone makes such an error does not
-  determine the result, and nothing is shown by it.
+  determine the result, so the comparison shows nothing.
 
 So the bound grows with the conditioning of the computation, as rounding does, and with nothing
 else. `benchmarks/bound.py` measures how much of it random configurations take.
@@ -34,10 +34,10 @@ OPERATION_ULPS = 8.0
 """XLA's tanh alone is off by up to 5.6 ulp on a CPU."""
 ROUNDED_RUNS = 8
 PLAIN = 1e4
-"""An error is plain if it is more than `PLAIN` ** (1 / n) times the largest error of n such runs.
+"""An error is plain if it is more than `PLAIN` ** (1 / n) times the largest error of n runs.
 
-The errors of n runs are all below a part p of their size with a probability of about p ** n, so
-that further runs would explain a plain error less than once in `PLAIN` times.
+All n runs err by less than a fraction p of what rounding can cause with a probability of about
+p ** n, so rounding explains a plain error less than once in `PLAIN` times.
 """
 FLOAT64 = 1e-12
 CONSTANT_ULPS = 8.0
@@ -130,7 +130,7 @@ def relative_errors(
 
 
 def finite(x: np.ndarray) -> np.ndarray:
-    """The numbers, zero in the place of those that are not finite."""
+    """The numbers, with zeros instead of those that are not finite."""
     are_finite = np.isfinite(x)
     return x if are_finite.all() else np.where(are_finite, x, 0)
 
@@ -151,10 +151,10 @@ def raised(
     runs: Iterable[Mapping[Any, float]],
     plain: Mapping[Any, float],
 ) -> Mapping[Any, float]:
-    """The bounds, or the largest errors of runs with random rounding where those are larger.
+    """The bounds, raised to the largest errors of runs with random rounding where these are larger.
 
-    Only as much is run as it takes to decide about each error: it is within its bound, or plain.
-    From the start, it is if it is more than the number in `plain`.
+    The runs stop as soon as each error is within its bound or plainly above it. Before the first
+    run, an error above its number in `plain` counts as plain.
     """
     for count, scatter in enumerate(itertools.chain([{}], runs)):
         bounds = {name: max(bound, scatter.get(name, 0.0)) for name, bound in bounds.items()}
@@ -176,14 +176,14 @@ def tensor_errors(
 ) -> dict[str, Error]:
     """The errors of a group in `dtype`; `theirs32` are the twin's in float32, for its stability.
 
-    `rounded` are the errors of runs of the twin with random rounding. `least` are bounds by tensor
+    `rounded` has the errors of runs of the twin with random rounding. `least` has bounds by tensor
     that something else explains.
     """
     bounds = {
         name: max(floor(dtype), K * error, (least or {}).get(name, 0.0))
         for name, error in theirs.items()
     }
-    # where float32 errs by little, rounding to float64 does not err by as much
+    # if float32 errs by little, rounding to float64 errs by much less
     plain = {
         name: max(error, ulp(np.float32)) if dtype == np.float64 and error <= UNSTABLE else np.inf
         for name, error in theirs32.items()

@@ -89,7 +89,7 @@ class TorchReference(Reference):
         return functools.cache(run)
 
     def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
-        """What it tells call by call, in float64 and of its rounding in a dtype."""
+        """What it records call by call, in float64 and of its rounding in a dtype."""
         problem, decisions = self.problem, self._mode.decisions
         traced = partial(of_torch, problem, is_forward=is_forward)
 
@@ -121,7 +121,7 @@ class TorchReference(Reference):
         return self._constants
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is another by such a part of its size."""
+        """The float64 results where each constant is scaled by a relative perturbation."""
         if not moves:
             return self.oracle
         moved = dict(zip(self._constants, moves, strict=True))
@@ -178,7 +178,7 @@ def rounded_constants(problem: Problem) -> dict[str, np.ndarray]:
 def _oracle(
     problem: Problem, prepare: Prepare, moves: Mapping[str, np.ndarray] = MappingProxyType({})
 ) -> Results:
-    """The float64 results where each of these constants is another by such a part of its size."""
+    """The float64 results where these constants are scaled by relative perturbations."""
 
     def moved(twin: torch.nn.Module) -> None:
         by_name = dict(named_constants(problem, twin)) if moves else {}

@@ -66,9 +66,9 @@ def run_torch_rounded(
 
 
 def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtype]:
-    """The dtypes of the torch side's result, with the casts of its own, by group and name.
+    """The dtypes of the torch side's results, with its own casts, by group and name.
 
-    Where float64 meets what it casts to less, torch has no such result, and there are none.
+    Empty if torch raises an error because float64 meets an array that the module casts to less.
     """
     twin, inputs = twin_in(problem.twin, dtype), tensors(problem.inputs, dtype)
     try:
@@ -84,7 +84,7 @@ def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtyp
 
 
 def changes_result(problem: Problem, keys: Sequence[str]) -> bool:
-    """Does the torch side return something else if these weights are 1 more?"""
+    """Whether the results of the torch side change if 1 is added to these weights."""
 
     def change(twin: torch.nn.Module) -> None:
         weights = twin.state_dict()
@@ -223,5 +223,5 @@ def _gradient(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _shared(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's own numbers, without a copy."""
+    """The tensor as an array that shares its memory."""
     return as_numpy(tensor.detach().cpu().resolve_conj().resolve_neg())

@@ -23,7 +23,7 @@ from parity_tests.registry.mutation import (
 
 
 class SileroVADFrames(SileroVAD):
-    """The model by the contract of a sequence layer: a step is a frame, (batch, frame_length)."""
+    """The model as a sequence layer, whose step is a frame, (batch, frame_length)."""
 
     causal = resettable = True
 

@@ -379,3 +379,9 @@ def test_a_script_file_is_recorded(tmp_path):
 
     assert compare(path, mlp, weights=dict).passed
     assert not compare(path, lambda w, x: mlp(w, x * (1 + 1e-9)), weights=dict).passed
+
+
+def test_a_module_with_a_complex_attribute_is_recorded(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    module[0].phase = 1j
+    record(module, np.ones((2, 3)), path=tmp_path / "phase.safetensors")

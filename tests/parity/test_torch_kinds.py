@@ -409,12 +409,17 @@ def without_row_two(w, ids):
             "padding_idx among other integers: outputs",
         ),
         (
+            nn.EmbeddingBag.from_pretrained(torch.ones(11, 4).cumsum(0), padding_idx=2),
+            lambda w, ids: w["weight"][ids].mean(axis=1),
+            "padding_idx among other integers: outputs",
+        ),
+        (
             Slice(),
             lambda w, ids: w["table.weight"][jnp.minimum(ids[:, :-1], 9)],
             "the largest integers, masks all true: outputs",
         ),
     ],
-    ids=["padding", "no gradient", "bag", "last row"],
+    ids=["padding", "no gradient", "bag", "frozen bag", "last row"],
 )
 def test_integers_at_the_edges_of_the_embedding_that_reads_them(twin, port, fault):
     ids = np.random.default_rng(0).integers(3, 7, (2, 5)).astype(np.int32)

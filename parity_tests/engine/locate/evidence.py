@@ -100,7 +100,7 @@ class Evidence:
 
 
 def numbers(call: Call, slot: str, label: str) -> bytes:
-    """What tells an array from all others, whatever its shape; a mask of zeros is no such."""
+    """Identifies an array by its numbers, whatever its shape; a constant one by its place."""
     array = call.slots[slot][label]
     if is_constant(array):
         return repr((id(call), slot, label)).encode()

@@ -25,7 +25,7 @@ ALIASES = (
 CANONICAL = {alias: names[0] for names in ALIASES for alias in names}
 NOT_HYPERPARAMETERS = ("name", "training")
 JAX_LIBRARIES = ("equinox", "flax", "keras")
-SCALARS = (bool, int, float, complex, str, type(None))
+SCALARS = (bool, int, float, str, type(None))
 
 
 def hyperparameters_of(module: Any) -> Hyperparameters:

@@ -61,7 +61,7 @@ class Trace:
     nodes: dict[Any, Call | None] = dataclasses.field(default_factory=dict)
     """The call that gives a node of torch's graph, None if it takes it."""
     is_forward: bool = False
-    """Are only the labels of gradients kept?"""
+    """Whether gradients are kept only as labels, without their values."""
 
     def begin(self, name: str, kind: str, **fields: Any) -> Call:
         """A call, made in the innermost one that has not returned."""

@@ -83,7 +83,7 @@ class Wanted:
     """The calls without parts that give it: of these it is of interest whether one is similar."""
     bound: float
     is_total: bool = False
-    """Is it the gradient of an output, so that one of several that JAX adds up is no such?"""
+    """True if only the summed gradient is meaningful."""
     error: float = np.inf
     similar: bool = False
 

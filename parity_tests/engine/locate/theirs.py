@@ -10,7 +10,7 @@ import numpy as np
 
 from parity_tests.engine.locate.record import SLOTS, Call
 from parity_tests.engine.locate.run import Run
-from parity_tests.engine.results import kept
+from parity_tests.engine.results import replayed
 from parity_tests.engine.tolerance import K, raised, rms
 
 Place = tuple[int, str, str]
@@ -30,7 +30,7 @@ class Own(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Theirs:
-    """A reference's run in float64, and its runs in a dtype, which are made when they are asked."""
+    """A reference's run in float64, and its runs in a dtype, which are made on demand."""
 
     dtype: str
     run: Run
@@ -80,7 +80,7 @@ def of_runs(
     rounded: Iterable[Run],
     moved: Iterable[Run] = (),
 ) -> Theirs:
-    """Of a side that can be run again."""
+    """The runs of a reference that can be run again."""
 
     @functools.cache
     def of_own() -> Own:
@@ -89,7 +89,9 @@ def of_runs(
         return Own(errors_at(again, run), dtypes)
 
     errors = partial(errors_at, oracle=run)
-    return Theirs(dtype, run, owners, of_own, kept(map(errors, rounded)), kept(map(errors, moved)))
+    return Theirs(
+        dtype, run, owners, of_own, replayed(map(errors, rounded)), replayed(map(errors, moved))
+    )
 
 
 def largest(runs: Iterable[Errors]) -> Errors:
