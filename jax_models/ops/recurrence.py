@@ -174,8 +174,8 @@ class _Static(NamedTuple):
 
     def scan(self, body, state, inputs, length: int):
         """`lax.scan` in the direction of the recurrence."""
-        length = None if is_symbolic_dim(length) else length  # then read from the inputs
-        return lax.scan(body, state, inputs, length, reverse=self.reverse)
+        known = None if is_symbolic_dim(length) else length  # None: read from the inputs
+        return lax.scan(body, state, inputs, known, reverse=self.reverse)
 
 
 @partial(jax.jit, static_argnums=0)  # otherwise an eager call would compile the scan each time

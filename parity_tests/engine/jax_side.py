@@ -144,8 +144,11 @@ class JaxSide:
         )
         if self._to_torch is not None:
             by_key = self._to_torch(_merge(weight_gradients, given[1]))
-            names = oracle["weight gradients"]
-            results["weight gradients"] = {name: by_key[name] for name in names}
+            # A key that no parameter holds has no influence on the results.
+            results["weight gradients"] = {
+                name: by_key.get(name, np.zeros_like(gradient))
+                for name, gradient in oracle["weight gradients"].items()
+            }
             self.found[dtype].padding |= without_padding(results, oracle.padding)
         return results
 

@@ -189,7 +189,11 @@ def numbers(report: Report) -> dict[tuple, float]:
 @pytest.mark.parametrize("name", pairs())
 def test_a_record_says_what_the_torch_module_says(name, tmp_path):
     live, recorded = reports(pairs()[name], tmp_path / "twin.safetensors")
-    assert numbers(recorded) == pytest.approx(numbers(live), rel=1e-9)
+    of_record, of_twin = numbers(recorded), numbers(live)
+    for at in [at for at in of_record if at[-1] == "bound"]:
+        # A record has all runs with random rounding; a live twin runs only as often as it takes.
+        assert of_record.pop(at) >= (1 - 1e-9) * of_twin.pop(at)
+    assert of_record == pytest.approx(of_twin, rel=1e-9)
     assert dataclasses.replace(recorded, tensors={}) == dataclasses.replace(live, tensors={})
     assert recorded.passed == ("wrong" not in name), str(recorded)
 

@@ -35,6 +35,7 @@ from jax_models.weights import (
     stacked,
     tied,
     transposed,
+    unused,
 )
 from parity_tests import compare, compare_training
 from parity_tests.engine.tolerance import assert_same
@@ -280,6 +281,21 @@ CELL = [
     transposed("cell.dense_h.kernel", "weight_hh"),
     added("cell.dense_h.bias", ("bias_ih", "bias_hh")),
 ]
+
+
+def test_a_key_that_no_parameter_holds_has_no_gradient():
+    """It fails if PyTorch's results depend on the key."""
+    twin = torch.nn.Module()
+    twin.linear, twin.scale = torch.nn.Linear(3, 4), torch.nn.Parameter(torch.ones(4))
+    port = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    table = [*linear("", "linear"), unused("scale", np.ones(4))]
+    for call, expected in ((lambda twin, x: twin.linear(x), True), (scaled, False)):
+        report = compare(twin, port, image(2, 3), weights=table, call_twin=call)
+        assert report.passed is expected, str(report)
+
+
+def scaled(twin, x):
+    return twin.linear(x) * twin.scale
 
 
 def test_two_biases_in_one():
