@@ -175,6 +175,8 @@ def test_an_operator_refuses(name, fault):
         ("lstm", {"x": array(BATCH, TIME)}, r"x: expected shape \(batch, time, in\), got \(2, 3\)"),
         ("lstm", {"state": ops.RNNState(array(2, 4))}, r"state: expected LSTMState\(h, c\), got R"),
         ("lstm", {"state": None}, r"state: expected LSTMState\(h, c\), got a NoneType"),
+        ("lstm", {"params": array(4)}, "multiple values for keyword argument 'params'"),
+        ("gru", {"inputs": array(4)}, "multiple values for keyword argument 'inputs'"),
         ("lstm", {"reverse": "no"}, "reverse: expected True or False, got 'no'"),
         ("rnn", {"nonlinearity": "gelu"}, "nonlinearity: expected one of .*, got 'gelu'"),
         ("rg_lru", {"a": None}, "a, a_param: expected one of them"),

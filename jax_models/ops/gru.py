@@ -25,7 +25,7 @@ def gru(
     bias_ih: Float[Array, " 3*hidden"] | None = None,
     bias_hh: Float[Array, " 3*hidden"] | None = None,
     reset_after: bool = True,
-    **options,
+    **masks,
 ) -> tuple[Float[Array, "batch time hidden"], GRUState]:
     """Runs a GRU as torch does, with its gates side by side in the order r, z, n.
 
@@ -39,13 +39,14 @@ def gru(
 
         n = tanh(x_t W_in + b_in + (r ⊙ h_{t−1}) W_hn + b_hn)
 
-    `options` are `lengths`, `reset` and `reverse`, as in `recurrence`.
+    `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
     """
     products = Product(kernel_hh, bias_hh, kernel_ih, bias_ih).gates("rzn")
     if not reset_after:
-        return recurrence(_step_reset_before, state, products, x, **options)
-    products["n"] = Pair(*products["n"])
-    return recurrence(_step, state, products, x, **options)
+        step = _step_reset_before
+    else:
+        step, products["n"] = _step, Pair(*products["n"])
+    return recurrence(step, state, products, x, inputs=None, params=None, **masks)
 
 
 def _step(state: GRUState, now: Step) -> GRUState:

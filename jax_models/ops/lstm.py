@@ -1,5 +1,6 @@
 """The long short-term memory recurrence."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def lstm(
     kernel_hr: Float[Array, "hidden out"] | None = None,
     bias_hr: Float[Array, " out"] | None = None,
     peephole: Float[Array, " 3*hidden"] | None = None,
-    **options,
+    **masks,
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """Runs an LSTM as torch does, with its gates side by side in the order i, f, g, o.
 
@@ -41,19 +42,19 @@ def lstm(
     A `peephole` holds p_i, p_f and p_o side by side. Then p_i ⊙ c_{t−1} is added to i,
     p_f ⊙ c_{t−1} to f, and p_o ⊙ c_t to o.
 
-    `options` are `lengths`, `reset` and `reverse`, as in `recurrence`.
+    `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
     """
     products = Product(kernel_hh, bias_hh, kernel_ih, bias_ih).gates("ifgo")
-    options["params"] = peephole
+    run = partial(recurrence, x=x, inputs=None, params=peephole, **masks)
     if kernel_hr is not None:
         products["output"] = Product(kernel_hr, bias_hr)
-        return recurrence(_projected_step, state, products, x, **options)
+        return run(_projected_step, state, products)
     hidden = state.c.shape[1]
     if bias_hr is not None:
         raise ValueError("bias_hr: expected None where there is no kernel_hr, got an array")
     if kernel_hh.shape[0] != hidden:
         raise wrong_shape("kernel_hh", (hidden, 4 * hidden), kernel_hh.shape)
-    return recurrence(_step, state, products, x, **options)
+    return run(_step, state, products)
 
 
 def _step(state: LSTMState, now: Step) -> LSTMState:

@@ -28,14 +28,14 @@ def rnn(
     bias_ih: Float[Array, " hidden"] | None = None,
     bias_hh: Float[Array, " hidden"] | None = None,
     nonlinearity: Nonlinearity = "tanh",
-    **options,
+    **masks,
 ) -> tuple[Float[Array, "batch time hidden"], RNNState]:
     """`h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh)`, φ = tanh or relu.
 
-    `options` are `lengths`, `reset` and `reverse`, as in `recurrence`.
+    `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
     """
     products = {"h": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
-    return recurrence(STEPS[nonlinearity], state, products, x, **options)
+    return recurrence(STEPS[nonlinearity], state, products, x, inputs=None, params=None, **masks)
 
 
 def _tanh_step(state: RNNState, now: Step) -> RNNState:
