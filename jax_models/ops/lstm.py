@@ -1,6 +1,5 @@
 """The long short-term memory recurrence."""
 
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -45,16 +44,15 @@ def lstm(
     `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
     """
     products = Product(kernel_hh, bias_hh, kernel_ih, bias_ih).gates("ifgo")
-    run = partial(recurrence, x=x, inputs=None, params=peephole, **masks)
     if kernel_hr is not None:
-        products["output"] = Product(kernel_hr, bias_hr)
-        return run(_projected_step, state, products)
-    hidden = state.c.shape[1]
-    if bias_hr is not None:
+        step, products["output"] = _projected_step, Product(kernel_hr, bias_hr)
+    elif bias_hr is not None:
         raise ValueError("bias_hr: expected None where there is no kernel_hr, got an array")
-    if kernel_hh.shape[0] != hidden:
+    elif kernel_hh.shape[0] != (hidden := state.c.shape[1]):
         raise wrong_shape("kernel_hh", (hidden, 4 * hidden), kernel_hh.shape)
-    return run(_step, state, products)
+    else:
+        step = _step
+    return recurrence(step, state, products, x, inputs=None, params=peephole, **masks)
 
 
 def _step(state: LSTMState, now: Step) -> LSTMState:
