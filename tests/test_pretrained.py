@@ -234,7 +234,7 @@ def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
         (
             "config.json",
             json.dumps(RECURRENT_GEMMA | {"model_type": "llama"}),
-            "config.json: of llama",
+            "config.json: expected a model of .*, got llama",
         ),
         (
             "config.json",

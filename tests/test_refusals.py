@@ -253,7 +253,7 @@ REFUSED = {
     "weights of another model": (
         "generate",
         lambda d, f: ["--weights", str(f / "twin.safetensors"), "--prompt", "x"],
-        "twin.safetensors: the keys (embedding.weight, layer_norm.bias, layer_norm.weight, …) are",
+        "silero-VAD, RWKV, got embedding.weight, layer_norm.bias, layer_norm.weight, …",
     ),
     "text for an unknown vocabulary": (
         "generate",

@@ -78,5 +78,7 @@ def test_a_user_without_a_home_is_asked_for_a_cache(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    with pytest.raises(CommandLineError, match=r"^--cache: expected a folder, since the user has"):
+    with pytest.raises(
+        CommandLineError, match=r"^--cache: required, because there is no home folder"
+    ):
         default_cache()
