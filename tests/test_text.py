@@ -78,7 +78,5 @@ def test_a_user_without_a_home_is_asked_for_a_cache(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    with pytest.raises(
-        CommandLineError, match="^--cache: required, because there is no home"
-    ):
+    with pytest.raises(CommandLineError, match=r"^--cache: required, because there is no home"):
         default_cache()
