@@ -30,8 +30,8 @@ CHIPS = ("v5e", "v6e")
 SHAPES = ("1x1", "2x4", "16x16")
 SCHEMA = 1
 """The version of the JSON; `docs/tpu-compile.md` describes it."""
-ON_TPU = mock.patch("jax_models.ops.recurrence.default_backend", return_value="tpu")
-"""Loops in the form that a machine with a TPU would give them."""
+ON_TPU = mock.patch("jax_models.ops.causal_attention.default_backend", return_value="tpu")
+"""Attention in the tiles that a machine with a TPU would choose."""
 
 
 @dataclasses.dataclass(frozen=True)
