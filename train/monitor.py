@@ -1,4 +1,4 @@
-"""What a run shows and logs while it trains."""
+"""Shows and logs the progress of a training run."""
 
 import datetime
 import importlib.util

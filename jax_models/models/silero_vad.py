@@ -312,7 +312,7 @@ def _contexts(
 def _taps(
     x: Float[Array, "batch frames columns in"], stride: int
 ) -> Float[Array, "batch frames kept 3*in"]:
-    """What a convolution multiplies: each column that it keeps, between its neighbors."""
+    """The input windows of a convolution: each column that it keeps, between its neighbors."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0)))
     columns = x.shape[2]
     shifted = [padded[:, :, tap : tap + columns : stride] for tap in range(TAPS)]

@@ -66,7 +66,7 @@ def sigmoid(x: Array) -> Array:
 
 
 class Step(NamedTuple):
-    """What a step receives besides the state."""
+    """The arguments of a step, apart from the state."""
 
     products: Callable[[Sequence[str], Array], list[Any]]
     """`products(names, h)` returns the products of h with these names, as one matrix product.
@@ -218,7 +218,7 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
                 )
             names = (*names,)
             group = [products[name] for name in names]
-            merged = _merged(names, group)
+            merged = _merged(names, group)  # XLA moves this out of the loop
             of_h = _split(affine(h, merged.kernel, merged.bias), _widths(group))
             parts = zip(names, group, of_h, strict=True)
             kept[names] = [product.kept(of_x[name], part) for name, product, part in parts]

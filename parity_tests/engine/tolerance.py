@@ -3,7 +3,8 @@
 The oracle is y64, the torch twin in float64 on the same weights and inputs. The error of a tensor
 is the root mean square of its difference from y64, relative to the root mean square of y64.
 
-- float64: JAX errs by at most `FLOAT64`. Both sides run without their casts to less.
+- float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
+  dtypes.
   Constants that one of them has in float32 (`constants.py`) may differ by `CONSTANT_ULPS`.
 - float32 and bfloat16: JAX errs by at most K times what torch errs in that dtype, or K ·
   `FLOOR_ULPS` ulp where torch happens to err by less.
@@ -183,7 +184,7 @@ def tensor_errors(
         name: max(floor(dtype), K * error, (least or {}).get(name, 0.0))
         for name, error in theirs.items()
     }
-    # if float32 errs by little, rounding to float64 errs by much less
+    # If rounding to float32 causes a small error, rounding to float64 causes a far smaller one.
     plain = {
         name: max(error, ulp(np.float32)) if dtype == np.float64 and error <= UNSTABLE else np.inf
         for name, error in theirs32.items()
