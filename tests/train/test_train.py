@@ -31,7 +31,7 @@ from train.text import ALL_WORK
 from train.vocabulary import Characters
 from twinscan.command_line import CommandLineError, one_line_errors
 
-SHAKESPEARE = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
+SHAKESPEARE = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
 
 
 def start(folder: Path, *args: str) -> Run:

@@ -24,6 +24,8 @@ from jax_models.weights import Weight, linear, nested, same, transposed
 from parity_tests import compare
 from parity_tests.engine.tolerance import assert_same
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 
 def lstm(**kwargs) -> LSTM:
     return LSTM(5, 6, rngs=nnx.Rngs(0), **kwargs)

@@ -22,7 +22,7 @@ from parity_tests.engine.problem import Problem
 from parity_tests.engine.tolerance import assert_same, group_error
 from parity_tests.engine.torch_reference import TorchReference
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = find_spec("silero_vad")  # which is not imported: that takes torch's threads away
 if PACKAGE is None:
     pytest.skip("silero-vad is not installed", allow_module_level=True)

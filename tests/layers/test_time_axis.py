@@ -53,7 +53,7 @@ ON_DEVICES = """
 import jax
 jax.config.update("jax_num_cpu_devices", {devices})
 jax.config.update("jax_enable_x64", True)
-from tests.test_time_axis import check_divided
+from tests.layers.test_time_axis import check_divided
 check_divided({name!r})
 """
 

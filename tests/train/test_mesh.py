@@ -73,7 +73,7 @@ ON_EIGHT_DEVICES = """
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
-from tests.test_mesh import compare
+from tests.train.test_mesh import compare
 compare({model!r}, {meshes!r})
 """
 

@@ -15,6 +15,7 @@ from train.text import ALL_WORK
 from train.vocabulary import Characters
 from train.windows import Batches, split
 
+pytestmark = pytest.mark.usefixtures("x64")
 CASE = CASES["RNNLanguageModel"]
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jax_models
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMPUTED = {
     "Constant", "from_torch", "generate", "griffin_from_weights", "hyena_dna_from_weights",
     "keras_table", "load_pretrained", "onnx_table", "project", "read_pth",

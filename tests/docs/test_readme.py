@@ -24,7 +24,7 @@ from jax_models import (
 )
 from train.__main__ import main as train
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = {
     f"{page.name} {i}": block

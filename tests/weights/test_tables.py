@@ -40,7 +40,7 @@ from jax_models.weights import (
 from parity_tests import compare, compare_training
 from parity_tests.engine.tolerance import assert_same
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("x64", "standard_promotion")
 
 
 def image(*size: int) -> np.ndarray:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from jax_models import GRU, LSTM, RNN, from_torch
 from parity_tests.engine.tolerance import assert_same
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 FAMILIES = {"RNN": (torch.nn.RNN, RNN), "LSTM": (torch.nn.LSTM, LSTM), "GRU": (torch.nn.GRU, GRU)}
 
 

@@ -111,7 +111,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
-from parity_tests.test_transforms import BATCH, assert_close, functions
+from tests.registry.test_transforms import BATCH, assert_close, functions
 
 for name in {names}:
     outputs, gradient, params, x = functions(name)
