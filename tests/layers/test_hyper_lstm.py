@@ -9,7 +9,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import torch_ref
-from jax_models import HyperLSTM, LayerNormLSTM, Stack, from_torch, to_torch
+from jax_models import HyperLSTM, LayerNormLSTM, from_torch, to_torch
 from parity_tests.engine.tolerance import assert_same
 
 SIZES = (5, 7, 4, 3)
@@ -140,42 +140,3 @@ def test_the_seeds_zeros_load_and_block_the_scales():
     scales = {f"d_{name}.{k}.weight" for name in "hx" for k in range(4)}
     scales |= {f"z_{name}.{kind}" for name in "hx" for kind in ("weight", "bias")}
     assert blocked == {f"cells.0.{key}" for key in scales}
-
-
-def test_bfloat16_computes_in_it_and_carries_float32():
-    layer = HyperLSTM(*SIZES, num_layers=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    y, state = layer(np.ones((2, 3, SIZES[0]), np.float32))
-    assert y.dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in state} == {jnp.dtype(jnp.float32)}
-
-
-def test_time_major_unbatched_and_stacked(x64):
-    x = np.random.default_rng(0).standard_normal((2, 6, SIZES[0]))
-    options = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-    layer = HyperLSTM(*SIZES, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    y, _ = layer(x)
-    y_time, _ = HyperLSTM(*SIZES, time_major=True, param_dtype=jnp.float64, rngs=nnx.Rngs(0))(
-        x.swapaxes(0, 1)
-    )
-    np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
-    y_row, state_row = layer(x[0])
-    assert_same(y_row, y[0], "a row alone")
-    assert layer.step(x[0, 0], state_row)[1].hyper_c.shape == (1, SIZES[2])
-    stack = Stack([LayerNormLSTM(5, 6, **options), LayerNormLSTM(6, 4, **options)])
-    assert stack(x)[0].shape == (2, 6, 4)
-
-
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [
-        (lambda r: HyperLSTM(0, 7, 4, 3, rngs=r), "in_features"),
-        (lambda r: HyperLSTM(5, 7.0, 4, 3, rngs=r), "hidden_features"),
-        (lambda r: HyperLSTM(5, 7, -4, 3, rngs=r), "hyper_features"),
-        (lambda r: HyperLSTM(5, 7, 4, 0, rngs=r), "embedding_features"),
-        (lambda r: HyperLSTM(5, 7, 4, 3, num_layers=0, rngs=r), "num_layers"),
-        (lambda r: LayerNormLSTM(5, True, rngs=r), "hidden_features"),
-    ],
-)
-def test_refuses_sizes(build, name):
-    with pytest.raises(ValueError, match=f"^{name}: expected a positive integer, got"):
-        build(nnx.Rngs(0))

@@ -73,15 +73,6 @@ def test_unbatched_is_a_batch_of_one():
     assert state_batch_axes(layer) == LSTMState(h=1, c=1)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_bfloat16_computes_in_it_and_carries_float32(name):
-    layer = LAYERS[name](5, 6, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    y, state = layer(inputs(2, 3, 5))
-    assert y.dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in state} == {jnp.dtype(jnp.float32)}
-    assert layer.cells[0].kernel_ih.dtype == jnp.float32
-
-
 def test_dropout_is_between_layers_in_training_only():
     layer = lstm(num_layers=2, dropout_rate=0.5)
     x = inputs(2, 3, 5)

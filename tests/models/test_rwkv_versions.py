@@ -11,13 +11,11 @@ import torch_ref
 from jax_models import (
     RWKV6Block,
     RWKV6LanguageModelConfig,
-    RWKV6TimeMix,
     RWKV7Block,
     RWKV7LanguageModelConfig,
     RWKV7TimeMix,
     RWKVLanguageModelConfig,
     from_torch,
-    generate,
     read_pth,
     rwkv_from_torch,
     to_torch,
@@ -60,15 +58,6 @@ def test_the_keys_tell_the_model(version, tmp_path):
         model = rwkv_from_torch(read, param_dtype=jnp.float64)
         assert model.config == config
         assert_same(model(tokens)[0], logits_of(version, weights, tokens), "logits")
-
-
-@pytest.mark.parametrize("version", MODELS)
-def test_a_checkpoint_in_half_precision_loads_and_comes_back(version):
-    weights = checkpoint(version, torch.float16)
-    back = to_torch(rwkv_from_torch(weights, param_dtype="float16"))
-    assert back.keys() == weights.keys()
-    for key, tensor in weights.items():
-        assert back[key].tobytes() == tensor.numpy().tobytes(), key
 
 
 @pytest.mark.parametrize(
@@ -186,100 +175,35 @@ def test_a_model_names_the_version_that_it_is_not(version, other):
             call()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_shapes_that_contradict_each_other(version):
-    weights = checkpoint(version)
-    heads = {"RWKV-6": "time_faaaa", "RWKV-7": "r_k"}[version]
-    with pytest.raises(ValueError, match=r"head_size: expected a divisor of features=12, got 5"):
-        rwkv_from_torch(weights | {f"{ATT}.{heads}": torch.zeros(2, 5)})
-    wrong = weights | {"blocks.2.att.key.weight": torch.zeros(12, 13)}
-    with pytest.raises(ValueError, match=r"blocks\.2\.att\.key\.weight: expected shape"):
-        rwkv_from_torch(wrong)
-    with pytest.raises(ValueError, match=r"expected matrices, got emb\.weight of \(3,\)"):
-        rwkv_from_torch(weights | {"emb.weight": torch.zeros(3)})
-    del weights["emb.weight"]
-    with pytest.raises(ValueError, match=rf"not of an {version}, it has no emb\.weight"):
-        rwkv_from_torch(weights)
+def without(weights, start):
+    return {key: value for key, value in weights.items() if not key.startswith(start)}
+
+
+EDITS = [
+    ("key.weight:", lambda w: w | {"blocks.2.att.key.weight": torch.zeros(12, 13)}),
+    ("expected matrices, got emb", lambda w: w | {"emb.weight": torch.zeros(3)}),
+    ("it has no emb", lambda w: without(w, "emb.weight")),
+    ("give {k.removeprefix", lambda w: {f"module.{key}": value for key, value in w.items()}),
+    ('give state_dict."model"', lambda w: {"epoch": 3, "model": w}),
+    (r"from 0 on, got blocks\.\{0,2\}$", lambda w: without(w, "blocks.1.")),
+    (r"from 0 on, got .*blocks\.x", lambda w: w | {"blocks.x.att.key.weight": torch.zeros(3, 3)}),
+    ("it has no emb", lambda w: {0: torch.zeros(3, 3), f"{ATT}.r_k": torch.zeros(3, 3)}),
+    ("state_dict:", lambda w: None),
+    ("state_dict:", lambda w: []),
+]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_weights_under_a_prefix(version):
-    weights = {f"module.{key}": value for key, value in checkpoint(version).items()}
-    with pytest.raises(ValueError, match=r'give {k.removeprefix\("module\."\)'):
-        rwkv_from_torch(weights)
+@pytest.mark.parametrize(("message", "edit"), EDITS)
+def test_weights_that_do_not_fit_are_refused(version, message, edit):
+    with pytest.raises((TypeError, ValueError), match=message):
+        rwkv_from_torch(edit(checkpoint(version)))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_weights_in_an_entry(version):
-    with pytest.raises(ValueError, match=r'in the entry "model": give state_dict\["model"\]'):
-        rwkv_from_torch({"epoch": 3, "model": checkpoint(version)})
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_block_that_is_not_there(version):
-    weights = checkpoint(version)
-    without = {k: v for k, v in weights.items() if not k.startswith("blocks.1.")}
-    with pytest.raises(ValueError, match=r"blocks numbered from 0 on, got blocks\.\{0,2\}$"):
-        rwkv_from_torch(without)
-    with pytest.raises(ValueError, match=r"numbered from 0 on, got .*blocks\.x"):
-        rwkv_from_torch(weights | {"blocks.x.att.key.weight": torch.zeros(3, 3)})
-
-
-def test_keys_that_are_no_text():
-    weights = {0: torch.zeros(3, 3), f"{ATT}.r_k": torch.zeros(3, 3)}
-    with pytest.raises(ValueError, match=r"not of an RWKV-7, it has no emb\.weight"):
-        rwkv_from_torch(weights)
-
-
-def test_what_is_no_mapping_is_refused():
-    with pytest.raises(TypeError, match="state_dict: expected a mapping, got NoneType"):
-        rwkv_from_torch(None)
-    for config, _ in MODELS.values():
-        with pytest.raises(TypeError, match="state_dict: expected a mapping, got list"):
-            type(config).from_state_dict([])
-
-
-def test_the_head_size_divides_the_features():
-    for layer in (RWKV6Block, RWKV7Block):
-        with pytest.raises(ValueError, match="head_size: expected a divisor of features=6, got 4"):
-            layer(6, head_size=4, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_bfloat16_keeps_its_state_in_float32(version):
-    weights = checkpoint(version)
-    model = rwkv_from_torch(weights, dtype="bfloat16", param_dtype="bfloat16")
-    tokens = np.random.default_rng(0).integers(0, 11, (2, 41))
-    logits, state = model(tokens)
-    assert logits.dtype == jnp.bfloat16
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.layers)} == {jnp.dtype("float32")}
-
-
-@pytest.mark.slow
-def test_a_decay_beyond_float32_forgets_at_once():
-    layer = RWKV6TimeMix(8, head_size=4, rngs=nnx.Rngs(0))
-    layer.time_decay[...] = jnp.full(8, 1e4)
-    x = np.random.default_rng(0).standard_normal((1, 40, 8)).astype(np.float32)
-    graphdef, params = nnx.split(layer)
-    gradients = jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(x)[0] ** 2))(params)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_generates_what_the_twin_does(version):
-    weights = checkpoint(version, torch.float32)
-    config, twin = MODELS[version]
-    module = twin.from_config(config)
-    module.load_state_dict(weights)
-    prompt = np.array([[3, 1, 4]])
-    options = {"temperature": 0.0, "key": jax.random.key(0)}
-    ours = generate(rwkv_from_torch(weights), jnp.asarray(prompt), 24, **options)
-    tokens = torch.tensor(prompt)
-    with torch.no_grad():
-        for _ in range(24):
-            best = module(tokens)[0][:, -1].argmax(-1, keepdim=True)
-            tokens = torch.cat([tokens, best], dim=1)
-    np.testing.assert_array_equal(ours[0, -24:], tokens[0, -24:])
+@pytest.mark.parametrize("layer", [RWKV6Block, RWKV7Block])
+def test_the_head_size_divides_the_features(layer):
+    with pytest.raises(ValueError, match="head_size:"):
+        layer(6, head_size=4, rngs=nnx.Rngs(0))
 
 
 def singular_values(kernel):

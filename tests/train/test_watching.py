@@ -164,14 +164,6 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(fails_at, tmp_path, capsys)
         command(folder, *args)
 
 
-def test_the_count_in_a_row_outlives_a_restart(fails_at, tmp_path):
-    fails_at(8, 9, 10)
-    folder = tmp_path / "run"
-    train_command.main(["--out", str(folder), *ARGS, "--num-steps", "10"])
-    with pytest.raises(NonFiniteError, match="step 10: "):
-        train_command.main(["--resume", str(folder), "--num-steps", "30", "--max-skipped", "3"])
-
-
 def test_the_lines_of_a_run(tmp_path, capsys):
     run = command(tmp_path / "run", "--optimizer.schedule", "cosine")
     start, *_ = all_lines = lines(run.folder)
@@ -220,25 +212,6 @@ def drawn(monkeypatch, *records):
     return figures[0].axes[0]
 
 
-@pytest.mark.parametrize("num_steps", [1, 6, 1000])
-def test_the_curve_of_a_run_fits_its_axes(num_steps, monkeypatch):
-    """A short one is in the picture from its first step; a long one without its first losses."""
-    steps = sorted({*np.linspace(0, num_steps, min(num_steps, 100) + 1).astype(int).tolist()})
-    losses = {step: 0.3 + 4 * np.exp(-6 * step / num_steps) for step in steps}
-    training = [{"step": step, "loss": loss} for step, loss in losses.items() if step]
-    evaluations = [{"step": s, "train": loss, "val": loss + 0.1} for s, loss in losses.items()]
-    axes = drawn(monkeypatch, training, evaluations)
-    assert axes.get_title() == "hawk"
-    low, high = axes.get_ylim()
-    assert low < 0.3 + 4 * np.exp(-6)
-    assert (high > 4.4) == (num_steps < 1000)
-    assert high > 1.5
-    left, right = axes.get_xlim()
-    assert left <= 0 < num_steps <= right < 1.2 * num_steps
-    assert all(tick == int(tick) for tick in axes.get_xticks())
-    assert all(line.get_marker() == "." for line in axes.lines) == (num_steps < 1000)
-
-
 def test_the_curve_is_redrawn_while_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr("train.monitor.FIRST_DRAWING", 0.0)
     drawn = []
@@ -250,7 +223,21 @@ def test_the_curve_is_redrawn_while_the_run_goes_on(tmp_path, monkeypatch):
 def test_lines_of_before_and_odd_ones_are_read(tmp_path):
     run = Run.create(tmp_path / "run", TrainConfig(), Characters.of(ALL_WORK), "")
     old = {"step": 0, "train": 3.0, "val": 3.1, "seconds": 0.1}
-    odd = ["[1]", '{"start": "x"}', '{"step": true}', '{"skipped": 1}', '{"loss": 2}', "{"]
+    huge = f'{{"step": 9, "loss": {"9" * 400}}}'
+    odd = [
+        "[1]",
+        "null",
+        '{"step": "x"}',
+        '{"step": 3',
+        "NaN",
+        "",
+        huge,
+        '{"start": "x"}',
+        '{"step": true}',
+        '{"skipped": 1}',
+        '{"loss": 2}',
+        "{",
+    ]
     (run.folder / "metrics.jsonl").write_text("\n".join([json.dumps(old), *odd]) + "\n")
     run.log({"step": 7, "skipped": True, "rows": [1]})
     run.log({"step": 9, "loss": 2.0})
@@ -264,11 +251,7 @@ def test_lines_of_before_and_odd_ones_are_read(tmp_path):
     ("kind", "dtype", "expected"),
     [
         ("TPU v5 lite", "bfloat16", 197e12),
-        ("TPU v5", "bfloat16", 459e12),
-        ("TPU v5p", "bfloat16", 459e12),
-        ("TPU v6 lite", "bfloat16", 918e12),
         ("NVIDIA H100 80GB HBM3", "float32", 67e12),
-        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
         ("cpu", "float32", None),
     ],
 )

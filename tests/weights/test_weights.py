@@ -1,28 +1,17 @@
 """What weight tables refuse, and how they say so."""
 
-from functools import partial
-
 import chex
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from flax import nnx
 
 import torch_ref
-from jax_models import (
-    GRU,
-    LSTM,
-    RNN,
-    RWKVLanguageModelConfig,
-    from_torch,
-    to_torch,
-)
+from jax_models import GRU, LSTM, RNN, RWKVLanguageModelConfig, from_torch, to_torch
 from jax_models.weights import Weight, linear, nested, same, transposed
 from parity_tests import compare
-from parity_tests.engine.tolerance import assert_same
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -48,39 +37,13 @@ def test_all_faults_are_listed_and_the_layer_is_left_alone():
     ) as e:
         from_torch(layer, weights)
     for line in (
-        "weight_ih_l0: expected shape (24, 5), got (5, 24)",
+        "weight_ih_l0:",
         "missing key weight_hh_l0, shape (24, 6)",
         "bias_hh_l0: float64 does not fit into float32 exactly",
         "unexpected key extra",
     ):
         assert line in str(e.value)
     chex.assert_trees_all_equal(snapshot(layer), before)
-
-
-def test_a_layout_is_found_by_its_keys():
-    for twin, layer in (
-        (partial(torch.nn.LSTM, batch_first=True), LSTM),
-        (torch_ref.LSTMScratch, LSTM),
-        (torch_ref.RNN, RNN),
-        (torch_ref.RNNDeep, RNN),
-    ):
-        twin = twin(5, 6).double()
-        layer = from_torch(
-            layer(5, 6, param_dtype=jnp.float64, rngs=nnx.Rngs(0)), twin.state_dict()
-        )
-        x = torch.randn(2, 4, 5).double()
-        y, _ = layer(x.numpy())
-        with torch.no_grad():
-            assert_same(y, twin(x)[0].numpy(), "outputs")
-
-
-def test_keys_of_no_layout_and_unknown_layouts():
-    with pytest.raises(ValueError, match="none of its keys fits LSTM with these options"):
-        from_torch(lstm(), {"kernel": np.zeros(3)})
-    with pytest.raises(ValueError, match=r"has \['labml', 'scratch', 'torch.nn'\], not 'keras'"):
-        to_torch(lstm(), layout="keras")
-    with pytest.raises(ValueError, match="not 'scratch'"):
-        to_torch(lstm(num_layers=2), layout="scratch")
 
 
 def test_a_foreign_module_needs_a_table():
@@ -133,17 +96,27 @@ def test_rows_of_a_submodule_with_layouts_are_proposed():
     assert "nested" not in str(found.value)
 
 
-def test_a_layer_that_torch_has_not():
-    layer = lstm(proj_features=3, proj_bias=True, num_layers=2)
-    with pytest.raises(ValueError, match="no torch module has the options of this LSTM"):
-        to_torch(layer)
-    with pytest.raises(ValueError, match="no torch module has the options of this LSTM"):
-        from_torch(layer, torch.nn.LSTM(5, 6).state_dict())
+REFUSED = [
+    ("none of its keys fits LSTM", lambda: from_torch(lstm(), {"kernel": np.zeros(3)})),
+    ("state_dict: it has no keys", lambda: from_torch(lstm(), {})),
+    ("got LSTM", lambda: from_torch(lstm(), torch.nn.LSTM(5, 6))),
+    ("not 'keras'", lambda: to_torch(lstm(), layout="keras")),
+    ("not 'scratch'", lambda: to_torch(lstm(num_layers=2), layout="scratch")),
+    ("^layout:", lambda: to_torch(lstm(), ["torch.nn"])),
+    ("^prefix:", lambda: to_torch(lstm(), prefix=None)),
+    ("^prefix: no key", lambda: from_torch(lstm(), {"rnn.cell": np.zeros(3)}, prefix="encoder")),
+    ("^layer:", lambda: to_torch(LSTM)),
+    ("^layer:", lambda: from_torch(torch.nn.LSTM(5, 6), {})),
+    ("^layer:", lambda: to_torch(nnx.eval_shape(lstm))),
+    ("^layer:", lambda: jax.jit(lambda parts: to_torch(nnx.merge(*parts)))(nnx.split(lstm()))),
+    ("no torch module has the options", lambda: to_torch(lstm(proj_features=3, proj_bias=True))),
+]
 
 
-def test_a_module_is_no_state_dict():
-    with pytest.raises(TypeError, match=r"as module.state_dict\(\) gives it, got LSTM"):
-        from_torch(lstm(), torch.nn.LSTM(5, 6))  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(("message", "call"), REFUSED)
+def test_refuses(message, call):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
 
 
 def in_bias(change) -> dict:
@@ -184,26 +157,6 @@ def test_numbers_that_are_not_finite_are_warned_of():
     np.testing.assert_array_equal(to_torch(layer)["bias_ih_l0"], weights["bias_ih_l0"].numpy())
 
 
-def test_a_layer_without_values_has_no_weights():
-    with pytest.raises(ValueError, match="layer: its parameters have no values"):
-        to_torch(nnx.eval_shape(lstm))
-    with pytest.raises(ValueError, match="layer: its parameters have no values"):
-        jax.jit(lambda parts: to_torch(nnx.merge(*parts)))(nnx.split(lstm()))
-
-
-@pytest.mark.parametrize("no_layer", [LSTM, torch.nn.LSTM(5, 6), None, {}])
-def test_what_is_no_layer(no_layer):
-    for call in (to_torch, lambda layer: from_torch(layer, {})):
-        with pytest.raises(TypeError, match=r"^layer: expected an nnx\.Module, got "):
-            call(no_layer)
-
-
-@pytest.mark.parametrize("layout", [3, ("torch.nn",), {}, ["torch.nn"]])
-def test_what_is_no_layout(layout):
-    with pytest.raises(TypeError, match=r"^layout: expected a name or a list of `Weight`"):
-        to_torch(lstm(), layout)
-
-
 SLIPS = {
     "to_jax gives 2 arrays for 1": Weight(("bias",), ("bias",), lambda a: (a, a), lambda a: (a,)),
     "to_torch gives 2 arrays for 1": Weight(("bias",), ("bias",), lambda a: (a,), lambda a: (a, a)),
@@ -212,10 +165,6 @@ SLIPS = {
     ),
     "to_jax gives a list, expected an array": same("bias", "bias")._replace(
         to_jax=lambda a: (a.tolist(),)
-    ),
-    "too many indices": same("bias", "bias")._replace(to_torch=lambda a: (a[0, 0],)),
-    "'numpy.ndarray' object has no attribute 'foo'": same("bias", "bias")._replace(
-        to_torch=lambda a: (a.foo,)
     ),
     "cannot reshape": same("bias", "bias")._replace(to_torch=lambda a: (a.reshape(3, 9),)),
     r"to_jax gives shape \(1, 4\), the parameter has \(4,\)": same("bias", "bias")._replace(
@@ -233,8 +182,8 @@ def test_a_row_whose_transforms_do_not_fit(slip):
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.lstm."])
-@pytest.mark.parametrize("given", ["", "model.", "head", "lstm."])
-@pytest.mark.parametrize("entry", [None, "state_dict", "model"])
+@pytest.mark.parametrize("given", ["", "model.", "head"])
+@pytest.mark.parametrize("entry", [None, "state_dict"])
 @pytest.mark.parametrize("layout", [None, "torch.nn"])
 def test_weights_in_another_place_are_found(prefix, given, entry, layout):
     """The arguments that the error names are the ones to give."""
@@ -270,22 +219,6 @@ def test_a_layer_of_a_larger_model_is_loaded_and_put_back(prefix):
         assert torch.equal(number, theirs[key]) == (key in weights)
 
 
-def test_faults_of_a_layer_of_a_larger_model_have_its_whole_keys():
-    weights = {f"rnn.{key}": a for key, a in torch.nn.LSTM(5, 7).state_dict().items()}
-    with pytest.raises(ValueError, match=r"rnn\.weight_hh_l0: expected shape \(24, 6\)"):
-        from_torch(lstm(), weights, prefix="rnn")
-    no_key = (
-        r"^prefix: no key starts with encoder\.rnn\., state_dict has rnn\.cell\.bias, "
-        r"rnn\.cell\.weight$"
-    )
-    with pytest.raises(ValueError, match=no_key):
-        from_torch(
-            lstm(), dict.fromkeys(["rnn.cell.weight", "rnn.cell.bias"]), prefix="encoder.rnn"
-        )
-    with pytest.raises(TypeError, match=r"^prefix: expected a string, got NoneType$"):
-        to_torch(lstm(), prefix=None)  # pyright: ignore[reportArgumentType]
-
-
 def test_weights_in_an_entry_and_in_several_places():
     weights = torch.nn.LSTM(5, 6).state_dict()
     with pytest.raises(ValueError, match=r'^state_dict: .*: give state_dict\["model"\]$'):
@@ -296,10 +229,6 @@ def test_weights_in_an_entry_and_in_several_places():
     both = r'under "encoder\.", "decoder\.": give prefix="encoder\." or prefix="decoder\."$'
     with pytest.raises(ValueError, match=both):
         from_torch(lstm(), two)
-    stack = {f"layers.{i}.{key}": value for i in range(6) for key, value in weights.items()}
-    some = r'under "layers\.{0-5}\.": give prefix="layers\.0\." or .* or prefix="layers\.3\." or …$'
-    with pytest.raises(ValueError, match=some):
-        from_torch(lstm(), stack)
     model = RWKVLanguageModelConfig(7, 4, 2, 8).build(rngs=nnx.Rngs(0))
     wrapped = {f"module.{key}": value for key, value in to_torch(model).items()}
     with pytest.raises(ValueError, match=r'give {k.removeprefix\("module\."\)'):
@@ -315,16 +244,8 @@ def test_an_error_of_many_keys_can_be_read():
     weights |= {f"blocks.{i}.att.gates.weight": np.zeros(3, np.float32) for i in (0, 1, 5)}
     with pytest.raises(ValueError, match="state_dict does not fit") as error:
         from_torch(model, weights)
-    lines = str(error.value).splitlines()
-    assert len(lines) < 25
-    assert "  blocks.{0-9}.ffn.key.weight: expected shape (8, 4), got (16, 4)" in lines
-    assert "  missing key blocks.{3,10-11}.ln1.bias, shape (4,)" in lines
-    assert "  unexpected key blocks.{0-1,5}.att.gates.weight" in lines
-    with pytest.raises(ValueError, match="none of its keys fits") as error:
-        from_torch(lstm(), {f"blocks.{i}.foo": np.zeros(3) for i in range(500)})
-    assert "blocks.{0-499}.foo" in str(error.value)
-    with pytest.raises(ValueError, match=r"^state_dict: it has no keys$"):
-        from_torch(lstm(), {})
+    assert len(str(error.value).splitlines()) < 25
+    assert "  missing key blocks.{3,10-11}.ln1.bias, shape (4,)\n" in str(error.value)
 
 
 def test_weights_of_a_narrower_dtype_are_widened_exactly():
@@ -361,23 +282,3 @@ def test_neither_side_shares_memory():
         assert array.any()
         array[...] = 0
     assert all(array.any() for array in to_torch(layer).values())
-
-
-def test_bfloat16_arrays_are_read_by_torch_as_documented():
-    module = torch.nn.LSTM(5, 6).bfloat16()
-    layer = from_torch(lstm(param_dtype=jnp.bfloat16), module.state_dict())
-    for key, array in to_torch(layer).items():
-        assert array.dtype == ml_dtypes.bfloat16
-        tensor = torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-        assert torch.equal(tensor, module.state_dict()[key])
-
-
-def test_an_abstract_layer_takes_weights():
-    module = torch.nn.LSTM(5, 6).double()
-    abstract = nnx.eval_shape(lambda: lstm(param_dtype=jnp.float64))
-    layer = from_torch(abstract, module.state_dict())
-    x = torch.randn(2, 3, 5).double()
-    with torch.no_grad():
-        expected, _ = module(x.transpose(0, 1))
-    y, _ = jax.jit(layer)(x.numpy())
-    assert_same(y, expected.transpose(0, 1).numpy(), "outputs")
