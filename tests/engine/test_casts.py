@@ -90,23 +90,6 @@ def test_a_fault_below_float32_is_seen_beside_casts(place, scale):
     assert __file__ in notes[0]
 
 
-def test_a_note_on_many_casts_is_short():
-    casts = "\n".join(f"    x = x.astype('float32').astype('float64') * {1.0}" for _ in range(20))
-    space = {}
-    exec(compile(f"def many(x):\n{casts}\n    return x", "many.py", "exec"), space)
-    report = compare(
-        torch.nn.Linear(4, 4, bias=False),
-        lambda w, x: space["many"](x) @ w["weight"].T,
-        np.random.default_rng(0).standard_normal((5, 4)),
-        weights=dict,
-        dtypes=["float64"],
-    )
-    (note,) = report.notes
-    assert "many.py:2" in note
-    assert note.endswith("and 19 more")
-    assert len(note) < 200
-
-
 def test_a_cast_of_what_is_constant_is_no_news():
     def port(w, x):
         y = x @ w["weight"].T + w["bias"]

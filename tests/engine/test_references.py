@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 
-from jax_models.weights import linear, same
 from parity_tests import assert_parity, compare
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -142,23 +140,3 @@ def test_complex_results_and_their_gradients(part):
         call_twin=lambda twin, x: torch.fft.rfft(twin(x)),
     )
     assert report.passed == (part == "whole"), str(report)
-
-
-class Norms(nnx.Module):
-    """A norm that casts, and a projection."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(5, rngs=rngs)
-        self.out = nnx.Linear(5, 5, rngs=rngs)
-
-    def __call__(self, x):
-        return 1.001 * self.out(self.norm(x))
-
-
-def test_a_fault_after_a_cast_is_located():
-    twin = torch.nn.Sequential(RMSNorm(), torch.nn.Linear(5, 5))
-    table = [same("norm.scale", "0.weight"), *linear("out", "1")]
-    x = np.random.default_rng(0).standard_normal((7, 5))
-    report = compare(twin, Norms(nnx.Rngs(0)), x, weights=table, locate=True)
-    assert report.location is not None
-    assert report.location.culprit == ""

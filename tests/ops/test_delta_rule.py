@@ -144,12 +144,6 @@ def test_a_log_decay_at_the_least_has_its_whole_gradient(x64, method):
     assert_same(gradient(LEAST_LOG_DECAY), gradient(None), "the gradient of log_w")
 
 
-def test_a_positive_least_log_decay_is_refused():
-    arrays, _ = inputs("rwkv7", 4)
-    with pytest.raises(ValueError, match=r"min_log_w: expected at most 0, got 0\.5"):
-        delta_rule(**arrays, min_log_w=0.5)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_no_keys_are_no_output(method):
     r, v = np.ones((2, 20, 3, 0)), np.ones((2, 20, 3, 5))
@@ -240,18 +234,18 @@ def test_memory_of_65536_steps(method, min_log_w):
     assert total <= 6 * 6 * 4 * shape.size
 
 
-def test_what_it_refuses():
-    arrays, _ = inputs("rwkv7", 3)
-    arrays = {name: np.float32(array) for name, array in arrays.items()}
-    with pytest.raises(TypeError, match="a, b: expected both or neither"):
-        delta_rule(**{name: array for name, array in arrays.items() if name != "b"})
-    with pytest.raises(TypeError, match="u: expected None"):
-        delta_rule(**arrays, u=np.ones((HEADS, KEY), np.float32))
-    with pytest.raises(
-        ValueError, match=r"state: expected shape \(3, 2, 6, 5\), got \(3, 2, 5, 6\)"
-    ):
-        delta_rule(**arrays | {"state": arrays["state"].mT})
-    with pytest.raises(ValueError, match="min_log_w: expected a finite number"):
-        delta_rule(**arrays, min_log_w=-np.inf)
-    with pytest.raises(ValueError, match="method: expected one of"):
-        delta_rule(**arrays, method="parallel")
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("a, b:", {"b": None}),
+        ("u:", {"u": np.ones((HEADS, KEY), np.float32)}),
+        ("state:", {"state": np.zeros((BATCH, HEADS, KEY, VALUE), np.float32)}),
+        ("min_log_w:", {"min_log_w": -np.inf}),
+        ("min_log_w:", {"min_log_w": 0.5}),
+        ("method:", {"method": "parallel"}),
+    ],
+)
+def test_refuses(argument, change):
+    arrays = {name: np.float32(array) for name, array in inputs("rwkv7", 3)[0].items()}
+    with pytest.raises((TypeError, ValueError), match=argument):
+        delta_rule(**arrays | change)

@@ -88,48 +88,6 @@ def test_the_short_convolution_is_a_padded_cross_correlation(x64):
         assert_same(y[row, :, feature], np.correlate(padded, kernel[:, feature]), "correlation")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((np.zeros((2, 3, 5), int), np.zeros((3, 5))), TypeError, "v: .* floating"),
-        ((np.zeros((2, 3, 5)), np.zeros((3, 5), complex)), TypeError, "h: .* floating"),
-        ((np.zeros((2, 3, 5)), np.zeros((5, 3))), ValueError, r"h: .*\(3, .*, got \(5, 3\)"),
-        ((np.zeros((2, 3, 5)), np.zeros((3, 4))), ValueError, "h: expected 5 taps.*, got 4"),
-        ((np.zeros((2, 3, 5)), np.zeros((3, 5)), np.zeros(2)), ValueError, r"skip: .*\(3,\)"),
-    ],
-)
-def test_bad_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        long_conv(*map(jnp.asarray, arguments))
-
-
-def test_unknown_method():
-    with pytest.raises(ValueError, match=r"method: expected one of .*'dft'"):
-        long_conv(jnp.zeros((1, 2, 3)), jnp.zeros((2, 3)), method="dft")  # pyright: ignore
-
-
-@pytest.mark.parametrize(
-    ("v", "sizes", "error", "message"),
-    [
-        (np.zeros((2, 3, 5), int), (2, 3, 9), TypeError, "v: .* floating"),
-        (
-            np.zeros((2, 3)),
-            (2, 3, 9),
-            ValueError,
-            r"v: expected shape \(batch, features, time\), got",
-        ),
-        (np.zeros((2, 3, 10)), (2, 3, 9), ValueError, r"v: .*max_length=9\), got \(2, 3, 10\)"),
-        (np.zeros((2, 3, 5)), (2, 3, 80), ValueError, "state: expected the shapes"),
-    ],
-)
-def test_bad_arguments_of_the_online_convolution(v, sizes, error, message):
-    state = empty_long_conv_state(*sizes)
-    with pytest.raises(error, match=message):
-        ops.online_conv(
-            jnp.asarray(v), state, taps=first_taps, params=jnp.zeros((3, 9)), max_length=9
-        )
-
-
 def first_taps(h, length: int):
     return h[:, :length]
 
