@@ -17,7 +17,6 @@ from benchmarks.outcome import Check, Outcome, Row, check_targets
 from benchmarks.pieces import FILE
 from benchmarks.problem import BOTH, FORWARD, OURS, Limits, Work
 from benchmarks.report.devices import devices
-from benchmarks.report.page import write_page
 from benchmarks.report.store import BrokenRecord, Record, outcome_from, read_all, write
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
 from twinscan.command_line import CommandLineError
@@ -92,25 +91,6 @@ def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
 def outcome(name: str) -> Outcome:
     check = Check(name, FORWARD, "ratio", 1.0, 1.5)
     return Outcome([row(name, 3.0)], [check], {"a peer": "not installed"}, ["a note"])
-
-
-def test_devices_with_a_record_are_listed(tmp_path):
-    passing = {"case": "LSTM", "verdict": "pass"}
-    parity = {
-        "platforms": {"cpu": "not asked for", "gpu": "ran"},
-        "versions": {"device": "H100"},
-        "cases": {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"},
-        "measurements": [passing, {"case": "GRU", "verdict": "FAIL"}],
-        "faults": ["RNN, gpu: outputs: empty"],
-        "done": ["errors: LSTM, gpu"],
-    }
-    (tmp_path / "parity-gpu.json").write_text(json.dumps(parity))
-    text = devices(tmp_path, [record("default"), record("tuned", measured_with={"device": "cpu"})])
-    assert text.splitlines()[-3:] == [
-        "| cpu | cpu | 1 family of benchmarks |",
-        "| cpu | unknown | 1 family of benchmarks |",
-        "| gpu | H100 | [parity: 1 of 3 pairs agree, unfinished](parity-gpu.json) |",
-    ]
 
 
 def test_the_page_lists_the_devices_that_have_a_record():
@@ -196,21 +176,6 @@ def record(allocator: str, **fields) -> Record:
         "outcome": Outcome([row(OURS, 3.0), row("torch", 1.5, "torch")], [check]),
     }
     return Record(**values | fields)
-
-
-def test_the_page_has_both_allocators_the_machine_and_the_targets_missed(tmp_path):
-    better = Outcome([row(OURS, 1.0), row("torch", 2.0, "torch")])
-    write(tmp_path, record("tuned", outcome=better))
-    write(tmp_path, record("default"))
-    write_page(tmp_path, ["gated"])
-    page = (tmp_path / "README.md").read_text()
-    assert page.count("processor Zen 9, cores 2") == 1
-    environment = "2 threads, each on 2 cores, glibc 2.36, freed memory is"
-    assert f"| default | 1 GFLOP/s, 1 GB/s, 1 µs a call | {environment} returned |" in page
-    assert f"| tuned | 1 GFLOP/s, 1 GB/s, 1 µs a call | {environment} kept |" in page
-    assert "| The gated recurrences (cpu) | default | 0 | 0 | 1 |" in page
-    assert "| p | forward | default | twinscan / torch | 2.00 | ≤ 1.50 | MISS |" in page
-    assert "| p | forward | torch | 1.50 ms | 2.00 | – | 2.00 ms | 0.50 | – | –" in page
 
 
 @pytest.mark.parametrize("text", ['{"outcome": {}}', "{", '{"outcome": 1, "limits": 2}'])

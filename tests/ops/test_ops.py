@@ -236,35 +236,6 @@ def test_wkv_gradient_is_that_of_the_printed_formula(x64, method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
-def test_wkv_is_finite_at_the_extremes(method):
-    """For k, w and u anywhere in ±10⁴, in float32, forward and backward; y within v's range."""
-
-    @jax.jit
-    @partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
-    def gradients_and_results(k, v, w, u):
-        y, state = wkv(k, v, w=w, u=u, method=method)
-        return jnp.sum(jnp.sin(y)), (y, state)
-
-    rng = np.random.default_rng(0)
-    for scale in (1.0, 100.0, 1e4):
-        k, v = (np.float32(rng.uniform(-scale, scale, (4, 70, 16))) for _ in range(2))
-        v /= scale
-        w, u = (np.float32(rng.uniform(-scale, scale, 16)) for _ in range(2))
-        k[0], k[1], k[2, ::2], w[:2], u[:2] = (
-            scale,
-            -scale,
-            -scale,
-            (scale, -scale),
-            (-scale, scale),
-        )
-        gradients, (y, state) = gradients_and_results(k, v, w, u)
-        for leaf in jax.tree.leaves((gradients, y, state)):
-            assert np.isfinite(leaf).all()
-        assert np.abs(y).max() <= 1 + 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):
     """One step outweighs all others, so y is its v, however k + u and the aged sums overflow."""

@@ -124,25 +124,6 @@ def test_the_world_vocabulary_needs_its_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_model_of_nucleotides_is_trained_on(tmp_path, monkeypatch, capsys):
-    """On a text of lines; its vocabulary has tokens that stand for nothing."""
-    monkeypatch.chdir(tmp_path)
-    model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
-    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
-    torch.save(weights, "hyenadna.pth")
-    Path("genome").write_text(30 * "ACGTTGCANNACGGT\n")
-    train_command.main([
-        *["--init", "hyenadna.pth", "--text", "genome", "--out", "run", "--num-steps", "2"],
-        *["--window", "32", "--batch-size", "2", "--eval-batches", "1"],
-    ])  # fmt: skip
-    run = Run.open(Path("run"))
-    assert (run.vocabulary, run.config.model.vocab_size) == (Nucleotides(), 16)
-    capsys.readouterr()
-    command.main(["--run", "run", "--prompt", "ACG", "--num-tokens", "9"])
-    assert capsys.readouterr().out.startswith("ACG")
-
-
-@pytest.mark.slow
 def test_a_model_of_the_world_vocabulary_is_trained_on(world, tmp_path):
     """Of a file alone, or of a folder without a tokenizer."""
     model = RWKV7LanguageModelConfig(World.size, **SIZES).build(rngs=nnx.Rngs(0))

@@ -18,7 +18,6 @@ from train.config import TrainConfig
 from train.run import Run, build_trainer
 from train.text import ALL_WORK, Text
 from train.vocabulary import Bytes, Characters, Subwords, from_fields
-from train.windows import Batches, split
 from twinscan.command_line import CommandLineError
 
 RNG = np.random.default_rng(0)
@@ -234,14 +233,6 @@ def test_documents_do_not_see_each_other():
     np.testing.assert_array_equal(losses[0, 3:], losses[1, 3:])
     without = build_trainer(config, None, jax.devices()[:1])
     assert (np.asarray(without.evaluate(params, rows[None]))[0, :, 3:] != losses[:, 3:]).all()
-
-
-@pytest.mark.parametrize("val_rows", [None, 9])
-def test_an_epoch_has_each_row_once(val_rows):
-    part = split(np.arange(500), 5, val_rows)["train"]
-    loader = Batches(part, batch_size=len(part) // 3, seed=4)
-    starts = np.concatenate([loader.starts(i) for i in range(3)])
-    assert len({*starts}) == len(starts)
 
 
 @pytest.mark.slow
