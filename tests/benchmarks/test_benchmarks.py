@@ -1,6 +1,5 @@
 """The benchmarks' machinery, on shapes of no interest."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -15,7 +14,7 @@ from benchmarks.families import gated, limits
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
 from benchmarks.pieces import FILE
-from benchmarks.problem import BOTH, FORWARD, OURS, Limits, Work
+from benchmarks.problem import BOTH, FORWARD, OURS, Limits
 from benchmarks.report.devices import devices
 from benchmarks.report.store import BrokenRecord, Record, outcome_from, read_all, write
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
@@ -145,15 +144,6 @@ def test_a_worker_has_the_allocator_whatever_the_shell_says(monkeypatch, allocat
     assert environment.variables.keys().isdisjoint({"MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"})
 
 
-def test_another_allocator_than_the_one_asked_for_is_refused():
-    kept = Environment(2, 2, "glibc 2.36", keeps_memory=True, variables={})
-    assert not list(kept.faults(2, "tuned"))
-    (fault,) = kept.faults(2, "default")
-    assert fault == "expected the default allocator, got glibc 2.36: freed memory is kept"
-    (fault,) = dataclasses.replace(kept, keeps_memory=False).faults(2, "tuned")
-    assert fault == "expected the tuned allocator, got glibc 2.36: freed memory is returned"
-
-
 @pytest.mark.optimized
 def test_a_worker_that_dies_is_named():
     with Workers("cpu") as processes, pytest.raises(Unsuitable, match="worker ended with code 3"):
@@ -241,20 +231,7 @@ def test_targets_are_against_the_fastest_peer_that_computes_the_same():
     ]
 
 
-def test_a_bound_from_below_is_missed_from_below():
-    check = Check("p", FORWARD, "share", 0.5, 0.75, at_least=True)
-    assert check.verdict == "MISS"
-    assert dataclasses.replace(check, value=0.7).verdict == "tie"
-    assert dataclasses.replace(check, value=0.8).verdict == "pass"
-
-
 def test_bursts_beside_other_processes_do_not_count():
     quiet, loud = Burst([1.0, 3.0], 0.0), Burst([90.0], 0.5)
     assert timing([quiet, loud, quiet]) == (2.0, 4, False)
     assert timing([loud, quiet, Burst([4.0], 0.2)]) == (3.0, 3, True)
-
-
-def test_limits_take_the_slower_of_products_and_bytes():
-    machine = Limits(gflops=100, gbytes=10, dispatch_us=1)
-    assert machine.ms(Work(flops=1e9)) == pytest.approx(10)
-    assert machine.ms(Work(flops=1e9, num_bytes=1e9)) == pytest.approx(100)

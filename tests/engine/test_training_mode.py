@@ -193,25 +193,6 @@ def test_dropout_with_the_same_masks(options, fault):
     assert train(dropped, Dropped(**options), table).passed
 
 
-def test_masks_with_channels_last():
-    def spread(model, x):
-        return model.last(model.dropout(model.first(x)))
-
-    report = train(
-        lambda: nn.ModuleDict({"first": nn.Linear(5, 8), "last": nn.Linear(8, 3)}),
-        Dropped(),
-        [*linear("first", "first"), *linear("last", "last")],
-        batches=[(x[:, None, :].repeat(6, 1), y) for x, y in BATCHES],
-        loss=lambda model, batch: cross_entropy(spread(model, batch[0]).mean(1), batch[1]),
-        loss_twin=lambda twin, batch: nn.functional.cross_entropy(
-            twin["last"](nn.functional.dropout(twin["first"](batch[0]).mT, 0.3).mT).mean(1),
-            batch[1],
-        ),
-        training=True,
-    )
-    assert report.passed, str(report)
-
-
 @pytest.mark.slow
 def test_other_random_numbers_are_told():
     report = train(

@@ -23,13 +23,9 @@ from train.text import ALL_WORK
 from train.vocabulary import Characters
 from twinscan.command_line import CommandLineError, one_line_errors
 
+pytestmark = pytest.mark.usefixtures("unreported")
 STEPS = 30
 ARGS = ["--num-steps", str(STEPS), "--eval-every", "10", "--eval-batches", "2"]
-
-
-@pytest.fixture(autouse=True)
-def unreported(monkeypatch):
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
 
 
 def command(folder: Path, *args: str) -> None:

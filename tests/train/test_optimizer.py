@@ -122,11 +122,6 @@ def test_the_average_stays_inside_the_bounds():
     assert state.params["a"].get_value() == 1.0
 
 
-@pytest.fixture
-def unreported(monkeypatch):
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
-
-
 ARGS = ["--num-steps", "10", "--eval-every", "5", "--eval-batches", "4", "--batch-size", "8"]
 
 
@@ -184,17 +179,6 @@ def test_each_part_has_a_key_of_its_own():
     keys = [jax.random.fold_in(key, i) for i in range(2)]
     assert mean == (jax.random.uniform(keys[0]) + jax.random.uniform(keys[1])) / 2
     assert accumulated(draw)(None, key, rows[None])[0] == jax.random.uniform(key)
-
-
-@pytest.mark.usefixtures("unreported")
-def test_a_run_in_parts_is_the_whole_one_to_rounding(tmp_path):
-    losses = []
-    for parts in ("1", "4"):
-        train_command.main(["--out", str(tmp_path / parts), *ARGS, "--accumulate", parts])
-        run = Run.open(tmp_path / parts)
-        losses.append([record["val"] for record in run.metrics()])
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert losses[0][-1] < losses[0][0]
 
 
 @pytest.mark.parametrize(

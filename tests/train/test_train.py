@@ -41,12 +41,6 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def unreported(monkeypatch):
-    """Training without the sample, the plot and the export at its end."""
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
-
-
 def small(text: Path, *args: str, length: str = "--num-steps 10") -> list[str]:
     """A small LSTM on a text."""
     options = "--preset lstm --model.hidden-features 16 --window 12 --batch-size 8 --eval-every 5"

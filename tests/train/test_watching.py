@@ -25,14 +25,10 @@ from train.vocabulary import Characters
 from train.windows import Batches, split
 from twinscan.command_line import CommandLineError, NonFiniteError, one_line_errors
 
+pytestmark = pytest.mark.usefixtures("unreported")
 ARGS = ["--num-steps", "30", "--eval-every", "10", "--eval-batches", "2", "--log-every", "6"]
 TRAINING = split(Characters.of(ALL_WORK).encode(ALL_WORK), 8)["train"]
 BATCHES = Batches(TRAINING, batch_size=4, seed=2001)
-
-
-@pytest.fixture(autouse=True)
-def unreported(monkeypatch):
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
 
 
 def command(folder: Path, *args: str) -> Run:

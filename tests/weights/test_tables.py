@@ -18,7 +18,6 @@ from jax_models.weights import (
     batch_norm,
     conv,
     conv_transpose,
-    dense,
     embedding,
     expanded,
     gates,
@@ -380,26 +379,3 @@ def test_the_page_shows_the_signatures(name):
     bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
     page = Path(__file__).parents[2] / "docs" / "weights.md"
     assert f"| `{name}{bare}` |" in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        partial(function, **options)
-        for function, options in {
-            linear: {},
-            dense: {},
-            linear_general: {"in_shape": (2,), "out_shape": (3,)},
-            linear_of_image: {"shape": (1, 2, 3)},
-            conv: {},
-            conv_transpose: {},
-            layer_norm: {},
-            multi_head_attention: {"num_heads": 2, "features": 4},
-        }.items()
-    ],
-)
-def test_a_bias_has_both_names(table):
-    def keys(**options):
-        return [row.keys for row in table("param", "key", **options)]
-
-    assert keys(bias=False) == keys(use_bias=False) == [k for k in keys() if "bias" not in str(k)]
