@@ -99,18 +99,6 @@ def test_every_layout_is_read_with_the_config_of_its_shapes(x64, tied_head):
         np.testing.assert_array_equal(port(TOKENS)[0], logits, err_msg=layout)
 
 
-@pytest.mark.slow
-def test_a_model_with_dropout_drops_in_training_alone(x64):
-    rates = {"block_dropout_rate": 0.2, "embedding_dropout_rate": 0.1}
-    weights = to_torch(model_of())
-    model = hyena_dna_from_weights(
-        weights, HyenaDNALanguageModelConfig(**{**vars(CONFIG), **rates}), param_dtype=jnp.float64
-    )
-    assert (model(TOKENS)[0] != model(TOKENS)[0]).any()
-    model.eval()
-    np.testing.assert_array_equal(model(TOKENS)[0], model_of()(TOKENS)[0])
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

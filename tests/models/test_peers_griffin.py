@@ -11,14 +11,7 @@ import torch
 from flax import nnx
 
 import torch_ref
-from jax_models import (
-    RGLRU,
-    GriffinLanguageModelConfig,
-    from_torch,
-    generate,
-    griffin_from_weights,
-    to_torch,
-)
+from jax_models import RGLRU, GriffinLanguageModelConfig, from_torch, griffin_from_weights, to_torch
 from jax_models.weights.keys import flattened
 from parity_tests import assert_parity
 from parity_tests.engine.problem import in_every_dtype
@@ -53,20 +46,14 @@ LIKE_DEEPMINDS = CONFIGS["as RecurrentGemma"]
 TIME, TEXT = 21, 64
 DTYPES = (jnp.float64, jnp.float32)
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, TIME))
-OUTPUTS = ("linear_out.weight", "o_proj.weight", "down_proj.weight", "proj_final.weight")
 
 
 def randomise(module: torch.nn.Module) -> None:
-    """Matrices that keep the scale of what they are multiplied by, and biases that matter.
-
-    The last matrices of blocks are larger: else a greedy text soon repeats one token.
-    """
+    """Matrices that keep the scale of what they are multiplied by, and biases that matter."""
     rng = np.random.default_rng(0)
     for name, parameter in module.named_parameters():
         fan_in = parameter.shape[-2] if "_gate_weight" in name else parameter.shape[-1]
         scale = fan_in**-0.5 if parameter.ndim > 1 else 0.5
-        if name.endswith(OUTPUTS):
-            scale *= 4
         draw = torch.from_numpy(in_every_dtype(scale * rng.standard_normal(parameter.shape)))
         parameter.data = draw.to(parameter.dtype)
 
@@ -167,20 +154,6 @@ def test_states_are_those_of_transformers(hf):
             for name in ("keys", "values"):
                 theirs = np.moveaxis(getattr(cache.layers[i], name).numpy(), 1, 2)
                 assert_same(getattr(own, name)[:, slots], theirs, name)
-
-
-def test_the_greedy_text_is_that_of_transformers(hf):
-    config, model = hf
-    prompt = torch.tensor(TOKENS)
-    with InFloat64(), torch.no_grad():
-        text = model.generate(
-            prompt, max_new_tokens=TEXT, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    with jax.enable_x64(True):
-        port = ours(model, config)
-        own = generate(port, TOKENS, TEXT, key=jax.random.key(0), temperature=0)
-    assert len({*text[0, TIME:].tolist()}) > 5
-    np.testing.assert_array_equal(own, text[:, TIME:].numpy())
 
 
 def test_what_is_exported_loads_in_transformers_and_in_the_twin(hf):

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 import torch_ref
-from jax_models import HyenaDNALanguageModelConfig, generate, hyena_dna_from_weights, to_torch
+from jax_models import HyenaDNALanguageModelConfig, hyena_dna_from_weights, to_torch
 from parity_tests import assert_parity
 from parity_tests.engine.problem import in_every_dtype
 from parity_tests.engine.tolerance import assert_same
@@ -134,20 +134,6 @@ def test_logits_and_gradients_are_those_of_the_file(theirs):
             call_twin=logits_of,
             dtypes=[dtype.__name__],
         )
-
-
-def test_the_greedy_text_is_that_of_the_file(theirs):
-    """By steps, where the file computes the whole sequence again for each token."""
-    _, model = theirs
-    text = torch.tensor(TOKENS)
-    for _ in range(TEXT):
-        with torch.no_grad():
-            text = torch.cat([text, logits_of(model, text)[:, -1:].argmax(-1)], dim=1)
-    with jax.enable_x64(True):
-        port = hyena_dna_from_weights(model.state_dict(), param_dtype=jnp.float64)
-        own = generate(port, TOKENS, TEXT, key=jax.random.key(0), temperature=0)
-    assert len({*text[0, TIME:].tolist()}) > 5
-    np.testing.assert_array_equal(own, text[:, TIME:].numpy())
 
 
 def test_what_is_exported_loads_in_the_file_and_in_the_twin(theirs, standalone):

@@ -90,24 +90,6 @@ def test_all_forms_have_the_same_gradients(x64, kind):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_forward_mode_is_the_transpose_of_reverse_mode(x64, method):
-    arrays, options = inputs("rwkv7", 40)
-    rng = np.random.default_rng(3)
-    tangents, cotangent = (
-        {k: rng.standard_normal(x.shape) for k, x in arrays.items()} for _ in "ab"
-    )
-    cotangent = (cotangent["v"], cotangent["state"])
-
-    def run(arrays):
-        return delta_rule(**arrays, **options, method=method)
-
-    _, moved = jax.jvp(run, (arrays,), (tangents,))
-    [gradients] = jax.vjp(run, arrays)[1](cotangent)
-    along = sum(jnp.vdot(x, y) for x, y in zip(cotangent, moved, strict=True))
-    assert_same(sum(jnp.vdot(gradients[k], tangents[k]) for k in arrays), along, "derivative")
-
-
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["rwkv6", "any decay"])
 def test_decays_of_every_size_are_exact_and_finite(x64, method, kind):
     """Where a state is gone at one step, later steps lose no digits."""

@@ -131,28 +131,6 @@ def test_steps_in_a_scan_of_rows_at_different_positions(x64):
 
 
 @pytest.mark.slow
-def test_gradients_through_steps_are_those_of_the_whole(x64):
-    """Over the end of blocks and tiles."""
-    v, h, _, cotangent = signals(2, 3, 40)
-
-    def by_steps(v, h):
-        def step(state, v_t):
-            y, state = ops.online_conv(
-                v_t[..., None], state, taps=first_taps, params=h, max_length=40
-            )
-            return state, y[..., 0]
-
-        state = empty_long_conv_state(2, 3, 40, jnp.float64)
-        return jnp.moveaxis(jax.lax.scan(step, state, jnp.moveaxis(v, 2, 0))[1], 0, 2)
-
-    def gradients(function):
-        return jax.jit(lambda *x: jax.vjp(function, *x)[1](cotangent))(v, h)
-
-    for a, b in zip(gradients(by_steps), gradients(long_conv), strict=True):
-        assert_same(a, b, "gradients")
-
-
-@pytest.mark.slow
 def test_a_step_copies_no_buffer_and_costs_the_same_at_every_length():
     """What spoils the growth with the length is XLA copying the inputs or the tiles whole."""
     operations = []

@@ -212,29 +212,6 @@ def test_wkv_is_the_printed_formula(x64, method, time):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", WKV_METHODS)
-def test_wkv_gradient_is_that_of_the_printed_formula(x64, method):
-    """By central differences of the formula, along random directions."""
-    inputs = wkv_inputs(2, 9, 3)
-    rng = np.random.default_rng(1)
-    cotangent = rng.standard_normal(inputs[0].shape)
-    gradients = jax.jit(
-        jax.grad(
-            lambda k, v, w, u: jnp.sum(wkv(k, v, w=w, u=u, method=method)[0] * cotangent),
-            argnums=(0, 1, 2, 3),
-        )
-    )(*inputs)
-    for index, gradient in enumerate(gradients):
-        direction = rng.standard_normal(inputs[index].shape)
-        ends = []
-        for step in (1e-5, -1e-5):
-            moved = [x + step * direction if i == index else x for i, x in enumerate(inputs)]
-            ends.append(np.sum(direct_wkv(*moved) * cotangent))
-        slope = (ends[0] - ends[1]) / 2e-5
-        assert np.sum(np.asarray(gradient) * direction) == pytest.approx(slope, rel=1e-7)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):

@@ -27,7 +27,6 @@ from train import generate as command
 from train import published_vocabulary
 from train.pretrained import Numbers, read_model, tokens_of
 from train.published_vocabulary import Nucleotides, World
-from train.run import Run
 from twinscan.command_line import CommandLineError
 
 TEXT = "Grüße, 世界 🎉\n\tdef f(x):"
@@ -121,20 +120,6 @@ def test_the_world_vocabulary_needs_its_package(tmp_path, monkeypatch):
         command.main(["--weights", str(path), "--prompt", "a"])
     with pytest.raises(CommandLineError, match=r"--tokenizer: .*pip install rwkv"):
         train_command.main(["--init", str(path), "--text", __file__, "--out", str(tmp_path / "a")])
-
-
-@pytest.mark.slow
-def test_a_model_of_the_world_vocabulary_is_trained_on(world, tmp_path):
-    """Of a file alone, or of a folder without a tokenizer."""
-    model = RWKV7LanguageModelConfig(World.size, **SIZES).build(rngs=nnx.Rngs(0))
-    path = tmp_path / "world.safetensors"
-    save_file(to_torch(model), path)
-    (tmp_path / "text").write_text(9 * TEXT)
-    train_command.main([
-        *["--init", str(path), "--text", str(tmp_path / "text"), "--out", str(tmp_path / "run")],
-        *["--num-steps", "1", "--window", "4", "--batch-size", "1", "--eval-batches", "1"],
-    ])  # fmt: skip
-    assert Run.open(tmp_path / "run").vocabulary == world
 
 
 RECURRENT_GEMMA = {
