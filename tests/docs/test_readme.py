@@ -59,7 +59,13 @@ def save_recurrentgemma(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name.startswith("README") else pytest.mark.slow)
+        for name in BLOCKS
+    ],
+)
 def test_a_block_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(torch_ref.RWKVLanguageModel(30, 8, 2, 32).state_dict(), "RWKV-4-Pile-169M.pth")
@@ -81,6 +87,7 @@ def test_a_block_runs(name, tmp_path, monkeypatch):
         exec(BLOCKS[name], {"__name__": "block"})
 
 
+@pytest.mark.slow
 def test_the_blocks_on_sharding_run_on_eight_devices():
     """In a process of its own: the number of devices is set before JAX starts."""
     blocks = [

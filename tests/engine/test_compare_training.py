@@ -174,6 +174,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_differences_of_definition_are_found(difference):
     optimizer, optimizer_twin, options = DIFFERENCES[difference]

@@ -154,12 +154,13 @@ def of_keras(form, epsilon):
     return model, {"weights": table}
 
 
-FORMS = [
-    *((of_linen, form) for form in ("a loader", "bound", "a pair", "ToNNX")),
-    *((of_equinox, form) for form in ("a function", "a loader", "a table")),
-    *((of_haiku, form) for form in ("a loader", "a pair", "a pair with state")),
-    *((of_keras, form) for form in ("a loader", "a table")),
-]
+FORMS = {
+    of_linen: ("a pair", "a loader", "bound", "ToNNX"),
+    of_equinox: ("a table", "a function", "a loader"),
+    of_haiku: ("a pair", "a loader", "a pair with state"),
+    of_keras: ("a table", "a loader"),
+}
+"""The first of each also in `make test`."""
 
 
 def random_mlp() -> TorchMLP:
@@ -171,7 +172,14 @@ def random_mlp() -> TorchMLP:
     return twin
 
 
-@pytest.mark.parametrize(("framework", "form"), FORMS)
+@pytest.mark.parametrize(
+    ("framework", "form"),
+    [
+        pytest.param(framework, form, marks=pytest.mark.slow if i else [])
+        for framework, forms in FORMS.items()
+        for i, form in enumerate(forms)
+    ],
+)
 @pytest.mark.parametrize("epsilon", [1e-5, 1.1e-5])
 def test_models_of_other_frameworks(framework, form, epsilon):
     model, options = framework(form, epsilon)

@@ -186,7 +186,13 @@ def numbers(report: Report) -> dict[tuple, float]:
     }
 
 
-@pytest.mark.parametrize("name", pairs())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("linear", "tied") else pytest.mark.slow)
+        for name in pairs()
+    ],
+)
 def test_a_record_says_what_the_torch_module_says(name, tmp_path):
     live, recorded = reports(pairs()[name], tmp_path / "twin.safetensors")
     of_record, of_twin = numbers(recorded), numbers(live)

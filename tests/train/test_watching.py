@@ -118,6 +118,7 @@ def test_skipped_steps_are_told_with_their_rows(fails_at, tmp_path, capsys):
     assert run.metrics()[-1]["step"] == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [9, 14, 15])
 def test_skipped_steps_and_an_interruption(step, fails_at, tmp_path, monkeypatch):
     """The same weights, skipped steps and lines as of a run that nothing interrupts."""
