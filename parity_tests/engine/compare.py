@@ -93,7 +93,7 @@ def compare(
             Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch submodules
             that have the same weights, name or place, and values with those that `tap` names; what
             is left is looked for among all numbers that JAX computes. None is True where
-            the reference has submodules: not for ONNX, nor for a record without activations.
+            the reference has submodules: not for a record without activations.
         names: the JAX path of a torch submodule, by name, where that does not tell.
         logits: True, or the name of an output as the report gives it (`y['logits']`): its last
             axis is the vocabulary, and the report has KL, |Δ log p| and agreements of it, too.

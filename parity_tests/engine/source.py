@@ -104,38 +104,27 @@ def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
 
 
-def is_onnx(twin: Any) -> bool:
-    """Is it a model of ONNX, or the path of one? Imports no onnx."""
-    if isinstance(twin, str | os.PathLike):
-        return os.fspath(twin).endswith(".onnx")
-    onnx = sys.modules.get("onnx")
-    return onnx is not None and isinstance(twin, onnx.ModelProto)
-
-
-def onnx_source(twin: Any) -> Source:
-    """What a model of ONNX has.
+def refuse_onnx(twin: Any) -> None:
+    """Refuse a model of ONNX, or the path of one. Imports no onnx.
 
     Raises:
-        ImportError: a package is not installed that it takes.
+        TypeError: it is one.
 
     """
-    try:
-        from parity_tests.engine.onnx_reference import source_of
-    except ImportError as error:
-        if error.name is None or error.name.split(".")[0] not in ("onnx", "scipy"):
-            raise
-        raise ImportError(
-            f"twin: an ONNX model needs the package {error.name}: pip install {error.name}"
-        ) from None
-    return source_of(twin)
+    onnx = sys.modules.get("onnx")
+    is_path = isinstance(twin, str | os.PathLike) and os.fspath(twin).endswith(".onnx")
+    if is_path or (onnx is not None and isinstance(twin, onnx.ModelProto)):
+        raise TypeError(
+            "twin: ONNX models are no longer references: run the model in PyTorch (onnx2torch, for "
+            "example) and pass that module, or a file that `record` wrote of it; a recurrent layer "
+            "is imported by jax_models.from_onnx"
+        )
 
 
 @contextlib.contextmanager
 def opened(twin: Any) -> Iterator[Source]:
-    """The source that a user names: a torch module, a JAX model, one of ONNX, or a record."""
-    if is_onnx(twin):
-        yield onnx_source(twin)
-        return
+    """The source that a user names: a torch module, a JAX model, or a record."""
+    refuse_onnx(twin)
     if isinstance(twin, str | os.PathLike):
         from parity_tests.engine.record import source_of
 
@@ -153,8 +142,8 @@ def opened(twin: Any) -> Iterator[Source]:
         return
     if not is_torch_module(twin):
         raise TypeError(
-            "twin: expected a torch.nn.Module, an onnx.ModelProto, a JAX model or the path of a "
-            f"record, got {kind_of(twin)}"
+            "twin: expected a torch.nn.Module, a JAX model or the path of a record, got "
+            f"{kind_of(twin)}"
         )
     from parity_tests.engine.torch_port import checked_twin, weights_known
     from parity_tests.engine.torch_reference import TorchReference
