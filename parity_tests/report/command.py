@@ -95,7 +95,7 @@ def works(
     kinds: dict[str, Callable[[str, str, Record], Record]] = {"errors": errors}
     if arguments.precision:
         kinds["precision"] = precision
-    if arguments.kept:
+    if arguments.json is not None:
         kinds["over time"] = over_time
     for kind, work in kinds.items():
         for name, platform in pairs:
