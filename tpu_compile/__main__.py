@@ -1,4 +1,4 @@
-"""`python -m parity_tests.tpu_compile`: what the TPU compiler makes of the layers."""
+"""`python -m tpu_compile`: what the TPU compiler makes of the layers."""
 
 import dataclasses
 import json
@@ -18,14 +18,14 @@ from rich.progress import track
 from rich.table import Table
 
 from parity_tests.registry import CASES
-from parity_tests.tpu_compile import libtpu
-from parity_tests.tpu_compile.outcome import Outcome, compile_program, counts
-from parity_tests.tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
-from parity_tests.tpu_compile.sharded import sharded_programs
+from tpu_compile import libtpu
+from tpu_compile.outcome import Outcome, compile_program, counts
+from tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
+from tpu_compile.sharded import sharded_programs
 from train.config import PRESETS
 from twinscan.command_line import CommandLineError, parse, run_command
 
-PROG = "python -m parity_tests.tpu_compile"
+PROG = "python -m tpu_compile"
 CHIPS = ("v5e", "v6e")
 SHAPES = ("1x1", "2x4", "16x16")
 SCHEMA = 1

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jax_models import HawkLanguageModelConfig
-from parity_tests.tpu_compile.hlo import Array, Collective
-from parity_tests.tpu_compile.libtpu import Topology
-from parity_tests.tpu_compile.programs import Program, lower_train_step
+from tpu_compile.hlo import Array, Collective
+from tpu_compile.libtpu import Topology
+from tpu_compile.programs import Program, lower_train_step
 from train.config import TrainConfig
 from train.digest import by_path
 from train.mesh import BATCH_AXES, MODEL, SEQUENCE, MeshConfig, gathered_axis

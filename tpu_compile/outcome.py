@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 
-from parity_tests.tpu_compile.hlo import (
+from tpu_compile.hlo import (
     collectives,
     entry,
     exchanges,
     memory_needed,
     precisions,
 )
-from parity_tests.tpu_compile.programs import Program
+from tpu_compile.programs import Program
 
 PRECISION = "highest"
 """The products' precision, the one that parity is measured with."""

@@ -12,8 +12,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jax_models.ops import delta_rule, linear_recurrence, wkv
 from parity_tests.registry import BATCH, Case
-from parity_tests.tpu_compile.hlo import Collective
-from parity_tests.tpu_compile.libtpu import Topology
+from tpu_compile.hlo import Collective
+from tpu_compile.libtpu import Topology
 from train.config import PRESETS, TrainConfig
 from train.run import build_trainer
 from train.step import Trainer
