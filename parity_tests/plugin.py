@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity_tests.engine.listeners import LISTENERS
+from parity_tests.engine.report_hooks import LISTENERS
 from twinscan.files import check_writable, write_whole
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from jax_models import (
     project,
     to_torch,
 )
-from parity_tests.engine.tolerance import K, assert_same, rms
+from parity_tests.engine.bounds.tolerance import K, assert_same, rms
 from train.config import PRESETS, from_fields, to_fields
 from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 

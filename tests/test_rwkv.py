@@ -22,7 +22,7 @@ from jax_models import (
     read_pth,
     to_torch,
 )
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 SIZES = {"vocab_size": 11, "features": 6, "num_layers": 3, "hidden_features": 24}
 

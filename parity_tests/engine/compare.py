@@ -12,14 +12,13 @@ from flax import nnx
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
-from parity_tests.engine.axes import note_on_inputs
-from parity_tests.engine.frameworks import adapted
-from parity_tests.engine.jax_side import JaxSide
-from parity_tests.engine.listeners import tell
+from parity_tests.engine.candidates.adapters import adapted
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.port import called, port, refuse_other_weights
+from parity_tests.engine.channel_order import note_on_inputs
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.logits import checked_logits
 from parity_tests.engine.measure import measure
-from parity_tests.engine.port import called, port, refuse_other_weights
 from parity_tests.engine.problem import (
     Problem,
     check_functions,
@@ -28,10 +27,11 @@ from parity_tests.engine.problem import (
     is_torch_module,
 )
 from parity_tests.engine.progress import progress
-from parity_tests.engine.reference import Reference
+from parity_tests.engine.references.reference import Reference
+from parity_tests.engine.references.source import Source, asked_for, opened, with_kwargs
 from parity_tests.engine.report import Report
+from parity_tests.engine.report_hooks import tell
 from parity_tests.engine.results import GROUPS
-from parity_tests.engine.source import Source, asked_for, opened, with_kwargs
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +141,7 @@ def compare(
                 _note_where(error, problem, reference)
             raise
         if edge_inputs:
-            from parity_tests.engine.edges import measure_edges
+            from parity_tests.engine.edge_inputs import measure_edges
 
             say("edge inputs")
             of_edges, about_edges = measure_edges(problem, platform, jax_side)

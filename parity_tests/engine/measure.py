@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax.numpy as jnp
 
-from parity_tests.engine.constants import Constants
+from parity_tests.engine.bounds.rounded_constants import Constants
+from parity_tests.engine.bounds.tolerance import FLOAT64, Error, tensor_errors
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.faults import mismatches, notes_on, other_dtypes
-from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.logits import logits_array, logits_error
 from parity_tests.engine.problem import DTYPES, Problem
-from parity_tests.engine.reference import Reference
+from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
@@ -18,7 +19,6 @@ from parity_tests.engine.results import (
     errors_of,
     only_floating,
 )
-from parity_tests.engine.tolerance import FLOAT64, Error, tensor_errors
 
 
 def measure(

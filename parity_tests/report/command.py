@@ -15,7 +15,7 @@ import tyro
 
 from parity_tests.checks import is_caught
 from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
-from parity_tests.engine.torch_reference import measure_twin
+from parity_tests.engine.references.torch_reference import measure_twin
 from parity_tests.registry import CASES, MUTATIONS
 from parity_tests.registry.mutation import Mutation
 from parity_tests.report import pairs

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from html import unescape
 
-from parity_tests.engine.tolerance import Error
+from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.report.html import page
 from parity_tests.report.record import Measurement, MutationResult, Record
 

@@ -14,8 +14,8 @@ from jax import lax
 from jax_models import from_torch
 from jax_models.weights import linear, same, transposed
 from parity_tests import assert_parity, compare, record
-from parity_tests.engine.jax_reference import source_of
-from parity_tests.engine.source import asked_for, opened
+from parity_tests.engine.references.jax_reference import source_of
+from parity_tests.engine.references.source import asked_for, opened
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -10,7 +10,7 @@ from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchPar
 from parity_tests import assert_parity, compare, record, tap
 from parity_tests.engine.locate.record import SLOTS
 from parity_tests.engine.locate.theirs import Theirs, largest
-from parity_tests.engine.source import asked_for, opened
+from parity_tests.engine.references.source import asked_for, opened
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from parity_tests import Report, compare, save
+from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.engine.logits import LogitsError
-from parity_tests.engine.tolerance import Error
 from parity_tests.report.own import record_of
 from parity_tests.report.record import Record, merged
 

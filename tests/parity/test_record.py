@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from parity_tests.engine.tolerance import Error
+from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.report.html import page
 from parity_tests.report.record import (
     ErrorOverTime,

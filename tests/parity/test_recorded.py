@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 from jax_models import LSTM
 from jax_models.weights import linear
 from parity_tests import Report, assert_parity, compare, record
-from parity_tests.engine import record as record_module
-from parity_tests.engine import stored
-from parity_tests.engine.stored import KEY
+from parity_tests.engine.references import record_file as stored
+from parity_tests.engine.references import recorded_reference as record_module
+from parity_tests.engine.references.record_file import KEY
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

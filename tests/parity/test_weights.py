@@ -22,7 +22,7 @@ from jax_models import (
 )
 from jax_models.weights import Weight, linear, nested, same, transposed
 from parity_tests import compare
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 
 def lstm(**kwargs) -> LSTM:

@@ -10,20 +10,22 @@ import jax
 import numpy as np
 from flax import nnx
 
-from parity_tests.engine.constants import numbered
+from parity_tests.engine.bounds.rounded_constants import numbered
+from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
+from parity_tests.engine.candidates.adapters import adapted
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.port import port
 from parity_tests.engine.faults import first_of, not_a_number
-from parity_tests.engine.frameworks import adapted
-from parity_tests.engine.jax_side import JaxSide
-from parity_tests.engine.known import Known, named_table, own_weights
 from parity_tests.engine.locate.frameworks import nnx_modules
 from parity_tests.engine.locate.run import Run, of_jax
 from parity_tests.engine.locate.theirs import Theirs, of_runs
 from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.logits import logits_array
-from parity_tests.engine.port import port
 from parity_tests.engine.problem import Arrays, Problem, all_in_dtype, in_dtype, is_flag
 from parity_tests.engine.progress import Say
-from parity_tests.engine.reference import Reference, Said, said
+from parity_tests.engine.references.reference import Reference, Said, said
+from parity_tests.engine.references.reference_weights import Known, named_table, own_weights
+from parity_tests.engine.references.source import Source
 from parity_tests.engine.results import (
     GROUPS,
     ErrorsByGroup,
@@ -32,8 +34,6 @@ from parity_tests.engine.results import (
     named_leaves,
     only_floating,
 )
-from parity_tests.engine.source import Source
-from parity_tests.engine.tolerance import ROUNDED_RUNS
 
 SIDES = ("reference", "model")
 

@@ -12,17 +12,17 @@ import jax
 import numpy as np
 
 from jax_models.ops.checks import checked_bool
-from parity_tests.engine.known import Known, is_trivial
+from parity_tests.engine.candidates.port import called
 from parity_tests.engine.locate.recorded import calls_as_facts, calls_of
 from parity_tests.engine.locate.theirs import Theirs
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array
-from parity_tests.engine.port import called
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.progress import progress
-from parity_tests.engine.reference import Place, Reference, Said
+from parity_tests.engine.references.record_file import packed, read, unpacked, write
+from parity_tests.engine.references.reference import Place, Reference, Said
+from parity_tests.engine.references.reference_weights import Known, is_trivial
+from parity_tests.engine.references.source import Asked, Source, asked_for, opened
 from parity_tests.engine.results import ErrorsByGroup, Results
-from parity_tests.engine.source import Asked, Source, asked_for, opened
-from parity_tests.engine.stored import packed, read, unpacked, write
 from twinscan.files import check_writable
 
 NO_ACTIVATIONS = "the record has no activations, record it with them"

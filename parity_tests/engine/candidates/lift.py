@@ -1,7 +1,7 @@
 """What a JAX computation in float64 does in less, and the same computation without that.
 
-`rounding.InFloat64` is the counterpart of torch: both sides then have float64's accuracy, wherever
-they cast to float32, so that a fault far below float32's rounding is seen.
+`torch_rounding.InFloat64` is the counterpart of torch: both sides then have float64's accuracy,
+wherever they cast to float32, so that a fault far below float32's rounding is seen.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ SCATTERS = {
 }
 BIT_PATTERNS = ("bitcast_convert_type", "nextafter")
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
-ENGINE = str(Path(__file__).parent)
+ENGINE = str(Path(__file__).parents[1])
 STANDARD = sysconfig.get_path("stdlib")
 SHORT = 6
 """Digits of a constant that somebody wrote, such as 1e-5: float64 has it more exactly."""

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from jax_models.weights.stored import as_numpy
+from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
+from parity_tests.engine.candidates.torch_module import cast, converted, in_double, tensors, twin_in
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.results import (
     Results,
@@ -17,8 +19,6 @@ from parity_tests.engine.results import (
     named_leaves,
     without_padding,
 )
-from parity_tests.engine.rounding import InFloat64, RandomRounding
-from parity_tests.engine.torch_module import cast, converted, in_double, tensors, twin_in
 
 Prepare = Callable[[torch.nn.Module], object]
 """Changes the copy of the twin that is to run."""

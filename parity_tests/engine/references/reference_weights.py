@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_models.weights import Table, same
 from jax_models.weights.transfer import params_of
-from parity_tests.engine.frameworks import Held, adapted
+from parity_tests.engine.candidates.adapters import Held, adapted
 from parity_tests.engine.problem import Arrays, Problem
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from parity_tests.engine.known import Known
-from parity_tests.engine.port import kind_of, port
+from parity_tests.engine.candidates.port import kind_of, port
+from parity_tests.engine.candidates.torch_module import converted, weight_owners
+from parity_tests.engine.candidates.torch_run import changes_result
 from parity_tests.engine.problem import Problem, arrays_of
-from parity_tests.engine.torch_module import converted, weight_owners
-from parity_tests.engine.torch_side import changes_result
+from parity_tests.engine.references.reference_weights import Known
 
 
 def checked_twin(twin: Any) -> torch.nn.Module:

@@ -16,7 +16,7 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from parity_tests.engine.tolerance import OPERATION_ULPS, ulp
+from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
 
 COARSER = {
     torch.float32: torch.float64,

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity_tests.engine.frameworks import is_floating
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.torch_module import tensors, twin_in
+from parity_tests.engine.candidates.torch_run import eager, run_oracle, same_draws
 from parity_tests.engine.problem import Problem, is_flag
-from parity_tests.engine.torch_module import tensors, twin_in
-from parity_tests.engine.torch_reference import measure_twin
-from parity_tests.engine.torch_side import eager, run_oracle, same_draws
+from parity_tests.engine.references.torch_reference import measure_twin
 
 LARGE = 1024.0
 """Beyond what exp can take of usual inputs, in float64 too."""

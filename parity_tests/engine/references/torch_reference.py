@@ -10,11 +10,21 @@ import jax
 import numpy as np
 import torch
 
-from parity_tests.engine.casts import is_rounded
-from parity_tests.engine.constants import random_moves
+from parity_tests.engine.bounds.rounded_constants import random_moves
+from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
+from parity_tests.engine.bounds.torch_rounding import InFloat64
+from parity_tests.engine.candidates.adapters import words
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.lift import is_rounded
+from parity_tests.engine.candidates.torch_module import weight_owners
+from parity_tests.engine.candidates.torch_run import (
+    Prepare,
+    result_dtypes,
+    run_oracle,
+    run_torch,
+    run_torch_rounded,
+)
 from parity_tests.engine.faults import not_a_number
-from parity_tests.engine.frameworks import words
-from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.locate.run import Run
 from parity_tests.engine.locate.theirs import Theirs, of_runs
 from parity_tests.engine.locate.torch_side import of_torch
@@ -22,23 +32,13 @@ from parity_tests.engine.logits import logits_array
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, Problem
 from parity_tests.engine.progress import Say
-from parity_tests.engine.reference import Reference, Said, said
+from parity_tests.engine.references.reference import Reference, Said, said
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
     ErrorsByGroup,
     Results,
     errors_of,
-)
-from parity_tests.engine.rounding import InFloat64
-from parity_tests.engine.tolerance import ROUNDED_RUNS
-from parity_tests.engine.torch_module import weight_owners
-from parity_tests.engine.torch_side import (
-    Prepare,
-    result_dtypes,
-    run_oracle,
-    run_torch,
-    run_torch_rounded,
 )
 
 

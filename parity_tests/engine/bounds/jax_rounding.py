@@ -1,4 +1,4 @@
-"""Monte Carlo arithmetic in JAX: the counterpart of `rounding.RandomRounding`.
+"""Monte Carlo arithmetic in JAX: the counterpart of `torch_rounding.RandomRounding`.
 
 Each number is carried twice, without and with rounding. Comparisons and indices are those of the
 numbers without: rounding does not carry a computation to another one.
@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from parity_tests.engine.casts import Lift, called_body
-from parity_tests.engine.frameworks import is_floating
-from parity_tests.engine.tolerance import OPERATION_ULPS, ulp
+from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
+from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.lift import Lift, called_body
 
 BRANCHING = ("scan", "while", "cond")
 EXACT = (

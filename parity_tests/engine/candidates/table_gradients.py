@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_models.weights import Table
 from jax_models.weights.rows import Weight
-from parity_tests.engine.frameworks import is_floating
+from parity_tests.engine.candidates.adapters import is_floating
 from parity_tests.engine.problem import Arrays, in_dtype
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
 

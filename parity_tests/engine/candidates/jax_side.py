@@ -14,7 +14,8 @@ from flax import nnx
 
 from jax_models.weights.constant import Constant
 from jax_models.weights.trees import is_floating
-from parity_tests.engine.casts import (
+from parity_tests.engine.bounds.jax_rounding import Rounded
+from parity_tests.engine.candidates.lift import (
     ArgumentFree,
     Found,
     Lift,
@@ -24,7 +25,6 @@ from parity_tests.engine.casts import (
     rewritten,
     traced,
 )
-from parity_tests.engine.jax_rounding import Rounded
 from parity_tests.engine.problem import Problem, arrays, in_dtype, is_flag
 from parity_tests.engine.results import (
     GROUPS,

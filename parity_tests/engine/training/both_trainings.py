@@ -16,13 +16,13 @@ from flax import nnx
 
 from jax_models.ops.checks import described
 from jax_models.weights.trees import is_floating, path_of
-from parity_tests.engine.casts import Found, rewritten
-from parity_tests.engine.correspondence import ByLoader, ByTable
-from parity_tests.engine.masks import TorchMasks, jax_masks
+from parity_tests.engine.bounds.tolerance import ulp
+from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
+from parity_tests.engine.candidates.lift import Found, rewritten
+from parity_tests.engine.candidates.torch_module import in_double, tensors
 from parity_tests.engine.problem import Arrays, arrays
-from parity_tests.engine.rounding import InFloat64, RandomRounding
-from parity_tests.engine.tolerance import ulp
-from parity_tests.engine.torch_module import in_double, tensors
+from parity_tests.engine.training.dropout import TorchMasks, jax_masks
+from parity_tests.engine.training.weight_names import ByLoader, ByTable
 
 MOMENTS = {
     "exp_avg": "mu",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parity_tests.engine.constants import names_of, random_moves, rounded_count
+from parity_tests.engine.bounds.rounded_constants import names_of, random_moves, rounded_count
 from parity_tests.engine.faults import overflows
 from parity_tests.engine.logits import LogitsError, logits_error
 from parity_tests.engine.results import (

@@ -17,9 +17,17 @@ from flax import nnx
 from jax_models.ops.checks import checked_bool, described
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating
-from parity_tests.engine.correspondence import ByLoader, ByTable
-from parity_tests.engine.loaded import weights_in
-from parity_tests.engine.masks import MasksDifferError
+from parity_tests.engine.bounds.tolerance import (
+    ROUNDED_RUNS,
+    Error,
+    K,
+    floor,
+    group_error,
+    relative_errors,
+    rms,
+)
+from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
+from parity_tests.engine.candidates.loader_weights import weights_in
 from parity_tests.engine.problem import (
     Arrays,
     Problem,
@@ -30,18 +38,15 @@ from parity_tests.engine.problem import (
     checked_dtypes,
     checked_int,
 )
-from parity_tests.engine.rounding import InFloat64, RandomRounding
-from parity_tests.engine.tolerance import (
-    ROUNDED_RUNS,
-    Error,
-    K,
-    floor,
-    group_error,
-    relative_errors,
-    rms,
+from parity_tests.engine.references.torch_port import port_of
+from parity_tests.engine.training.both_trainings import (
+    MOMENTS,
+    JaxTraining,
+    TorchTraining,
+    made_optimizer,
 )
-from parity_tests.engine.torch_port import port_of
-from parity_tests.engine.trainings import MOMENTS, JaxTraining, TorchTraining, made_optimizer
+from parity_tests.engine.training.dropout import MasksDifferError
+from parity_tests.engine.training.weight_names import ByLoader, ByTable
 
 
 @dataclasses.dataclass(frozen=True)

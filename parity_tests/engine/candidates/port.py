@@ -14,10 +14,15 @@ from jax_models import from_torch, to_torch
 from jax_models.ops.checks import described
 from jax_models.weights import Table
 from jax_models.weights.transfer import params_of, weight_table
-from parity_tests.engine.frameworks import Foreign, Held, adapted, is_floating, weights_of
-from parity_tests.engine.gradients import gradients_by_table
-from parity_tests.engine.known import Known, is_trivial, named_table, own_weights
-from parity_tests.engine.loaded import Reads, checked_loaded, evaluating, weights_in
+from parity_tests.engine.bounds.tolerance import relative_errors
+from parity_tests.engine.candidates.adapters import Foreign, Held, adapted, is_floating, weights_of
+from parity_tests.engine.candidates.loader_weights import (
+    Reads,
+    checked_loaded,
+    evaluating,
+    weights_in,
+)
+from parity_tests.engine.candidates.table_gradients import gradients_by_table
 from parity_tests.engine.problem import (
     Arrays,
     Problem,
@@ -25,7 +30,12 @@ from parity_tests.engine.problem import (
     in_dtype,
     is_torch_module,
 )
-from parity_tests.engine.tolerance import relative_errors
+from parity_tests.engine.references.reference_weights import (
+    Known,
+    is_trivial,
+    named_table,
+    own_weights,
+)
 
 
 def port(

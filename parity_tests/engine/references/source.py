@@ -11,9 +11,8 @@ from typing import Any, Protocol
 from flax import nnx
 
 from jax_models.ops.checks import described
-from parity_tests.engine.frameworks import adapted
-from parity_tests.engine.known import Known
-from parity_tests.engine.port import Start, called, kind_of
+from parity_tests.engine.candidates.adapters import adapted
+from parity_tests.engine.candidates.port import Start, called, kind_of
 from parity_tests.engine.problem import (
     DTYPES,
     Problem,
@@ -24,7 +23,8 @@ from parity_tests.engine.problem import (
     is_torch_module,
 )
 from parity_tests.engine.progress import Say
-from parity_tests.engine.reference import Reference
+from parity_tests.engine.references.reference import Reference
+from parity_tests.engine.references.reference_weights import Known
 
 
 class Opener(Protocol):
@@ -126,7 +126,7 @@ def opened(twin: Any) -> Iterator[Source]:
     """The source that a user names: a torch module, a JAX model, or a record."""
     refuse_onnx(twin)
     if isinstance(twin, str | os.PathLike):
-        from parity_tests.engine.record import source_of
+        from parity_tests.engine.references.recorded_reference import source_of
 
         yield source_of(twin)
         return
@@ -136,7 +136,7 @@ def opened(twin: Any) -> Iterator[Source]:
         or adapted(twin) is not None
         or (callable(twin) and not is_class and not is_torch_module(twin))
     ):
-        from parity_tests.engine.jax_reference import source_of
+        from parity_tests.engine.references.jax_reference import source_of
 
         yield source_of(twin)
         return
@@ -145,9 +145,9 @@ def opened(twin: Any) -> Iterator[Source]:
             "twin: expected a torch.nn.Module, a JAX model or the path of a record, got "
             f"{kind_of(twin)}"
         )
-    from parity_tests.engine.torch_port import checked_twin, weights_known
-    from parity_tests.engine.torch_reference import TorchReference
-    from parity_tests.engine.torch_side import one_thread
+    from parity_tests.engine.candidates.torch_run import one_thread
+    from parity_tests.engine.references.torch_port import checked_twin, weights_known
+    from parity_tests.engine.references.torch_reference import TorchReference
 
     twin = checked_twin(twin)
     with one_thread():

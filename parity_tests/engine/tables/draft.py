@@ -19,9 +19,9 @@ from jax_models.weights.constant import Constant
 from jax_models.weights.rows import at
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
+from parity_tests.engine.candidates.torch_module import weight_owners
 from parity_tests.engine.locate.frameworks import nnx_modules
 from parity_tests.engine.problem import Arrays
-from parity_tests.engine.torch_module import weight_owners
 
 KINDS = {
     torch.nn.Linear: ("linear",),

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jax_models.weights.stored import as_numpy
-from parity_tests.engine.frameworks import is_floating
+from parity_tests.engine.candidates.adapters import is_floating
 from parity_tests.engine.problem import checked_arrays, in_dtype, is_list_of_numbers
 
 

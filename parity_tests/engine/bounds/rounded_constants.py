@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parity_tests.engine.casts import is_rounded
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, ROUNDED_RUNS, ulp
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.lift import is_rounded
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import ErrorsByGroup, Results, errors_of, largest_by_group
-from parity_tests.engine.tolerance import CONSTANT_ULPS, ROUNDED_RUNS, ulp
 
 if TYPE_CHECKING:
-    from parity_tests.engine.reference import Reference
+    from parity_tests.engine.references.reference import Reference
 
 MOST_NAMES = 3
 """How many constants a note names."""

@@ -5,13 +5,14 @@ is the root mean square of its difference from y64, relative to the root mean sq
 
 - float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
   dtypes.
-  Constants that one of them has in float32 (`constants.py`) may differ by `CONSTANT_ULPS`.
+  Constants that one of them has in float32 (`rounded_constants.py`) may differ by `CONSTANT_ULPS`.
 - float32 and bfloat16: JAX errs by at most K times what torch errs in that dtype, or K ·
   `FLOOR_ULPS` ulp where torch happens to err by less.
 - Where JAX errs by more, torch's one run may have been lucky: in an ill-conditioned computation a
   few roundings make most of the error. The bound is then the largest error of up to `ROUNDED_RUNS`
   runs of the twin in float64 with each operation off by up to `OPERATION_ULPS` at random
-  (`rounding.py`), if that is larger. The runs stop as soon as they decide: see `raised`.
+  (`torch_rounding.py`, `jax_rounding.py`), if that is larger. The runs stop as soon as they decide:
+  see `raised`.
 - No bound is above `UNDETERMINED`: a dtype in which rounding alone makes such an error does not
   determine the result, so the comparison shows nothing.
 
