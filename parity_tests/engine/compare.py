@@ -12,25 +12,27 @@ from flax import nnx
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
-from parity_tests.engine.candidates.adapters import adapted
+from parity_tests.engine.candidates.adapters import foreign_model
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.port import called, port, refuse_other_weights
+from parity_tests.engine.candidates.port import port, refuse_other_weights
 from parity_tests.engine.channel_order import note_on_inputs
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.logits import checked_logits
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import (
     Problem,
+    called,
     check_functions,
     checked_platform,
     checked_precision,
     is_torch_module,
 )
 from parity_tests.engine.progress import progress
+from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.references.source import Source, asked_for, opened, with_kwargs
+from parity_tests.engine.references.source import Source, requested, with_kwargs
 from parity_tests.engine.report import Report
-from parity_tests.engine.report_hooks import tell
+from parity_tests.engine.report_hooks import call_hooks
 from parity_tests.engine.results import GROUPS
 
 if TYPE_CHECKING:
@@ -114,18 +116,18 @@ def compare(
     checked_precision(precision)
     if edge_inputs and not is_torch_module(twin):
         raise ValueError("edge_inputs: expected a torch module as `twin`")
-    asked = asked_for(inputs, kwargs, dtypes, seed, call_twin)
-    with jax.enable_x64(True), opened(twin) as source, progress("comparing") as say:
-        asked = source.settled(asked)
+    request = requested(inputs, kwargs, dtypes, seed, call_twin)
+    with jax.enable_x64(True), open_reference(twin) as source, progress("comparing") as say:
+        request = source.completed(request)
         if (locate or names) and source.no_calls:
             raise ValueError(f"locate: {source.no_calls}")
         locate = not source.no_calls if locate is None else locate
-        if asked.has_kwargs:
-            if isinstance(model, nnx.Module) or adapted(model) is not None:
+        if request.has_kwargs:
+            if isinstance(model, nnx.Module) or foreign_model(model) is not None:
                 call = with_kwargs(call or called)
             elif callable(model) and not isinstance(model, type):
                 model = with_kwargs(model) if weights is not None else _all_kwargs(model)
-        start = source.start(asked, checked_logits(logits))
+        start = source.start(request, checked_logits(logits))
         problem, faults, notes = port(start, source.known, model, weights, call)
         names = {} if names is None else _checked_names(names, source, model)
         jax_side = JaxSide(problem, platform, precision=precision)
@@ -156,7 +158,7 @@ def compare(
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
-    tell(report)
+    call_hooks(report)
     return report
 
 

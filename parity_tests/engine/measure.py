@@ -41,7 +41,7 @@ def measure(
     place = logits_array(problem.logits, oracle) if problem.logits and not faults else None
     chosen = [dtype for dtype in dtypes if dtype in problem.dtypes and not faults]
     for dtype in chosen:
-        theirs = reference.said(dtype)
+        theirs = reference.own_run(dtype)
         say(f"JAX in {dtype}")
         ours = jax_side.run(problem, dtype, oracle, reference.cast_to)
         if in_kind := theirs.overflows or mismatches(oracle, ours, sides):
@@ -100,8 +100,8 @@ def _errors(
     least: Mapping[str, Mapping[str, float]],
 ) -> dict[str, dict[str, Error]]:
     """The errors of each group's tensors; `least` has bounds that something else explains."""
-    theirs = reference.said(dtype).errors
-    theirs32 = reference.said("float32").errors
+    theirs = reference.own_run(dtype).errors
+    theirs32 = reference.own_run("float32").errors
     errors = errors_of(ours, oracle)
     return {
         group: tensor_errors(

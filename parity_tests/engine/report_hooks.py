@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-Listener = Callable[[Any], object]
+Hook = Callable[[Any], object]
 """Takes a `Report`."""
 
-LISTENERS: list[Listener] = []
+REPORT_HOOKS: list[Hook] = []
 
 
-def tell(report: Any) -> None:
+def call_hooks(report: Any) -> None:
     """Hand a report to all who listen."""
-    for listener in LISTENERS:
-        listener(report)
+    for hook in REPORT_HOOKS:
+        hook(report)

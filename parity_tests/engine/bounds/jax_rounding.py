@@ -14,7 +14,8 @@ from jax import lax
 
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
 from parity_tests.engine.candidates.adapters import is_floating
-from parity_tests.engine.candidates.lift import Lift, called_body
+from parity_tests.engine.candidates.jax_program import called_body
+from parity_tests.engine.candidates.lift import Lift
 
 BRANCHING = ("scan", "while", "cond")
 EXACT = (
@@ -50,16 +51,16 @@ EXACT = (
 """Operations whose results are numbers that they were given."""
 
 
-class Both(NamedTuple):
+class ExactAndRounded(NamedTuple):
     """A number without rounding, and with."""
 
     exact: Any
     rounded: Any
 
 
-def both(x: Any) -> Any:
+def exact_and_rounded(x: Any) -> Any:
     """A floating array twice; all else as it is."""
-    return Both(x, x) if is_floating(x) else x
+    return ExactAndRounded(x, x) if is_floating(x) else x
 
 
 class Rounded(Lift):
@@ -72,21 +73,21 @@ class Rounded(Lift):
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
         """The results with rounding."""
         results = super().evaluate(args)
-        return [x.rounded if isinstance(x, Both) else x for x in results]
+        return [x.rounded if isinstance(x, ExactAndRounded) else x for x in results]
 
     def _up(self, x: Any) -> Any:
-        if isinstance(x, Both):
-            return Both(*map(super()._up, x))
+        if isinstance(x, ExactAndRounded):
+            return ExactAndRounded(*map(super()._up, x))
         return super()._up(x)
 
     def _body(self, closed: Any) -> Callable[..., list[Any]]:
         body = super()._body(closed)
-        return lambda *args: [*map(both, body(*args))]
+        return lambda *args: [*map(exact_and_rounded, body(*args))]
 
     def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         name = equation.primitive.name
         if name in BRANCHING:
-            return super()._equation(equation, [*map(both, operands)])
+            return super()._equation(equation, [*map(exact_and_rounded, operands)])
         if called_body(equation) is not None:
             return super()._equation(equation, operands)
         exact, rounded = (
@@ -94,8 +95,10 @@ class Rounded(Lift):
             for i in range(2)
         )
         return [
-            Both(e, r if name in EXACT else self._round(r, operands)) if is_floating(e) else e
-            for e, r in zip(exact, rounded, strict=True)
+            ExactAndRounded(x, y if name in EXACT else self._round(y, operands))
+            if is_floating(x)
+            else x
+            for x, y in zip(exact, rounded, strict=True)
         ]
 
     def _round(self, x: Any, operands: Sequence[Any]) -> Any:
@@ -110,7 +113,7 @@ class Rounded(Lift):
 
 
 def _part(x: Any, i: int) -> Any:
-    return x[i] if isinstance(x, Both) else x
+    return x[i] if isinstance(x, ExactAndRounded) else x
 
 
 def in_format(dtype: str, x: jax.Array) -> jax.Array:

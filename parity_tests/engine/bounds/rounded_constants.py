@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, ROUNDED_RUNS, ulp
+from parity_tests.engine.candidates.jax_program import is_rounded
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.lift import is_rounded
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import ErrorsByGroup, Results, errors_of, largest_by_group
 

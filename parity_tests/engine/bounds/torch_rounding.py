@@ -121,7 +121,7 @@ class InFloat64(Float64Mode):
             self.draws.add(str(func).split(".")[1])
         args, kwargs = widened(func, args, kwargs)
         results = func(*args, **kwargs)
-        self.decisions += [decision.clone() for decision in decided(args, results)]
+        self.decisions += [decision.clone() for decision in decisions_in(args, results)]
         return results
 
 
@@ -148,7 +148,7 @@ class RandomRounding(Float64Mode):
         args, kwargs = widened(func, args, kwargs)
         exact_operands = self._dtype == torch.float64 and all(map(_is_short, _floating(args)))
         results = func(*args, **kwargs)
-        for decision in decided(args, results):
+        for decision in decisions_in(args, results):
             known = next(self._decisions, decision)
             if known.shape == decision.shape and known.dtype == decision.dtype:
                 decision.copy_(known)
@@ -173,7 +173,7 @@ class RandomRounding(Float64Mode):
         x.copy_(torch.where(is_exact, x, moved))
 
 
-def decided(args: Any, results: Any) -> Iterator[torch.Tensor]:
+def decisions_in(args: Any, results: Any) -> Iterator[torch.Tensor]:
     """The comparisons and indices among the results of an operation on floating numbers."""
     found = [r for r in tensors_of(results) if not (r.is_floating_point() or r.is_complex())]
     if found and any(True for _ in _floating(args)):

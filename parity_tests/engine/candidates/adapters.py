@@ -21,7 +21,7 @@ Call = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Foreign:
+class ForeignModel:
     """A model of another framework."""
 
     weights: Any
@@ -45,16 +45,16 @@ class Foreign:
         return dict(zip(names, floating, strict=True))
 
 
-class Held(nnx.Module):
+class HeldWeights(nnx.Module):
     """The weights of a model of another framework, each under its name."""
 
-    def __init__(self, foreign: Foreign):
+    def __init__(self, foreign: ForeignModel):
         for name, (path, value) in foreign.named().items():
             kind = nnx.Param if foreign.is_trained(path) else nnx.BatchStat
             setattr(self, name, kind(jnp.asarray(value)))
 
 
-def weights_of(held: Held, foreign: Foreign) -> Any:
+def weights_of(held: HeldWeights, foreign: ForeignModel) -> Any:
     """The model's tree with the weights that are held."""
     values = {path: getattr(held, name).get_value() for name, (path, _) in foreign.named().items()}
     return jax.tree_util.tree_map_with_path(
@@ -74,7 +74,7 @@ def words(path: Any) -> str:
     )
 
 
-def adapted(model: Any) -> Foreign | None:
+def foreign_model(model: Any) -> ForeignModel | None:
     """The model if it is of another framework than NNX, or a pair of such a model and weights.
 
     A function of weights and inputs, beside weights, is such a pair, too.
@@ -92,10 +92,12 @@ def adapted(model: Any) -> Foreign | None:
     is_function = callable(function) and not isinstance(function, type | nnx.Module)
     if weights is None or not is_function or is_torch_module(function):
         return None
-    return Foreign(weights, lambda call, weights, inputs: call(partial(function, weights), *inputs))
+    return ForeignModel(
+        weights, lambda call, weights, inputs: call(partial(function, weights), *inputs)
+    )
 
 
-def _linen(linen: Any, model: Any, variables: Any) -> Foreign | None:
+def _linen(linen: Any, model: Any, variables: Any) -> ForeignModel | None:
     """`module.bind(variables)`, `(module, variables)`, or a module alone, beside a loader."""
     if not isinstance(model, linen.Module):
         return None
@@ -109,7 +111,7 @@ def _linen(linen: Any, model: Any, variables: Any) -> Foreign | None:
         weights = weights if has_collections else {"params": weights}
         return {**(variables or {}), **weights}
 
-    return Foreign(
+    return ForeignModel(
         None if variables is None else dict(variables),
         lambda call, variables, inputs: call(model.bind(variables), *inputs),
         loaded,
@@ -118,7 +120,7 @@ def _linen(linen: Any, model: Any, variables: Any) -> Foreign | None:
     )
 
 
-def _equinox(equinox: Any, model: Any, state: Any) -> Foreign | None:
+def _equinox(equinox: Any, model: Any, state: Any) -> ForeignModel | None:
     """A module, or `(module, state)` for one that is called with a state and returns the next."""
     if not isinstance(model, equinox.Module) or isinstance(model, equinox.nn.State):
         return None
@@ -128,10 +130,10 @@ def _equinox(equinox: Any, model: Any, state: Any) -> Foreign | None:
             return call(weights, *inputs)
         return call(lambda *given: weights(*given, state)[0], *inputs)
 
-    return Foreign(equinox.nn.inference_mode(model), run, equinox.nn.inference_mode)
+    return ForeignModel(equinox.nn.inference_mode(model), run, equinox.nn.inference_mode)
 
 
-def _haiku(haiku: Any, model: Any, params: Any) -> Foreign | None:
+def _haiku(haiku: Any, model: Any, params: Any) -> ForeignModel | None:
     """A transformed function, or `(transformed, params)`; with state, `(params, state)`."""
     has_state = isinstance(model, haiku.TransformedWithState)
     if not has_state and not isinstance(model, haiku.Transformed):
@@ -147,7 +149,7 @@ def _haiku(haiku: Any, model: Any, params: Any) -> Foreign | None:
 
         return call(applied, *inputs)
 
-    return Foreign(
+    return ForeignModel(
         params,
         run,
         name=lambda path: words(path[1:] if has_state else path),
@@ -155,7 +157,7 @@ def _haiku(haiku: Any, model: Any, params: Any) -> Foreign | None:
     )
 
 
-def _keras(keras: Any, model: Any, weights: Any) -> Foreign | None:
+def _keras(keras: Any, model: Any, weights: Any) -> ForeignModel | None:
     """A layer or a model that is built, on Keras' JAX backend."""
     if not isinstance(model, keras.Layer) or weights is not None:
         return None
@@ -183,7 +185,7 @@ def _keras(keras: Any, model: Any, weights: Any) -> Foreign | None:
         return {**own, **dict(zip(order, weights, strict=True))}
 
     own = {path: variable.value for path, variable in variables.items()}
-    return Foreign(own, run, loaded, is_trained=lambda path: words(path) in trained)
+    return ForeignModel(own, run, loaded, is_trained=lambda path: words(path) in trained)
 
 
 ADAPTERS = {"flax.linen": _linen, "equinox": _equinox, "haiku": _haiku, "keras": _keras}

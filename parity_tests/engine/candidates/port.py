@@ -15,11 +15,21 @@ from jax_models.ops.checks import described
 from jax_models.weights import Table
 from jax_models.weights.transfer import params_of, weight_table
 from parity_tests.engine.bounds.tolerance import relative_errors
-from parity_tests.engine.candidates.adapters import Foreign, Held, adapted, is_floating, weights_of
-from parity_tests.engine.candidates.loader_weights import (
-    Reads,
+from parity_tests.engine.candidates.adapters import (
+    ForeignModel,
+    HeldWeights,
+    foreign_model,
+    is_floating,
+    weights_of,
+)
+from parity_tests.engine.candidates.model_weights import (
+    ReferenceWeights,
+    TrackedStateDict,
     checked_loaded,
     evaluating,
+    is_trivial,
+    named_table,
+    own_weights,
     weights_in,
 )
 from parity_tests.engine.candidates.table_gradients import gradients_by_table
@@ -27,22 +37,18 @@ from parity_tests.engine.problem import (
     Arrays,
     Problem,
     all_in_dtype,
+    called,
     in_dtype,
     is_torch_module,
-)
-from parity_tests.engine.references.reference_weights import (
-    Known,
-    is_trivial,
-    named_table,
-    own_weights,
+    kind_of,
 )
 
 
 def port(
-    start: "Start", known: Known, model: Any, weights: Any, call: Any = None
+    start: "Start", known: ReferenceWeights, model: Any, weights: Any, call: Any = None
 ) -> tuple[Problem, list[str], list[str]]:
     """The problem, the faults of the weights, and what cannot be compared."""
-    foreign = adapted(model)
+    foreign = foreign_model(model)
     is_function = callable(model) and not isinstance(model, type) and not is_torch_module(model)
     if foreign is None and not isinstance(model, nnx.Module) and not is_function:
         raise TypeError(
@@ -68,22 +74,12 @@ def port(
     return _of_loader(start, known, model, weights)
 
 
-def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
-    return model(*inputs, **kwargs)
-
-
-def kind_of(value: Any) -> str:
-    kind = value if isinstance(value, type) else type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    return f"the class {name}" if isinstance(value, type) else name
-
-
 Start = Callable[..., Problem]
 """A `Problem` but for its JAX side."""
 
 
 def _of_foreign(
-    start: Start, known: Known, foreign: Foreign, weights: Any, call: Any
+    start: Start, known: ReferenceWeights, foreign: ForeignModel, weights: Any, call: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A model of another framework, with a loader, a table, or the weights that it has."""
     if callable(weights):
@@ -101,14 +97,14 @@ def _of_foreign(
     return _of_module(
         start,
         known,
-        Held(foreign),
+        HeldWeights(foreign),
         weights,
         lambda held, *inputs: foreign.run(call, weights_of(held, foreign), inputs),
     )
 
 
 def _of_module(
-    start: Start, known: Known, model: nnx.Module, weights: Any, call: Any
+    start: Start, known: ReferenceWeights, model: nnx.Module, weights: Any, call: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A module with a table, or with the weights that it has."""
     if callable(weights):
@@ -190,7 +186,7 @@ def _places_of(weights: Arrays, state_dict: Arrays) -> list[str]:
 
 
 def _of_named(
-    start: Start, known: Known, model: nnx.Module
+    start: Start, known: ReferenceWeights, model: nnx.Module
 ) -> tuple[Problem, list[str], list[str]]:
     """A module with the weights that it has, beside a JAX model's of the same names."""
     ours, _ = own_weights(model)
@@ -218,11 +214,11 @@ def _of_named(
 
 
 def _of_loader(
-    start: Start, known: Known, model: Callable[..., Any], loader: Any
+    start: Start, known: ReferenceWeights, model: Callable[..., Any], loader: Any
 ) -> tuple[Problem, list[str], list[str]]:
     """A function with a loader: JAX differentiates through it, if it can be traced."""
     owners = known.owners
-    reads = Reads(all_in_dtype(known.arrays, "float32"))
+    reads = TrackedStateDict(all_in_dtype(known.arrays, "float32"))
     loaded = loader(reads)
     if loaded is not reads:
         checked_loaded(loaded)
@@ -271,7 +267,7 @@ def _of_loader(
     return problem, [f"weights: the loader does not read {key}" for key in matter], notes
 
 
-def _shows(known: Known, key: str) -> bool:
+def _shows(known: ReferenceWeights, key: str) -> bool:
     """Is it a buffer whose numbers JAX cannot have without reading or computing them?"""
     return key not in known.parameters and not is_trivial(known.arrays[key])
 

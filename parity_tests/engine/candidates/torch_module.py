@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from parity_tests.engine.problem import COMPLEX, is_flag
+from parity_tests.engine.problem import COMPLEX, is_flag, kind_of
 
 
 def tensors(tree: Any, dtype: str) -> Any:
@@ -40,6 +40,21 @@ def weight_owners(twin: torch.nn.Module) -> dict[str, str]:
         for key, weight in twin.state_dict(keep_vars=True).items()
         if weight.is_floating_point() or weight.is_complex()
     }
+
+
+def checked_twin(twin: Any) -> torch.nn.Module:
+    """A copy of a torch module on the CPU, in evaluation mode.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it has no weights.
+
+    """
+    if not isinstance(twin, torch.nn.Module):
+        raise TypeError(f"twin: expected a torch.nn.Module, got {kind_of(twin)}")
+    if any(weight.is_meta for weight in twin.state_dict().values()):
+        raise ValueError("twin: expected weights, got a module on the device meta, which has none")
+    return converted(twin, torch.Tensor.cpu).eval()
 
 
 def copy_of(twin: torch.nn.Module) -> torch.nn.Module:

@@ -12,8 +12,14 @@ from flax import nnx
 
 from parity_tests.engine.bounds.rounded_constants import numbered
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
-from parity_tests.engine.candidates.adapters import adapted
+from parity_tests.engine.candidates.adapters import foreign_model
 from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.model_weights import (
+    ReferenceWeights,
+    WeightsOnly,
+    named_table,
+    own_weights,
+)
 from parity_tests.engine.candidates.port import port
 from parity_tests.engine.faults import first_of, not_a_number
 from parity_tests.engine.locate.frameworks import nnx_modules
@@ -21,10 +27,9 @@ from parity_tests.engine.locate.run import Run, of_jax
 from parity_tests.engine.locate.theirs import Theirs, of_runs
 from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.logits import logits_array
-from parity_tests.engine.problem import Arrays, Problem, all_in_dtype, in_dtype, is_flag
+from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
 from parity_tests.engine.progress import Say
-from parity_tests.engine.references.reference import Reference, Said, said
-from parity_tests.engine.references.reference_weights import Known, named_table, own_weights
+from parity_tests.engine.references.reference import Reference, RunErrors, run_errors
 from parity_tests.engine.references.source import Source
 from parity_tests.engine.results import (
     GROUPS,
@@ -36,17 +41,6 @@ from parity_tests.engine.results import (
 )
 
 SIDES = ("reference", "model")
-
-
-@dataclasses.dataclass(frozen=True)
-class JaxTwin:
-    """The weights of a JAX model by their paths."""
-
-    arrays: Arrays
-
-    def state_dict(self) -> Arrays:
-        """By path."""
-        return self.arrays
 
 
 class JaxReference(Reference):
@@ -82,13 +76,13 @@ class JaxReference(Reference):
                 f"{first_of(found.casts)}",
             ]
 
-    def _said(self, dtype: str) -> Said:
+    def _own_run(self, dtype: str) -> RunErrors:
         self._say(f"reference in {dtype}")
         results = self.oracle
         if dtype != "float64":
             results = self._side.run(self.problem, dtype, self.oracle)
         logits = logits_array(self.problem.logits, self.oracle) if self.problem.logits else None
-        found = said(results, self.oracle, f"{dtype} reference", logits)
+        found = run_errors(results, self.oracle, f"{dtype} reference", logits)
         return dataclasses.replace(found, dtypes=self._side.found[dtype].dtypes)
 
     def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
@@ -106,7 +100,7 @@ class JaxReference(Reference):
 
         weights = all_in_dtype(all_in_dtype(self.problem.state_dict, dtype), "float64")
         inputs = jax.tree.map(coarse, self.problem.inputs)
-        return dataclasses.replace(self.problem, twin=JaxTwin(weights), inputs=inputs)
+        return dataclasses.replace(self.problem, twin=WeightsOnly(weights), inputs=inputs)
 
     @functools.cached_property
     def _run(self) -> Run:
@@ -148,7 +142,7 @@ class JaxReference(Reference):
 def source_of(model: Any) -> Source:
     """What a model of NNX or another framework, or a function, has."""
     arrays, parameters = own_weights(model)
-    is_function = not isinstance(model, nnx.Module) and adapted(model) is None
+    is_function = not isinstance(model, nnx.Module) and foreign_model(model) is None
     parts = model if type(model) is tuple else (model,)
     name = getattr(parts[0], "__name__", type(parts[0]).__name__)
 
@@ -182,7 +176,7 @@ def source_of(model: Any) -> Source:
 
         shapes, _ = side.shapes(problem)
         before, after = (
-            side.run(dataclasses.replace(problem, twin=JaxTwin(each)), "float64", shapes)
+            side.run(dataclasses.replace(problem, twin=WeightsOnly(each)), "float64", shapes)
             for each in (arrays, {**arrays, key: other})
         )
         return not all(
@@ -191,7 +185,7 @@ def source_of(model: Any) -> Source:
             for name, array in before.get(group, {}).items()
         )
 
-    known = Known(
+    known = ReferenceWeights(
         arrays,
         {key: key for key in arrays},
         parameters,
@@ -200,4 +194,4 @@ def source_of(model: Any) -> Source:
     )
     is_nnx = isinstance(model, nnx.Module)
     submodules = [path for path, _ in nnx_modules(model)] if is_nnx else None
-    return Source(JaxTwin(arrays), known, reference, submodules=submodules)
+    return Source(WeightsOnly(arrays), known, reference, submodules=submodules)

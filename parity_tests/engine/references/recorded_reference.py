@@ -1,163 +1,26 @@
-"""A reference in a file: what one side says, for the other to be measured where it is not."""
+"""A recorded file as the reference."""
 
 import dataclasses
 import functools
-import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_models.ops.checks import checked_bool
-from parity_tests.engine.candidates.port import called
-from parity_tests.engine.locate.recorded import calls_as_facts, calls_of
+from parity_tests.engine.candidates.model_weights import ReferenceWeights, WeightsOnly
+from parity_tests.engine.locate.recorded import calls_of
 from parity_tests.engine.locate.theirs import Theirs
-from parity_tests.engine.logits import LogitsError, checked_logits, logits_array
-from parity_tests.engine.problem import Arrays, Problem
-from parity_tests.engine.progress import progress
-from parity_tests.engine.references.record_file import packed, read, unpacked, write
-from parity_tests.engine.references.reference import Place, Reference, Said
-from parity_tests.engine.references.reference_weights import Known, is_trivial
-from parity_tests.engine.references.source import Asked, Source, asked_for, opened
+from parity_tests.engine.logits import LogitsError, logits_array
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.references.record_file import read, unpacked
+from parity_tests.engine.references.reference import Place, Reference, RunErrors
+from parity_tests.engine.references.source import Request, Source
 from parity_tests.engine.results import ErrorsByGroup, Results
-from twinscan.files import check_writable
 
 NO_ACTIVATIONS = "the record has no activations, record it with them"
-PACKAGES = ("twinscan", "torch", "jax", "flax", "numpy")
-
-
-def record(
-    twin: Any,
-    *inputs: Any,
-    path: str | os.PathLike[str],
-    call_twin: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    dtypes: Iterable[str] = ("float64", "float32"),
-    seed: int = 0,
-    logits: str | bool = False,
-    activations: bool = True,
-) -> None:
-    """Run one side alone, and write what `compare(path, model)` needs of it.
-
-    The file has the weights, the inputs, results and gradients in float64, and how far the side
-    errs in each dtype. It is there whole or not at all. Where it is compared, torch is not needed.
-
-    Args:
-        twin: a torch module, a `torch.jit.ScriptModule`, or a JAX model, as in `compare`.
-        inputs: as in `compare`; flags and arrays, in tuples, lists and dicts.
-        path: the file to write, a `.safetensors`.
-        call_twin: how it is called; by default `twin(*inputs)`.
-        kwargs: further inputs, by name.
-        dtypes: those that can be compared in.
-        seed: of the cotangents.
-        logits: as in `compare`; the record keeps their errors for it.
-        activations: what each submodule takes and returns, and the gradients of that, too, in
-            float64, and how far rounding carries it: for `compare(path, model, locate=True)`. The
-            file, the memory and the time are several times those without.
-
-    Raises:
-        ValueError: the results are random, or not numbers.
-        OSError: the file cannot be written.
-
-    """
-    path, activations = Path(path), checked_bool("activations", activations)
-    check_writable(path)
-    asked = asked_for(inputs, kwargs, dtypes, seed, call_twin)
-    arrays: list[np.ndarray] = []
-    structure = packed(asked.inputs, arrays)
-    with jax.enable_x64(True), opened(twin) as source, progress("recording") as say:
-        start = source.start(asked, checked_logits(logits))
-        problem = start(build=dict, call=called, to_torch=None)
-        reference = source.reference(problem, say)
-        if reference.faults:
-            raise ValueError(f"twin: {reference.faults[0]}")
-        facts = _facts(problem, reference, source.known)
-        buffers = frozenset(source.known.owners) - {*source.known.parameters}
-        moving = reference
-        if buffers and not source.known.is_jax:
-            moving = source.reference(dataclasses.replace(problem, constants=buffers), say)
-        facts["constants"] = [_of_constants(each) for each in (reference, moving)]
-        calls: dict[str, np.ndarray] = {}
-        if activations and not source.no_calls:
-            told = [reference.theirs(dtype) for dtype in problem.dtypes]
-            facts["submodules"] = source.submodules and [*source.submodules]
-            facts["calls"] = calls_as_facts(told, calls)
-    facts |= {"inputs": structure, "has_kwargs": asked.has_kwargs}
-    owned = {k: a for k, a in source.known.arrays.items() if source.known.owners.get(k, k) == k}
-    results = {
-        f"{group}/{name}": array
-        for group, named in reference.oracle.items()
-        for name, array in named.items()
-    }
-    tensors = {
-        **{f"weights/{key}": array for key, array in owned.items()},
-        **{f"inputs/{i}": array for i, array in enumerate(arrays)},
-        **{f"results/{place}": array for place, array in results.items()},
-        **calls,
-    }
-    write(path, tensors, facts)
-
-
-def _facts(problem: Problem, reference: Reference, known: Known) -> dict[str, Any]:
-    """What the file says beside arrays."""
-    oracle = reference.oracle
-    dtypes = dict.fromkeys((*problem.dtypes, "float32"))
-    return {
-        "versions": {name: _version(name) for name in PACKAGES},
-        "dtypes": problem.dtypes,
-        "seed": problem.seed,
-        "name": reference.name,
-        "sides": reference.sides,
-        "keys": [*known.arrays],
-        "owners": known.owners,
-        "is_jax": known.is_jax,
-        "parameters": [*known.parameters],
-        "idle": [*idle_keys(problem, known, oracle)],
-        "names": {group: [*named] for group, named in oracle.items()},
-        "without_gradient": sorted(oracle.without_gradient),
-        "padding": {key: sorted(rows) for key, rows in oracle.padding.items()},
-        "cast_to": reference.cast_to,
-        "notes": reference.notes,
-        "logits": logits_array(problem.logits, oracle) if problem.logits else None,
-        "said": {dtype: _said_as_json(reference.said(dtype)) for dtype in dtypes},
-        "scatter": {dtype: reference.scatter(dtype) for dtype in dtypes},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _said_as_json(said: Said) -> dict[str, Any]:
-    dtypes: dict[str, dict[str, str]] = {}
-    for (group, name), dtype in said.dtypes.items():
-        dtypes.setdefault(group, {})[name] = str(dtype)
-    return {**dataclasses.asdict(said), "dtypes": dtypes}
-
-
-def _of_constants(reference: Reference) -> dict[str, Any]:
-    return {
-        "count": reference.constant_count,
-        "names": reference.constant_names,
-        "scatter": reference.constant_scatter,
-    }
-
-
-def idle_keys(problem: Problem, known: Known, oracle: Results) -> Iterator[str]:
-    """The weights on which the result does not depend."""
-    gradients = oracle.get("weight gradients", {})
-    for key in dict.fromkeys(known.owners.values()):
-        moves = key in gradients and bool(np.any(gradients[key]))
-        if moves or (key not in known.parameters and not is_trivial(known.arrays[key])):
-            continue
-        if not known.matters(problem, key):
-            yield key
 
 
 class Recorded(Reference):
@@ -182,15 +45,15 @@ class Recorded(Reference):
                 f"{logits[1]}: record with `logits`"
             )
 
-    def _said(self, dtype: str) -> Said:
-        said = self._facts["said"][dtype]
+    def _own_run(self, dtype: str) -> RunErrors:
+        run = self._facts["said"][dtype]
         dtypes: dict[Place, Any] = {
             (group, name): np.dtype(each)
-            for group, named in said["dtypes"].items()
+            for group, named in run["dtypes"].items()
             for name, each in named.items()
         }
-        logits = None if said["logits"] is None else LogitsError(**said["logits"])
-        return Said(said["errors"], dtypes, tuple(said["overflows"]), logits)
+        logits = None if run["logits"] is None else LogitsError(**run["logits"])
+        return RunErrors(run["errors"], dtypes, tuple(run["overflows"]), logits)
 
     def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
         return [self._facts["scatter"][dtype]]
@@ -216,17 +79,6 @@ class Recorded(Reference):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedTwin:
-    """The weights of a record."""
-
-    arrays: Arrays
-
-    def state_dict(self) -> Arrays:
-        """By key."""
-        return self.arrays
-
-
-@dataclasses.dataclass(frozen=True)
 class RecordSource(Source):
     """A record, which has inputs, dtypes and a seed of its own."""
 
@@ -234,19 +86,19 @@ class RecordSource(Source):
     facts: Mapping[str, Any]
     inputs: tuple[Any, ...]
 
-    def settled(self, asked: Asked) -> Asked:
-        """The record's inputs, dtypes and seed, if no others are asked for."""
+    def completed(self, request: Request) -> Request:
+        """The record's inputs, dtypes and seed, if no others are request for."""
         recorded, seed = self.facts["dtypes"], self.facts["seed"]
-        if asked.inputs and not _same(asked.inputs, self.inputs):
+        if request.inputs and not _same(request.inputs, self.inputs):
             raise ValueError(f"inputs: expected those of {self.path}, or none, got others")
-        if asked.call_twin is not None:
+        if request.call_twin is not None:
             raise ValueError("call_twin: a record has the results of its own call, leave it out")
-        if asked.seed not in (None, seed):
-            raise ValueError(f"seed: expected that of the record, {seed}, got {asked.seed}")
-        dtypes = tuple(recorded) if asked.dtypes is None else asked.dtypes
+        if request.seed not in (None, seed):
+            raise ValueError(f"seed: expected that of the record, {seed}, got {request.seed}")
+        dtypes = tuple(recorded) if request.dtypes is None else request.dtypes
         if not {*dtypes} <= {*recorded}:
             raise ValueError(f"dtypes: the record has {', '.join(recorded)}, got {dtypes}")
-        return Asked(self.inputs, self.facts["has_kwargs"], dtypes, seed, None)
+        return Request(self.inputs, self.facts["has_kwargs"], dtypes, seed, None)
 
 
 def _same(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
@@ -283,7 +135,7 @@ def source_of(path: str | os.PathLike[str]) -> RecordSource:
         key=lambda name: int(name.partition("/")[2]),
     )
     idle = {*facts["idle"]}
-    known = Known(
+    known = ReferenceWeights(
         weights,
         owners,
         facts["parameters"],
@@ -296,7 +148,7 @@ def source_of(path: str | os.PathLike[str]) -> RecordSource:
         return calls_of(facts["calls"], arrays, oracle, owners, dtype)
 
     return RecordSource(
-        RecordedTwin(weights),
+        WeightsOnly(weights),
         known,
         lambda problem, say: Recorded(facts, oracle, problem, theirs),
         submodules=facts.get("submodules"),

@@ -30,7 +30,7 @@ Place = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
+class RunErrors:
     """What a reference's own run in a dtype says."""
 
     errors: ErrorsByGroup
@@ -42,13 +42,13 @@ class Said:
     logits: LogitsError | None = None
 
 
-def said(results: Results, oracle: Results, side: str, logits: Place | None) -> Said:
+def run_errors(results: Results, oracle: Results, side: str, logits: Place | None) -> RunErrors:
     """What these results say; `logits` is their place, `side` what they are called."""
     error = None
     if logits is not None:
         group, name = logits
         error = logits_error(results[group][name], oracle[group][name])
-    return Said(
+    return RunErrors(
         errors_of(results, oracle),
         dtypes_of(results),
         tuple(overflows(oracle, results, side)),
@@ -85,9 +85,9 @@ class Reference(abc.ABC):
     notes: Sequence[str] = ()
 
     @functools.cached_property
-    def said(self) -> Callable[[str], Said]:
+    def own_run(self) -> Callable[[str], RunErrors]:
         """What its own run in a dtype says."""
-        return functools.cache(self._said)
+        return functools.cache(self._own_run)
 
     @functools.cached_property
     def rounded(self) -> Callable[[str], Iterator[ErrorsByGroup]]:
@@ -100,7 +100,7 @@ class Reference(abc.ABC):
         return largest_by_group(self.rounded(dtype))
 
     @abc.abstractmethod
-    def _said(self, dtype: str) -> Said: ...
+    def _own_run(self, dtype: str) -> RunErrors: ...
 
     @abc.abstractmethod
     def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...

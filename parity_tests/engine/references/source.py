@@ -1,30 +1,24 @@
 """What a comparison starts from: where the reference and its weights come from."""
 
-import contextlib
 import dataclasses
-import os
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from flax import nnx
-
 from jax_models.ops.checks import described
-from parity_tests.engine.candidates.adapters import adapted
-from parity_tests.engine.candidates.port import Start, called, kind_of
+from parity_tests.engine.candidates.model_weights import ReferenceWeights
+from parity_tests.engine.candidates.port import Start
 from parity_tests.engine.problem import (
     DTYPES,
     Problem,
+    called,
     check_functions,
     checked_arrays,
     checked_dtypes,
     checked_int,
-    is_torch_module,
 )
 from parity_tests.engine.progress import Say
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.references.reference_weights import Known
 
 
 class Opener(Protocol):
@@ -34,8 +28,8 @@ class Opener(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What a user asks a comparison for; None is for the reference to say."""
+class Request:
+    """What the arguments of a comparison ask for; None leaves the choice to the reference."""
 
     inputs: tuple[Any, ...]
     has_kwargs: bool
@@ -47,50 +41,50 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A reference before it is known what is measured against it."""
+    """A reference that has been opened, before the candidate is known."""
 
     twin: Any
     """What the problem gets as its twin."""
-    known: Known
+    known: ReferenceWeights
     reference: Opener
     submodules: Collection[str] | None = dataclasses.field(default=None, kw_only=True)
     """The names of its submodules, itself "" among them; None if they are not known."""
     no_calls: str = dataclasses.field(default="", kw_only=True)
     """Why it cannot tell call by call what it computes; empty if it can."""
 
-    def settled(self, asked: Asked) -> Asked:
-        """What is asked for, where the reference has something to say of it."""
-        return asked
+    def completed(self, request: Request) -> Request:
+        """The request, completed by what the reference itself prescribes."""
+        return request
 
-    def start(self, asked: Asked, logits: str | bool) -> Start:
+    def start(self, request: Request, logits: str | bool) -> Start:
         """A problem but for its JAX side."""
-        call_twin = asked.call_twin or called
+        call_twin = request.call_twin or called
         return partial(
             Problem,
             twin=self.twin,
-            call_twin=with_kwargs(call_twin) if asked.has_kwargs else call_twin,
-            inputs=asked.inputs,
-            dtypes=asked.dtypes or DTYPES[:2],
-            seed=asked.seed or 0,
+            call_twin=with_kwargs(call_twin) if request.has_kwargs else call_twin,
+            inputs=request.inputs,
+            dtypes=request.dtypes or DTYPES[:2],
+            seed=request.seed or 0,
             logits=logits,
         )
 
 
-def asked_for(
+def requested(
     inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     dtypes: Iterable[str] | None,
     seed: int | None,
     call_twin: Callable[..., Any] | None,
-) -> Asked:
-    """What a user's arguments ask for, checked."""
+) -> Request:
+    """The request of a user's arguments, checked."""
     check_functions({}, {"call_twin": call_twin})
     given = checked_arrays("inputs", inputs, flags=True)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs: expected a dict of inputs by name, got {described(kwargs)}")
     if kwargs:
         given = (*given, checked_arrays("kwargs", dict(kwargs), flags=True))
-    return Asked(
+    return Request(
         given,
         bool(kwargs),
         None if dtypes is None else checked_dtypes(dtypes),
@@ -102,54 +96,3 @@ def asked_for(
 def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
     """The last input has the arguments by name."""
     return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
-
-
-def refuse_onnx(twin: Any) -> None:
-    """Refuse a model of ONNX, or the path of one. Imports no onnx.
-
-    Raises:
-        TypeError: it is one.
-
-    """
-    onnx = sys.modules.get("onnx")
-    is_path = isinstance(twin, str | os.PathLike) and os.fspath(twin).endswith(".onnx")
-    if is_path or (onnx is not None and isinstance(twin, onnx.ModelProto)):
-        raise TypeError(
-            "twin: ONNX models are no longer references: run the model in PyTorch (onnx2torch, for "
-            "example) and pass that module, or a file that `record` wrote of it; a recurrent layer "
-            "is imported by jax_models.from_onnx"
-        )
-
-
-@contextlib.contextmanager
-def opened(twin: Any) -> Iterator[Source]:
-    """The source that a user names: a torch module, a JAX model, or a record."""
-    refuse_onnx(twin)
-    if isinstance(twin, str | os.PathLike):
-        from parity_tests.engine.references.recorded_reference import source_of
-
-        yield source_of(twin)
-        return
-    is_class = isinstance(twin, type)
-    if (
-        isinstance(twin, nnx.Module)
-        or adapted(twin) is not None
-        or (callable(twin) and not is_class and not is_torch_module(twin))
-    ):
-        from parity_tests.engine.references.jax_reference import source_of
-
-        yield source_of(twin)
-        return
-    if not is_torch_module(twin):
-        raise TypeError(
-            "twin: expected a torch.nn.Module, a JAX model or the path of a record, got "
-            f"{kind_of(twin)}"
-        )
-    from parity_tests.engine.candidates.torch_run import one_thread
-    from parity_tests.engine.references.torch_port import checked_twin, weights_known
-    from parity_tests.engine.references.torch_reference import TorchReference
-
-    twin = checked_twin(twin)
-    with one_thread():
-        submodules = [name for name, _ in twin.named_modules()]
-        yield Source(twin, weights_known(twin), TorchReference, submodules=submodules)

@@ -14,11 +14,13 @@ from parity_tests.engine.bounds.rounded_constants import random_moves
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.adapters import words
+from parity_tests.engine.candidates.jax_program import is_rounded
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.lift import is_rounded
+from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.candidates.torch_module import weight_owners
 from parity_tests.engine.candidates.torch_run import (
     Prepare,
+    changes_result,
     result_dtypes,
     run_oracle,
     run_torch,
@@ -30,9 +32,9 @@ from parity_tests.engine.locate.theirs import Theirs, of_runs
 from parity_tests.engine.locate.torch_side import of_torch
 from parity_tests.engine.logits import logits_array
 from parity_tests.engine.measure import measure
-from parity_tests.engine.problem import DTYPES, Problem
+from parity_tests.engine.problem import DTYPES, Problem, arrays_of
 from parity_tests.engine.progress import Say
-from parity_tests.engine.references.reference import Reference, Said, said
+from parity_tests.engine.references.reference import Reference, RunErrors, run_errors
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
@@ -66,11 +68,11 @@ class TorchReference(Reference):
         if "input gradient" not in self.oracle:
             yield "gradients are not compared: no output of the torch side has one"
 
-    def _said(self, dtype: str) -> Said:
+    def _own_run(self, dtype: str) -> RunErrors:
         self._say(f"torch in {dtype}")
         logits = logits_array(self.problem.logits, self.oracle) if self.problem.logits else None
         results = self.oracle if dtype == "float64" else run_torch(self.problem, dtype)
-        found = said(results, self.oracle, f"{dtype} torch", logits)
+        found = run_errors(results, self.oracle, f"{dtype} torch", logits)
         if dtype == "float64" and self.cast_to:
             found = dataclasses.replace(found, dtypes=result_dtypes(self.problem, dtype))
         return found
@@ -126,6 +128,17 @@ class TorchReference(Reference):
             return self.oracle
         moved = dict(zip(self._constants, moves, strict=True))
         return _oracle(self.problem, lambda twin: None, moved)
+
+
+def weights_of(twin: torch.nn.Module) -> ReferenceWeights:
+    """The weights of a torch module, and which of them it trains."""
+    parameters = [name for name, _ in twin.named_parameters(remove_duplicate=False)]
+    return ReferenceWeights(
+        arrays_of(twin.state_dict()),
+        weight_owners(twin),
+        parameters,
+        lambda problem, key: changes_result(problem, [key]),
+    )
 
 
 def random_results(problem: Problem, oracle: Results, mode: InFloat64) -> list[str]:
