@@ -10,7 +10,7 @@ import torch
 from flax import nnx
 
 from jax_models.weights import linear, same
-from parity_tests import assert_parity, compare
+from parity_tests import assert_parity, compare, record
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -162,3 +162,12 @@ def test_a_fault_after_a_cast_is_located():
     report = compare(twin, Norms(nnx.Rngs(0)), x, weights=table, locate=True)
     assert report.location is not None
     assert report.location.culprit == ""
+
+
+def test_onnx_models_are_refused_with_what_to_do():
+    onnx = pytest.importorskip("onnx")
+    for twin in ("encoder.onnx", onnx.ModelProto()):
+        with pytest.raises(TypeError, match=r"run the model in PyTorch.*`record`.*from_onnx"):
+            compare(twin, lambda weights, x: x, np.ones((2, 3)), weights=dict)
+        with pytest.raises(TypeError, match="ONNX models are no longer references"):
+            record(twin, np.ones((2, 3)), path="never-written.safetensors")

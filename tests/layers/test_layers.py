@@ -26,7 +26,7 @@ from jax_models import (
     Stack,
     state_batch_axes,
 )
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 LAYERS = {"RNN": RNN, "LSTM": LSTM, "GRU": GRU}
 

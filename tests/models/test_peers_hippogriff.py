@@ -18,7 +18,7 @@ from flax import nnx
 
 from jax_models import HippogriffLanguageModelConfig, from_torch, load_pretrained, to_torch
 from parity_tests import assert_parity
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 

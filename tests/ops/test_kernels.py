@@ -16,8 +16,8 @@ from jax_models.ops import WKVState, delta_rule, wkv
 from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
 from jax_models.ops.kernels.row_scan import row_scan
 from jax_models.ops.linear_recurrence import linear_recurrence
+from parity_tests.engine.bounds.tolerance import K, assert_same, rms, ulp
 from parity_tests.engine.problem import in_every_dtype
-from parity_tests.engine.tolerance import K, assert_same, rms, ulp
 
 POISONED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 WHOLE = [(1, 1, 5), (3, 2, 130), (1, 127, 130)]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import parity_tests.report.command as parity_command
 import torch_ref
 import train.__main__ as train_command
-from parity_tests.engine.tolerance import FLOOR_ULPS, K, group_error, ulp
+from parity_tests.engine.bounds.tolerance import FLOOR_ULPS, K, group_error, ulp
 from parity_tests.registry import MUTATIONS
 from train import evaluate, export, generate
 from train import run as run_module
@@ -78,7 +78,7 @@ def test_a_run_shorter_than_its_presets_warmup(length, text_file, tmp_path, caps
     )
     assert line in capsys.readouterr().out
     assert start(tmp_path / "run", *args).config == run.config
-    with pytest.raises(CommandLineError, match="^--optimizer.warmup-steps:"):
+    with pytest.raises(CommandLineError, match=r"^--optimizer.warmup-steps:"):
         start(tmp_path / "other", *args, "--optimizer.warmup-steps", "50")
     kept = start(tmp_path / "kept", *args, "--optimizer.warmup-steps", "2")
     assert kept.config.optimizer.warmup_steps == 2
