@@ -10,7 +10,8 @@ from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchPar
 from parity_tests import assert_parity, compare, record, tap
 from parity_tests.engine.locate.record import SLOTS
 from parity_tests.engine.locate.theirs import Theirs, largest
-from parity_tests.engine.source import asked_for, opened
+from parity_tests.engine.references.open_reference import open_reference
+from parity_tests.engine.references.source import requested
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -84,8 +85,8 @@ def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
 
 def told(source, *inputs) -> list[Theirs]:
     """What it tells in each dtype."""
-    with opened(source) as found:
-        asked = found.settled(asked_for(inputs, None, ["float64", "bfloat16"], None, None))
+    with open_reference(source) as found:
+        asked = found.completed(requested(inputs, None, ["float64", "bfloat16"], None, None))
         reference = found.reference(
             found.start(asked, False)(build=dict, call=None, to_torch=None), lambda text: None
         )

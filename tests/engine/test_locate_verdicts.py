@@ -13,7 +13,7 @@ from jax_models.weights import linear, same
 from parity_tests import compare, tap
 from parity_tests.engine.locate.find import find_departure
 from parity_tests.engine.locate.torch_side import of_torch
-from parity_tests.engine.torch_reference import TorchReference
+from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.registry import CASES, MUTATIONS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -145,7 +145,7 @@ def test_gradients_are_computed_only_where_a_departure_may_be_in_them(monkeypatc
         traced.append(of_torch(*args, **kwargs))
         return traced[-1]
 
-    monkeypatch.setattr("parity_tests.engine.torch_reference.of_torch", kept)
+    monkeypatch.setattr("parity_tests.engine.references.torch_reference.of_torch", kept)
     twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
 
     def model(weights, x, forward, backward):

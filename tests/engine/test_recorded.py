@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 from jax_models import LSTM
 from jax_models.weights import linear
 from parity_tests import Report, assert_parity, compare, record
-from parity_tests.engine import record as record_module
-from parity_tests.engine import stored
-from parity_tests.engine.stored import KEY
+from parity_tests.engine.references import record_file as stored
+from parity_tests.engine.references import recording
+from parity_tests.engine.references.record_file import KEY
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -349,9 +349,7 @@ def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
         record(torch.nn.Linear(4, 3), X, path=tmp_path / "none" / "twin.safetensors")
     path.write_text("of before")
-    monkeypatch.setattr(
-        record_module, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+    monkeypatch.setattr(recording, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         record(torch.nn.Linear(4, 3), X, path=path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]

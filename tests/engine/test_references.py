@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests import assert_parity, compare
+from parity_tests import assert_parity, compare, record
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -114,3 +114,12 @@ def test_complex_results_and_their_gradients(part):
         call_twin=lambda twin, x: torch.fft.rfft(twin(x)),
     )
     assert report.passed == (part == "whole"), str(report)
+
+
+def test_onnx_models_are_refused_with_what_to_do():
+    onnx = pytest.importorskip("onnx")
+    for twin in ("encoder.onnx", onnx.ModelProto()):
+        with pytest.raises(TypeError, match=r"run the model in PyTorch.*`record`.*from_onnx"):
+            compare(twin, lambda weights, x: x, np.ones((2, 3)), weights=dict)
+        with pytest.raises(TypeError, match="ONNX models are no longer references"):
+            record(twin, np.ones((2, 3)), path="never-written.safetensors")

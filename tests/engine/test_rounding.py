@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from parity_tests import compare
+from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
+from parity_tests.engine.bounds.torch_rounding import RandomRounding
+from parity_tests.engine.candidates.torch_run import run_torch_rounded
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.rounding import RandomRounding
-from parity_tests.engine.tolerance import OPERATION_ULPS, ulp
-from parity_tests.engine.torch_reference import measure_twin
-from parity_tests.engine.torch_side import run_torch_rounded
+from parity_tests.engine.references.torch_reference import measure_twin
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -158,7 +158,7 @@ def test_a_plain_error_needs_few_runs(factor, most, monkeypatch):
     """It needs none in float64, where rounding explains nothing of its size."""
     runs = []
     monkeypatch.setattr(
-        "parity_tests.engine.torch_reference.run_torch_rounded",
+        "parity_tests.engine.references.torch_reference.run_torch_rounded",
         lambda problem, dtype, *args, **kwargs: (
             runs.append(dtype) or run_torch_rounded(problem, dtype, *args, **kwargs)
         ),

@@ -11,7 +11,7 @@ from flax import nnx
 import torch_ref
 import train.optimizer
 from jax_models import RGLRU, Hawk, HawkLanguageModelConfig, from_torch, ops, project, to_torch
-from parity_tests.engine.tolerance import K, assert_same, rms
+from parity_tests.engine.bounds.tolerance import K, assert_same, rms
 from train.config import PRESETS, from_fields, to_fields
 from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 

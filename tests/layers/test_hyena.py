@@ -23,7 +23,7 @@ from jax_models import (
     to_torch,
 )
 from jax_models.models.gp import Block
-from parity_tests.engine.tolerance import assert_same, ulp
+from parity_tests.engine.bounds.tolerance import assert_same, ulp
 
 
 def random_twin(twin: torch.nn.Module) -> torch.nn.Module:

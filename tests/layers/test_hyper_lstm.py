@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 import torch_ref
 from jax_models import HyperLSTM, LayerNormLSTM, from_torch, to_torch
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 SIZES = (5, 7, 4, 3)
 """Of x, h, ĥ and z."""

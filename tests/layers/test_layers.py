@@ -25,7 +25,7 @@ from jax_models import (
     Stack,
     state_batch_axes,
 )
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 
 def lstm(**kwargs) -> LSTM:

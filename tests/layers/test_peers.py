@@ -31,9 +31,9 @@ from jax_models import (
     to_torch,
 )
 from parity_tests import assert_parity
+from parity_tests.engine.bounds.tolerance import K, Tensors, floor, relative_errors
+from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
-from parity_tests.engine.rounding import InFloat64
-from parity_tests.engine.tolerance import K, Tensors, floor, relative_errors
 from parity_tests.registry import Case
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]

@@ -16,7 +16,7 @@ from flax import nnx
 from jax_models import LSTM, from_torch, to_torch
 from jax_models.weights import linear, nested
 from parity_tests import assert_parity
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 

@@ -13,8 +13,8 @@ from flax import nnx
 import torch_ref
 from jax_models import StripedHyenaBlock, from_torch, to_torch
 from parity_tests import assert_parity
+from parity_tests.engine.bounds.tolerance import assert_same
 from parity_tests.engine.problem import in_every_dtype
-from parity_tests.engine.tolerance import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 

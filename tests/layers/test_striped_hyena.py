@@ -12,7 +12,7 @@ from flax import nnx
 from jax_models import StripedHyenaBlock, StripedHyenaMixer, StripedHyenaState
 from jax_models.ops import ModalConvState, modal_conv
 from jax_models.ops.modal_conv import CHUNK
-from parity_tests.engine.tolerance import K, assert_same, rms, ulp
+from parity_tests.engine.bounds.tolerance import K, assert_same, rms, ulp
 
 BATCH, FEATURES, MODES = 3, 4, 5
 

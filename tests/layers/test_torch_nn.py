@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_models import GRU, LSTM, RNN, from_torch
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -20,7 +20,7 @@ from jax_models import (
     ops,
     to_torch,
 )
-from parity_tests.engine.tolerance import assert_same, floor
+from parity_tests.engine.bounds.tolerance import assert_same, floor
 
 CONFIG = GriffinLanguageModelConfig(
     vocab_size=13,

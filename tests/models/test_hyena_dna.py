@@ -16,7 +16,7 @@ from jax_models import (
     hyena_dna_from_weights,
     to_torch,
 )
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 CONFIG = HyenaDNALanguageModelConfig(
     vocab_size=11,

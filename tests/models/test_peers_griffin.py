@@ -14,9 +14,9 @@ import torch_ref
 from jax_models import RGLRU, GriffinLanguageModelConfig, from_torch, griffin_from_weights, to_torch
 from jax_models.weights.keys import flattened
 from parity_tests import assert_parity
+from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
+from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
-from parity_tests.engine.rounding import InFloat64
-from parity_tests.engine.tolerance import K, assert_same, floor, rms
 from train.pretrained import read_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]

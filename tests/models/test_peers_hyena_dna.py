@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import torch_ref
 from jax_models import HyenaDNALanguageModelConfig, hyena_dna_from_weights, to_torch
 from parity_tests import assert_parity
+from parity_tests.engine.bounds.tolerance import assert_same
 from parity_tests.engine.problem import in_every_dtype
-from parity_tests.engine.tolerance import assert_same
 from train.pretrained import read_model
 from train.published_vocabulary import Nucleotides
 

@@ -20,7 +20,7 @@ from jax_models import (
     rwkv_from_torch,
     to_torch,
 )
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 SIZES = {"vocab_size": 11, "features": 12, "num_layers": 3, "head_size": 4}
 MODELS = {

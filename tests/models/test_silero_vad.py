@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 
 import torch_ref
 from jax_models import SileroVAD, from_torch, to_torch
+from parity_tests.engine.bounds.tolerance import assert_same, group_error
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.tolerance import assert_same, group_error
-from parity_tests.engine.torch_reference import TorchReference
+from parity_tests.engine.references.torch_reference import TorchReference
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = find_spec("silero_vad")  # which is not imported: that takes torch's threads away

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_models import LSTM, ops
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 BATCH, TIME, FEATURES, HIDDEN = 4, 6, 3, 5
 LENGTHS = np.array([TIME, 0, 1, 4])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_models.ops import delta_rule
-from parity_tests.engine.tolerance import K, assert_same, floor, rms
+from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
 
 METHODS = ("sequential", "chunked", "auto")
 BATCH, HEADS, KEY, VALUE = 3, 2, 5, 6

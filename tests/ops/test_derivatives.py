@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_models import ops
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 BATCH, TIME, FEATURES, MAX_LENGTH = 2, 6, 3, 20
 LENGTHS = jnp.array([TIME, 4])

@@ -10,7 +10,7 @@ import pytest
 
 from jax_models import ops
 from jax_models.ops import CausalConv1DState, causal_conv, empty_long_conv_state, long_conv
-from parity_tests.engine.tolerance import K, assert_same, rms, ulp
+from parity_tests.engine.bounds.tolerance import K, assert_same, rms, ulp
 
 METHODS = ("auto", "rfft", "twisted")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_models.ops import WKVState, decay, linear_recurrence, wkv
-from parity_tests.engine.tolerance import FLOAT64, K, assert_same, rms, ulp
+from parity_tests.engine.bounds.tolerance import FLOAT64, K, assert_same, rms, ulp
 
 METHODS = ("sequential", "associative", "chunked")
 WKV_METHODS = ("sequential", "associative")

@@ -9,8 +9,8 @@ import pytest
 from jax_models import LanguageModel
 from parity_tests.checks import CHECKS, Subject
 from parity_tests.engine.problem import available_platforms
+from parity_tests.engine.references.torch_reference import measure_twin
 from parity_tests.engine.report import Report
-from parity_tests.engine.torch_reference import measure_twin
 from parity_tests.registry import CASES, TIME
 
 

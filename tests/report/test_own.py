@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from parity_tests import Report, compare, save
+from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.engine.logits import LogitsError
-from parity_tests.engine.tolerance import Error
 from parity_tests.report.own import record_of
 from parity_tests.report.record import Record, merged
 
@@ -57,7 +57,7 @@ def test_reports_are_saved_as_a_page(tmp_path):
     save({"mine": report(), "gpt <2>": FAILING}, str(tmp_path / "x.html"))
     page = (tmp_path / "x.html").read_text()
     assert "1 pair agrees; 1 fails" in page
-    for text in ("<li>gpt &lt;2&gt;, gpu: outputs, z: &lt;b&gt;empty", "not finite", "75.00%"):
+    for text in ("gpt &lt;2&gt;, gpu: outputs, z: &lt;b&gt;empty&lt;/b&gt;", "nan", "75.00%"):
         assert text in page
 
 

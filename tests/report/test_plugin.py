@@ -89,7 +89,7 @@ def test_every_report_is_kept_under_its_test(run, tmp_path):
     assert {m.case for m in record.logits} == {"test_port.py::test_several (2)"}
     assert {m.error.tensor for m in record.tensors} == {"y", "input 0", "weight", "bias"}
     page = (tmp_path / "all.html").read_text()
-    assert all(f'data-case="{case}"' in page for case in CASES)
+    assert all(case in page for case in CASES)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
         "all.html",
         "all.json",

@@ -10,9 +10,9 @@ from functools import partial
 
 import pytest
 
-from parity_tests.tpu_compile import __main__ as command
-from parity_tests.tpu_compile import libtpu
-from parity_tests.tpu_compile.hlo import (
+from tpu_compile import __main__ as command
+from tpu_compile import libtpu
+from tpu_compile.hlo import (
     Array,
     collectives,
     entry,
@@ -20,8 +20,10 @@ from parity_tests.tpu_compile.hlo import (
     memory_needed,
     precisions,
 )
-from parity_tests.tpu_compile.outcome import hlo_faults, reason
+from tpu_compile.outcome import hlo_faults, reason
 from twinscan.command_line import CommandLineError
+
+pytestmark = pytest.mark.usefixtures("x64")
 
 HLO = """\
 HloModule jit_step, is_scheduled=true
@@ -184,7 +186,7 @@ def pretend(folder, version):
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """Run code beside the command in a process of its own, which may load libtpu."""
-    head = "import sys\nfrom parity_tests.tpu_compile import __main__ as command\n"
+    head = "import sys\nfrom tpu_compile import __main__ as command\n"
     return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True)
 
 
@@ -246,7 +248,7 @@ PRESETS["all-work"] = dataclasses.replace(small, model=model, window=16, batch_s
 
     small = """
 import dataclasses
-from parity_tests.tpu_compile import sharded
+from tpu_compile import sharded
 sizes = {"vocab_size": 512, "features": 128, "mlp_features": 384, "num_layers": 2}
 for name, window in ("LARGE", 64), ("LONG", 2**14):
     config = getattr(sharded, name)
@@ -287,7 +289,7 @@ import jax
     def test_coarser_products_and_a_second_all_reduce_fail(self, tmp_path):
         change = """
 import jax
-from parity_tests.tpu_compile import outcome
+from tpu_compile import outcome
 from train import step
 outcome.PRECISION = "default"
 token_losses = step.token_losses

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import parity_tests.report.command as parity_command
 import torch_ref
 import train.__main__ as train_command
-from parity_tests.engine.tolerance import FLOOR_ULPS, K, group_error, ulp
+from parity_tests.engine.bounds.tolerance import FLOOR_ULPS, K, group_error, ulp
 from parity_tests.registry import MUTATIONS
 from train import evaluate, export, generate
 from train import run as run_module

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jax_models import to_torch
-from parity_tests.engine.tolerance import FLOAT64, LONG_TRAJECTORY, assert_same
+from parity_tests.engine.bounds.tolerance import FLOAT64, LONG_TRAJECTORY, assert_same
 from parity_tests.registry import CASES
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import OptimizerConfig, build_optimizer, clip_by_global_norm

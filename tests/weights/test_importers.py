@@ -28,8 +28,8 @@ from jax_models import (
     onnx_table,
     to_torch,
 )
-from parity_tests.engine.gradients import gradients_by_table
-from parity_tests.engine.tolerance import assert_same, floor, relative_errors
+from parity_tests.engine.bounds.tolerance import assert_same, floor, relative_errors
+from parity_tests.engine.candidates.table_gradients import gradients_by_table
 
 os.environ["KERAS_BACKEND"] = "jax"
 onnx = pytest.importorskip("onnx")

@@ -37,7 +37,7 @@ from jax_models.weights import (
     unused,
 )
 from parity_tests import compare, compare_training
-from parity_tests.engine.tolerance import assert_same
+from parity_tests.engine.bounds.tolerance import assert_same
 
 pytestmark = pytest.mark.usefixtures("x64", "standard_promotion")
 
