@@ -43,7 +43,7 @@ CONFIGS = {
     ),
 }
 LIKE_DEEPMINDS = CONFIGS["as RecurrentGemma"]
-TIME, TEXT = 21, 64
+TIME = 21
 DTYPES = (jnp.float64, jnp.float32)
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, TIME))
 

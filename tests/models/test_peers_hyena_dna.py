@@ -31,7 +31,7 @@ CONFIGS = {
         **SIZES, num_layers=2, order=3, embed_features=7, filter_features=20, num_filter_layers=3
     ),
 }
-TIME, TEXT = 21, 64
+TIME = 21
 DTYPES = (jnp.float64, jnp.float32)
 TOKENS = np.random.default_rng(0).integers(0, 12, (2, TIME))
 
@@ -175,26 +175,3 @@ def test_the_tokens_are_those_of_the_file(standalone):
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert Nucleotides().encode(text).tolist() == expected
     assert tokenizer.eos_token_id == Nucleotides.end
-
-
-def test_the_filters_of_the_file_depend_on_the_longest_sequence(standalone):
-    """The same network in a longer model is another filter. Ours keeps the positions of the file.
-
-    If this fails, the file's filters have been mended.
-    """
-    config = CONFIGS["as HyenaDNA"]
-    model, longer = (
-        built(standalone, HyenaDNALanguageModelConfig(**{**SIZES, "context_length": length}))
-        for length in (config.context_length, 2 * config.context_length)
-    )
-    of_positions = (".pos_emb.z", ".pos_emb.t")
-    weights = longer.state_dict() | {
-        key: tensor for key, tensor in model.state_dict().items() if not key.endswith(of_positions)
-    }
-    longer.load_state_dict(weights)
-    tokens = torch.tensor(TOKENS)
-    with torch.no_grad():
-        expected, found = (logits_of(m, tokens).numpy() for m in (model, longer))
-    assert np.abs(found - expected).max() > 1e-3 * np.abs(expected).max()
-    with pytest.raises(RuntimeError, match=r"pos_emb\.z: copying a param"):
-        longer.load_state_dict(model.state_dict())

@@ -14,7 +14,7 @@ from parity_tests.engine.problem import in_every_dtype
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
-TEXT, RESCALE_EVERY = 64, 2
+RESCALE_EVERY = 2
 TOKENS = np.random.default_rng(0).integers(0, 50, (2, 17))
 
 
