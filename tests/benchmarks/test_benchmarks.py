@@ -144,12 +144,6 @@ def test_a_worker_has_the_allocator_whatever_the_shell_says(monkeypatch, allocat
     assert environment.variables.keys().isdisjoint({"MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"})
 
 
-@pytest.mark.optimized
-def test_a_worker_that_dies_is_named():
-    with Workers("cpu") as processes, pytest.raises(Unsuitable, match="worker ended with code 3"):
-        processes.call("jax", os._exit, 3)
-
-
 def record(allocator: str, **fields) -> Record:
     """Of a run that was not made."""
     check = Check("p", FORWARD, f"{OURS} / torch", 2.0, 1.5)
