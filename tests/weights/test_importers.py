@@ -313,6 +313,8 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, keras64):
     lengths = np.array([TIME, 4, 1])
     mask = np.arange(TIME) < lengths[:, None]
     for given, masked in ((leaves, None), (None, mask)):
+        if given and name == "Bidirectional RNN":
+            continue  # Keras takes no states of its cells
         initial = [leaf[0] for leaf in leaves] if given else None
         if given and "RNN of cells" in name:
             initial = [initial[:2], *initial[2:]]  # by cell: an LSTM's has two arrays
