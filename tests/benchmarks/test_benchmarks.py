@@ -87,11 +87,6 @@ def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("the same command continues") == len(names) - 1
 
 
-def outcome(name: str) -> Outcome:
-    check = Check(name, FORWARD, "ratio", 1.0, 1.5)
-    return Outcome([row(name, 3.0)], [check], {"a peer": "not installed"}, ["a note"])
-
-
 def test_the_page_lists_the_devices_that_have_a_record():
     """`python -m benchmarks --page` writes it again."""
     assert devices(RESULTS, read_all(RESULTS)) in (RESULTS / "README.md").read_text()
