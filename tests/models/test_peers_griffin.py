@@ -1,5 +1,6 @@
 """Griffin beside transformers' RecurrentGemma and DeepMind's recurrentgemma."""
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from peers import assert_loads, assert_same_logits_and_gradients
 
 import torch_ref
 from jax_models import RGLRU, GriffinLanguageModelConfig, from_torch, griffin_from_weights, to_torch
@@ -44,7 +46,6 @@ CONFIGS = {
 }
 LIKE_DEEPMINDS = CONFIGS["as RecurrentGemma"]
 TIME = 21
-DTYPES = (jnp.float64, jnp.float32)
 TOKENS = np.random.default_rng(0).integers(1, 50, (2, TIME))
 
 
@@ -102,13 +103,8 @@ def logits_of(model: torch.nn.Module, tokens: np.ndarray, **options: Any) -> np.
         return model(torch.as_tensor(tokens), **{"use_cache": False, **options}).logits.numpy()
 
 
-def loaded(weights, config: GriffinLanguageModelConfig, dtype):
-    narrow = {key: tensor.to(getattr(torch, dtype.__name__)) for key, tensor in weights.items()}
-    return griffin_from_weights(narrow, config, param_dtype=dtype)
-
-
-def ours(model: torch.nn.Module, config: GriffinLanguageModelConfig, dtype=jnp.float64):
-    return loaded(model.state_dict(), config, dtype)
+def ours(model: torch.nn.Module, config: GriffinLanguageModelConfig):
+    return griffin_from_weights(model.state_dict(), config, param_dtype=jnp.float64)
 
 
 def assert_near_each_other(what: str, ours, theirs, exact) -> None:
@@ -121,18 +117,9 @@ def assert_near_each_other(what: str, ours, theirs, exact) -> None:
 
 def test_logits_and_gradients_are_those_of_transformers(hf):
     config, model = hf
-    for dtype in DTYPES:
-        with jax.enable_x64(True):
-            port = ours(model, config, dtype)
-        assert_parity(
-            model,
-            port,
-            TOKENS,
-            weights="hf",
-            call=lambda port, tokens: port(tokens)[0],
-            call_twin=lambda model, tokens: model(tokens, use_cache=False).logits,
-            dtypes=[dtype.__name__],
-        )
+    load = partial(griffin_from_weights, config=config)
+    call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
+    assert_same_logits_and_gradients(model, load, TOKENS, "hf", call_twin)
 
 
 def test_states_are_those_of_transformers(hf):
@@ -159,11 +146,8 @@ def test_states_are_those_of_transformers(hf):
 def test_what_is_exported_loads_in_transformers_and_in_the_twin(hf):
     config, model = hf
     with jax.enable_x64(True):
-        weights = {key: torch.from_numpy(a) for key, a in to_torch(ours(model, config)).items()}
-    again = type(model)(model.config).double().eval()
-    again.load_state_dict(weights, strict=True)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
+        weights = to_torch(ours(model, config))
+    assert_loads(type(model)(model.config).double().eval(), weights, model)
     twin = torch_ref.GriffinLanguageModel.from_config(config).double()
     twin.load_state_dict(model.state_dict(), strict=True)
     logits = twin(torch.tensor(TOKENS))[0].detach().numpy()
@@ -219,19 +203,14 @@ def test_recurrentgemma_in_torch_agrees_on_packed_documents(deepminds):
     """Logits and gradients, under the keys of its PyTorch checkpoints."""
     model = deepminds.torch.Griffin(deepminds_config(deepminds), gradient_checkpointing=False)
     randomise(model.double())
-    weights = dict(model.state_dict())
-    for dtype in DTYPES:
-        with jax.enable_x64(True):
-            port = loaded(weights, LIKE_DEEPMINDS, dtype)
-        assert_parity(
-            model,
-            port,
-            TOKENS,
-            weights="deepmind-torch",
-            call=lambda port, tokens: port(tokens, reset=RESTARTS)[0],
-            call_twin=lambda model, tokens: model(tokens, torch.tensor(POSITIONS))[0],
-            dtypes=[dtype.__name__],
-        )
+    assert_same_logits_and_gradients(
+        model,
+        partial(griffin_from_weights, config=LIKE_DEEPMINDS),
+        TOKENS,
+        "deepmind-torch",
+        call=lambda port, tokens: port(tokens, reset=RESTARTS)[0],
+        call_twin=lambda model, tokens: model(tokens, torch.tensor(POSITIONS))[0],
+    )
 
 
 @pytest.mark.parametrize("reset", [None, RESTARTS])

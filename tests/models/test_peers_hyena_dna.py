@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from peers import assert_loads, assert_same_logits_and_gradients
 from torch.nn import functional as F
 
 import torch_ref
 from jax_models import HyenaDNALanguageModelConfig, hyena_dna_from_weights, to_torch
-from parity_tests import assert_parity
 from parity_tests.engine.bounds.tolerance import assert_same
 from parity_tests.engine.problem import in_every_dtype
 from train.pretrained import read_model
@@ -32,7 +32,6 @@ CONFIGS = {
     ),
 }
 TIME = 21
-DTYPES = (jnp.float64, jnp.float32)
 TOKENS = np.random.default_rng(0).integers(0, 12, (2, TIME))
 
 
@@ -120,31 +119,15 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def test_logits_and_gradients_are_those_of_the_file(theirs):
     config, model = theirs
-    for dtype in DTYPES:
-        weights = {k: a.to(getattr(torch, dtype.__name__)) for k, a in model.state_dict().items()}
-        with jax.enable_x64(True):
-            port = hyena_dna_from_weights(weights, param_dtype=dtype)
-        assert port.config == config
-        assert_parity(
-            model,
-            port,
-            TOKENS,
-            weights="hyena-dna",
-            call=lambda port, tokens: port(tokens)[0],
-            call_twin=logits_of,
-            dtypes=[dtype.__name__],
-        )
+    assert hyena_dna_from_weights(model.state_dict()).config == config
+    assert_same_logits_and_gradients(model, hyena_dna_from_weights, TOKENS, "hyena-dna", logits_of)
 
 
 def test_what_is_exported_loads_in_the_file_and_in_the_twin(theirs, standalone):
     config, model = theirs
     with jax.enable_x64(True):
         port = hyena_dna_from_weights(model.state_dict(), param_dtype=jnp.float64)
-        weights = {key: torch.from_numpy(a) for key, a in to_torch(port).items()}
-    again = built(standalone, config)
-    again.load_state_dict(weights, strict=True)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
+    assert_loads(built(standalone, config), to_torch(port), model)
     twin = torch_ref.HyenaDNALanguageModel.from_config(config).double()
     twin.load_state_dict(model.state_dict(), strict=True)
     tokens = torch.tensor(TOKENS)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from peers import assert_loads, assert_same_logits_and_gradients
 
 from jax_models import rwkv_from_torch, to_torch
-from parity_tests import assert_parity
 from parity_tests.engine.problem import in_every_dtype
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
@@ -50,29 +50,14 @@ def logits_of(model, tokens, **options):
 
 def test_logits_and_gradients_are_those_of_transformers(model):
     model.config.rescale_every = 0
-    for dtype in (jnp.float64, jnp.float32):
-        weights = {k: v.to(getattr(torch, dtype.__name__)) for k, v in model.state_dict().items()}
-        with jax.enable_x64(True):
-            port = rwkv_from_torch(weights, param_dtype=dtype)
-        assert_parity(
-            model,
-            port,
-            TOKENS,
-            weights="hf",
-            call=lambda port, tokens: port(tokens)[0],
-            call_twin=lambda model, tokens: model(tokens, use_cache=False).logits,
-            dtypes=[dtype.__name__],
-        )
+    call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
+    assert_same_logits_and_gradients(model, rwkv_from_torch, TOKENS, "hf", call_twin)
 
 
 def test_what_is_exported_loads_in_transformers(model):
     with jax.enable_x64(True):
         port = rwkv_from_torch(model.state_dict(), param_dtype=jnp.float64)
-        weights = {key: torch.from_numpy(a) for key, a in to_torch(port, "hf").items()}
-    again = type(model)(model.config).double()
-    again.load_state_dict(weights, strict=True)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
+    assert_loads(type(model)(model.config).double(), to_torch(port, "hf"), model)
 
 
 def test_weights_that_were_saved_after_a_run_are_multiplied_back(model):
