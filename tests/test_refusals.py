@@ -13,13 +13,14 @@ import parity_tests.report.command as parity_command
 import torch_ref
 import train.__main__ as train_command
 from jax_models import RWKV7LanguageModelConfig
-from train import evaluate, export, generate
+from train import convert, evaluate, export, generate
 from train.text import ALL_WORK
 from twinscan import command_line
 from twinscan.command_line import one_line_errors
 
 COMMANDS = {
     "train": train_command.main,
+    "convert": convert.main,
     "generate": generate.main,
     "evaluate": evaluate.main,
     "export": export.main,
@@ -69,12 +70,26 @@ REFUSED = {
         lambda d, f: ["--preset", "gru"],
         "--text: the preset gru needs a text file",
     ),
-    "unknown preset": ("train", lambda d, f: ["--preset", "nix"], "invalid choice 'nix'"),
+    "unknown preset": (
+        "train",
+        lambda d, f: ["--preset", "nix"],
+        "--preset: expected one of all-work",
+    ),
+    "misspelled preset": (
+        "train",
+        lambda d, f: ["--preset", "lsmt"],
+        "authentic-hyena-small, got lsmt (did you mean lstm?)\n",
+    ),
+    "misspelled value of a group": (
+        "train",
+        lambda d, f: ["--model.cell", "lsmt"],
+        "--model.cell: expected one of rnn, lstm, gru, min_gru, min_lstm, got lsmt (did you mean ",
+    ),
     "unknown option": ("train", lambda d, f: ["--nix", "3"], "Unrecognized options: --nix"),
     "misspelled option": (
         "train",
         lambda d, f: ["--num-step", "3"],
-        "Unrecognized options: --num-step, 3 (did you mean --num-steps?)",
+        "Unrecognized options: --num-step (did you mean --num-steps?)",
     ),
     "option without its group": (
         "train",
@@ -85,6 +100,16 @@ REFUSED = {
         "parity",
         lambda d, f: ["--mutation"],
         "(did you mean --mutations?)",
+    ),
+    "misspelled options beside missing ones": (
+        "convert",
+        lambda d, f: ["--hlep", "--fomr", "x", "--to=y", "--param_dtype", "float32"],
+        "options: --hlep (did you mean --help?), --fomr (did you mean --from?)\n",
+    ),
+    "misspelled value that may be left out": (
+        "convert",
+        lambda d, f: ["--from", "x", "--to", "y", "--param-dtype", "flaot32"],
+        "--param-dtype: expected one of float64, float32, float16, bfloat16, got flaot32 (did you ",
     ),
     "word for a number": ("train", lambda d, f: ["--num-steps", "x"], "--num-steps: invalid"),
     "no steps": ("train", lambda d, f: ["--num-steps", "0"], "--num-steps: expected a positive"),
@@ -485,7 +510,7 @@ def test_an_unknown_option_is_told_without_rules_in_ascii():
     assert done.stderr.startswith("python -m train: error: Unrecognized options: --nix")
     assert "--- " not in done.stderr
     done = in_ascii("-m", "train", "--num-step", "1")
-    assert done.stderr.endswith("--num-step, 1 (did you mean --num-steps?)\n")
+    assert done.stderr.endswith("options: --num-step (did you mean --num-steps?)\n")
 
 
 @pytest.mark.parametrize(
