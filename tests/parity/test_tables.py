@@ -416,3 +416,5 @@ def test_a_bias_has_both_names(table):
         return [row.keys for row in table("param", "key", **options)]
 
     assert keys(bias=False) == keys(use_bias=False) == [k for k in keys() if "bias" not in str(k)]
+    with pytest.raises(ValueError, match=r"^bias, use_bias: .* got bias=True and use_bias=False"):
+        keys(bias=True, use_bias=False)
