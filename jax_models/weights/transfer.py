@@ -431,7 +431,7 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
         return best
     if not state_dict:
         raise ValueError("state_dict: it has no keys")
-    if found := elsewhere(state_dict, known.values(), takes_prefix=True):
+    if found := elsewhere(state_dict, known.values(), partial(_misfit_at, layouts, layer)):
         got = f'prefix: got "{start}", but ' if place else "state_dict: "
         raise ValueError(f"{got}{found}")
     has = ", ".join(joined(sorted(map(str, state_dict))))
@@ -446,6 +446,24 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
         f"state_dict: none of its keys fits {type(layer).__name__} with these options: it has "
         f"{has}; {expected}"
     )
+
+
+def _misfit_at(layouts: Layouts, layer: Any, weights: Mapping[str, Any], prefix: str) -> str | None:
+    """The first shape under a prefix that does not fit; None if all of a layout's shapes do."""
+    placeholders = {path: _placeholder(p.get_value()) for path, p in params_of(layer).items()}
+    misfits = []
+    for table in layouts.values():
+        likes = [
+            transformed(row, "to_torch", [placeholders[path] for path in row.params])
+            for row in table
+        ]
+        keys = [f"{prefix}{key}" for row in table for key in row.keys]
+        expected = dict(zip(keys, (like.shape for some in likes for like in some), strict=True))
+        got = {key: tuple(getattr(weights[key], "shape", ())) for key in keys if key in weights}
+        if 2 * len(got) >= len(keys):
+            wrong = [key for key, shape in got.items() if shape != expected[key]]
+            misfits.append([f"{k}: expected shape {expected[k]}, got {got[k]}" for k in wrong])
+    return next(iter(min(misfits, key=len)), None)
 
 
 def _placeholder(value) -> np.ndarray:

@@ -294,6 +294,17 @@ def test_weights_in_an_entry_and_in_several_places():
     both = r'under "encoder\.", "decoder\.": give prefix="encoder\." or prefix="decoder\."$'
     with pytest.raises(ValueError, match=both):
         from_torch(lstm(), two)
+    wide = {f"a.{key}": value for key, value in torch.nn.LSTM(7, 6).state_dict().items()}
+    with pytest.raises(ValueError, match=both):
+        from_torch(lstm(), wide | two)
+    with pytest.raises(ValueError, match=r'in the entry "b": give state_dict\["b"\]$'):
+        from_torch(lstm(), {"a": torch.nn.LSTM(7, 6).state_dict(), "b": weights})
+    misfit = (
+        r'its keys are under "a\.", but their shapes do not fit: a\.weight_ih_l0: expected shape '
+        r"\(24, 5\), got \(24, 7\)$"
+    )
+    with pytest.raises(ValueError, match=misfit):
+        from_torch(lstm(), wide)
     stack = {f"layers.{i}.{key}": value for i in range(6) for key, value in weights.items()}
     some = r'under "layers\.{0-5}\.": give prefix="layers\.0\." or .* or prefix="layers\.3\." or …$'
     with pytest.raises(ValueError, match=some):
