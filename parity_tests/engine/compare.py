@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
-from parity_tests.engine.axes import note_on_inputs
+from parity_tests.engine.axes import fault_of_axes, note_on_inputs
 from parity_tests.engine.frameworks import adapted
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.listeners import tell
@@ -30,7 +30,7 @@ from parity_tests.engine.problem import (
 from parity_tests.engine.progress import progress
 from parity_tests.engine.reference import Reference
 from parity_tests.engine.report import Report
-from parity_tests.engine.results import GROUPS
+from parity_tests.engine.results import GROUPS, Results
 from parity_tests.engine.source import Source, asked_for, opened, with_kwargs
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ def compare(
             if locate:
                 _note_where(error, problem, reference)
             raise
+        faults = [*faults, *_fault_of_axes(problem, reference, report, platform, precision)]
         if edge_inputs:
             from parity_tests.engine.edges import measure_edges
 
@@ -173,6 +174,22 @@ def _note_where(error: Exception, problem: Problem, reference: Reference) -> Non
     where = where_it_raises(problem, problem.dtypes[0], reference.oracle)
     if where is not None:
         error.add_note(f"in JAX's {where or 'outermost module'}")
+
+
+def _fault_of_axes(
+    problem: Problem, reference: Reference, report: Report, platform: str, precision: str
+) -> Iterator[str]:
+    dtype, group, error = next(report.failures, ("", "", None))
+    if error is None or group not in GROUPS[:2]:
+        return
+    side, oracle = JaxSide(problem, platform, precision=precision), reference.oracle
+
+    def run(problem: Problem) -> Results:
+        return side.run(problem, dtype, oracle.forward, reference.cast_to)
+
+    fault = fault_of_axes(problem, oracle, error.bound, run)
+    if fault is not None:
+        yield fault
 
 
 def _departure(
