@@ -230,6 +230,8 @@ def check_entries(
 ) -> None:
     """Compare a state_dict's entries with arrays of the shapes and dtypes that they should have.
 
+    An entry that no parameter holds may have any dtype.
+
     Raises:
         ValueError: keys are missing, unexpected, or refused by `check`: all of them are listed.
 
@@ -242,7 +244,7 @@ def check_entries(
                 missing |= {key: like.shape} if row.params else {}
                 continue
             try:
-                check(state_dict[key], like)
+                (check if row.params else _check_shape)(state_dict[key], like)
             except ValueError as error:
                 faults.append(("", key, f": {error}"))
     known = {key for row in table for key in row.keys}
@@ -286,8 +288,7 @@ def _check(value: Any, like: np.ndarray) -> None:
     dtype = dtype_of(value)
     if np.ma.isMaskedArray(value):
         raise ValueError("expected a whole array, got a masked one: fill it by .filled()")
-    if tuple(value.shape) != like.shape:
-        raise ValueError(f"expected shape {like.shape}, got {tuple(value.shape)}")
+    _check_shape(value, like)
     if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"expected floating numbers, got {dtype}")
     if jnp.issubdtype(dtype, jnp.floating) and not is_floating(value):
@@ -297,6 +298,11 @@ def _check(value: Any, like: np.ndarray) -> None:
             f"{dtype} does not fit into {like.dtype} exactly: build the layer with "
             f"param_dtype={dtype} (float64 needs jax_enable_x64), or cast the state_dict first"
         )
+
+
+def _check_shape(value: Any, like: np.ndarray) -> None:
+    if np.shape(value) != like.shape:
+        raise ValueError(f"expected shape {like.shape}, got {tuple(np.shape(value))}")
 
 
 def _placed(
