@@ -84,7 +84,7 @@ def from_torch(
     shardings = {path: _sharding(path, param) for path, param in params.items()}
 
     placeholders = {path: _placeholder(param.get_value()) for path, param in params.items()}
-    what = f"{type(layer).__name__} in layout {name!r}"
+    what = f"{type(layer).__name__} {f'in layout {name!r}' if name else 'with this table'}"
     check_entries(table, placeholders, state_dict, _check, what)
 
     placed, faults, not_finite = {}, [], []
@@ -180,7 +180,8 @@ def weight_table(
 ) -> tuple[str, Table]:
     """The layout's name and its table. None: the state_dict's layout, or else the layer's first.
 
-    `place` is the path of the torch module, where the keys are those of a larger one.
+    A table of the caller has the name "". `place` is the path of the torch module, where the keys
+    are those of a larger one.
 
     Raises:
         TypeError: the layout is neither a name nor a table.
@@ -189,7 +190,7 @@ def weight_table(
 
     """
     if isinstance(layout, list) and all(isinstance(row, Weight) for row in layout):
-        layouts = {"of its own": layout}
+        layouts = {"": layout}
     elif layout is None or isinstance(layout, str):
         layouts = _layouts(layer)
     else:
@@ -202,7 +203,8 @@ def weight_table(
             )
         layouts = {layout: layouts[layout]}
     for name, table in layouts.items():
-        check_rows(table, params_of(layer), type(layer).__name__, f"layout {name!r}")
+        what = f"layout {name!r}" if name else "table"
+        check_rows(table, params_of(layer), type(layer).__name__, what)
     name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer, place)
     return name, nested(layouts[name], "", place)
 
@@ -415,9 +417,7 @@ def params_of(layer) -> dict[str, nnx.Variable]:
 
 def _layouts(layer: HasLayouts) -> Layouts:
     if not hasattr(layer, "torch_layouts"):
-        raise TypeError(
-            f"layer: {type(layer).__name__} knows no layout of its own: give a table as `layout`"
-        )
+        raise TypeError(f"layer: {type(layer).__name__} has no layouts: give a table as `layout`")
     layouts = layer.torch_layouts()
     if not layouts:
         raise ValueError(

@@ -54,6 +54,9 @@ class Held(nnx.Module):
             setattr(self, name, kind(jnp.asarray(value)))
 
 
+Held.__name__ = "the model"  # in errors, because users do not know this class
+
+
 def weights_of(held: Held, foreign: Foreign) -> Any:
     """The model's tree with the weights that are held."""
     values = {path: getattr(held, name).get_value() for name, (path, _) in foreign.named().items()}
