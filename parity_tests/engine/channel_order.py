@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results, only_floating
-from parity_tests.engine.bounds.tolerance import relative_errors
 
 ORDERS = {
     3: ("(N, C, L)", "(N, L, C)"),
