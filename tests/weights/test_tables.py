@@ -18,6 +18,7 @@ from jax_models.weights import (
     batch_norm,
     conv,
     conv_transpose,
+    dense,
     embedding,
     expanded,
     gates,
@@ -276,15 +277,21 @@ CELL = [
 ]
 
 
-def test_a_key_that_no_parameter_holds_has_no_gradient():
-    """It fails if PyTorch's results depend on the key."""
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_a_key_that_no_parameter_holds_has_no_gradient(dtype):
+    """It fails if PyTorch's results depend on the key. The key's dtype does not matter."""
     twin = torch.nn.Module()
     twin.linear, twin.scale = torch.nn.Linear(3, 4), torch.nn.Parameter(torch.ones(4))
     port = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-    table = [*linear("", "linear"), unused("scale", np.ones(4))]
+    table = [*linear("", "linear"), unused("scale", np.ones(4, dtype))]
     for call, expected in ((lambda twin, x: twin.linear(x), True), (scaled, False)):
         report = compare(twin, port, image(2, 3), weights=table, call_twin=call)
         assert report.passed is expected, str(report)
+    state_dict = {**twin.state_dict(), "scale": torch.full((4,), 2.0, dtype=torch.float64)}
+    exported = to_torch(from_torch(port, state_dict, table), table)["scale"]
+    assert (exported.dtype, exported.tolist()) == (dtype, [1] * 4)
+    with pytest.raises(ValueError, match=r"scale: expected shape \(4,\), got \(5,\)"):
+        from_torch(port, state_dict | {"scale": torch.ones(5)}, table)
 
 
 def scaled(twin, x):
@@ -373,3 +380,28 @@ def test_the_page_shows_the_signatures(name):
     bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
     page = Path(__file__).parents[2] / "docs" / "weights.md"
     assert f"| `{name}{bare}` |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        partial(function, **options)
+        for function, options in {
+            linear: {},
+            dense: {},
+            linear_general: {"in_shape": (2,), "out_shape": (3,)},
+            linear_of_image: {"shape": (1, 2, 3)},
+            conv: {},
+            conv_transpose: {},
+            layer_norm: {},
+            multi_head_attention: {"num_heads": 2, "features": 4},
+        }.items()
+    ],
+)
+def test_a_bias_has_both_names(table):
+    def keys(**options):
+        return [row.keys for row in table("param", "key", **options)]
+
+    assert keys(bias=False) == keys(use_bias=False) == [k for k in keys() if "bias" not in str(k)]
+    with pytest.raises(ValueError, match=r"^bias, use_bias: .* got bias=True and use_bias=False"):
+        keys(bias=True, use_bias=False)
