@@ -59,7 +59,9 @@ def by_rows(text_file, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("length", ["--num-steps 30", "--num-epochs 0.1"])
+@pytest.mark.parametrize(
+    "length", ["--num-steps 30", pytest.param("--num-epochs 0.1", marks=pytest.mark.slow)]
+)
 def test_a_run_shorter_than_its_presets_warmup(length, text_file, tmp_path, capsys, unreported):
     """The warm-up is shortened, unless somebody asked for it; the same command goes on."""
     options = "--preset hawk --model.features 8 --model.num-layers 1 --window 12 --batch-size 8"
