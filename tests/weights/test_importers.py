@@ -452,12 +452,20 @@ REFUSED_OF_KERAS = {
     "layer": (lambda: keras.layers.Dense(3), "layer: expected SimpleRNN, LSTM, GRU, RNN or Bid"),
     "unbuilt": (lambda: keras.layers.GRU(3, name="a"), "layer: a has no weights yet: build it, or"),
     "activation": (
-        lambda: with_random_weights(keras.layers.LSTM(3, activation="relu")),
-        "layer: expected activation 'tanh', got 'relu'",
+        lambda: with_random_weights(
+            keras.layers.RNN(
+                [keras.layers.GRUCell(3), keras.layers.LSTMCell(3, activation="relu", name="top")]
+            )
+        ),
+        "layer: LSTMCell top: expected activation 'tanh', got 'relu'",
+    ),
+    "activation of a simple cell": (
+        lambda: with_random_weights(keras.layers.SimpleRNN(3, activation="gelu")),
+        "expected activation 'tanh' or 'relu', got 'gelu'",
     ),
     "gates": (
         lambda: with_random_weights(keras.layers.LSTM(3, recurrent_activation="hard_sigmoid")),
-        "layer: expected recurrent_activation 'sigmoid', got 'hard_sigmoid'",
+        "layer: LSTMCell lstm_cell",
     ),
     "cell": (
         lambda: with_random_weights(
@@ -528,8 +536,8 @@ def test_a_layer_that_the_others_do_not_have_is_refused():
             onnx_table(layer)
     with pytest.raises(ValueError, match="layer: expected no projection and no peepholes"):
         keras_table(projected)
-    with pytest.raises(TypeError, match="layer: expected RecurrentStack, got a Reversed"):
+    with pytest.raises(TypeError, match="layer: expected an LSTM, GRU or RNN, got a Reversed"):
         onnx_table(Reversed(GRU(3, 4, rngs=rngs)))
     for layer in (MinGRU(3, 4, rngs=rngs), Stack([MinGRU(3, 4, rngs=rngs)])):
-        with pytest.raises(TypeError, match=r"layer: expected .*, got a MinGRU"):
+        with pytest.raises(TypeError, match=r"layer: expected .* or a Stack, .* got a MinGRU"):
             keras_table(layer)
