@@ -203,6 +203,7 @@ def test_a_command_builds_its_own_mesh(mesh, tmp_path, capsys, monkeypatch):
     assert printed(jax.set_mesh(mesh), str(tmp_path / "with")) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(EIGHT.items() <= os.environ.items(), reason="there are eight")
 def test_on_eight_devices():
     """In a process of its own: the number of devices is set before JAX starts."""

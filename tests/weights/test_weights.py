@@ -109,7 +109,10 @@ REFUSED = [
     ("^layer:", lambda: from_torch(torch.nn.LSTM(5, 6), {})),
     ("^layer:", lambda: to_torch(nnx.eval_shape(lstm))),
     ("^layer:", lambda: jax.jit(lambda parts: to_torch(nnx.merge(*parts)))(nnx.split(lstm()))),
-    ("no torch module has the options", lambda: to_torch(lstm(proj_features=3, proj_bias=True))),
+    (
+        "no torch module has the options",
+        lambda: to_torch(lstm(proj_features=3, proj_bias=True, num_layers=2)),
+    ),
 ]
 
 
