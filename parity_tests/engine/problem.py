@@ -95,6 +95,11 @@ def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
     return model(*inputs, **kwargs)
 
 
+def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call where the last input is a dict of inputs by name."""
+    return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
+
+
 def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
     """The dtypes to compare in, at least one, each once.
 

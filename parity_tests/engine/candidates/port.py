@@ -41,13 +41,23 @@ from parity_tests.engine.problem import (
     in_dtype,
     is_torch_module,
     kind_of,
+    with_kwargs,
 )
 
 
 def port(
-    start: "Start", known: ReferenceWeights, model: Any, weights: Any, call: Any = None
+    start: "Start",
+    known: ReferenceWeights,
+    model: Any,
+    weights: Any,
+    call: Any = None,
+    *,
+    has_kwargs: bool = False,
 ) -> tuple[Problem, list[str], list[str]]:
-    """The problem, the faults of the weights, and what cannot be compared."""
+    """The problem, the faults of the weights, and what cannot be compared.
+
+    With `has_kwargs`, the last input is a dict of inputs by name.
+    """
     foreign = foreign_model(model)
     is_function = callable(model) and not isinstance(model, type) and not is_torch_module(model)
     if foreign is None and not isinstance(model, nnx.Module) and not is_function:
@@ -59,19 +69,21 @@ def port(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
     ):
         raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
+    how = with_kwargs(call or called) if has_kwargs else call or called
     if foreign is not None:
-        return _of_foreign(start, known, foreign, weights, call or called)
+        return _of_foreign(start, known, foreign, weights, how)
     if isinstance(model, nnx.Module):
-        return _of_module(start, known, model, weights, call or called)
+        return _of_module(start, known, model, weights, how)
+    function = model
     if weights is None and not known.arrays:
-        return _of_loader(start, known, lambda _, *inputs: model(*inputs), dict)
-    if not callable(weights) or call is not None:
+        function, weights = lambda _, *inputs, **kwargs: model(*inputs, **kwargs), dict
+    elif not callable(weights) or call is not None:
         raise TypeError(
             "model: a function of weights and inputs needs a loader as `weights`, and no `call`: "
             f"expected a function of a state_dict, as `dict`, got {described(weights)}"
             + (" and `call`" if call is not None else "")
         )
-    return _of_loader(start, known, model, weights)
+    return _of_loader(start, known, with_kwargs(function) if has_kwargs else function, weights)
 
 
 Start = Callable[..., Problem]
