@@ -290,12 +290,7 @@ def _floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def refuse_other_weights(problem: Problem) -> None:
-    """Refuse a model that was not given the twin's weights, and does not have them.
-
-    Raises:
-        ValueError: most numbers of the twin's weights are not among the model's.
-
-    """
+    """Refuse a model that was not given the twin's weights, and does not have them."""
 
     def numbers(arrays: Iterable[Any]) -> np.ndarray:
         flat = [np.asarray(array).astype(np.complex64).ravel() for array in arrays]
