@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.stack import Remat, Stack
 from jax_models.ops.checks import as_array, nan_rows
 from jax_models.ops.segments import mask_padding, positions_and_end
@@ -122,6 +123,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
             self.layers.init_state(batch_size), jnp.zeros(batch_size, jnp.int32)
         )
 
+    @with_auto_axes
     def __call__(
         self,
         tokens: Int[ArrayLike, "batch time"],
