@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.stack import Remat, Stack
+from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
 from jax_models.ops.checks import as_array, nan_rows
 from jax_models.ops.segments import mask_padding, positions_and_end
 from jax_models.ops.time_axis import refuse_lengths
@@ -101,6 +102,8 @@ class LanguageModel(CheckedOptions, nnx.Module):
     def set_view(self, time_axis: str | None = None) -> None:
         """What `nnx.view` calls: `time_axis` is as a sequence layer's."""
         self.time_axis = time_axis or self.time_axis
+
+    mesh_axes = last_axis(VOCABULARY, "head") | first_axis(VOCABULARY, "embedding")
 
     def torch_layouts(self) -> Layouts:
         """A subclass's weight tables, by layout name."""
