@@ -8,13 +8,15 @@ may be divided by itself: JAX computes the same results, but the names suggest w
         mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
 
 The paths are below the layer. That of a submodule stands for all parameters in it. Paths that an
-instance does not have are ignored. A model inherits the declarations of its layers.
+instance does not have are ignored. A model inherits the declarations of its layers. Parameters as
+large as a matrix from features to features need a declaration, at least that they stay `whole`.
 """
 
 from flax import nnx
 
-MeshAxes = dict[str, tuple[str, int]]
-"""From the path of a parameter, or of a submodule, to the name of an axis and its index."""
+MeshAxes = dict[str, tuple[str, int] | None]
+"""From the path of a parameter, or of a submodule, to the name of an axis and its index. None: all
+devices have all of it."""
 
 VOCABULARY = "vocabulary"
 """The name of an axis that stays whole where a mesh does not divide it: its size is the text's."""
@@ -38,6 +40,11 @@ def last_axis(name: str, *paths: str) -> MeshAxes:
     return dict.fromkeys(paths, (name, -1))
 
 
+def whole(*paths: str) -> MeshAxes:
+    """Declares that parameters are not divided."""
+    return dict.fromkeys(paths)
+
+
 def declared_mesh_axes(model: nnx.Module) -> MeshAxes:
     """Returns what the layers of a model declare, by the paths of its parameters.
 
@@ -51,6 +58,6 @@ def declared_mesh_axes(model: nnx.Module) -> MeshAxes:
         for start in range(len(path)):
             declared = getattr(modules.get(path[:start]), "mesh_axes", {})
             for end in range(start + 1, len(path) + 1):
-                if axis := declared.get(".".join(map(str, path[start:end]))):
-                    found[".".join(map(str, path))] = axis
+                if (key := ".".join(map(str, path[start:end]))) in declared:
+                    found[".".join(map(str, path))] = declared[key]
     return found

@@ -115,7 +115,7 @@ def build_mesh(config: MeshConfig, *, rows: int, window: int, devices: Sequence[
     )
 
 
-def places(model: nnx.Module, mesh: Mesh, *, fully_sharded: bool) -> dict[str, P]:
+def places(model: nnx.Module, mesh: Mesh | AbstractMesh, *, fully_sharded: bool) -> dict[str, P]:
     """Where each parameter of a model is, by its path.
 
     The axis `model` divides what the model's layers declare as their `mesh_axes`.
@@ -126,7 +126,8 @@ def places(model: nnx.Module, mesh: Mesh, *, fully_sharded: bool) -> dict[str, P
 
     """
     declared = declared_mesh_axes(model)
-    if mesh.shape[MODEL] > 1 and not {name for name, _ in declared.values()} - {VOCABULARY}:
+    names = {axis[0] for axis in declared.values() if axis is not None}
+    if mesh.shape[MODEL] > 1 and not names - {VOCABULARY}:
         raise ValueError(
             f"mesh.model: expected 1, since no layer of {type(model).__name__} declares mesh_axes "
             f"that devices could divide, got {mesh.shape[MODEL]}"
@@ -159,7 +160,8 @@ def place(
             spec[axis] = MODEL
         elif name != VOCABULARY:
             raise ValueError(
-                f"mesh.model: expected a divisor of the {shape[axis]} {name} of {path}, got {model}"
+                f"mesh.model: expected a divisor of {shape[axis]}, the size of axis {name!r} of "
+                f"{path}, got {model}"
             )
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if fully_sharded and parts > 1:
