@@ -73,8 +73,10 @@ MAY_IMPORT = {
         "jax_models.options",
         "jax_models.weights",
     ],
+    "jax_models/mesh_axes.py": [],
     "jax_models/layers": [
         "jax_models.explicit_axes",
+        "jax_models.mesh_axes",
         "jax_models.ops",
         "jax_models.options",
         "jax_models.sequence",

@@ -80,7 +80,7 @@ class Trainer:
 
     Raises:
         NotImplementedError: the model's time cannot be divided, or its state not be reset.
-        ValueError: the model has nothing that the axis `model` divides, or not evenly.
+        ValueError: no layer declares what the axis `model` could divide, or it does not divide it.
 
     """
 
