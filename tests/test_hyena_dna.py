@@ -114,7 +114,7 @@ def test_a_model_with_dropout_drops_in_training_alone(x64):
     ("edit", "message"),
     [
         (lambda w: [*w], "state_dict: expected a mapping, got list"),
-        (lambda w: {}, f"state_dict: not of a HyenaDNA, it has no {EMBEDDING}"),
+        (lambda w: {}, f"state_dict: not a checkpoint of HyenaDNA: it has no {EMBEDDING}"),
         (
             lambda w: {"state_dict": {f"model.{key}": a for key, a in w.items()}},
             r'its weights are under "state_dict.model\.|are in the entry|under "model\."',

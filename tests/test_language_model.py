@@ -400,7 +400,7 @@ REFUSED = {
         "stream: under jit its tokens have no values yet",
     ),
     "no model": (
-        lambda lm: generate(lm.layers, tokens(1, 1), 3, key=KEY),
+        lambda lm: generate(lm.blocks, tokens(1, 1), 3, key=KEY),
         TypeError,
         "model: expected a LanguageModel, got",
     ),

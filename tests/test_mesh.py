@@ -183,7 +183,7 @@ def test_a_mesh_that_does_not_divide_is_refused(config, sizes, message):
 
 def test_a_width_that_does_not_divide_is_refused():
     mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
-    path = "layers.layers.0.mlp.up_proj.kernel"
+    path = "blocks.0.mlp.up_proj.kernel"
     assert place(path, (3, 4), mesh, fully_sharded=True) == P(None, "model")
     with pytest.raises(ValueError, match=f"mesh.model: expected a divisor of the 5 of {path}"):
         place(path, (3, 5), mesh, fully_sharded=True)
@@ -205,14 +205,14 @@ def test_a_width_that_does_not_divide_is_refused():
 )
 def test_a_griffin_is_divided_by_blocks_of_gates_and_heads_of_queries(name, shape, axis):
     mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
-    spec = place(f"layers.layers.0.temporal_block.{name}", shape, mesh, fully_sharded=False)
+    spec = place(f"blocks.0.temporal_block.{name}", shape, mesh, fully_sharded=False)
     assert [*spec] == ["model" if i == axis else None for i in range(len(shape))]
 
 
 @pytest.mark.parametrize("name", ["a", "a_param"])
 def test_a_hawk_is_divided_by_features(name):
     mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
-    spec = place(f"layers.layers.0.hawk.rglru.{name}", (32,), mesh, fully_sharded=False)
+    spec = place(f"blocks.0.hawk.rglru.{name}", (32,), mesh, fully_sharded=False)
     assert [*spec] == ["model"]
 
 

@@ -183,7 +183,7 @@ def test_what_is_no_rwkv_is_refused():
         RWKVLanguageModelConfig.from_state_dict(None)
     with pytest.raises(ValueError, match=r"a checkpoint of RWKV-5 \(it has att\.ln_x\.weight\)"):
         from_torch(RWKVBlock(4, rngs=nnx.Rngs(0)), {"att.ln_x.weight": torch.zeros(4)})
-    with pytest.raises(ValueError, match=r"not of an RWKV-4, it has no emb\.weight and no blocks"):
+    with pytest.raises(ValueError, match=r"of RWKV-4: it has no emb\.weight and no blocks"):
         RWKVLanguageModelConfig.from_state_dict(torch.nn.LSTM(2, 3).state_dict())
 
 

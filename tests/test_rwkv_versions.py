@@ -134,7 +134,7 @@ def test_the_lowest_layer_may_have_values_that_it_does_not_use():
         np.testing.assert_array_equal(back[key], tensor)
     tokens = jnp.arange(11)[None]
     np.testing.assert_array_equal(model(tokens)[0], without(tokens)[0])
-    trained = nnx.state(model.layers.layers[0].att, nnx.Param)
+    trained = nnx.state(model.blocks[0].att, nnx.Param)
     assert {"v0", "v1", "v2"}.isdisjoint(trained)
 
 
@@ -195,10 +195,10 @@ def test_shapes_that_contradict_each_other(version):
     wrong = weights | {"blocks.2.att.key.weight": torch.zeros(12, 13)}
     with pytest.raises(ValueError, match=r"blocks\.2\.att\.key\.weight: expected shape"):
         rwkv_from_torch(wrong)
-    with pytest.raises(ValueError, match=r"expected matrices, got emb\.weight of \(3,\)"):
+    with pytest.raises(ValueError, match=r"emb\.weight: expected 2 axes, got \(3,\)"):
         rwkv_from_torch(weights | {"emb.weight": torch.zeros(3)})
     del weights["emb.weight"]
-    with pytest.raises(ValueError, match=rf"not of an {version}, it has no emb\.weight"):
+    with pytest.raises(ValueError, match=rf"not a checkpoint of {version}: it has no emb\.weight"):
         rwkv_from_torch(weights)
 
 
@@ -227,7 +227,7 @@ def test_a_block_that_is_not_there(version):
 
 def test_keys_that_are_no_text():
     weights = {0: torch.zeros(3, 3), f"{ATT}.r_k": torch.zeros(3, 3)}
-    with pytest.raises(ValueError, match=r"not of an RWKV-7, it has no emb\.weight"):
+    with pytest.raises(ValueError, match=r"not a checkpoint of RWKV-7: it has no emb\.weight"):
         rwkv_from_torch(weights)
 
 
@@ -292,7 +292,7 @@ def test_rwkv7_starts_as_the_official_code():
     n = np.arange(64)
     f, lin, zz = n / 64, n / 63 - 0.5, ((n % 16) - 7.5) / 7.5
     zz *= np.abs(zz)
-    for layer, block in enumerate(model.layers.layers):
+    for layer, block in enumerate(model.blocks):
         att, ffn = block.att, block.ffn
         rho, lam = 1 - layer / 4, layer / 3
         powers = {"r": 0.2, "g": 0.2, "w": 0.9, "a": 0.9, "k": 0.7, "v": 0.7}
@@ -328,7 +328,7 @@ def test_rwkv6_starts_as_the_official_code():
     model = config.build(rngs=nnx.Rngs(0))
     n = np.arange(64)
     f = n / 64
-    for layer, block in enumerate(model.layers.layers):
+    for layer, block in enumerate(model.blocks):
         att = block.att
         rho, lam = 1 - layer / 4, layer / 3
         expected = {
