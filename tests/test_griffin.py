@@ -327,7 +327,7 @@ def test_a_config_json_of_another_model_is_refused(change, message):
             lambda w: {
                 k: a for k, a in w.items() if k != "model.layers.0.mlp_block.gate_proj.weight"
             },
-            "RecurrentGemma: it has no model.layers.0.mlp_block.gate_proj.weight",
+            "missing key model.layers.0.mlp_block.gate_proj.weight",
         ),
         (lambda w: w | {"lm_head.weight": 0 * w["lm_head.weight"]}, "two different arrays"),
         (lambda w: w | {"model.layers.0.extra": np.ones(2)}, "unexpected key model.layers.0.extra"),
