@@ -8,9 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 BLOCKED = """
 import sys
@@ -49,18 +47,6 @@ print(time.perf_counter() - start)
     assert float(run(code)) < 2
 
 
-def test_exported_arrays_survive_safetensors(tmp_path):
-    """Version 0.8.0 scrambles arrays that are not C-contiguous."""
-    from flax import nnx
-
-    from jax_models import LSTM, to_torch
-
-    weights = to_torch(LSTM(3, 4, rngs=nnx.Rngs(0)))
-    save_file(weights, tmp_path / "weights.safetensors")
-    for name, array in load_file(tmp_path / "weights.safetensors").items():
-        np.testing.assert_array_equal(array, weights[name])
-
-
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "jax_models/ops": ["jax_models.ops"],
@@ -91,10 +77,11 @@ MAY_IMPORT = {
     ],
     "parity_tests/checks.py": ["parity_tests.engine", "parity_tests.registry", "jax_models"],
     "parity_tests/report": ["parity_tests", "jax_models", "twinscan"],
+    "tpu_compile": ["tpu_compile", "jax_models", "parity_tests.registry", "train", "twinscan"],
     "twinscan": ["twinscan", "jax_models"],
     "train": ["train", "jax_models", "twinscan", "torch_ref"],
 }
-OURS = {"jax_models", "torch_ref", "parity_tests", "train", "twinscan", "benchmarks"}
+OURS = {"jax_models", "torch_ref", "parity_tests", "train", "twinscan", "benchmarks", "tpu_compile"}
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -156,10 +143,28 @@ def test_one_command():
     assert done.returncode == 2
     assert done.stderr.startswith("twinscan: error: expected one of train, generate, convert, ")
     assert done.stderr.endswith("got trian (did you mean train?)\n")
+    assert twinscan("--hlep").stderr.endswith("got --hlep (did you mean --help?)\n")
     assert twinscan("--version").stdout == f"twinscan {importlib.metadata.version('twinscan')}\n"
+
     done = twinscan("generate", "--run", "no-such-run")
     assert done.returncode == 2
     assert done.stderr.startswith("twinscan generate: error: no-such-run: not the folder of a run")
+
+
+def test_the_version_of_a_checkout_that_is_not_installed():
+    code = """
+import importlib.metadata, sys
+installed = importlib.metadata.version
+def version(name):
+    if name == "twinscan":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return installed(name)
+importlib.metadata.version = version
+sys.argv = ["twinscan", "--version"]
+from twinscan.__main__ import main
+main()
+"""
+    assert run(code) == f"twinscan {importlib.metadata.version('twinscan')}\n"
 
 
 @pytest.mark.parametrize(("command", "extra"), [("train", "train"), ("parity", "torch")])
@@ -177,12 +182,6 @@ except SystemExit as stop:
         "twinscan\n"
     )
     assert run(BLOCKED + code) == needed
-
-
-def test_the_version_is_the_distributions():
-    import jax_models
-
-    assert jax_models.__version__ == importlib.metadata.version("twinscan")
 
 
 def test_every_state_can_be_exported():
