@@ -82,10 +82,10 @@ from jax_models.models.hippogriff import (
 )
 from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel, LanguageModelConfig, LanguageModelState
-from jax_models.models.load import load_pretrained
-from jax_models.models.pretrained import (
+from jax_models.models.load import (
     griffin_from_weights,
     hyena_dna_from_weights,
+    load_pretrained,
     rwkv_from_torch,
 )
 from jax_models.models.rnn import RNNLanguageModel, RNNLanguageModelConfig

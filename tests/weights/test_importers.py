@@ -369,7 +369,9 @@ def test_each_layer_of_ours_is_one_of_keras(bidirectional, keras64):
 REFUSED_OF_KERAS = {
     "expected SimpleRNN, LSTM, GRU, RNN or Bid": lambda: keras.layers.Dense(3),
     "a has no weights yet": lambda: keras.layers.GRU(3, name="a"),
-    "activation": lambda: keras.layers.LSTM(3, activation="relu"),
+    "LSTMCell top: expected activation 'tanh'": lambda: with_random_weights(
+        keras.layers.RNN([keras.layers.LSTMCell(3, activation="relu", name="top")])
+    ),
     "recurrent_activation": lambda: keras.layers.LSTM(3, recurrent_activation="hard_sigmoid"),
     "expected cells of": lambda: keras.layers.RNN(
         [keras.layers.StackedRNNCells([keras.layers.GRUCell(3)])]

@@ -388,7 +388,7 @@ def test_the_page_shows_the_signatures(name):
         partial(function, **options)
         for function, options in {
             linear: {},
-            dense: {},
+            weights.dense: {},
             linear_general: {"in_shape": (2,), "out_shape": (3,)},
             linear_of_image: {"shape": (1, 2, 3)},
             conv: {},
