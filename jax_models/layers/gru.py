@@ -1,5 +1,7 @@
 """The GRU, as torch.nn.GRU has it."""
 
+__all__ = ["GRU", "GRUState"]
+
 import jax.numpy as jnp
 from flax import nnx
 

@@ -1,5 +1,16 @@
 """Hawk, its RG-LRU and its block, from the Griffin paper (arXiv 2402.19427)."""
 
+__all__ = [
+    "RGLRU",
+    "CausalConv1D",
+    "CausalConv1DState",
+    "GatedMLP",
+    "Hawk",
+    "HawkBlock",
+    "HawkState",
+    "RGLRUState",
+]
+
 from typing import Literal, NamedTuple
 
 import jax

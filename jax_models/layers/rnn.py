@@ -1,5 +1,7 @@
 """The simple RNN, as torch.nn.RNN has it."""
 
+__all__ = ["RNN", "RNNState"]
+
 import jax.numpy as jnp
 from flax import nnx
 

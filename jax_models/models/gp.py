@@ -1,5 +1,7 @@
 """The GPT-like language model of "The Annotated Hyena", over Hyena or attention."""
 
+__all__ = ["GPModel", "GPModelConfig"]
+
 import dataclasses
 from typing import Any, ClassVar, Literal, Unpack
 

@@ -1,5 +1,7 @@
 """The Griffin language model, as RecurrentGemma (arXiv 2402.19427 and 2404.07839)."""
 
+__all__ = ["GriffinLanguageModel", "GriffinLanguageModelConfig"]
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, Unpack, get_args

@@ -1,5 +1,7 @@
 """The Hawk language model (Griffin, arXiv 2402.19427, section 2)."""
 
+__all__ = ["HawkLanguageModel", "HawkLanguageModelConfig"]
+
 import dataclasses
 from typing import ClassVar, Unpack
 

@@ -1,5 +1,7 @@
 """The language model of hippogriff (Griffin, arXiv 2402.19427)."""
 
+__all__ = ["HippogriffLanguageModel", "HippogriffLanguageModelConfig"]
+
 import dataclasses
 from collections.abc import Iterable
 from typing import ClassVar, Unpack

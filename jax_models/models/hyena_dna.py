@@ -1,5 +1,7 @@
 """The language model of HyenaDNA (arXiv 2306.15794), over tokens of nucleotides."""
 
+__all__ = ["HyenaDNALanguageModel", "HyenaDNALanguageModelConfig"]
+
 import dataclasses
 import re
 from functools import partial

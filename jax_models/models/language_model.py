@@ -1,5 +1,7 @@
 """Language models: tokens in, next-token logits out, over any of the sequence layers."""
 
+__all__ = ["LanguageModel", "LanguageModelConfig", "LanguageModelState"]
+
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Required, TypedDict, Unpack

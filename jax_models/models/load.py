@@ -1,5 +1,7 @@
 """`load_pretrained`: the model in a file or a folder, whichever architecture it has."""
 
+__all__ = ["griffin_from_weights", "hyena_dna_from_weights", "load_pretrained", "rwkv_from_torch"]
+
 import dataclasses
 import functools
 import os

@@ -1,5 +1,7 @@
 """The recurrent language model."""
 
+__all__ = ["RNNLanguageModel", "RNNLanguageModelConfig"]
+
 import dataclasses
 from functools import partial
 from typing import ClassVar, Literal, Unpack

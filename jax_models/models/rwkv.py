@@ -1,5 +1,7 @@
 """The RWKV-4 language model, and what the language models of all RWKV versions share."""
 
+__all__ = ["RWKVLanguageModel", "RWKVLanguageModelConfig"]
+
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping

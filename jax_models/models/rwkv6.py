@@ -1,5 +1,7 @@
 """The RWKV-6 language model."""
 
+__all__ = ["RWKV6LanguageModel", "RWKV6LanguageModelConfig"]
+
 import dataclasses
 from typing import Any, ClassVar, Unpack
 

@@ -1,5 +1,7 @@
 """The RWKV-7 language model."""
 
+__all__ = ["RWKV7LanguageModel", "RWKV7LanguageModelConfig"]
+
 import dataclasses
 from typing import Any, ClassVar, Unpack
 

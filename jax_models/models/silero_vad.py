@@ -1,5 +1,7 @@
 """silero-VAD 6: where in a recording somebody speaks."""
 
+__all__ = ["SileroVAD", "SileroVADState"]
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
