@@ -144,6 +144,7 @@ def test_a_text_that_changed_is_accepted_by_its_flag(tmp_path):
     command(folder, *constant)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_alone(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     monkeypatch.undo()
