@@ -1,5 +1,6 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
+import inspect
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops import carry_dtype
+from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import (
     as_array,
     checked_array,
@@ -19,7 +20,6 @@ from jax_models.ops.checks import (
     nan_rows,
     wrong_shape,
 )
-from jax_models.ops.segments import mask_padding
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts
 
@@ -61,6 +61,15 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         "a long convolution cannot keep documents in a row apart: give each document a row of its "
         "own, and its `lengths`; between steps, replace a row's state with that of init_state"
     )
+
+    def __init_subclass__(cls, **kwargs: Any):
+        """Refuse a `sequence` of earlier versions, which took lengths and reset by themselves."""
+        super().__init_subclass__(**kwargs)
+        if "lengths" in inspect.signature(cls.sequence).parameters:
+            raise TypeError(
+                f"{cls.__name__}.sequence: expected (self, x, state, rows), got lengths and reset: "
+                "they are rows.lengths and rows.reset"
+            )
 
     def __init__(
         self,
@@ -118,10 +127,9 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         self,
         x: Float[Array, "batch time in"],
         state: State,
-        lengths: Int[Array, " batch"] | None,
-        reset: Bool[Array, "batch time"] | None,
+        rows: Rows,
     ) -> tuple[Float[Array, "batch time out"], State]:
-        """The layer on checked, batch-major arguments. Inputs beyond `lengths` are zero."""
+        """The layer on checked, batch-major arguments. Inputs beyond a row's length are zero."""
         raise NotImplementedError
 
     def torch_layouts(self) -> Layouts:
@@ -175,8 +183,9 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         lengths, outside = checked_lengths(lengths, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
 
-        y, last_state = self.sequence(mask_padding(x, lengths), start, lengths, reset)
-        y = mask_padding(y, lengths)
+        rows = Rows.of(time, lengths, reset, self.time_axis)
+        y, last_state = self.sequence(rows.masked(x), start, rows)
+        y = rows.masked(y)
         if outside is not None:
             y, last_state = nan_rows(outside, (y, last_state), (0, state_batch_axes(self)))
         if not batched:

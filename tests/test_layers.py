@@ -479,3 +479,10 @@ def test_a_stack_may_have_any_layers():
     stack = Stack([Bidirectional(lstm(), lstm()), Stack([LSTM(12, 5, rngs=nnx.Rngs(0))])])
     y, _ = jax.jit(lambda x: stack(x))(x)
     np.testing.assert_allclose(y, stack(x)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_of_ones_own_takes_rows():
+    with pytest.raises(TypeError, match=r"Old.sequence: expected \(self, x, state, rows\), got"):
+
+        class Old(SequenceLayer):
+            def sequence(self, x, state, lengths, reset): ...

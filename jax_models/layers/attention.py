@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jax_models import ops
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
-from jax_models.ops.segments import active_steps, at_end, positions_after
+from jax_models.ops.rows import Rows, at_end
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, layer_norm, linear, same, transposed
@@ -105,7 +105,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         """None: at the beginning there is nothing to attend to but x."""
         return None
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """Attention, then the MLP, each added to what it reads."""
         x = x.astype(self.computation_dtype(x))
         heads = (self.num_heads, self.in_features // self.num_heads)
@@ -113,7 +113,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
             part.reshape(*part.shape[:2], *heads)
             for part in jnp.split(self.in_proj(self.ln1(x)), 3, axis=-1)
         )
-        attended, state = self.attend(q, k, v, state, lengths, reset)
+        attended, state = self.attend(q, k, v, state, rows)
         z = x + self.out_proj(attended.reshape(x.shape).astype(x.dtype))
         mlp = self.down_proj(ops.gelu(self.up_proj(self.ln3(z))))
         return z + self.dropout(mlp), state
@@ -124,19 +124,20 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         k: Float[Array, "batch time heads head_features"],
         v: Float[Array, "batch time heads head_features"],
         state: SelfAttentionState | None,
-        lengths: Int[Array, " batch"] | None,
-        reset: Bool[Array, "batch time"] | None,
+        rows: Rows,
     ) -> tuple[Float[Array, "batch time heads head_features"], SelfAttentionState]:
         """Attention over the state's keys and those of the sequence, and the state after it."""
         batch_size, time = q.shape[:2]
-        if reset is None:
+        if rows.reset is None:
             check_time("x", time, self.max_length)
         before = self.init_state(batch_size) if state is None else state
-        positions = positions_after(before.position, time, reset)
-        document = None if reset is None else jnp.cumsum(reset, axis=1, dtype=jnp.int32)
-        after = _written(before, k, v, positions, document, lengths)
+        positions, end = rows.positions(before.position, time)
+        document = None
+        if rows.reset is not None:
+            document = jnp.cumsum(rows.reset, axis=1, dtype=jnp.int32)
+        after = _written(before, k, v, positions, end, document, rows)
         slots = jnp.arange(self.max_length, dtype=jnp.int32)[None, None]
-        if state is not None and time == 1 and reset is None and lengths is None:
+        if state is not None and time == 1 and rows == Rows():
             k, v = after.keys, after.values
             mask = slots <= positions[..., None]
         else:
@@ -177,22 +178,22 @@ def _written(
     k: Float[Array, "batch time heads head_features"],
     v: Float[Array, "batch time heads head_features"],
     positions: Int[Array, "batch time"],
+    end: Int[Array, " batch"],
     document: Int[Array, "batch time"] | None,
-    lengths: Int[Array, " batch"] | None,
+    rows: Rows,
 ) -> SelfAttentionState:
     """The state with the keys and values of each row's last document in their slots."""
     batch_size, time = positions.shape
     cache = {"keys": state.keys, "values": state.values}
-    active = active_steps(time, lengths)
-    kept = jnp.ones((batch_size, time), bool) if active is None else active
+    kept = jnp.ones((batch_size, time), bool) if rows.active is None else rows.active
     if document is not None:
-        last = at_end(jnp.zeros(batch_size, jnp.int32), document, lengths)
+        last = at_end(jnp.zeros(batch_size, jnp.int32), document, rows.lengths)
         kept = kept & (document == last[:, None])
         carried = (last == 0)[:, None, None, None]
         cache = {name: jnp.where(carried, array, 0) for name, array in cache.items()}
-    rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
+    row = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
     slots = jnp.where(kept, positions, state.keys.shape[1])
     for name, new in {"keys": k, "values": v}.items():
         new = new.astype(cache[name].dtype)
-        cache[name] = cache[name].at[rows, slots].set(new, mode="drop")
-    return SelfAttentionState(at_end(state.position, positions + 1, lengths), **cache)
+        cache[name] = cache[name].at[row, slots].set(new, mode="drop")
+    return SelfAttentionState(end, **cache)

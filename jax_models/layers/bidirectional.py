@@ -65,10 +65,10 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
             self.forward.init_state(batch_size), self.backward.init_state(batch_size)
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """Both stacks, batch-major."""
-        y_forward, forward = self.forward.sequence(x, state.forward, lengths, reset)
-        y_backward, backward = run_reversed(self.backward, x, state.backward, lengths, reset)
+        y_forward, forward = self.forward.sequence(x, state.forward, rows)
+        y_backward, backward = run_reversed(self.backward, x, state.backward, rows)
         y = jnp.concatenate([y_forward, y_backward], axis=-1)
         return y, BidirectionalState(forward, backward)
 

@@ -14,7 +14,6 @@ from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.rotary import checked_rotated
-from jax_models.ops.segments import positions_and_end
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, dense, linear, nested, parts, rms_norm, transposed
@@ -117,11 +116,11 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         keys, values = jnp.zeros((2, *shape), self.state_dtype)
         return LocalAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """`ops.local_attention` between projections."""
         x = x.astype(self.computation_dtype(x))
         batch_size, time, _ = x.shape
-        positions, _ = positions_and_end(state.position, time, lengths, reset, self.time_axis)
+        positions, _ = rows.positions(state.position, time)
 
         def heads(projection: Linear) -> Array:
             count = projection.out_features // self.head_features
@@ -135,9 +134,7 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
             k,
             heads(self.v_proj),
             state,
-            lengths=lengths,
-            reset=reset,
-            time_axis=self.time_axis,
+            rows=rows,
         )
         return self.out_proj(y.reshape(x.shape)), state
 
@@ -262,13 +259,13 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
             self.rglru.init_state(batch_size)._replace(position=None),
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The gate times the recurrence of the convolution, projected."""
         x = x.astype(self.computation_dtype(x))
         gate = ACTIVATIONS[self.activation](self.gate_proj(x))
-        u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
+        u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, rows)
         rglru = state.rglru._replace(position=state.position)
-        h, (last, position) = self.rglru.sequence(u, rglru, lengths, reset)
+        h, (last, position) = self.rglru.sequence(u, rglru, rows)
         state = state._replace(position=position, conv=conv, rglru=RGLRUState(last))
         return self.out_proj(gate * h), state
 
@@ -413,10 +410,10 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
         """The state of the mixing."""
         return self.temporal_block.init_state(batch_size)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The mixing, then the gated MLP, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
-        y, state = self.temporal_block.sequence(self.temporal_pre_norm(x), state, lengths, reset)
+        y, state = self.temporal_block.sequence(self.temporal_pre_norm(x), state, rows)
         x = x + y
         return x + self.mlp(self.channel_pre_norm(x)), state
 

@@ -1,6 +1,6 @@
 """Hawk, its RG-LRU and its block, from the Griffin paper (arXiv 2402.19427)."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from jax_models.layers.linear import BlockDiagonal, Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm, checked_rows
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
-from jax_models.ops.segments import positions_and_end
 from jax_models.options import CheckedOptions, FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import (
@@ -166,34 +165,30 @@ class RGLRU(SequenceLayer[RGLRUState]):
         h = jnp.zeros((batch_size, self.in_features), self.state_dtype)
         return RGLRUState(h, None if self.scale_first_step else jnp.zeros(batch_size, jnp.int32))
 
-    def sequence(self, x, state, lengths, reset, c=None):
+    def sequence(self, x, state, rows, c=None):
         """`ops.rg_lru`; `c` replaces the option c, because hippogriff stores c as a weight."""
         dtype = self.computation_dtype(x)
         first = end = None
         if state.position is not None:
-            positions, end = positions_and_end(
-                state.position, x.shape[1], lengths, reset, self.time_axis
-            )
+            positions, end = rows.positions(state.position, x.shape[1])
             first = positions == 0
-        gates = {
+        weights: dict[str, Any] = {
             f"{name}_{part}": param[...].astype(dtype)
             for name, gate in (("input", self.input_gate), ("recurrence", self.recurrence_gate))
             for part, param in (("kernel", gate.kernel), ("bias", gate.bias))
             if param is not None
         }
         decay = "a" if self.parameterization == "direct" else "a_param"
+        weights[decay] = getattr(self, decay)[...]
         y, state = ops.rg_lru(
             x.astype(dtype),
             state,
-            **{decay: getattr(self, decay)[...]},
-            **gates,
+            **weights,
             first=first,
             c=self.c if c is None else c,
             epsilon=self.epsilon,
             method=self.method,
-            lengths=lengths,
-            reset=reset,
-            time_axis=self.time_axis,
+            rows=rows,
         )
         return y.astype(dtype), state._replace(position=end)
 
@@ -275,7 +270,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
         shape = (batch_size, self.in_features, self.kernel_size - 1)
         return CausalConv1DState(jnp.zeros(shape, dtype))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """`ops.causal_conv`."""
         dtype = self.computation_dtype(x)
         return ops.causal_conv(
@@ -283,9 +278,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
             state,
             kernel=self.kernel[...].astype(dtype),
             bias=self.bias[...].astype(dtype),
-            lengths=lengths,
-            reset=reset,
-            time_axis=self.time_axis,
+            rows=rows,
         )
 
     def torch_layouts(self) -> Layouts:
@@ -385,12 +378,12 @@ class Hawk(SequenceLayer[HawkState]):
         """Zeros, in at least float32."""
         return HawkState(self.conv.init_state(batch_size), self.rglru.init_state(batch_size))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The gate times the recurrence of the convolution, projected."""
         x = x.astype(self.computation_dtype(x))
         gate = ops.gelu(self.gate_proj(x))
-        u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
-        h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset)
+        u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, rows)
+        h, rglru = self.rglru.sequence(u, state.rglru, rows)
         return self.out_proj(gate * h), HawkState(conv, rglru)
 
     def torch_layouts(self) -> Layouts:
@@ -554,10 +547,10 @@ class HawkBlock(SequenceLayer[HawkState]):
         """Zeros, in at least float32."""
         return self.hawk.init_state(batch_size)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """Hawk, then the gated MLP, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
-        y, state = self.hawk.sequence(self.temporal_pre_norm(x), state, lengths, reset)
+        y, state = self.hawk.sequence(self.temporal_pre_norm(x), state, rows)
         x = x + y
         return x + self.mlp(self.channel_pre_norm(x)), state
 

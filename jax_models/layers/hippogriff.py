@@ -128,15 +128,15 @@ class HippogriffHawk(SequenceLayer[HawkState]):
             return HawkState(CausalConv1DState(no_inputs), rglru)
         return HawkState(self.conv.init_state(batch_size), rglru)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The gate times the recurrence of the convolution, projected."""
         x = x.astype(self.computation_dtype(x))
         gate = ops.gelu(self.gate_proj(x))
         u, conv = self.recurrent_proj(x), state.conv
         if self.conv is not None:
-            u, conv = self.conv.sequence(u, state.conv, lengths, reset)
+            u, conv = self.conv.sequence(u, state.conv, rows)
         c = None if self.log_c is None else jnp.exp(self.log_c[...].astype(self.state_dtype))
-        h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset, c=c)
+        h, rglru = self.rglru.sequence(u, state.rglru, rows, c=c)
         return self.out_proj(gate * h), HawkState(conv, rglru)
 
     def torch_layouts(self) -> Layouts:
@@ -293,7 +293,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         attention = None if self.attention is None else self.attention.init_state(batch_size)
         return HippogriffState(self.hawk.init_state(batch_size), attention)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The mixers and their MLPs, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
         mixers = ["hawk"] if self.attention is None else ["hawk", "attention"]
@@ -301,7 +301,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
             mixer, norm, mlp, mlp_norm = (
                 getattr(self, f"{name}{part}") for part in ("", "_norm", "_mlp", "_mlp_norm")
             )
-            y, last = mixer.sequence(norm(x), getattr(state, name), lengths, reset)
+            y, last = mixer.sequence(norm(x), getattr(state, name), rows)
             state = state._replace(**{name: last})
             x = x + y
             x = x + mlp(mlp_norm(x))

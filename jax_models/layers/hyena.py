@@ -16,7 +16,7 @@ from jax_models.layers.hawk import CausalConv1D
 from jax_models.layers.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
-from jax_models.ops.time_axis import all_steps, refuse_lengths
+from jax_models.ops.time_axis import all_steps
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, linear, nested, squeezed
@@ -122,21 +122,20 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         """None: at the beginning the convolutions run over x alone."""
         return None
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The projections, the subclass's recurrence of products and convolutions, the output."""
         batch_size, time = x.shape[:2]
-        if self.time_axis is not None:
+        if rows.time_axis is not None:
             if state is not None:
                 raise NotImplementedError(
                     "state: expected None where time is divided over the axis "
-                    f"{self.time_axis!r}: the convolution begins at the sequence's first step"
+                    f"{rows.time_axis!r}: the convolution begins at the sequence's first step"
                 )
-            refuse_lengths(lengths, self.time_axis)
-            time *= jax.lax.axis_size(self.time_axis)
+            time *= jax.lax.axis_size(rows.time_axis)
         check_time("x", time, self.max_length)
         conv = self.conv.init_state(batch_size) if state is None else state.conv
         u = x.astype(self.computation_dtype(x))
-        z, conv = self.conv.sequence(self.proj_input(u), conv, lengths, None)
+        z, conv = self.conv.sequence(self.proj_input(u), conv, rows)
         *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.num_gates + 1, axis=1)
         graphdef, params = nnx.split(self.filter)
 
@@ -147,11 +146,11 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         def convolve(n: int, v: Float[Array, "batch features time"]) -> Array:
             """`h_n ∗ v + B_n ⊙ v`; the n-th state after it is in `last_states`."""
             taps = FilterTaps(graphdef, n)
-            options = {"params": params, "max_length": self.max_length, "lengths": lengths}
+            options = {"params": params, "max_length": self.max_length, "lengths": rows.lengths}
             if past is None:
-                whole = v if self.time_axis is None else all_steps(v, self.time_axis)
+                whole = v if rows.time_axis is None else all_steps(v, rows.time_axis)
                 last_states[n] = ops.long_conv_state(whole, taps=taps, **options)
-                return ops.long_conv(v, h[n], self.skip[n], time_axis=self.time_axis)
+                return ops.long_conv(v, h[n], self.skip[n], time_axis=rows.time_axis)
             y, last_states[n] = ops.online_conv(v, past[n], skip=self.skip[n], taps=taps, **options)
             return y
 

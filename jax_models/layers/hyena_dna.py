@@ -420,10 +420,10 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
         """None: at the beginning the convolutions run over x alone."""
         return None
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The mixer, then the MLP, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
-        y, state = self.mixer.sequence(self.norm1(x), state, lengths, reset)
+        y, state = self.mixer.sequence(self.norm1(x), state, rows)
         x = x + y
         mlp = self.down_proj(jax.nn.gelu(self.up_proj(self.norm2(x))))
         return x + self.dropout(mlp), state

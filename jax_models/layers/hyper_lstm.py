@@ -103,7 +103,7 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
             )
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """`ops.hyper_lstm`, one layer after the other."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
@@ -114,8 +114,7 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
                 x,
                 HyperLSTMState(*layer_state),
                 **jax.tree.map(lambda w: w.astype(dtype), cell.arrays()),
-                lengths=lengths,
-                reset=reset,
+                rows=rows,
             )
             x = y.astype(dtype)
             last_states.append(last_state)

@@ -84,15 +84,14 @@ class LayerNormLSTM(SequenceLayer[LSTMState]):
         shape = (batch_size, self.hidden_features)
         return LSTMState(*(jnp.zeros(shape, self.state_dtype) for _ in LSTMState._fields))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """`ops.layer_norm_lstm`."""
         dtype = self.computation_dtype(x)
         y, state = ops.layer_norm_lstm(
             x.astype(dtype),
             state,
             **jax.tree.map(lambda w: w.astype(dtype), self.arrays()),
-            lengths=lengths,
-            reset=reset,
+            rows=rows,
         )
         return y.astype(dtype), state
 

@@ -66,21 +66,19 @@ class MinRNN(SequenceLayer[MinRNNState]):
         shape = (len(self.gates), batch_size, self.hidden_features)
         return MinRNNState(jnp.zeros(shape, self.state_dtype))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The layers, the lowest first, with dropout between them."""
         x = x.astype(self.computation_dtype(x))
         last = []
         for layer, linear in enumerate(self.gates):
             weights = {"kernel": linear.kernel, "bias": linear.bias}
             weights = {k: w[...].astype(x.dtype) for k, w in weights.items() if w is not None}
-            options = {"method": self.method, "time_axis": self.time_axis}
             y, h = self.recurrence(
                 self.dropout(x) if layer else x,
                 MinRNNState(state.h[layer]),
                 **weights,
-                lengths=lengths,
-                reset=reset,
-                **options,
+                method=self.method,
+                rows=rows,
             )
             x = y.astype(x.dtype)
             last.append(h)

@@ -5,12 +5,12 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import torch_uniform
-from jax_models.ops import carry_dtype
+from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import checked_size
 from jax_models.ops.recurrence import State
 from jax_models.options import Initializer
@@ -150,7 +150,7 @@ class RecurrentStack(SequenceLayer[State]):
             )
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """All layers, in as few stacks as the dropout between them leaves."""
         dtype = self.computation_dtype(x)
         state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
@@ -167,8 +167,7 @@ class RecurrentStack(SequenceLayer[State]):
                 x,
                 jax.tree.map(lambda s: s[some], state),  # noqa: B023
                 cells[some],
-                lengths,
-                reset,
+                rows,
             )
             last_states.append(last_state)
         return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
@@ -178,8 +177,7 @@ class RecurrentStack(SequenceLayer[State]):
         x: Float[Array, "batch time in"],
         state: State,
         cells: list[dict[str, Array]],
-        lengths: Int[Array, " batch"] | None,
-        reset: Bool[Array, "batch time"] | None,
+        rows: Rows,
     ) -> tuple[Float[Array, "batch time out"], State]:
         """Layers with nothing between them, from their weights, on x in the computation's dtype."""
         return ops.recurrent_stack(
@@ -187,8 +185,7 @@ class RecurrentStack(SequenceLayer[State]):
             x,
             state,
             cells,
-            lengths,
-            reset,
+            rows=rows,
             num_directions=self.num_directions,
         )
 

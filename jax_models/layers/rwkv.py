@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv_version import foreign_to
-from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
+from jax_models.ops import CausalConv1DState, Rows, WKVState, carry_dtype
 from jax_models.options import FloatingDtype, Index, Initializer
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same, squeezed
@@ -115,11 +115,11 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         wkv = ops.empty_wkv_state(batch_size, self.in_features, dtype)
         return RWKVTimeMixState(jnp.zeros_like(wkv.num), wkv)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The receptance times the weighted average of the past, `ops.wkv`, projected."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
+        previous, last = token_shift(x, state.last, rows)
         k = self.key(mixed(self.time_mix_k, x, previous))
         v = self.value(mixed(self.time_mix_v, x, previous))
         r = self.receptance(mixed(self.time_mix_r, x, previous))
@@ -129,10 +129,8 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
             state.wkv,
             w=jnp.exp(jnp.minimum(self.time_decay[...].astype(carry_dtype(dtype)), LARGEST_DECAY)),
             u=self.time_first[...],
-            lengths=lengths,
-            reset=reset,
+            rows=rows,
             method=self.method,
-            time_axis=self.time_axis,
         )
         y = self.output(jax.nn.sigmoid(r) * y.astype(dtype))
         return y, RWKVTimeMixState(last, wkv)
@@ -215,10 +213,10 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
         dtype = self.state_dtype
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), dtype))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The receptance times the squared relu of the key, projected."""
         x = x.astype(self.computation_dtype(x))
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
+        previous, last = token_shift(x, state.last, rows)
         k = self.key(mixed(self.time_mix_k, x, previous))
         r = self.receptance(mixed(self.time_mix_r, x, previous))
         y = jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2)
@@ -298,14 +296,14 @@ class ResidualMixes(SequenceLayer[RWKVBlockState[Att]]):
         """The initial states of the two parts."""
         return RWKVBlockState(self.att.init_state(batch_size), self.ffn.init_state(batch_size))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The time mix, then the channel mix, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
         if self.ln0 is not None:
             x = self.ln0(x)
-        y, att = self.att.sequence(self.ln1(x), state.att, lengths, reset)
+        y, att = self.att.sequence(self.ln1(x), state.att, rows)
         x = x + y
-        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, lengths, reset)
+        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, rows)
         return x + y, RWKVBlockState(att, ffn)
 
     def torch_layouts(self) -> Layouts:
@@ -383,18 +381,10 @@ class RWKVBlock(ResidualMixes[RWKVTimeMixState]):
 def token_shift(
     x: Float[Array, "batch time features"],
     last: Float[Array, "batch features"],
-    lengths: Int[Array, " batch"] | None,
-    reset: Bool[Array, "batch time"] | None,
-    time_axis: str | None,
+    rows: Rows,
 ) -> tuple[Float[Array, "batch time features"], Float[Array, "batch features"]]:
     """`x_{t−1}` at each step, zero at a `reset`, and each row's last input."""
-    (previous, _), state = ops.delayed(
-        x,
-        CausalConv1DState(last[..., None]),
-        lengths=lengths,
-        reset=reset,
-        time_axis=time_axis,
-    )
+    (previous, _), state = ops.delayed(x, CausalConv1DState(last[..., None]), rows=rows)
     return previous, state.inputs[..., 0]
 
 

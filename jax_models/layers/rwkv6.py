@@ -160,11 +160,11 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             jnp.zeros((batch_size, self.heads, self.head_size, self.head_size), dtype),
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The receptance reads the matrix; the group-normed result is gated and projected."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
+        previous, last = token_shift(x, state.last, rows)
         x_w, x_k, x_v, x_r, x_g = self._mixed(x, previous)
         r, log_w, k, v = (
             heads_of(y, self.head_size)
@@ -177,10 +177,8 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             v,
             state=state.wkv.mT,
             u=self.time_faaaa[...],
-            lengths=lengths,
-            reset=reset,
+            rows=rows,
             method=self.method,
-            time_axis=self.time_axis,
         )
         rows = o.reshape(x.shape[0] * x.shape[1], self.in_features)
         normed = self.ln_x(rows).reshape(x.shape).astype(dtype)
@@ -319,10 +317,10 @@ class RWKV6ChannelMix(SequenceLayer[RWKVChannelMixState]):
         """No last input: zeros, (batch, features), in at least float32."""
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The receptance times the squared relu of the key, projected."""
         x = x.astype(self.computation_dtype(x))
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
+        previous, last = token_shift(x, state.last, rows)
         k = self.key(toward(x, previous, self.time_maa_k))
         r = self.receptance(toward(x, previous, self.time_maa_r))
         return jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)

@@ -187,11 +187,11 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             jnp.zeros((batch_size, self.heads, self.head_size, self.head_size), dtype),
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The receptance reads the matrix; the group-normed result and a bonus are gated."""
         dtype = self.computation_dtype(x)
         x, *v_first = jnp.split(x.astype(dtype), self.in_features // self.features, axis=-1)
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
+        previous, last = token_shift(x, state.last, rows)
         x_r, x_w, x_k, x_v, x_a, x_g = (
             toward(x, previous, getattr(self, f"x_{name}")) for name in MIXES
         )
@@ -217,10 +217,8 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             removal * rate.astype(removal.dtype),
             state.wkv,
             min_log_w=LEAST_LOG_DECAY,
-            lengths=lengths,
-            reset=reset,
+            rows=rows,
             method=self.method,
-            time_axis=self.time_axis,
         )
         r_k = self.r_k[...].astype(o.dtype)[None, None]
         strength = jnp.sum(r.astype(o.dtype) * k * r_k, axis=-1, keepdims=True)
@@ -342,10 +340,10 @@ class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
         """No last input: zeros, (batch, features), in at least float32."""
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The squared relu of the key, projected."""
         x = x.astype(self.computation_dtype(x))
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
+        previous, last = token_shift(x, state.last, rows)
         k = self.key(toward(x, previous, self.x_k))
         return self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
 
@@ -444,17 +442,17 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
 
     foreign_format = staticmethod(foreign_to("RWKV-7"))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The time mix, then the channel mix; the lowest layer's values go on beside."""
         x = x.astype(self.computation_dtype(x))
         x, *v_first = jnp.split(x, self.in_features // self.features, axis=-1)
         if self.ln0 is not None:
             x = self.ln0(x)
         normed = jnp.concatenate([self.ln1(x), *v_first], axis=-1)
-        y, att = self.att.sequence(normed, state.att, lengths, reset)
+        y, att = self.att.sequence(normed, state.att, rows)
         y, v_first = jnp.split(y, 2, axis=-1)
         x = x + y
-        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, lengths, reset)
+        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, rows)
         return jnp.concatenate([x + y, v_first], axis=-1), RWKVBlockState(att, ffn)
 
 

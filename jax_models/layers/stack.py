@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
+from jax_models.ops import Rows
 from jax_models.ops.checks import described
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested
@@ -36,15 +37,14 @@ class PureLayer(NamedTuple):
         x: Float[Array, "batch time in"],
         arrays: nnx.State,
         state: Any,
-        lengths: Int[Array, " batch"] | None,
-        reset: Bool[Array, "batch time"] | None,
+        rows: Rows,
     ) -> tuple[Float[Array, "batch time out"], Any, nnx.State]:
         """y, the last state, and the variables that the layer assigned to."""
 
         def run(x, arrays, state):
             layer = nnx.merge(self.graphdef, arrays, copy=True)
             check_fits(x, layer)
-            y, last_state = layer.sequence(x, state, lengths, reset)
+            y, last_state = layer.sequence(x, state, rows)
             return y, last_state, _assigned(arrays, nnx.state(layer))
 
         if self.remat != "none":
@@ -121,14 +121,14 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         """What the layers start from."""
         return tuple(layer.start(batch_size) for layer in self.layers)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """All layers, the lowest first.
 
         An eager call runs them one by one. A traced one takes neighbors of one structure together:
         unrolled from one trace or, with `scan_layers` or `remat`, as the body of a scan.
         """
         if not _is_traced((x, state, nnx.state(self))):
-            return _one_by_one(self.layers, x, state, lengths, reset)
+            return _one_by_one(self.layers, x, state, rows)
         pairs = zip(self.layers, state, strict=True)
         last_states = []
         for _, alike in itertools.groupby(pairs, lambda pair: _structure(*pair)):
@@ -136,7 +136,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
             x = x.astype(layers[0].computation_dtype(x))
             run = _scanned if self._scans(layers, x.shape[1]) else _unrolled
             pure = PureLayer(nnx.graphdef(layers[0]), self.remat)
-            x, results = run(pure, x, layers, states, lengths, reset)
+            x, results = run(pure, x, layers, states, rows)
             last_states += results
         return x, tuple(last_states)
 
@@ -170,7 +170,7 @@ def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:
 @partial(jax.jit, static_argnums=0)  # traced once for all equal layers
 def _first_step(graphdef: nnx.GraphDef, arrays: nnx.State, x: Array) -> Array:
     layer = nnx.merge(graphdef, arrays, copy=True)
-    return layer.sequence(x, layer.start(1), None, None)[0]
+    return layer.sequence(x, layer.start(1), Rows())[0]
 
 
 def check_fits(
@@ -185,13 +185,13 @@ def check_fits(
 
 
 def _one_by_one(
-    layers: Iterable[SequenceLayer], x: Array, states: tuple[Any, ...], lengths, reset
+    layers: Iterable[SequenceLayer], x: Array, states: tuple[Any, ...], rows: Rows
 ) -> tuple[Array, tuple[Any, ...]]:
     """Layers as they are: nothing is compiled or differentiated."""
     last_states = []
     for layer, state in zip(layers, states, strict=True):
         check_fits(x, layer)
-        x, last_state = layer.sequence(x, state, lengths, reset)
+        x, last_state = layer.sequence(x, state, rows)
         last_states.append(last_state)
     return x, tuple(last_states)
 
@@ -200,10 +200,10 @@ _compiled = jax.jit(PureLayer.__call__, static_argnums=0)
 
 
 @partial(jax.jit, static_argnums=0)
-def _compiled_scan(pure: PureLayer, x, arrays_and_states, lengths, reset):
+def _compiled_scan(pure: PureLayer, x, arrays_and_states, rows):
     def step(x, arrays_and_state):
         arrays, state = arrays_and_state
-        y, *others = pure(x, arrays, state, lengths, reset)
+        y, *others = pure(x, arrays, state, rows)
         check_fits(y, nnx.merge(pure.graphdef, arrays, copy=True))
         return y, others
 
@@ -215,13 +215,12 @@ def _unrolled(
     x: Array,
     layers: Sequence[SequenceLayer],
     states: Sequence[Any],
-    lengths: Array | None,
-    reset: Array | None,
+    rows: Rows,
 ) -> tuple[Array, list[Any]]:
     """Layers of one structure, traced once."""
     last_states = []
     for layer, state in zip(layers, states, strict=True):
-        x, last_state, assigned = _compiled(pure, x, nnx.state(layer), state, lengths, reset)
+        x, last_state, assigned = _compiled(pure, x, nnx.state(layer), state, rows)
         nnx.update(layer, assigned)
         last_states.append(last_state)
     return x, last_states
@@ -232,13 +231,12 @@ def _scanned(
     x: Array,
     layers: Sequence[SequenceLayer],
     states: Sequence[Any],
-    lengths: Array | None,
-    reset: Array | None,
+    rows: Rows,
 ) -> tuple[Array, list[Any]]:
     """Layers of one structure, compiled once."""
     inputs = [(nnx.state(layer), state) for layer, state in zip(layers, states, strict=True)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
-    x, outputs = _compiled_scan(pure, x, stacked, lengths, reset)
+    x, outputs = _compiled_scan(pure, x, stacked, rows)
     last_states = []
     for i, layer in enumerate(layers):
         last_state, assigned = jax.tree.map(lambda a: a[i], outputs)  # noqa: B023

@@ -107,10 +107,10 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         modes = jnp.zeros((batch_size, *self.poles.shape), self.state_dtype)
         return StripedHyenaState(self.conv.init_state(batch_size), ModalConvState(modes))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The gates around `ops.modal_conv`, between the projections."""
         dtype = self.computation_dtype(x)
-        z, conv = self.conv.sequence(self.proj_input(x.astype(dtype)), state.conv, lengths, reset)
+        z, conv = self.conv.sequence(self.proj_input(x.astype(dtype)), state.conv, rows)
         size = self.in_features // self.num_heads
         by_head = z.reshape(*z.shape[:2], self.num_heads, 3, size)
         x2, x1, v = (by_head[:, :, :, i].reshape(x.shape) for i in range(3))
@@ -120,9 +120,7 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
             poles=self.poles[...],
             residues=self.residues[...],
             skip=self.D[...],
-            lengths=lengths,
-            reset=reset,
-            time_axis=self.time_axis,
+            rows=rows,
         )
         return self.proj_output(y * x2), StripedHyenaState(conv, modal)
 
@@ -244,10 +242,10 @@ class StripedHyenaBlock(SequenceLayer[StripedHyenaState]):
         """The state of the mixer."""
         return self.mixer.init_state(batch_size)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The mixer, then the gated MLP, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
-        y, state = self.mixer.sequence(self.pre_norm(x), state, lengths, reset)
+        y, state = self.mixer.sequence(self.pre_norm(x), state, rows)
         x = x + y
         return x + self.mlp(self.post_norm(x)), state
 

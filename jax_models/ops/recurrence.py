@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine, carry_dtype, common_carry_dtype
 from jax_models.ops.checks import as_array, checked, checked_array, described, wrong_shape
-from jax_models.ops.segments import segments
+from jax_models.ops.rows import Masks, Rows, given_rows
 from jax_models.ops.varying import alike
 
 State = TypeVar("State", bound=tuple)
@@ -90,9 +90,8 @@ def recurrence(
     *,
     inputs: Any = None,
     params: Any = None,
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
     reverse: bool = False,
+    **masks: Unpack[Masks],
 ) -> tuple[Float[Array, "batch time out"], State]:
     """Runs `s_t = step(s_{t−1}, …)` for t = 0 … T−1, or for t = T−1 … 0 with `reverse`.
 
@@ -113,11 +112,8 @@ def recurrence(
         x: the inputs that each `kernel_x` multiplies.
         inputs: other arrays (batch, time, …), of which each step receives its own slice.
         params: other arrays, which every step receives whole.
-        lengths: row b runs only the steps t < lengths[b]; later steps leave its state unchanged.
-        reset: true at the first step of each packed document, where the state restarts from zero.
-            With `reverse`, still mark the first steps: the state restarts where the scan enters
-            each document, which is at its last step.
         reverse: run from the last step to the first.
+        **masks: `lengths` and `reset`, as in `Masks`; a state restarts from zero.
 
     Returns:
         The outputs of all steps (those beyond `lengths` are meaningless), and the last state.
@@ -148,7 +144,7 @@ def recurrence(
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
     static = _Static(step, reverse)
-    return _batch_first(static, products, x, inputs, params, state, lengths, reset)
+    return _batch_first(static, products, x, inputs, params, state, given_rows(masks))
 
 
 def _checked_state(state: State, batch: int, dtype: jnp.dtype) -> State:
@@ -179,8 +175,8 @@ class _Static(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)  # otherwise an eager call would compile the scan each time
-def _batch_first(static: _Static, products, x, inputs, params, state, lengths, reset):
-    masks = segments(x.shape[1], lengths, reset, reverse=static.reverse)
+def _batch_first(static: _Static, products, x, inputs, params, state, rows: Rows):
+    masks = rows.active, rows.restarts(reverse=static.reverse)
     products, x, inputs, params, state, masks = alike((products, x, inputs, params, state, masks))
     steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
     ys, state = _recurrence(
