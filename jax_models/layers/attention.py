@@ -1,6 +1,6 @@
 """The pre-norm transformer block with which The Annotated Hyena compares Hyena."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +11,7 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
 from jax_models.ops.rows import Rows, at_end
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, layer_norm, linear, same, transposed
 
@@ -44,13 +44,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         num_heads: number of heads, each of size features / num_heads.
         max_length: the longest sequence, and the slots of the state.
         dropout_rate: dropout, in training, of the attention weights and of the MLP's output.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. The softmax and the
-            state are in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices. None: as torch does.
-        bias_init: draws their biases. None: zero.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        **options: as in `LayerOptions`. Matrices start as in torch, biases at zero.
 
     Raises:
         ValueError: a size is not positive, the heads do not divide the features, or (at the call)
@@ -67,32 +61,24 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         *,
         max_length: int = 1024,
         dropout_rate: float = 0.0,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(features, **options)
         self.num_heads = num_heads
         if features % num_heads:
             raise ValueError(
                 f"num_heads: expected a divisor of features={features}, got {num_heads}"
             )
         self.max_length = max_length
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.ln1 = LayerNorm(features, **options)
-        self.ln3 = LayerNorm(features, **options)
-        options["bias_init"] = bias_init or nnx.initializers.zeros
-        xavier = kernel_init or nnx.initializers.xavier_uniform()
-        narrow = kernel_init or torch_uniform(features)
-        wide = kernel_init or torch_uniform(4 * features)
-        self.in_proj = Linear(features, 3 * features, kernel_init=xavier, **options)
-        self.out_proj = Linear(features, features, kernel_init=narrow, **options)
-        self.up_proj = Linear(features, 4 * features, kernel_init=narrow, **options)
-        self.down_proj = Linear(4 * features, features, kernel_init=wide, **options)
-        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        self.ln1 = LayerNorm(features, **norm_options(options))
+        self.ln3 = LayerNorm(features, **norm_options(options))
+        narrow, wide = (with_inits(options, torch_uniform(n)) for n in (features, 4 * features))
+        xavier = with_inits(options, nnx.initializers.xavier_uniform())
+        self.in_proj = Linear(features, 3 * features, **xavier)
+        self.out_proj = Linear(features, features, **narrow)
+        self.up_proj = Linear(features, 4 * features, **narrow)
+        self.down_proj = Linear(4 * features, features, **wide)
+        self.dropout = Dropout(dropout_rate, rngs=options["rngs"])
 
     def init_state(self, batch_size: int) -> SelfAttentionState:
         """No keys yet, in at least float32."""

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from jax_models.ops.rows import Rows, reverse_time
-from jax_models.sequence import SequenceLayer, State
+from jax_models.sequence import SequenceLayer, State, refuse_time_major
 from jax_models.weights import Layouts, nested
 
 
@@ -21,7 +21,7 @@ class Reversed(SequenceLayer[State]):
 
     Raises:
         TypeError: it is no `SequenceLayer`.
-        ValueError: it has no `step`.
+        ValueError: it has no `step`, or has `time_major`.
 
     Layouts: the layer's, whose keys begin with `layer.`.
 
@@ -33,12 +33,8 @@ class Reversed(SequenceLayer[State]):
     def __init__(self, layer: SequenceLayer):
         if not layer.causal:
             raise ValueError("layer: expected a layer that has a `step`, got one without")
-        super().__init__(
-            layer.in_features,
-            time_major=layer.time_major,
-            dtype=layer.dtype,
-            param_dtype=layer.param_dtype,
-        )
+        refuse_time_major("layer", layer)
+        super().__init__(layer.in_features, dtype=layer.dtype, param_dtype=layer.param_dtype)
         self.layer = layer
         self.resettable = layer.resettable
 
@@ -67,5 +63,5 @@ def run_reversed(
     rows: Rows,
 ) -> tuple[Float[Array, "batch time out"], State]:
     """The layer from the last step of each row to the first."""
-    y, last = layer.sequence(reverse_time(x, rows.lengths), state, rows.reversed())
+    y, last = layer.joined_sequence(reverse_time(x, rows.lengths), state, rows.reversed())
     return reverse_time(y, rows.lengths), last

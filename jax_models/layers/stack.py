@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jax_models.ops import Rows
 from jax_models.ops.checks import described
-from jax_models.sequence import SequenceLayer
+from jax_models.sequence import SequenceLayer, refuse_time_major
 from jax_models.weights import Layouts, nested
 
 Remat = Literal["none", "dots", "full"]
@@ -60,7 +60,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
     The state is the tuple of the layers' states, the lowest first. Of neighboring
-    layers with equal structure JAX traces one. All layers have the same `time_major`; the stack's
+    layers with equal structure JAX traces one. The stack's
     `dtype` and `param_dtype` are the lowest layer's.
 
     Args:
@@ -73,8 +73,8 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
 
     Raises:
         TypeError: `layers` is not iterable, or holds something else than a `SequenceLayer`.
-        ValueError: `layers` is empty, there is no such `remat`, the layers differ in `time_major`,
-            or a layer reads another size than the one below returns.
+        ValueError: `layers` is empty, there is no such `remat`, a layer has
+            `time_major`, or a layer reads another size than the one below returns.
 
     Layouts: those that all layers have; the keys of layer i begin with `{i}.`.
 
@@ -97,13 +97,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, SequenceLayer):
                 raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
-        self.time_major = self.layers[0].time_major
-        for i, layer in enumerate(self.layers):
-            if layer.time_major != self.time_major:
-                raise ValueError(
-                    f"layers[{i}]: expected time_major={self.time_major} as layers[0] has, "
-                    f"got {layer.time_major}"
-                )
+            refuse_time_major(f"layers[{i}]", layer)
         for below, layer in itertools.pairwise(self.layers):
             check_fits(_outputs(below), layer)
         self.remat: Remat = remat
@@ -121,6 +115,10 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         """What the layers start from."""
         return tuple(layer.start(batch_size) for layer in self.layers)
 
+    def split(self, x):
+        """What the lowest layer gets."""
+        return self.layers[0].split(x)
+
     def sequence(self, x, state, rows):
         """All layers, the lowest first.
 
@@ -133,8 +131,10 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         last_states = []
         for _, alike in itertools.groupby(pairs, lambda pair: _structure(*pair)):
             layers, states = map(list, zip(*alike, strict=True))
-            x = x.astype(layers[0].computation_dtype(x))
-            run = _scanned if self._scans(layers, x.shape[1]) else _unrolled
+            first, *_ = jax.tree.leaves(x)
+            dtype = layers[0].computation_dtype(first)
+            x = jax.tree.map(lambda stream: stream.astype(dtype), x)  # noqa: B023
+            run = _scanned if self._scans(layers, first.shape[1]) else _unrolled
             pure = PureLayer(nnx.graphdef(layers[0]), self.remat)
             x, results = run(pure, x, layers, states, rows)
             last_states += results
@@ -170,16 +170,17 @@ def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:
 @partial(jax.jit, static_argnums=0)  # traced once for all equal layers
 def _first_step(graphdef: nnx.GraphDef, arrays: nnx.State, x: Array) -> Array:
     layer = nnx.merge(graphdef, arrays, copy=True)
-    return layer.sequence(x, layer.start(1), Rows())[0]
+    return layer.joined_sequence(x, layer.start(1), Rows())[0]
 
 
 def check_fits(
     x: Float[Array, "batch time features"] | jax.ShapeDtypeStruct, layer: SequenceLayer
 ) -> None:
     """Refuse a layer that reads another size than the one below returns."""
-    if x.shape[-1] != layer.in_features:
+    features = sum(stream.shape[-1] for stream in jax.tree.leaves(x))
+    if features != layer.in_features:
         raise ValueError(
-            f"layers: expected in_features={x.shape[-1]} of the {type(layer).__name__}, as many as "
+            f"layers: expected in_features={features} of the {type(layer).__name__}, as many as "
             f"the layer below it returns, got {layer.in_features}"
         )
 

@@ -249,11 +249,12 @@ def signature(function: Callable) -> inspect.Signature:
 def _keywords(options: type) -> Iterator[inspect.Parameter]:
     """The options of a TypedDict as keywords."""
     for name, annotation in get_type_hints(options, include_extras=True).items():
-        default, (first, *others) = None, get_args(annotation) or (annotation,)
+        default, (first, *marks) = None, get_args(annotation) or (annotation,)
         if get_origin(annotation) is Required:
             annotation, default = first, inspect.Parameter.empty
-        elif get_origin(annotation) is Annotated and isinstance(others[0], Default):
-            annotation, default = first, others[0].value
+        elif marks and isinstance(marks[-1], Default):
+            *marks, (default,) = marks
+            annotation = Annotated[first, *marks] if marks else first
         keyword = inspect.Parameter.KEYWORD_ONLY
         yield inspect.Parameter(name, keyword, default=default, annotation=annotation)
 

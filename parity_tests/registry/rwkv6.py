@@ -83,9 +83,9 @@ def with_state_transposed(delta_rule):
     return wrong
 
 
-def other_way_round(toward):
+def other_way_round(lerp_to_previous):
     """μ for 1 − μ."""
-    return lambda x, previous, *mix: toward(previous, x, *mix)
+    return lambda x, previous, *mix: lerp_to_previous(previous, x, *mix)
 
 
 weights = partial(Mutation, kind="weights")
@@ -123,7 +123,7 @@ MUTATIONS = [
     ),
     *(
         forward(
-            "μ for 1 − μ", case, plant=replaced("jax_models.layers.rwkv6.toward", other_way_round)
+            "μ for 1 − μ", case, plant=replaced("jax_models.layers.rwkv6.lerp_to_previous", other_way_round)
         )
         for case in ("RWKV6TimeMix", "RWKV6ChannelMix")
     ),
