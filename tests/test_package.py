@@ -91,10 +91,11 @@ MAY_IMPORT = {
     ],
     "parity_tests/checks.py": ["parity_tests.engine", "parity_tests.registry", "jax_models"],
     "parity_tests/report": ["parity_tests", "jax_models", "twinscan"],
+    "tpu_compile": ["tpu_compile", "jax_models", "parity_tests.registry", "train", "twinscan"],
     "twinscan": ["twinscan", "jax_models"],
     "train": ["train", "jax_models", "twinscan", "torch_ref"],
 }
-OURS = {"jax_models", "torch_ref", "parity_tests", "train", "twinscan", "benchmarks"}
+OURS = {"jax_models", "torch_ref", "parity_tests", "train", "twinscan", "benchmarks", "tpu_compile"}
 
 
 def imported(file: Path) -> Iterator[str]:

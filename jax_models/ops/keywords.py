@@ -70,6 +70,7 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
 
 NOTES = {
     "batch_first": "x is (batch, time, features) unless time_major=True",
+    "time_major": "only RNN, LSTM and GRU have it: swap the axes of x, as jnp.swapaxes(x, 0, 1)",
     "done": "reset is True at the first step of an episode, which is the step after a done",
     "mask": "lengths (batch,) says how many steps of each row are real",
     "attention_mask": "lengths (batch,) says how many steps of each row are real",
@@ -120,7 +121,7 @@ def refuse_unknown(
 
 def _answer(name: str, known: list[str]) -> str:
     ours = [ours for ours in OUR_NAMES.get(name, ()) if ours in known]
-    if name in NOTES and ours:
+    if name in NOTES and (ours or name not in OUR_NAMES):
         return f"{name}: no such argument; {NOTES[name]}"
     ours = ours or difflib.get_close_matches(name, known)
     if ours:

@@ -123,7 +123,9 @@ MUTATIONS = [
     ),
     *(
         forward(
-            "μ for 1 − μ", case, plant=replaced("jax_models.layers.rwkv6.lerp_to_previous", other_way_round)
+            "μ for 1 − μ",
+            case,
+            plant=replaced("jax_models.layers.rwkv6.lerp_to_previous", other_way_round),
         )
         for case in ("RWKV6TimeMix", "RWKV6ChannelMix")
     ),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity_tests.engine.tolerance import FLOAT64, rms
+from parity_tests.engine.bounds.tolerance import FLOAT64, rms
 
 NUMBERS = "biufcV"
 """The kinds of dtypes: ml_dtypes' are of kind V."""

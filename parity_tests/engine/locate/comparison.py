@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.bounds.tolerance import rms
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.agree import Difference, difference
 from parity_tests.engine.locate.arrays import assigned, of_both
 from parity_tests.engine.locate.evidence import (
@@ -25,7 +26,6 @@ from parity_tests.engine.locate.run import Run
 from parity_tests.engine.locate.search import Search, Wanted, watched
 from parity_tests.engine.locate.theirs import Theirs
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.tolerance import rms
 
 
 @dataclasses.dataclass

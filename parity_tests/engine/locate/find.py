@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.bounds.tolerance import floor
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.blame import find
 from parity_tests.engine.locate.comparison import Comparison
 from parity_tests.engine.locate.evidence import BACKWARD, FORWARD
@@ -20,7 +21,6 @@ from parity_tests.engine.locate.verdict import departure, nothing_departs
 from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
-from parity_tests.engine.tolerance import floor
 
 
 def checked_names(

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from parity_tests.engine.casts import called_body, last_uses
+from parity_tests.engine.candidates.jax_program import called_body, last_uses
 from parity_tests.engine.locate.agree import difference, layouts
 from parity_tests.engine.locate.record import Call, tell_p
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from parity_tests.engine.candidates.torch_module import weight_owners
+from parity_tests.engine.candidates.torch_run import Prepare
 from parity_tests.engine.locate.hyperparameters import hyperparameters_of
 from parity_tests.engine.locate.record import Call, Trace, mapped
 from parity_tests.engine.locate.run import Run, whole_run
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
-from parity_tests.engine.torch_module import weight_owners
-from parity_tests.engine.torch_side import Prepare
 
 
 def of_torch(
