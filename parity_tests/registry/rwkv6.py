@@ -90,6 +90,7 @@ def other_way_round(lerp_to_previous):
 
 weights = partial(Mutation, kind="weights")
 forward = partial(Mutation, kind="forward")
+LAYERS = "jax_models.layers"
 DELTA_RULE = "jax_models.ops.delta_rule"
 
 MUTATIONS = [
