@@ -36,28 +36,28 @@ class Product(NamedTuple):
         }
 
     @staticmethod
-    def kept(of_x: Array | None, of_h: Array) -> Array:
+    def stored(of_x: Array | None, of_h: Array) -> Array:
         """Returns what the loop stores of a step's two products for the backward pass."""
         return of_h if of_x is None else of_x + of_h
 
     @staticmethod
-    def value(of_x: Array | None, kept: Array) -> Any:
+    def received(of_x: Array | None, stored: Array) -> Any:
         """Returns what a step receives, made from what is stored: the sum of both products."""
-        return kept
+        return stored
 
 
 class Pair(Product):
     """A product of x and one of h, of which a step receives both instead of the sum."""
 
     @staticmethod
-    def kept(of_x: Array | None, of_h: Array) -> Array:
+    def stored(of_x: Array | None, of_h: Array) -> Array:
         """Returns only the product of h, because that of x is computed before the loop."""
         return of_h
 
     @staticmethod
-    def value(of_x: Array | None, kept: Array) -> Any:
+    def received(of_x: Array | None, stored: Array) -> Any:
         """Returns what a step receives: the two products."""
-        return of_x, kept
+        return of_x, stored
 
 
 def sigmoid(x: Array) -> Array:
@@ -217,7 +217,7 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
             merged = _merged(names, group)  # XLA moves this out of the loop
             of_h = _split(affine(h, merged.kernel, merged.bias), _widths(group))
             parts = zip(names, group, of_h, strict=True)
-            kept[names] = [product.kept(of_x[name], part) for name, product, part in parts]
+            kept[names] = [product.stored(of_x[name], part) for name, product, part in parts]
             # If h is a field of the state, it is already stored with the state.
             fields[names] = next((i for i, field in enumerate(state) if field is h), None)
             if fields[names] is None:
@@ -250,12 +250,12 @@ class _Residuals(NamedTuple):
     h: dict[tuple[str, ...], Array]
     """The h of each group of products that a step asks for together."""
     kept: dict[tuple[str, ...], list[Array]]
-    """The results of `Product.kept` for the products of each group."""
+    """The results of `Product.stored` for the products of each group."""
 
 
 def _values(products: dict[str, Product], of_x, names, kept) -> list[Any]:
     """Returns what a step receives for the products of a group."""
-    return [products[name].value(of_x[name], a) for name, a in zip(names, kept, strict=True)]
+    return [products[name].received(of_x[name], a) for name, a in zip(names, kept, strict=True)]
 
 
 def _where(mask, x, y):
@@ -307,7 +307,7 @@ def _recurrence_jvp(static: _Static, primals, tangents):
         tangents = _merged_tangents(group, [d_products[name] for name in names])
         d_of_h, of_group = _direct_tangents(group, merged, tangents, x, d_x, h[names])
         by_name = [*zip(names, group, of_group, d_of_h, strict=True)]
-        d_kept[names] = [product.kept(a, b) for _, product, a, b in by_name]
+        d_kept[names] = [product.stored(a, b) for _, product, a, b in by_name]
         d_of_x |= {name: a if of_x[name] is not None else None for name, _, a, _ in by_name}
         transposable[names] = _transposable(merged.kernel)
 

@@ -123,12 +123,11 @@ MUTATIONS = [
         ),
     ),
     *(
-        forward(
-            "μ for 1 − μ",
-            case,
-            plant=replaced("jax_models.layers.rwkv6.lerp_to_previous", other_way_round),
+        forward("μ for 1 − μ", case, plant=replaced(f"{LAYERS}.{target}", other_way_round))
+        for case, target in (
+            ("RWKV6TimeMix", "rwkv6.lerp_to_previous"),
+            ("RWKV6ChannelMix", "rwkv.lerp_to_previous"),
         )
-        for case in ("RWKV6TimeMix", "RWKV6ChannelMix")
     ),
     forward("epsilon doubled", "RWKV6TimeMix", plant=epsilon_doubled("ln_x"), culprit="ln_x"),
     forward("epsilon doubled", "RWKV6Block", plant=epsilon_doubled("ln1"), culprit="ln1"),
