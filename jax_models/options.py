@@ -67,16 +67,17 @@ norm_options: Callable[[Any], NormOptions] = partial(only, NormOptions)
 def with_inits(
     options: Any,
     kernel_init: Initializer,
-    bias_init: Initializer = nnx.initializers.zeros,
+    bias_init: Initializer | None = nnx.initializers.zeros,
     **others: Any,
 ) -> dict[str, Any]:
-    """The options of a `Linear`, with a layer's own initializers where the caller gave none."""
-    return {
-        **norm_options(options),
-        "kernel_init": options.get("kernel_init") or kernel_init,
-        "bias_init": options.get("bias_init") or bias_init,
-        **others,
-    }
+    """The options of a `Linear`, with a layer's own initializers where the caller gave none.
+
+    Without a `bias_init`, they are of a part that has no bias.
+    """
+    others |= norm_options(options)
+    if bias_init is not None:
+        others["bias_init"] = options.get("bias_init") or bias_init
+    return {**others, "kernel_init": options.get("kernel_init") or kernel_init}
 
 
 def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
@@ -89,6 +90,12 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
     if "params" not in rngs and "default" not in rngs:
         raise ValueError(f"{name}: expected a stream `params` or `default`, got {list(rngs)}")
     return rngs
+
+
+def refuse_unused(name: str, init: Initializer | None, *, unless: bool, because: str) -> None:
+    """Refuse an initializer that would draw nothing, unless the options need it."""
+    if init is not None and not unless:
+        raise ValueError(f"{name}: expected None {because}, got an initializer")
 
 
 def checked_path(name: str, path: Any) -> Path:

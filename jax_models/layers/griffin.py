@@ -16,7 +16,7 @@ from jax_models.layers.residual import ResidualBlock
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.rotary import checked_rotated
-from jax_models.options import Initializer, LayerOptions, norm_options, with_inits
+from jax_models.options import Initializer, LayerOptions, norm_options, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, dense, linear, nested, parts, rms_norm, transposed
 
@@ -51,7 +51,8 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
 
     Raises:
         ValueError: a size is not positive, num_heads does not divide the features, num_kv_heads
-            not num_heads, or the part of a head that is turned is odd.
+            not num_heads, the part of a head that is turned is odd, or `bias_init` is given without
+            biases.
 
     Layouts: `hf` (transformers' RecurrentGemmaAttention). With one head of keys and no biases of
     queries: `deepmind` (recurrentgemma's LocalAttentionBlock in Flax) and `deepmind-torch`. Without
@@ -87,6 +88,12 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         rotated = int(self.head_features * rotary_fraction)
         self.rotated = checked_rotated("rotary_fraction", rotated, self.head_features)
         self.rope_theta = checked_positive("rope_theta", rope_theta)
+        refuse_unused(
+            "bias_init",
+            options.get("bias_init"),
+            unless=use_bias or out_bias,
+            because="with use_bias=False and out_bias=False",
+        )
         matrix = with_inits(options, normal_of_fan_in())
         of_keys = num_kv_heads * self.head_features
         self.q_proj = Linear(features, features, use_bias=use_bias, **matrix)
@@ -269,7 +276,8 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         **options: as in `LayerOptions`; parameters start as in recurrentgemma.
 
     Raises:
-        ValueError: as `GriffinRecurrence` and `LocalAttention`.
+        ValueError: as `GriffinRecurrence` and `LocalAttention`, or `out_variance` is given with
+            `kernel_init`, which draws these matrices, too.
 
     Layouts: `hf` (transformers' RecurrentGemmaDecoderLayer), `deepmind` (recurrentgemma's
     ResidualBlock in Flax) and `deepmind-torch`, where the mixing has them.
@@ -299,8 +307,14 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
     ):
         super().__init__(features, **options)
         self.mixing: GriffinMixing = mixing
-        normal = normal_of_fan_in(checked_positive("out_variance", out_variance))
-        out_init = options.get("kernel_init") or normal
+        checked_positive("out_variance", out_variance)
+        kernel_init = options.get("kernel_init")
+        if kernel_init is not None and out_variance != 1:
+            raise ValueError(
+                "out_variance: expected 1 with a kernel_init, which draws W_out and W_down, too, "
+                f"got {out_variance}"
+            )
+        out_init = kernel_init or normal_of_fan_in(out_variance)
         norm = partial(ZeroCenteredRMSNorm, features, epsilon=epsilon, **norm_options(options))
         self.temporal_pre_norm = norm()
         self.temporal_block: SequenceLayer[Any]

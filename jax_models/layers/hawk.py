@@ -15,7 +15,15 @@ from jax_models.layers.norm import RMSNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
-from jax_models.options import Initializer, LayerOptions, norm_options, with_inits
+from jax_models.options import (
+    Initializer,
+    LayerOptions,
+    MatrixOptions,
+    norm_options,
+    only,
+    refuse_unused,
+    with_inits,
+)
 from jax_models.sequence import SequenceLayer, State
 from jax_models.weights import Layouts, Table, linear, nested, rms_norm, same
 
@@ -66,7 +74,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
 
     Raises:
         ValueError: a size or c is not positive, there is no such method, num_blocks does not
-            divide the features, or num_blocks or an epsilon is given with "direct".
+            divide the features, num_blocks or an epsilon is given with "direct", or `bias_init`
+            without num_blocks.
 
     Layouts: without `num_blocks`, `hawk`: the keys of torch_ref.RGLRU, which are `a` or, with
     "softplus", `a_param`, and the two gates' `weight`. An `a` outside [0, 1] is refused. With
@@ -109,7 +118,9 @@ class RGLRU(SequenceLayer[RGLRUState]):
         self.num_blocks = num_blocks
         rngs, param_dtype = options["rngs"], self.param_dtype
         if num_blocks is None:
-            matrix = with_inits(options, lecun_normal, use_bias=False)
+            because = "without num_blocks, because only blocks have biases"
+            refuse_unused("bias_init", options.get("bias_init"), unless=False, because=because)
+            matrix = with_inits(options, lecun_normal, None, use_bias=False)
             self.input_gate = Linear(features, features, **matrix)
             self.recurrence_gate = Linear(features, features, **matrix)
         else:
@@ -298,9 +309,14 @@ class Hawk(GatedRecurrence[HawkState]):
             features,
             features,
             kernel_size,
-            matrix=with_inits(options, lecun_normal, use_bias=False),
+            matrix=with_inits(options, lecun_normal, None, use_bias=False),
             conv={**options},
-            rglru={**options, "parameterization": parameterization, "c": c, "method": method},
+            rglru={
+                **only(MatrixOptions, options),
+                "parameterization": parameterization,
+                "c": c,
+                "method": method,
+            },
         )
 
     def torch_layouts(self) -> Layouts:
@@ -356,7 +372,7 @@ class HawkBlock(ResidualBlock[HawkState]):
             features, kernel_size=kernel_size, parameterization=parameterization, **options
         )
         self.channel_pre_norm = RMSNorm(features, **norm_options(options))
-        self.mlp = GatedMLP(features, mlp_features, **options)
+        self.mlp = GatedMLP(features, mlp_features, **only(MatrixOptions, options))
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the twin's keys."""

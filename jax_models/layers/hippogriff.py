@@ -81,7 +81,7 @@ class HippogriffHawk(GatedRecurrence[HawkState]):
             features,
             hidden,
             kernel_size,
-            matrix=with_inits(options, normal_of_fan_in(), use_bias=False),
+            matrix=with_inits(options, normal_of_fan_in(), None, use_bias=False),
             conv={**options},
             rglru={**options, "num_blocks": 1, "epsilon": EPSILON, "bias_init": bias_init},
         )
@@ -186,7 +186,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         super().__init__(features, **options)
         if num_heads is not None and features % (2 * num_heads):
             raise ValueError(f"num_heads: expected heads of an even size, got {num_heads} of them")
-        matrix = with_inits(options, normal_of_fan_in())
+        matrix = with_inits(options, normal_of_fan_in(), None)
         norm = partial(HippogriffNorm, features, **norm_options(options))
         self.version = version
         self.hawk_norm = norm()

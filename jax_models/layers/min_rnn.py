@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
-from jax_models.layers.dropout import Dropout
+from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.ops import LinearRecurrenceMethod, MinRNNState
-from jax_models.options import LayerOptions, with_inits
+from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, gates
 
@@ -37,7 +37,9 @@ class MinRNN(SequenceLayer[MinRNNState]):
         super().__init__(in_features, **options)
         self.hidden_features = hidden_features
         self.method: LinearRecurrenceMethod = method
-        self.dropout = Dropout(dropout_rate, rngs=options["rngs"])
+        bias_init = options.get("bias_init")
+        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
+        self.dropout = dropout_between(num_layers, dropout_rate, rngs=options["rngs"])
         sizes = [in_features] + [hidden_features] * (num_layers - 1)
         self.gates = nnx.List(
             Linear(
@@ -111,7 +113,8 @@ class MinGRU(MinRNN):
             torch.nn.Linear.
 
     Raises:
-        ValueError: a size is not positive, a rate is not in [0, 1), or there is no such method.
+        ValueError: a size is not positive, a rate is not in [0, 1), there is no such method, or
+            `bias_init` is given without biases.
 
     Layouts: `minimal` (torch_ref.MinGRU). Source: "Were RNNs All We Needed?", Feng et al. 2024
     (arXiv 2410.01201), section 3.1; its log-space variant, whose candidate passes through a further

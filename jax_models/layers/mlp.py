@@ -7,7 +7,7 @@ from flax import nnx
 from jax_models.layers.activation import ACTIVATIONS, GateActivation
 from jax_models.layers.linear import Linear, lecun_normal
 from jax_models.layers.norm import checked_rows
-from jax_models.options import CheckedOptions, Initializer, LayerOptions, with_inits
+from jax_models.options import CheckedOptions, Initializer, LayerOptions, refuse_unused, with_inits
 from jax_models.weights import Layouts, dense, linear, parts, stacked, transposed
 
 
@@ -29,6 +29,9 @@ class GatedMLP(CheckedOptions, nnx.Module):
         down_init: draws W_down. None: as the others.
         **options: as in `LayerOptions`. The matrices start as `lecun_normal`, the biases at zero.
 
+    Raises:
+        ValueError: a size is not positive, or `bias_init` is given without biases.
+
     Layouts: `hawk` (torch_ref.GatedMLP), and those of the packages `stripedhyena` and `hippogriff`.
     With biases: `hf` (transformers' RecurrentGemma), `deepmind` (recurrentgemma in Flax) and
     `deepmind-torch`.
@@ -45,6 +48,8 @@ class GatedMLP(CheckedOptions, nnx.Module):
         down_init: Initializer | None = None,
         **options: Unpack[LayerOptions],
     ):
+        bias_init = options.get("bias_init")
+        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
         matrix = with_inits(options, lecun_normal, use_bias=use_bias)
         self.activation: GateActivation = activation
         self.gate_proj = Linear(features, mlp_features, **matrix)

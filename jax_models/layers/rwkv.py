@@ -52,7 +52,7 @@ def matrices(options: RWKVOptions) -> Callable[..., Linear]:
     """Makes a `Linear` from its sizes and its initializer, which is zero if none is given."""
 
     def matrix(in_features: int, out_features: int, init: Initializer = nnx.initializers.zeros):
-        return Linear(in_features, out_features, **with_inits(options, init, use_bias=False))
+        return Linear(in_features, out_features, **with_inits(options, init, None, use_bias=False))
 
     return matrix
 

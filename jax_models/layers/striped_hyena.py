@@ -184,7 +184,7 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
         )
         self.post_norm = StripedHyenaNorm(*norm_args, **norm_options(options))
         down_init = options.get("kernel_init") or torch_uniform(mlp_features)
-        matrix = with_inits(options, torch_uniform(features))
+        matrix = with_inits(options, torch_uniform(features), None)
         self.mlp = GatedMLP(
             features, mlp_features, activation=activation, down_init=down_init, **matrix
         )

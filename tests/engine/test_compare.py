@@ -134,6 +134,30 @@ def test_channels_that_are_elsewhere_are_named():
     assert not any("looks like" in note for note in found.value.__notes__)
 
 
+class SquareCNN(nnx.Module):
+    def __init__(self, takes_last: bool, returns_last: bool):
+        self.conv = nnx.Conv(5, 5, (3, 3), rngs=nnx.Rngs(0))
+        self.takes_last, self.returns_last = takes_last, returns_last
+
+    def __call__(self, x):
+        y = self.conv(x if self.takes_last else jnp.moveaxis(x, 1, -1))
+        return y if self.returns_last else jnp.moveaxis(y, -1, 1)
+
+
+@pytest.mark.parametrize("what", ["outputs", "inputs", "inputs and outputs"])
+def test_channels_that_are_elsewhere_are_named_though_the_shapes_agree(what):
+    """With as many channels as rows and columns, only the numbers tell."""
+    table = [conv2d("conv.kernel", "weight"), same("conv.bias", "bias")]
+    module, model = torch.nn.Conv2d(5, 5, 3, padding=1), SquareCNN("in" in what, "out" in what)
+    x = np.random.default_rng(0).standard_normal((2, 5, 5, 5))
+    (fault,) = compare(module, model, x, weights=table).faults
+    assert fault.startswith(f"{what}: both sides agree if the JAX model has the channels on the l")
+    call = eval(fault.partition("call=")[2], {"jnp": jnp})  # what it proposes works
+    assert compare(module, model, x, weights=table, call=call).passed
+    model.conv.padding = "CIRCULAR"
+    assert not compare(module, model, x, weights=table).faults
+
+
 def test_the_message_has_what_fails_and_where_it_begins():
     model = CNN(nnx.Rngs(0))
     model.norm.epsilon = 1.0001e-5

@@ -194,6 +194,8 @@ def test_a_model_without_weights_has_others(framework):
     x = np.random.default_rng(0).standard_normal((3, 8))
     with pytest.raises(ValueError, match=r"^weights: the model has other weights than the twin"):
         compare(random_mlp(), model, x, call=options.get("call"))
+    with pytest.raises(TypeError, match=r"^weights: the model has no layout 'torch\.nn'"):
+        compare(random_mlp(), model, x, weights="torch.nn")
 
 
 def test_a_model_that_has_the_weights_needs_no_table():

@@ -1,6 +1,7 @@
 """A user's initialisers, and the names of mesh axes that they give to parameters."""
 
 import inspect
+import itertools
 from functools import partial
 
 import jax
@@ -22,7 +23,8 @@ INITS = {
 
 def partitioned(name):
     known = inspect.signature(getattr(jax_models, name).__init__).parameters
-    return {k: nnx.with_partitioning(*v) for k, v in INITS.items() if k in known}
+    unused = {"bias_init"} if name in ("RGLRU", "GatedMLP") else set()  # have no bias by default
+    return {k: nnx.with_partitioning(*v) for k, v in INITS.items() if k in known.keys() - unused}
 
 
 def specs(layer):
@@ -79,6 +81,37 @@ def test_initialisers_draw_the_parameters():
         "kernel_ih": {2}, "kernel_hr": {2}, "kernel_hh": {3},
         "bias_ih": {4}, "bias_hh": {0}, "bias_hr": {4}, "peephole": {4},
     }  # fmt: skip
+
+
+FLAGS = ("use_bias", "recurrent_bias", "out_bias", "attention_bias")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_an_initialiser_draws_something_or_is_refused(name):
+    known = inspect.signature(getattr(jax_models, name).__init__).parameters
+    flags = [flag for flag in FLAGS if flag in known]
+    for init in (option for option in known if option.endswith("_init")):
+        for values in itertools.product((False, True), repeat=len(flags)):
+            drawn = []
+
+            def draw(key, shape, dtype, drawn=drawn):
+                drawn.append(shape)
+                return jnp.zeros(shape, dtype)
+
+            options = dict(zip(flags, values, strict=True)) | {init: draw}
+            try:
+                build(name, **options)
+            except ValueError as error:
+                assert str(error).startswith(f"{init}: expected None with")  # noqa: PT017
+                assert not drawn
+            else:
+                assert drawn, options
+
+
+def test_an_initialiser_that_overrides_the_variance_is_refused():
+    init = nnx.initializers.normal()
+    with pytest.raises(ValueError, match=r"^out_variance: expected 1 with a kernel_init, .* 0\.5$"):
+        build("GriffinBlock", kernel_init=init, out_variance=0.5)
 
 
 @pytest.mark.parametrize("layer", [RNN, LSTM, GRU])

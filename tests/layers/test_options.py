@@ -19,12 +19,17 @@ from jax_models import (
     GRU,
     LSTM,
     RNN,
+    BatchNorm,
     Hawk,
     HawkLanguageModelConfig,
     LanguageModelConfig,
     LayerNorm,
     MinGRU,
+    RMSNorm,
     RNNLanguageModelConfig,
+    RWKVLanguageModelConfig,
+    from_torch,
+    generate,
 )
 from jax_models.models.load import SileroVADConfig
 from jax_models.options import FloatingDtype, Index
@@ -150,6 +155,31 @@ def test_a_layer_that_is_called_has_the_signature_of_the_call():
         (lambda rngs: build("RMSNorm")(inputs=0), "^RMSNorm: inputs: .* x"),
         (lambda rngs: OptimizerConfig(beta=0.9), "^OptimizerConfig: beta: .* betas"),
         (lambda rngs: SileroVADConfig(rate=8000), "^SileroVADConfig: rate: .* sample_rate"),
+        (
+            lambda rngs: LSTM(3, 4, return_sequences=True, rngs=rngs),
+            r"LSTM: return_sequences: not offered: a call returns \(y, state\), where y has the",
+        ),
+        (
+            lambda rngs: LSTM(3, 4, recurrent_dropout=0.1, rngs=rngs),
+            "dropout: not offered: drop",
+        ),
+        (
+            lambda rngs: GRU(3, 4, carry_init=None, rngs=rngs),
+            "carry_init: not offered: .*init_s",
+        ),
+        (lambda rngs: GRU(3, 4, nonlinearity="relu", rngs=rngs), "the activations are fixed$"),
+        (lambda rngs: Hawk(3, bidirectional=True, rngs=rngs), r"not offered: Bidirectional\(forw"),
+        (
+            lambda rngs: RMSNorm(3, eps=1e-5, rngs=rngs),
+            "RMSNorm: eps: not offered: ε is fixed;",
+        ),
+        (lambda rngs: BatchNorm(3, eps=1e-5, rngs=rngs), r"BatchNorm: eps: .* epsilon\?"),
+        (lambda rngs: RWKVLanguageModelConfig(hidden_size=8), r"hidden_size: .* mean features\?"),
+        (lambda rngs: HawkLanguageModelConfig(n_embd=8), r"n_embd: .* mean features\?"),
+        (lambda rngs: build("LSTM")(jnp.ones((2, 3, 5)), h0=None), r"LSTM: h0: .* mean state\?"),
+        (lambda rngs: build("LSTM").step(inputs=0, state=0), r"step: inputs: .* mean x_t\?"),
+        (lambda rngs: generate(None, None, 3, key=0, top_p=0.9), "generate: top_p: .*; tokens are"),
+        (lambda rngs: from_torch(None, {}, strict=False), "from_torch: strict: .*; every key"),
     ],
 )
 def test_an_argument_of_another_package_is_answered_with_ours(call, message):

@@ -162,7 +162,7 @@ def test_an_operator_refuses(name, fault):
         with pytest.raises((TypeError, ValueError)) as error:  # noqa: PT012
             operator(name)(**jax.tree.unflatten(structure, values), **others)
             pytest.fail(f"{argument}: {fault}: accepted")
-        assert re.fullmatch(ONE_LINE, str(error.value))
+        assert re.match(ONE_LINE, str(error.value))
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ import parity_tests.report.command as parity_command
 import torch_ref
 import train.__main__ as train_command
 from jax_models import RWKV7LanguageModelConfig
-from train import evaluate, export, generate
+from train import convert, evaluate, export, generate
 from train.text import ALL_WORK
 from twinscan import command_line
 from twinscan.command_line import one_line_errors
 
 COMMANDS = {
     "train": train_command.main,
+    "convert": convert.main,
     "generate": generate.main,
     "evaluate": evaluate.main,
     "export": export.main,
@@ -70,8 +71,16 @@ REFUSED = {
     "train --text {d}/short": "text is too short",
     "train --text {d}/latin-1": "not UTF-8 at byte 3",
     "train --preset gru": "--text: the preset gru needs a text file",
-    "train --preset nix": "invalid choice 'nix'",
-    "train --num-step 3": "--num-step, 3 (did you mean --num-steps?)",
+    "train --preset nix": "--preset: expected one of all-work",
+    "train --preset lsmt": "got lsmt (did you mean lstm?)\n",
+    "train --model.cell lsmt": "got lsmt (did you mean ",
+    "train --num-step 3": "--num-step (did you mean --num-steps?)",
+    "convert --hlep --fomr x --to=y --param_dtype float32": (
+        "options: --hlep (did you mean --help?), --fomr (did you mean --from?)\n"
+    ),
+    "convert --from x --to y --param-dtype flaot32": (
+        "--param-dtype: expected one of float64, float32, float16, bfloat16, got flaot32 (did you "
+    ),
     "train --ema-decay 0.9": "(did you mean --optimizer.ema-decay?)",
     "parity --mutation": "(did you mean --mutations?)",
     "train --num-steps x": "--num-steps: invalid",
@@ -194,7 +203,7 @@ def test_an_unknown_option_is_told_without_rules_in_ascii():
     assert done.stderr.startswith("python -m train: error: Unrecognized options: --nix")
     assert "--- " not in done.stderr
     done = in_ascii("-m", "train", "--num-step", "1")
-    assert done.stderr.endswith("--num-step, 1 (did you mean --num-steps?)\n")
+    assert done.stderr.endswith("options: --num-step (did you mean --num-steps?)\n")
 
 
 @pytest.mark.parametrize(

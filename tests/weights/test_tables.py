@@ -283,15 +283,21 @@ CELL = [
 ]
 
 
-def test_a_key_that_no_parameter_holds_has_no_gradient():
-    """It fails if PyTorch's results depend on the key."""
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_a_key_that_no_parameter_holds_has_no_gradient(dtype):
+    """It fails if PyTorch's results depend on the key. The key's dtype does not matter."""
     twin = torch.nn.Module()
     twin.linear, twin.scale = torch.nn.Linear(3, 4), torch.nn.Parameter(torch.ones(4))
     port = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-    table = [*linear("", "linear"), unused("scale", np.ones(4))]
+    table = [*linear("", "linear"), unused("scale", np.ones(4, dtype))]
     for call, expected in ((lambda twin, x: twin.linear(x), True), (scaled, False)):
         report = compare(twin, port, image(2, 3), weights=table, call_twin=call)
         assert report.passed is expected, str(report)
+    state_dict = {**twin.state_dict(), "scale": torch.full((4,), 2.0, dtype=torch.float64)}
+    exported = to_torch(from_torch(port, state_dict, table), table)["scale"]
+    assert (exported.dtype, exported.tolist()) == (dtype, [1] * 4)
+    with pytest.raises(ValueError, match=r"scale: expected shape \(4,\), got \(5,\)"):
+        from_torch(port, state_dict | {"scale": torch.ones(5)}, table)
 
 
 def scaled(twin, x):
@@ -416,3 +422,5 @@ def test_a_bias_has_both_names(table):
         return [row.keys for row in table("param", "key", **options)]
 
     assert keys(bias=False) == keys(use_bias=False) == [k for k in keys() if "bias" not in str(k)]
+    with pytest.raises(ValueError, match=r"^bias, use_bias: .* got bias=True and use_bias=False"):
+        keys(bias=True, use_bias=False)

@@ -48,20 +48,20 @@ def test_all_faults_are_listed_and_the_layer_is_left_alone():
 
 def test_a_foreign_module_needs_a_table():
     module, layer = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match="Linear knows no layout of its own"):
+    with pytest.raises(TypeError, match="Linear has no layouts"):
         from_torch(layer, module.state_dict())
     table = [transposed("kernel", "weight"), same("bias", "bias")]
     weights = to_torch(from_torch(layer, module.state_dict(), table), table)
     for key, tensor in module.state_dict().items():
         np.testing.assert_array_equal(weights[key], tensor.numpy())
-    with pytest.raises(ValueError, match=r"^layout 'of its own': no row for the parameter bias$"):
+    with pytest.raises(ValueError, match=r"^table: no row for the parameter bias$"):
         to_torch(layer, table[:1])
     for row, fault in {
         same("scale", "scale"): "Linear has no parameter scale",
         same("bias", "other"): "two rows for the parameter bias",
         same("extra", "bias"): "Linear has no parameter extra; two rows for the key bias",
     }.items():
-        with pytest.raises(ValueError, match=rf"^layout 'of its own': {fault}$"):
+        with pytest.raises(ValueError, match=rf"^table: {fault}$"):
             to_torch(layer, [*table, row])
 
 
@@ -229,6 +229,21 @@ def test_weights_in_an_entry_and_in_several_places():
     both = r'under "encoder\.", "decoder\.": give prefix="encoder\." or prefix="decoder\."$'
     with pytest.raises(ValueError, match=both):
         from_torch(lstm(), two)
+    wide = {f"a.{key}": value for key, value in torch.nn.LSTM(7, 6).state_dict().items()}
+    with pytest.raises(ValueError, match=both):
+        from_torch(lstm(), wide | two)
+    with pytest.raises(ValueError, match=r'in the entry "b": give state_dict\["b"\]$'):
+        from_torch(lstm(), {"a": torch.nn.LSTM(7, 6).state_dict(), "b": weights})
+    misfit = (
+        r'its keys are under "a\.", but their shapes do not fit: a\.weight_ih_l0: expected shape '
+        r"\(24, 5\), got \(24, 7\)$"
+    )
+    with pytest.raises(ValueError, match=misfit):
+        from_torch(lstm(), wide)
+    stack = {f"layers.{i}.{key}": value for i in range(6) for key, value in weights.items()}
+    some = r'under "layers\.{0-5}\.": give prefix="layers\.0\." or .* or prefix="layers\.3\." or …$'
+    with pytest.raises(ValueError, match=some):
+        from_torch(lstm(), stack)
     model = RWKVLanguageModelConfig(7, 4, 2, 8).build(rngs=nnx.Rngs(0))
     wrapped = {f"module.{key}": value for key, value in to_torch(model).items()}
     with pytest.raises(ValueError, match=r'give {k.removeprefix\("module\."\)'):
