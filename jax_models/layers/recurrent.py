@@ -45,6 +45,14 @@ class Cell(nnx.Module):
     ):
         kernel_init, bias_init = options.get("kernel_init"), options.get("bias_init")
         rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
+        draws_bias = use_bias or proj_bias or use_peepholes
+        refuse_unused("bias_init", bias_init, unless=draws_bias, because="with use_bias=False")
+        refuse_unused(
+            "recurrent_bias_init",
+            recurrent_bias_init,
+            unless=use_bias and recurrent_bias,
+            because=f"with {'recurrent' if use_bias else 'use'}_bias=False",
+        )
         uniform = torch_uniform(hidden_features)
 
         def param(init: Initializer | None, *shape: int) -> nnx.Param:
@@ -93,18 +101,12 @@ class RecurrentStack(SequenceLayer[State]):
         dropout_rate: float,
         time_major: bool,
         proj_features: int | None = None,
-        proj_bias: bool = False,
-        use_bias: bool,
-        recurrent_bias: bool = True,
-        use_peepholes: bool = False,
-        bias_init: Initializer | None,
-        recurrent_bias_init: Initializer | None,
         rngs: nnx.Rngs,
         dtype,
         param_dtype,
-        **inits: Any,
+        **weights: Any,
     ):
-        """Options that are not named here are the initializers of a `Cell`."""
+        """Options that are not named here are those of a `Cell`."""
         super().__init__(in_features, dtype=dtype, param_dtype=param_dtype)
         self.time_major = time_major
         self.hidden_features = checked_size("hidden_features", hidden_features)
@@ -114,29 +116,15 @@ class RecurrentStack(SequenceLayer[State]):
         self.num_directions: Literal[1, 2] = 2 if bidirectional else 1
         self.causal = not bidirectional
         self.dropout = dropout_between(num_layers, dropout_rate, rngs=rngs)
-        draws_bias = use_bias or proj_bias or use_peepholes
-        refuse_unused("bias_init", bias_init, unless=draws_bias, because="with use_bias=False")
-        refuse_unused(
-            "recurrent_bias_init",
-            recurrent_bias_init,
-            unless=use_bias and recurrent_bias,
-            because=f"with {'recurrent' if use_bias else 'use'}_bias=False",
-        )
         self.cells = nnx.List(
             Cell(
                 in_features if layer == 0 else self.num_directions * self.out_features,
                 hidden_features,
                 num_gates=len(self.gate_names),
                 proj_features=proj_features,
-                proj_bias=proj_bias,
-                use_bias=use_bias,
-                recurrent_bias=recurrent_bias,
-                use_peepholes=use_peepholes,
-                bias_init=bias_init,
-                recurrent_bias_init=recurrent_bias_init,
                 param_dtype=param_dtype,
                 rngs=rngs,
-                **inits,
+                **weights,
             )
             for layer in range(num_layers)
             for _ in range(self.num_directions)
