@@ -13,6 +13,7 @@ from jax_models.layers.linear import Linear, normal_of_fan_in
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.layers.residual import ResidualBlock
+from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.rotary import checked_rotated
@@ -123,6 +124,12 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         k = ops.rotary(heads(self.k_proj), positions, **rotary)
         y, state = ops.local_attention(q, k, heads(self.v_proj), state, rows=rows)
         return self.out_proj(y.reshape(x.shape)), state
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """Heads. The keys and values that several heads share are whole."""
+        of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
+        return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; those of packages, where they have such a layer."""

@@ -13,6 +13,7 @@ from jax_models.layers.linear import BlockDiagonal, Linear, lecun_normal, normal
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import RMSNorm
 from jax_models.layers.residual import ResidualBlock
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
 from jax_models.options import (
@@ -172,6 +173,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
         )
         return y.astype(dtype), state._replace(position=end)
 
+    mesh_axes = last_axis("features", "input_gate", "recurrence_gate", "a", "a_param")
+
     def torch_layouts(self) -> Layouts:
         """`hawk`: the keys of torch_ref.RGLRU; with blocks, those of RecurrentGemma."""
         gates = ("input_gate", "recurrence_gate")
@@ -207,6 +210,10 @@ class GatedRecurrence(SequenceLayer[State]):
     """
 
     divides_time = True
+
+    mesh_axes = last_axis("features", "gate_proj", "recurrent_proj", "conv") | first_axis(
+        "features", "out_proj.kernel"
+    )
 
     def __init__(
         self,

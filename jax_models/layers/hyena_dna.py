@@ -27,6 +27,7 @@ from jax_models.layers.hyena_filter import (
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.residual import ResidualBlock
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops.rows import Default
 from jax_models.options import CheckedOptions, LayerOptions, norm_options, only, with_inits
 from jax_models.sequence import check_time
@@ -374,6 +375,8 @@ class HyenaDNABlock(ResidualBlock[HyenaState]):
     def mlp(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time features"]:
         """The MLP, with dropout in training."""
         return self.dropout(self.down_proj(jax.nn.gelu(self.up_proj(x))))
+
+    mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
         """Those of the mixer; `safari-checkpointed`, whose mixer and MLP are in a `layer`."""

@@ -7,6 +7,7 @@ from flax import nnx
 from jax_models.layers.activation import ACTIVATIONS, GateActivation
 from jax_models.layers.linear import Linear, lecun_normal
 from jax_models.layers.norm import checked_rows
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.options import CheckedOptions, Initializer, LayerOptions, refuse_unused, with_inits
 from jax_models.weights import Layouts, dense, linear, parts, stacked, transposed
 
@@ -62,6 +63,10 @@ class GatedMLP(CheckedOptions, nnx.Module):
         x = checked_rows(x, self.gate_proj.in_features)
         gate = ACTIVATIONS[self.activation](self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))
+
+    mesh_axes = last_axis("hidden", "gate_proj", "up_proj") | first_axis(
+        "hidden", "down_proj.kernel"
+    )
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the twin's keys; those of packages; with biases, those of RecurrentGemma."""

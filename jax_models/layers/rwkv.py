@@ -15,6 +15,7 @@ from jax_models import ops
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv_version import foreign_to
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, Rows, WKVState, carry_dtype
 from jax_models.ops.rows import Default
 from jax_models.options import Index, Initializer, MatrixOptions, norm_options, with_inits
@@ -150,6 +151,10 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         y = self.output(jax.nn.sigmoid(r) * y.astype(dtype))
         return y, RWKVTimeMixState(last, wkv)
 
+    mesh_axes = last_axis(
+        "features", "receptance", "key", "value", "time_decay", "time_first"
+    ) | first_axis("features", "output.kernel")
+
     def torch_layouts(self) -> Layouts:
         """`blinkdl`: the keys of a block's `att`; `hf`: those of its `attention`."""
         return by_mixes(
@@ -176,6 +181,12 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
     """
 
     divides_time = True
+
+    mesh_axes = (
+        last_axis("hidden", "key")
+        | first_axis("hidden", "value.kernel")
+        | last_axis("features", "receptance")
+    )
 
     gated: ClassVar[bool] = True
     prefix: ClassVar[str]

@@ -27,6 +27,7 @@ from jax_models.layers.rwkv import (
     token_shift,
 )
 from jax_models.layers.rwkv_version import foreign_to
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
 from jax_models.options import norm_options
 from jax_models.sequence import SequenceLayer
@@ -189,6 +190,12 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             lerp_to_previous(x, previous, getattr(self, f"time_maa_{name}"), ops.affine(part, up))
             for name, part, up in zip(MIXES, jnp.split(hidden, 5, axis=-1), ups, strict=True)
         ]
+
+    mesh_axes = (
+        last_axis("heads", "receptance", "key", "value", "gate", "ln_x")
+        | last_axis("heads", "time_decay", "time_decay_w2")
+        | first_axis("heads", "time_faaaa", "output.kernel")
+    )
 
     def torch_layouts(self) -> Layouts:
         """`blinkdl` and `hf`: the keys of a block's `att`; `fla`: those of its `attn`."""

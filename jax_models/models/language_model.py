@@ -12,7 +12,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.stack import Remat, Stack
+from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
 from jax_models.ops.checks import as_array, nan_rows
 from jax_models.ops.rows import Rows
 from jax_models.options import CheckedFields, CheckedOptions, FloatingDtype
@@ -100,6 +102,8 @@ class LanguageModel(CheckedOptions, nnx.Module):
         """What `nnx.view` calls: `time_axis` is as a sequence layer's."""
         self.time_axis = time_axis or self.time_axis
 
+    mesh_axes = last_axis(VOCABULARY, "head") | first_axis(VOCABULARY, "embedding")
+
     def torch_layouts(self) -> Layouts:
         """A subclass's weight tables, by layout name."""
         raise NotImplementedError
@@ -121,6 +125,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
             self.layers.init_state(batch_size), jnp.zeros(batch_size, jnp.int32)
         )
 
+    @with_auto_axes
     def __call__(
         self,
         tokens: Int[ArrayLike, "batch time"],

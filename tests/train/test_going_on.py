@@ -23,13 +23,9 @@ from train.text import ALL_WORK
 from train.windows import Batches, split
 from twinscan.command_line import CommandLineError
 
+pytestmark = pytest.mark.usefixtures("unreported")
 SIZES = ["--eval-every", "10", "--eval-batches", "4", "--model.hidden-features", "12"]
 COSINE = ["--optimizer.schedule", "cosine"]
-
-
-@pytest.fixture(autouse=True)
-def unreported(monkeypatch):
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
 
 
 def command(folder: Path, *args: str) -> Run:

@@ -23,13 +23,9 @@ from train.text import ALL_WORK
 from train.vocabulary import Characters
 from twinscan.command_line import CommandLineError, one_line_errors
 
+pytestmark = pytest.mark.usefixtures("unreported")
 STEPS = 30
 ARGS = ["--num-steps", str(STEPS), "--eval-every", "10", "--eval-batches", "2"]
-
-
-@pytest.fixture(autouse=True)
-def unreported(monkeypatch):
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
 
 
 def command(folder: Path, *args: str) -> None:
@@ -70,8 +66,14 @@ def interrupted_at(monkeypatch):
     return interrupt
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("step", [0, 9, 17])
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [
+        (signal.SIGTERM, 0),
+        (signal.SIGINT, 17),
+        pytest.param(signal.SIGTERM, 9, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_leaves_a_checkpoint_and_one_line(
     number, step, whole, interrupted_at, tmp_path, capsys
 ):
@@ -110,6 +112,7 @@ def test_a_killed_run_goes_on_by_the_same_command(seed, whole, tmp_path):
     assert not [*(folder / "checkpoints").glob("*.partial")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [["lock"], ["lock", "checkpoints"], ["vocabulary.json"]])
 def test_a_run_that_was_killed_before_it_began(kept, whole, tmp_path):
     folder = tmp_path / "run"
@@ -192,6 +195,7 @@ def test_the_default_folder(tmp_path, monkeypatch, interrupted_at):
     assert Run.open(tmp_path / "runs" / "all-work-3").checkpoints.latest_step == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.2, 0.8, 1.5])
 @pytest.mark.parametrize(
     ("module", "number"),
@@ -317,6 +321,7 @@ def test_a_signal_at_the_end_is_not_lost(moment, interrupted_at, tmp_path, monke
     assert Run.open(tmp_path / "run").checkpoints.latest_step == STEPS
 
 
+@pytest.mark.slow
 def test_a_path_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     """Where rich would draw a picture, or break it."""
     monkeypatch.undo()

@@ -25,14 +25,10 @@ from train.vocabulary import Characters
 from train.windows import Batches, split
 from twinscan.command_line import CommandLineError, NonFiniteError, one_line_errors
 
+pytestmark = pytest.mark.usefixtures("unreported")
 ARGS = ["--num-steps", "30", "--eval-every", "10", "--eval-batches", "2", "--log-every", "6"]
 TRAINING = split(Characters.of(ALL_WORK).encode(ALL_WORK), 8)["train"]
 BATCHES = Batches(TRAINING, batch_size=4, seed=2001)
-
-
-@pytest.fixture(autouse=True)
-def unreported(monkeypatch):
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
 
 
 def command(folder: Path, *args: str) -> Run:
@@ -122,6 +118,7 @@ def test_skipped_steps_are_told_with_their_rows(fails_at, tmp_path, capsys):
     assert run.metrics()[-1]["step"] == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [9, 14, 15])
 def test_skipped_steps_and_an_interruption(step, fails_at, tmp_path, monkeypatch):
     """The same weights, skipped steps and lines as of a run that nothing interrupts."""

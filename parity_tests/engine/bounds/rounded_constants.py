@@ -105,7 +105,7 @@ class Constants:
     def with_digits(self) -> tuple[Results, bool]:
         """The reference's results with JAX's digits of its constants, and whether JAX has all."""
         arrays = self._jax_side.argument_free(self._problem)
-        moves, have_own = moves_to(self._reference.constants().values(), arrays)
+        moves, have_own = moves_to(self._reference.constants.values(), arrays)
         are_known = have_own and bool(moves) and not rounded_count(self._ours)
         if not any(move.any() for move in moves):
             return self._reference.oracle, are_known

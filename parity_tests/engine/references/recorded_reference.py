@@ -55,6 +55,9 @@ class Recorded(Reference):
         logits = None if run["logits"] is None else LogitsError(**run["logits"])
         return RunErrors(run["errors"], dtypes, tuple(run["overflows"]), logits)
 
+    def _results_in(self, dtype: str) -> Results:
+        raise NotImplementedError("a record has errors, but no results in this dtype")
+
     def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
         return [self._facts["scatter"][dtype]]
 
@@ -111,13 +114,7 @@ def _same(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
 
 
 def source_of(path: str | os.PathLike[str]) -> RecordSource:
-    """What a file of `record` has.
-
-    Raises:
-        ValueError: it is no such file, or not all of one.
-        OSError: it cannot be opened.
-
-    """
+    """What a file of `record` has."""
     path = Path(path)
     arrays, facts = read(path)
     owners = facts["owners"]
