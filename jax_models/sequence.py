@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.explicit_axes import with_auto_axes
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import (
     as_array,
@@ -130,6 +131,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         """The weight tables of this layer, by layout name; the first is the one to export to."""
         raise NotImplementedError
 
+    @with_auto_axes
     def __call__(
         self,
         x: Float[ArrayLike, "batch time in"],

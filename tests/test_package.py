@@ -52,8 +52,17 @@ MAY_IMPORT = {
     "jax_models/ops": ["jax_models.ops"],
     "jax_models/weights": ["jax_models.ops.keywords", "jax_models.weights"],
     "jax_models/options.py": ["jax_models.ops"],
-    "jax_models/sequence.py": ["jax_models.ops", "jax_models.options", "jax_models.weights"],
+    "jax_models/explicit_axes.py": [],
+    "jax_models/sequence.py": [
+        "jax_models.explicit_axes",
+        "jax_models.ops",
+        "jax_models.options",
+        "jax_models.weights",
+    ],
+    "jax_models/mesh_axes.py": [],
     "jax_models/layers": [
+        "jax_models.explicit_axes",
+        "jax_models.mesh_axes",
         "jax_models.ops",
         "jax_models.options",
         "jax_models.sequence",

@@ -19,6 +19,7 @@ from jax_models.layers.activation import ACTIVATIONS, Gelu
 from jax_models.layers.hawk import RGLRU, CausalConv1D, GatedMLP, normal_of_fan_in
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import ZeroCenteredRMSNorm
+from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.rotary import checked_rotated
@@ -156,6 +157,12 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         )
         return self.out_proj(y.reshape(x.shape)), state
 
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """Heads. The keys and values that several heads share are whole."""
+        of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
+        return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
+
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; those of packages, where they have such a layer."""
         bias = self.q_proj.use_bias
@@ -286,6 +293,10 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
         h, (last, position) = self.rglru.sequence(u, rglru, lengths, reset)
         state = state._replace(position=position, conv=conv, rglru=RGLRUState(last))
         return self.out_proj(gate * h), state
+
+    mesh_axes = last_axis("features", "gate_proj", "recurrent_proj", "conv") | first_axis(
+        "features", "out_proj.kernel"
+    )
 
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; recurrentgemma's."""

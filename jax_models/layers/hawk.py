@@ -21,6 +21,7 @@ from jax_models import ops
 from jax_models.layers.activation import ACTIVATIONS, GateActivation
 from jax_models.layers.linear import BlockDiagonal, Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm, checked_rows
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.segments import positions_and_end
@@ -214,6 +215,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
             time_axis=self.time_axis,
         )
         return y.astype(dtype), state._replace(position=end)
+
+    mesh_axes = last_axis("features", "input_gate", "recurrence_gate", "a", "a_param")
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the keys of torch_ref.RGLRU; with blocks, those of RecurrentGemma."""
@@ -411,6 +414,10 @@ class Hawk(SequenceLayer[HawkState]):
         h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset)
         return self.out_proj(gate * h), HawkState(conv, rglru)
 
+    mesh_axes = last_axis("features", "gate_proj", "recurrent_proj", "conv") | first_axis(
+        "features", "out_proj.kernel"
+    )
+
     def torch_layouts(self) -> Layouts:
         """`hawk`: the keys of torch_ref.Hawk."""
         projections = ("gate_proj", "recurrent_proj", "out_proj")
@@ -487,6 +494,10 @@ class GatedMLP(CheckedOptions, nnx.Module):
         x = checked_rows(x, self.gate_proj.in_features)
         gate = ACTIVATIONS[self.activation](self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))
+
+    mesh_axes = last_axis("hidden", "gate_proj", "up_proj") | first_axis(
+        "hidden", "down_proj.kernel"
+    )
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the twin's keys; those of packages; with biases, those of RecurrentGemma."""

@@ -11,6 +11,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.mesh_axes import last_axis
 from jax_models.ops import LinearRecurrenceMethod, MinRNNState
 from jax_models.options import FloatingDtype, Initializer, refuse_unused
 from jax_models.sequence import SequenceLayer
@@ -88,6 +89,8 @@ class MinRNN(SequenceLayer[MinRNNState]):
             x = y.astype(x.dtype)
             last.append(h)
         return x, jax.tree.map(lambda *h: jnp.stack(h), *last)
+
+    mesh_axes = last_axis("gates", "gates")
 
     def torch_layouts(self) -> Layouts:
         """`minimal`: a Linear a gate and layer, as in the paper's listings."""

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models import ops
 from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import torch_uniform
+from jax_models.mesh_axes import last_axis
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_size
 from jax_models.ops.recurrence import State
@@ -64,6 +65,8 @@ class Cell(nnx.Module):
         )
         self.bias_hr = param(bias_init, proj_features) if proj_features and proj_bias else None
         self.peephole = param(bias_init, 3 * hidden_features) if use_peepholes else None
+
+    mesh_axes = last_axis("gates", "kernel_ih", "kernel_hh", "bias_ih", "bias_hh")
 
     def arrays(self) -> dict[str, Array]:
         """The weights that there are, by name."""

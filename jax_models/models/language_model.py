@@ -15,8 +15,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
+from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.stack import Remat, Stack
+from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
 from jax_models.models.architecture import Layout, ModelConfig
 from jax_models.ops.checks import as_array, nan_rows
 from jax_models.ops.segments import mask_padding, positions_and_end
@@ -189,6 +191,8 @@ class LanguageModel(CheckedOptions, nnx.Module):
         """What `nnx.view` calls: `time_axis` is as a sequence layer's."""
         self.time_axis = time_axis or self.time_axis
 
+    mesh_axes = last_axis(VOCABULARY, "head") | first_axis(VOCABULARY, "embedding")
+
     def foreign_format(self, keys: Iterable[object]) -> str | None:
         """Says which other model has these keys, for `from_torch`."""
         return self.config.foreign_format(keys)
@@ -249,6 +253,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
             self.stack.init_state(batch_size), jnp.zeros(batch_size, jnp.int32)
         )
 
+    @with_auto_axes
     def __call__(
         self,
         tokens: Int[ArrayLike, "batch time"],

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
+from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM, LSTMState
@@ -138,6 +139,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         sizes = (self.context_length, HIDDEN, HIDDEN)
         return SileroVADState(*(jnp.zeros((batch_size, size), dtype) for size in sizes))
 
+    @with_auto_axes
     def __call__(
         self,
         audio: Float[ArrayLike, "batch samples"],
@@ -165,6 +167,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         """
         return self._run(jax.nn.sigmoid, audio, state, lengths, reset)
 
+    @with_auto_axes
     def logits(
         self,
         audio: Float[ArrayLike, "batch samples"],

@@ -12,16 +12,15 @@ from flax import nnx
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
-from parity_tests.engine.candidates.adapters import foreign_model
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.port import port, refuse_other_weights
 from parity_tests.engine.channel_order import fault_of_axes, note_on_inputs
+from parity_tests.engine.locate.find import checked_names, find_departure, where_it_raises
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.logits import checked_logits
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import (
     Problem,
-    called,
     check_functions,
     checked_platform,
     checked_precision,
@@ -30,7 +29,7 @@ from parity_tests.engine.problem import (
 from parity_tests.engine.progress import progress
 from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.references.source import Source, requested, with_kwargs
+from parity_tests.engine.references.source import requested
 from parity_tests.engine.report import Report
 from parity_tests.engine.report_hooks import call_hooks
 from parity_tests.engine.results import GROUPS, Results
@@ -109,53 +108,62 @@ def compare(
         TypeError: a function without a loader, or a result that is no tree of arrays.
 
     """
-    platform = checked_platform(platform)
-    locate = locate if locate is None else checked_bool("locate", locate)
+    # Refuse wrong arguments before anything runs.
+    request = requested(inputs, kwargs, dtypes, seed, call_twin)
+    platform, precision = checked_platform(platform), checked_precision(precision)
     checked_bool("edge_inputs", edge_inputs)
     check_functions({}, {"call": call})
-    checked_precision(precision)
     if edge_inputs and not is_torch_module(twin):
         raise ValueError("edge_inputs: expected a torch module as `twin`")
-    request = requested(inputs, kwargs, dtypes, seed, call_twin)
+
     with jax.enable_x64(True), open_reference(twin) as source, progress("comparing") as say:
+        # A recorded file has inputs, dtypes and a seed of its own.
         request = source.completed(request)
-        if (locate or names) and source.no_calls:
-            raise ValueError(f"locate: {source.no_calls}")
-        locate = not source.no_calls if locate is None else locate
-        if request.has_kwargs:
-            if isinstance(model, nnx.Module) or foreign_model(model) is not None:
-                call = with_kwargs(call or called)
-            elif callable(model) and not isinstance(model, type):
-                model = with_kwargs(model) if weights is not None else _all_kwargs(model)
+        locate = source.checked_locate(locate, names)
+
+        # Give both sides the same weights. What the JAX side cannot hold or does not read is a
+        # fault that no error of an output need show.
         start = source.start(request, checked_logits(logits))
-        problem, faults, notes = port(start, source.known, model, weights, call)
-        names = {} if names is None else _checked_names(names, source, model)
-        jax_side = JaxSide(problem, platform, precision=precision)
+        problem, faults, notes = port(
+            start, source.known, model, weights, call, has_kwargs=request.has_kwargs
+        )
+        names = checked_names({} if names is None else names, source.submodules, model)
+
+        # Run the reference in float64, so that both sides can be measured against results without
+        # rounding errors of their dtype.
         reference = source.reference(problem, say)
+
+        # Run both sides in each dtype, and compare JAX's errors with the reference's own.
+        jax_side = JaxSide(problem, platform, precision=precision)
         try:
             report = measure(
                 problem, reference, problem.dtypes, platform, jax_side=jax_side, say=say
             )
         except Exception as error:
-            if (note := note_on_inputs(problem, reference.oracle)) is not None:
-                error.add_note(note)
-            if locate:
-                _note_where(error, problem, reference)
+            _explain(error, problem, reference, locate=bool(locate))
             raise
+
+        # Images that are square may have swapped axes without an error; moving them tells.
         faults = [*faults, *_fault_of_axes(problem, reference, report, platform, precision)]
+
+        # Random inputs hit no kink of a function, so run once more where the kinks are.
         if edge_inputs:
-            from parity_tests.engine.edge_inputs import measure_edges
+            from parity_tests.engine.edge_inputs import measure_edges  # needs torch
 
             say("edge inputs")
-            of_edges, about_edges = measure_edges(problem, platform, jax_side)
-            faults, notes = [*faults, *of_edges], [*notes, *about_edges]
-        has_others = weights is None and problem.to_torch is None and not source.known.is_jax
-        if has_others and not report.passed:
-            refuse_other_weights(problem)
+            at_edges = measure_edges(problem, platform, jax_side)
+            faults, notes = [*faults, *at_edges[0]], [*notes, *at_edges[1]]
+
+        # A failing pair is of interest only if both sides have the same weights. If it is, find
+        # the first submodule whose own code departs.
         location = None
-        if locate and not report.passed:
-            say("where the two sides part")
-            location = _departure(problem, reference, report, names)
+        if not report.passed:
+            if weights is None and problem.to_torch is None and not source.known.is_jax:
+                refuse_other_weights(problem)
+            if locate:
+                say("where the two sides part")
+                location = _departure(problem, reference, report, names)
+
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
@@ -163,19 +171,14 @@ def compare(
     return report
 
 
-def _checked_names(names: Any, source: Source, model: Any) -> Mapping[str, str]:
-    from parity_tests.engine.locate.find import checked_names
-
-    return checked_names(names, source.submodules, model)
-
-
-def _note_where(error: Exception, problem: Problem, reference: Reference) -> None:
-    """Add to an error the JAX module that raised it."""
-    from parity_tests.engine.locate.find import where_it_raises
-
-    where = where_it_raises(problem, problem.dtypes[0], reference.oracle)
-    if where is not None:
-        error.add_note(f"in JAX's {where or 'outermost module'}")
+def _explain(error: Exception, problem: Problem, reference: Reference, *, locate: bool) -> None:
+    """Add to an error of the JAX side what is known: other axes, and the module that raised it."""
+    if (note := note_on_inputs(problem, reference.oracle)) is not None:
+        error.add_note(note)
+    if locate:
+        where = where_it_raises(problem, problem.dtypes[0], reference.oracle)
+        if where is not None:
+            error.add_note(f"in JAX's {where or 'outermost module'}")
 
 
 def _fault_of_axes(
@@ -198,17 +201,11 @@ def _departure(
     problem: Problem, reference: Reference, report: Report, names: Mapping[str, str]
 ) -> Location:
     """Where a pair first departs, in the dtype of its first failure."""
-    from parity_tests.engine.locate.find import find_departure
-
     dtype, group, error = next(report.failures, (problem.dtypes[0], "", None))
     bound = error.bound if error is not None and dtype == "float64" else 0.0
     is_forward = group in GROUPS[:2]
     theirs = reference.theirs(dtype, is_forward=is_forward)
     return find_departure(problem, theirs, names, bound, is_forward=is_forward)
-
-
-def _all_kwargs(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *inputs: function(*inputs[:-1], **inputs[-1])
 
 
 def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:

@@ -261,10 +261,7 @@ def test_a_config_json_of_another_model_is_refused(change, message):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (
-            lambda w: {},
-            "not a checkpoint of RecurrentGemma: it has no model.embed",
-        ),
+        (lambda w: {}, "not a checkpoint of RecurrentGemma: it has no model.embed"),
         (lambda w: {f"module.{k}": a for k, a in w.items()}, 'are under "module.": give'),
         (lambda w: {k: a for k, a in w.items() if ".up_proj" not in k}, "missing key model.layers"),
         (
