@@ -36,6 +36,7 @@ from jax_models.models.silero_vad import SileroVADConfig
 from jax_models.options import FloatingDtype, Index
 from train.optimizer import OptimizerConfig
 
+INTEGERS = (int, int | None)
 COUNTS = {"num_heads": 2, "num_blocks": 2, "num_groups": 2}
 """Values of required arguments that are no widths."""
 
@@ -43,7 +44,7 @@ COUNTS = {"num_heads": 2, "num_blocks": 2, "num_groups": 2}
 def sizes_of(constructor) -> dict[str, int]:
     """A value for each argument that has no default."""
     parameters = inspect.signature(constructor).parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty and p.annotation is int]
+    required = [p.name for p in parameters if p.default is p.empty and p.annotation in INTEGERS]
     return {name: COUNTS.get(name, 64) for name in required}
 
 
