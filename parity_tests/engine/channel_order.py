@@ -8,32 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.faults import ORDERS, channels_last, other_order
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
-
-ORDERS = {
-    3: ("(N, C, L)", "(N, L, C)"),
-    4: ("(N, C, H, W)", "(N, H, W, C)"),
-    5: ("(N, C, D, H, W)", "(N, D, H, W, C)"),
-}
-"""The axes by rank, channels first and last."""
-Shape = tuple[int, ...]
-
-
-def channels_last(shape: Shape) -> Shape:
-    """The shape with its second axis as the last."""
-    return (*shape[:1], *shape[2:], *shape[1:2])
-
-
-def other_order(theirs: Shape, ours: Shape) -> str:
-    """What to do about two shapes that differ only in where the channels are; otherwise ""."""
-    if len(theirs) not in ORDERS or channels_last(theirs) != ours:
-        return ""
-    first, last = ORDERS[len(theirs)]
-    return (
-        f", as {first} and {last} have it: let the JAX side return jnp.moveaxis(y, -1, 1), by "
-        "`call` or in the function"
-    )
 
 
 def note_on_inputs(problem: Problem, oracle: Results) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -198,3 +199,21 @@ def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: A
     report = compare(twin, *args, locate=locate, **kwargs)
     if not report.passed:
         raise AssertionError(f"the two sides differ\n{report.short}")
+
+
+class Pair:
+    """A torch module and its JAX port, for `twinscan parity FILE.py`.
+
+    The arguments are those of `compare`. FILE.py has pairs at module level, or functions `-> Pair`
+    without arguments, which are called when their pair is compared.
+    """
+
+    def __init__(
+        self, twin: torch.nn.Module, model: Callable[..., Any], *inputs: Any, **options: Any
+    ) -> None:
+        inspect.signature(compare).bind(twin, model, *inputs, **options)
+        self.twin, self.model, self.inputs, self.options = twin, model, inputs, options
+
+    def compare(self, **options: Any) -> Report:
+        """The report of `compare`; these options take the places of the pair's own."""
+        return compare(self.twin, self.model, *self.inputs, **{**self.options, **options})
