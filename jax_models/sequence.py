@@ -1,5 +1,7 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
+__all__ = ["SequenceLayer", "state_batch_axes"]
+
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import jax
@@ -9,6 +11,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.explicit_axes import with_auto_axes
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import (
     as_array,
@@ -128,6 +131,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         """The weight tables of this layer, by layout name; the first is the one to export to."""
         raise NotImplementedError
 
+    @with_auto_axes
     def __call__(
         self,
         x: Float[ArrayLike, "batch time in"],

@@ -1,5 +1,7 @@
 """The pre-norm transformer block with which The Annotated Hyena compares Hyena."""
 
+__all__ = ["SelfAttentionBlock", "SelfAttentionState"]
+
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax_models import ops
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops.segments import active_steps, at_end, positions_after
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer, check_time
@@ -156,6 +159,13 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         y = ops.attention(q, k, v, mask, dropout=self.dropout if drops else None)
         return jnp.where((positions < self.max_length)[..., None, None], y, jnp.nan), after
+
+    mesh_axes = (
+        last_axis("heads", "in_proj")
+        | first_axis("heads", "out_proj.kernel")
+        | last_axis("hidden", "up_proj")
+        | first_axis("hidden", "down_proj.kernel")
+    )
 
     def torch_layouts(self) -> Layouts:
         """`annotated-hyena`: the keys of torch_ref.SelfAttentionBlock."""

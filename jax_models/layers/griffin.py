@@ -1,5 +1,13 @@
 """The blocks of Griffin, as RecurrentGemma has them (arXiv 2402.19427 and 2404.07839)."""
 
+__all__ = [
+    "GriffinBlock",
+    "GriffinRecurrence",
+    "GriffinRecurrenceState",
+    "LocalAttention",
+    "LocalAttentionState",
+]
+
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -11,11 +19,12 @@ from jax_models.layers.activation import ACTIVATIONS, Gelu
 from jax_models.layers.hawk import RGLRU, CausalConv1D, GatedMLP, normal_of_fan_in
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import ZeroCenteredRMSNorm
+from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.rotary import checked_rotated
 from jax_models.ops.segments import positions_and_end
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.options import FloatingDtype, Initializer, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, dense, linear, nested, parts, rms_norm, transposed
 
@@ -55,7 +64,8 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
 
     Raises:
         ValueError: a size is not positive, num_heads does not divide the features, num_kv_heads
-            not num_heads, or the part of a head that is turned is odd.
+            not num_heads, the part of a head that is turned is odd, or `bias_init` is given without
+            biases.
 
     Layouts: `hf` (transformers' RecurrentGemmaAttention). With one head of keys and no biases of
     queries: `deepmind` (recurrentgemma's LocalAttentionBlock in Flax) and `deepmind-torch`. Without
@@ -96,6 +106,12 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         rotated = int(self.head_features * rotary_fraction)
         self.rotated = checked_rotated("rotary_fraction", rotated, self.head_features)
         self.rope_theta = checked_positive("rope_theta", rope_theta)
+        refuse_unused(
+            "bias_init",
+            bias_init,
+            unless=use_bias or out_bias,
+            because="with use_bias=False and out_bias=False",
+        )
         init = kernel_init or normal_of_fan_in()
         options: dict[str, Any] = {
             "bias_init": bias_init or nnx.initializers.zeros,
@@ -140,6 +156,12 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
             time_axis=self.time_axis,
         )
         return self.out_proj(y.reshape(x.shape)), state
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """Heads. The keys and values that several heads share are whole."""
+        of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
+        return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; those of packages, where they have such a layer."""
@@ -272,6 +294,10 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
         state = state._replace(position=position, conv=conv, rglru=RGLRUState(last))
         return self.out_proj(gate * h), state
 
+    mesh_axes = last_axis("features", "gate_proj", "recurrent_proj", "conv") | first_axis(
+        "features", "out_proj.kernel"
+    )
+
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; recurrentgemma's."""
         projections = {
@@ -333,7 +359,8 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
         rngs: draws the parameters.
 
     Raises:
-        ValueError: as `GriffinRecurrence` and `LocalAttention`.
+        ValueError: as `GriffinRecurrence` and `LocalAttention`, or `out_variance` is given with
+            `kernel_init`, which draws these matrices, too.
 
     Layouts: `hf` (transformers' RecurrentGemmaDecoderLayer), `deepmind` (recurrentgemma's
     ResidualBlock in Flax) and `deepmind-torch`, where the mixing has them.
@@ -368,7 +395,13 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.mixing: GriffinMixing = mixing
-        out_init = kernel_init or normal_of_fan_in(checked_positive("out_variance", out_variance))
+        checked_positive("out_variance", out_variance)
+        if kernel_init is not None and out_variance != 1:
+            raise ValueError(
+                "out_variance: expected 1 with a kernel_init, which draws W_out and W_down, too, "
+                f"got {out_variance}"
+            )
+        out_init = kernel_init or normal_of_fan_in(out_variance)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         init: dict[str, Any] = {"kernel_init": kernel_init, "bias_init": bias_init}
         self.temporal_pre_norm = ZeroCenteredRMSNorm(features, epsilon=epsilon, **options)

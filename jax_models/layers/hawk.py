@@ -1,5 +1,16 @@
 """Hawk, its RG-LRU and its block, from the Griffin paper (arXiv 2402.19427)."""
 
+__all__ = [
+    "RGLRU",
+    "CausalConv1D",
+    "CausalConv1DState",
+    "GatedMLP",
+    "Hawk",
+    "HawkBlock",
+    "HawkState",
+    "RGLRUState",
+]
+
 from typing import Literal, NamedTuple
 
 import jax
@@ -10,10 +21,11 @@ from jax_models import ops
 from jax_models.layers.activation import ACTIVATIONS, GateActivation
 from jax_models.layers.linear import BlockDiagonal, Linear, torch_uniform
 from jax_models.layers.norm import RMSNorm, checked_rows
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.segments import positions_and_end
-from jax_models.options import CheckedOptions, FloatingDtype, Initializer
+from jax_models.options import CheckedOptions, FloatingDtype, Initializer, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import (
     Layouts,
@@ -88,7 +100,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
 
     Raises:
         ValueError: a size or c is not positive, there is no such method, num_blocks does not
-            divide the features, or num_blocks or an epsilon is given with "direct".
+            divide the features, num_blocks or an epsilon is given with "direct", or `bias_init`
+            without num_blocks.
 
     Layouts: without `num_blocks`, `hawk`: the keys of torch_ref.RGLRU, which are `a` or, with
     "softplus", `a_param`, and the two gates' `weight`. An `a` outside [0, 1] is refused. With
@@ -134,6 +147,12 @@ class RGLRU(SequenceLayer[RGLRUState]):
         self.scale_first_step = scale_first_step
         self.method: ops.LinearRecurrenceMethod = method
         self.num_blocks = num_blocks
+        refuse_unused(
+            "bias_init",
+            bias_init,
+            unless=num_blocks is not None,
+            because="without num_blocks, because only blocks have biases",
+        )
         if num_blocks is None:
             options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
             matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
@@ -196,6 +215,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
             time_axis=self.time_axis,
         )
         return y.astype(dtype), state._replace(position=end)
+
+    mesh_axes = last_axis("features", "input_gate", "recurrence_gate", "a", "a_param")
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the keys of torch_ref.RGLRU; with blocks, those of RecurrentGemma."""
@@ -393,6 +414,10 @@ class Hawk(SequenceLayer[HawkState]):
         h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset)
         return self.out_proj(gate * h), HawkState(conv, rglru)
 
+    mesh_axes = last_axis("features", "gate_proj", "recurrent_proj", "conv") | first_axis(
+        "features", "out_proj.kernel"
+    )
+
     def torch_layouts(self) -> Layouts:
         """`hawk`: the keys of torch_ref.Hawk."""
         projections = ("gate_proj", "recurrent_proj", "out_proj")
@@ -427,6 +452,9 @@ class GatedMLP(CheckedOptions, nnx.Module):
         bias_init: draws the biases. None: zero.
         rngs: draws the parameters.
 
+    Raises:
+        ValueError: a size is not positive, or `bias_init` is given without biases.
+
     Layouts: `hawk` (torch_ref.GatedMLP), and those of the packages `stripedhyena` and `hippogriff`.
     With biases: `hf` (transformers' RecurrentGemma), `deepmind` (recurrentgemma in Flax) and
     `deepmind-torch`.
@@ -447,6 +475,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
         bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
+        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
         init = kernel_init or lecun_normal
         options = {
             "use_bias": use_bias,
@@ -465,6 +494,10 @@ class GatedMLP(CheckedOptions, nnx.Module):
         x = checked_rows(x, self.gate_proj.in_features)
         gate = ACTIVATIONS[self.activation](self.gate_proj(x))
         return self.down_proj(gate * self.up_proj(x))
+
+    mesh_axes = last_axis("hidden", "gate_proj", "up_proj") | first_axis(
+        "hidden", "down_proj.kernel"
+    )
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the twin's keys; those of packages; with biases, those of RecurrentGemma."""

@@ -1,5 +1,7 @@
 """The layers of hippogriff, a Griffin to train from scratch (arXiv 2402.19427)."""
 
+__all__ = ["HippogriffBlock", "HippogriffHawk", "HippogriffState"]
+
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +19,7 @@ from jax_models.layers.hawk import (
     normal_of_fan_in,
 )
 from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, LocalAttentionState, carry_dtype
 from jax_models.options import FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer
@@ -138,6 +141,10 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         c = None if self.log_c is None else jnp.exp(self.log_c[...].astype(self.state_dtype))
         h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset, c=c)
         return self.out_proj(gate * h), HawkState(conv, rglru)
+
+    mesh_axes = last_axis("features", "gate_proj", "recurrent_proj", "conv") | first_axis(
+        "features", "out_proj.kernel"
+    )
 
     def torch_layouts(self) -> Layouts:
         """`hippogriff`: its keys."""

@@ -1,5 +1,14 @@
 """Hyena: the block of "The Annotated Hyena", and the paper's (arXiv 2302.10866)."""
 
+__all__ = [
+    "AuthenticHyenaBlock",
+    "AuthenticHyenaFilter",
+    "HyenaBlock",
+    "HyenaFilter",
+    "HyenaState",
+    "LongConvState",
+]
+
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +24,7 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.hawk import CausalConv1D
 from jax_models.layers.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
 from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.mesh_axes import whole
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
 from jax_models.ops.time_axis import all_steps, refuse_lengths
 from jax_models.options import FloatingDtype, Initializer
@@ -176,6 +186,9 @@ class HyenaOperator(SequenceLayer[HyenaState]):
     def output(self, v: Float[Array, "batch features time"]) -> Float[Array, "batch time features"]:
         """The output projection, and dropout when training."""
         return self.dropout(self.proj_output(jnp.swapaxes(v, 1, 2)))
+
+    # on a CPU, XLA cannot compile an FFT of divided features
+    mesh_axes = whole("proj_input", "proj_output", "filter")
 
     def torch_layouts(self) -> Layouts:
         """`annotated-hyena`: the keys of the torch_ref block of the same name."""

@@ -1,5 +1,7 @@
 """Hyena as in HyenaDNA (arXiv 2306.15794) and in safari, the code of the Hyena paper."""
 
+__all__ = ["HyenaDNABlock", "HyenaDNAFilter", "HyenaDNAMixer"]
+
 import itertools
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from jax_models.layers.hyena import HyenaOperator, HyenaState
 from jax_models.layers.hyena_filter import decays, l1_normalized, unit_times, wide
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.options import CheckedOptions, FloatingDtype, Initializer
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import (
@@ -427,6 +430,8 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
         x = x + y
         mlp = self.down_proj(jax.nn.gelu(self.up_proj(self.norm2(x))))
         return x + self.dropout(mlp), state
+
+    mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
         """Those of the mixer; `safari-checkpointed`, whose mixer and MLP are in a `layer`."""

@@ -1,5 +1,7 @@
 """The HyperLSTM of labml.ai, after HyperNetworks (arXiv 1609.09106)."""
 
+__all__ = ["HyperLSTM", "HyperLSTMState"]
+
 import jax
 import jax.numpy as jnp
 from flax import nnx

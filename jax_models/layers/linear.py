@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
 from jax_models.options import FloatingDtype, Initializer
 
 
@@ -50,3 +51,9 @@ class BlockDiagonal(nnx.Module):
         size = features // num_blocks
         self.kernel = nnx.Param(kernel_init(rngs.params(), (num_blocks, size, size), param_dtype))
         self.bias = nnx.Param(bias_init(rngs.params(), (num_blocks, size), param_dtype))
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """The blocks, or the outputs of a single one."""
+        axis = last_axis if self.kernel.shape[0] == 1 else first_axis
+        return axis("features", "kernel", "bias")

@@ -1,5 +1,7 @@
 """Normalization as torch computes it."""
 
+__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "RMSNorm", "ZeroCenteredRMSNorm"]
+
 import jax
 import jax.numpy as jnp
 from flax import nnx

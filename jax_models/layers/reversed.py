@@ -1,5 +1,7 @@
 """A layer that runs from the last step to the first."""
 
+__all__ = ["Reversed"]
+
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops import document_ends

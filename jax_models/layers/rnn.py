@@ -1,5 +1,7 @@
 """The simple RNN, as torch.nn.RNN has it."""
 
+__all__ = ["RNN", "RNNState"]
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -43,7 +45,8 @@ class RNN(RecurrentStack[RNNState]):
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
-        ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown.
+        ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown, or an initializer
+            is given for a bias that the layer lacks.
 
     Layouts: `torch.nn` (torch.nn.RNN), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (the RNN
     with U, W and one b). To continue training such a cell, build with `recurrent_bias=False`: two

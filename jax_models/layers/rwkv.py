@@ -1,5 +1,15 @@
 """RWKV-4 (arXiv 2305.13048), under BlinkDL's names, and what all RWKVs share."""
 
+__all__ = [
+    "RWKVBlock",
+    "RWKVBlockState",
+    "RWKVChannelMix",
+    "RWKVChannelMixState",
+    "RWKVTimeMix",
+    "RWKVTimeMixState",
+    "WKVState",
+]
+
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -14,6 +24,7 @@ from jax_models import ops
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv_version import foreign_to
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
 from jax_models.options import FloatingDtype, Index, Initializer
 from jax_models.sequence import SequenceLayer
@@ -137,6 +148,10 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         y = self.output(jax.nn.sigmoid(r) * y.astype(dtype))
         return y, RWKVTimeMixState(last, wkv)
 
+    mesh_axes = last_axis(
+        "features", "receptance", "key", "value", "time_decay", "time_first"
+    ) | first_axis("features", "output.kernel")
+
     def torch_layouts(self) -> Layouts:
         """`blinkdl`: the keys of a block's `att`; `hf`: those of its `attention`."""
         return by_mixes(
@@ -223,6 +238,12 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
         r = self.receptance(mixed(self.time_mix_r, x, previous))
         y = jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2)
         return y, RWKVChannelMixState(last)
+
+    mesh_axes = (
+        last_axis("hidden", "key")
+        | first_axis("hidden", "value.kernel")
+        | last_axis("features", "receptance")
+    )
 
     def torch_layouts(self) -> Layouts:
         """`blinkdl`: the keys of a block's `ffn`; `hf`: those of its `feed_forward`."""

@@ -1,5 +1,7 @@
 """RWKV-6, Finch (arXiv 2404.05892), under BlinkDL's names of x060."""
 
+__all__ = ["RWKV6Block", "RWKV6ChannelMix", "RWKV6TimeMix", "RWKV6TimeMixState"]
+
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from jax_models.layers.rwkv import (
     toward,
 )
 from jax_models.layers.rwkv_version import foreign_to
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
 from jax_models.options import FloatingDtype, Index, Initializer
 from jax_models.sequence import SequenceLayer
@@ -204,6 +207,12 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             for name, part, up in zip(MIXES, jnp.split(hidden, 5, axis=-1), ups, strict=True)
         ]
 
+    mesh_axes = (
+        last_axis("heads", "receptance", "key", "value", "gate", "ln_x")
+        | last_axis("heads", "time_decay", "time_decay_w2")
+        | first_axis("heads", "time_faaaa", "output.kernel")
+    )
+
     def torch_layouts(self) -> Layouts:
         """`blinkdl` and `hf`: the keys of a block's `att`; `fla`: those of its `attn`."""
         vectors = ("time_decay", *(f"time_maa_{name}" for name in ("x", *MIXES)))
@@ -326,6 +335,12 @@ class RWKV6ChannelMix(SequenceLayer[RWKVChannelMixState]):
         k = self.key(toward(x, previous, self.time_maa_k))
         r = self.receptance(toward(x, previous, self.time_maa_r))
         return jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
+
+    mesh_axes = (
+        last_axis("hidden", "key")
+        | first_axis("hidden", "value.kernel")
+        | last_axis("features", "receptance")
+    )
 
     def torch_layouts(self) -> Layouts:
         """The keys of a block's `ffn`, or `feed_forward`."""

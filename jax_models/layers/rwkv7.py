@@ -1,5 +1,7 @@
 """RWKV-7, Goose (arXiv 2503.14456), under BlinkDL's names of x070."""
 
+__all__ = ["RWKV7Block", "RWKV7ChannelMix", "RWKV7TimeMix", "RWKV7TimeMixState"]
+
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from jax_models.layers.rwkv import (
 )
 from jax_models.layers.rwkv6 import a_tenth, head_norm
 from jax_models.layers.rwkv_version import foreign_to
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
 from jax_models.options import FloatingDtype, Index, Initializer
 from jax_models.sequence import SequenceLayer
@@ -249,6 +252,12 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         removal = removal / jnp.sqrt(jnp.maximum(square, SMALLEST_NORM**2))
         return removal, k * (1 + (rate - 1) * jnp.broadcast_to(k_a, k.shape))
 
+    mesh_axes = (
+        last_axis("heads", "receptance", "key", "value", "k_k", "k_a", "ln_x")
+        | last_axis("heads", "w0", "w2", "a0", "a2", "v0", "v2", "g2")
+        | first_axis("heads", "r_k", "output.kernel")
+    )
+
     def torch_layouts(self) -> Layouts:
         """`blinkdl`: the keys of a block's `att`; `fla`: those of its `attn`."""
         low_ranks = ("w", "a", "v") if self.has_values else ("w", "a")
@@ -348,6 +357,8 @@ class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
         previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
         k = self.key(toward(x, previous, self.x_k))
         return self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
+
+    mesh_axes = last_axis("hidden", "key") | first_axis("hidden", "value.kernel")
 
     def torch_layouts(self) -> Layouts:
         """The keys of a block's `ffn`."""

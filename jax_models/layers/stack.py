@@ -1,5 +1,7 @@
 """Sequence layers one after the other."""
 
+__all__ = ["Stack"]
+
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -11,6 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.explicit_axes import assigned
 from jax_models.ops.checks import described
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, nested
@@ -45,7 +48,7 @@ class PureLayer(NamedTuple):
             layer = nnx.merge(self.graphdef, arrays, copy=True)
             check_fits(x, layer)
             y, last_state = layer.sequence(x, state, lengths, reset)
-            return y, last_state, _assigned(arrays, nnx.state(layer))
+            return y, last_state, assigned(arrays, nnx.state(layer))
 
         if self.remat != "none":
             run = jax.checkpoint(run, policy=SAVED[self.remat])
@@ -261,10 +264,3 @@ def _structure(layer: SequenceLayer, state: Any) -> Any:
 def _share_variables(layers: Sequence[SequenceLayer]) -> bool:
     apart = sum(len(jax.tree.leaves(nnx.state(layer))) for layer in layers)
     return len(jax.tree.leaves(nnx.state(layers))) < apart
-
-
-def _assigned(before: nnx.State, after: nnx.State) -> nnx.State:
-    """The variables that a layer assigned to, as dropout counts its masks."""
-    old = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
-    new = nnx.to_flat_state(after)
-    return nnx.from_flat_state([(k, v) for k, v in new if v.get_raw_value() is not old.get(k)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +15,7 @@ from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.port import port, refuse_other_weights
-from parity_tests.engine.channel_order import note_on_inputs
+from parity_tests.engine.channel_order import fault_of_axes, note_on_inputs
 from parity_tests.engine.locate.find import checked_names, find_departure, where_it_raises
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.logits import checked_logits
@@ -33,7 +33,7 @@ from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.references.source import requested
 from parity_tests.engine.report import Report
 from parity_tests.engine.report_hooks import call_hooks
-from parity_tests.engine.results import GROUPS
+from parity_tests.engine.results import GROUPS, Results
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +144,9 @@ def compare(
             _explain(error, problem, reference, locate=bool(locate))
             raise
 
+        # Images that are square may have swapped axes without an error; moving them tells.
+        faults = [*faults, *_fault_of_axes(problem, reference, report, platform, precision)]
+
         # Random inputs hit no kink of a function, so run once more where the kinks are.
         if edge_inputs:
             from parity_tests.engine.edge_inputs import measure_edges  # needs torch
@@ -177,6 +180,22 @@ def _explain(error: Exception, problem: Problem, reference: Reference, *, locate
         where = where_it_raises(problem, problem.dtypes[0], reference.oracle)
         if where is not None:
             error.add_note(f"in JAX's {where or 'outermost module'}")
+
+
+def _fault_of_axes(
+    problem: Problem, reference: Reference, report: Report, platform: str, precision: str
+) -> Iterator[str]:
+    dtype, group, error = next(report.failures, ("", "", None))
+    if error is None or group not in GROUPS[:2]:
+        return
+    side, oracle = JaxSide(problem, platform, precision=precision), reference.oracle
+
+    def run(problem: Problem) -> Results:
+        return side.run(problem, dtype, oracle.forward, reference.cast_to)
+
+    fault = fault_of_axes(problem, oracle, error.bound, run)
+    if fault is not None:
+        yield fault
 
 
 def _departure(

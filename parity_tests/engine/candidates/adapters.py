@@ -54,6 +54,9 @@ class HeldWeights(nnx.Module):
             setattr(self, name, kind(jnp.asarray(value)))
 
 
+HeldWeights.__name__ = "the model"  # in errors, because users do not know this class
+
+
 def weights_of(held: HeldWeights, foreign: ForeignModel) -> Any:
     """The model's tree with the weights that are held."""
     values = {path: getattr(held, name).get_value() for name, (path, _) in foreign.named().items()}

@@ -1,0 +1,79 @@
+"""The hyperparameters of a torch layer beside those of its JAX counterpart."""
+
+import flax.linen as linen
+import jax
+import pytest
+import torch
+from flax import nnx
+
+from parity_tests.engine.locate.hyperparameters import differing, hyperparameters_of
+
+RNGS, KERNEL = nnx.Rngs(0), (3, 3)
+
+
+def equinox_conv(**options):
+    eqx = pytest.importorskip("equinox")
+    return eqx.nn.Conv2d(2, 3, 3, key=jax.random.key(0), **options)
+
+
+def torch_conv(*args, **options):
+    return torch.nn.Conv2d(2, 3, 3, *args, **options)
+
+
+def conv(**options):
+    return nnx.Conv(2, 3, KERNEL, rngs=RNGS, **options)
+
+
+PAIRS = {
+    "eps": (torch.nn.LayerNorm(3), nnx.LayerNorm(3, rngs=RNGS), ["eps 1e-05 | epsilon 1e-06"]),
+    "no eps": (torch.nn.RMSNorm(3), nnx.RMSNorm(3, rngs=RNGS), ["eps None | epsilon 1e-06"]),
+    "groups": (
+        torch.nn.GroupNorm(2, 4),
+        nnx.GroupNorm(4, num_groups=4, epsilon=1e-5, rngs=RNGS),
+        ["num_groups 2 | num_groups 4"],
+    ),
+    "momentum": (
+        torch.nn.BatchNorm1d(3),
+        nnx.BatchNorm(3, rngs=RNGS),
+        ["momentum 0.1 | 1 - momentum 0.01"],
+    ),
+    "the same momentum": (torch.nn.BatchNorm1d(3), linen.BatchNorm(momentum=0.9), []),
+    "no bias": (torch.nn.Linear(2, 3, bias=False), linen.Dense(3), ["bias False | use_bias True"]),
+    "rate": (torch.nn.Dropout(0.5), nnx.Dropout(0.1), ["p 0.5 | rate 0.1"]),
+    "padding": (torch_conv(), conv(), ["padding (0, 0) | padding SAME"]),
+    "the same padding": (torch_conv(padding=2, dilation=2), conv(kernel_dilation=2), []),
+    "no padding": (torch_conv(), conv(padding="VALID", strides=1), []),
+    "strides": (torch_conv(2), conv(padding=0), ["stride (2, 2) | strides 1"]),
+    "the shapes decide": (torch_conv(2, 1), conv(strides=2), ["padding (1, 1) | padding SAME"]),
+    "padding on one side": (
+        torch.nn.Conv1d(2, 3, 3, padding=2),
+        nnx.Conv(2, 3, (3,), padding="CAUSAL", rngs=RNGS),
+        ["padding (2,) | padding CAUSAL"],
+    ),
+    "transposed": (
+        torch.nn.ConvTranspose2d(2, 3, 3),
+        nnx.ConvTranspose(2, 3, KERNEL, rngs=RNGS),
+        [],
+    ),
+    "equinox": (
+        torch_conv(padding=1, bias=False),
+        lambda: equinox_conv(padding=1, use_bias=False),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_what_differs_is_told_under_both_names(pair):
+    theirs, ours, expected = PAIRS[pair]
+    ours = ours() if pair == "equinox" else ours
+    assert [*differing(hyperparameters_of(theirs), hyperparameters_of(ours))] == expected
+
+
+def test_a_layer_of_the_users_own_keeps_momentum_as_it_is():
+    class BatchNorm(nnx.Module):
+        def __init__(self):
+            self.momentum = 0.1
+
+    theirs = hyperparameters_of(torch.nn.BatchNorm1d(3))
+    assert not [*differing(theirs, hyperparameters_of(BatchNorm()))]

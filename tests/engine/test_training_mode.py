@@ -1,0 +1,261 @@
+"""Trainings with running statistics, dropout, averaged weights, and weights that are trees."""
+
+from functools import partial
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from jax_models import BatchNorm
+from jax_models.weights import batch_norm, linear
+from parity_tests import TrainingReport, compare_training
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+nn = torch.nn
+RNG = np.random.default_rng(0)
+BATCHES = [(RNG.standard_normal((8, 5)), RNG.integers(0, 3, 8)) for _ in range(5)]
+TOKENS = [RNG.integers(0, 7, (4, 6)) for _ in range(5)]
+
+
+def cross_entropy(logits, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def train(twin, model, weights, **options) -> TrainingReport:
+    torch.manual_seed(0)
+    return compare_training(
+        twin(),
+        model,
+        options.pop("batches", BATCHES),
+        weights=weights,
+        **{
+            "loss": lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+            "loss_twin": lambda twin, batch: nn.functional.cross_entropy(twin(batch[0]), batch[1]),
+            "optimizer": lambda: optax.adamw(1e-2, weight_decay=0.1),
+            "optimizer_twin": lambda twin: torch.optim.AdamW(
+                twin.parameters(), lr=1e-2, weight_decay=0.1
+            ),
+        }
+        | options,
+    )
+
+
+class Net(nnx.Module):
+    def __init__(self, norm):
+        rngs = nnx.Rngs(0)
+        self.first, self.last = nnx.Linear(5, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.norm = norm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jax.nn.relu(self.norm(self.first(x))))
+
+
+def batch_normed():
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+NORMED = [*linear("first", "0"), *batch_norm("norm", "1"), *linear("last", "3")]
+
+
+@pytest.mark.parametrize(
+    ("norm", "parts_in"),
+    [
+        (BatchNorm, None),
+        (partial(BatchNorm, momentum=0.1), "1.running_mean"),
+        (partial(nnx.BatchNorm, momentum=0.9), "1.running_var"),
+    ],
+    ids=["equal", "another momentum", "biased variance"],
+)
+def test_running_statistics(norm, parts_in):
+    report = train(batch_normed, Net(norm), NORMED, training=True)
+    if parts_in is None:
+        assert report.passed, str(report)
+    else:
+        step, error = report.parting["float64"]
+        assert (step, error.tensor) == (1, parts_in)
+        assert "the loss agrees; the gradient agrees" in report.departures["float64"]
+
+
+def test_a_mask_hides_rows_from_a_batch_norm():
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((6, 8), np.float32))
+    masked, whole = (BatchNorm(8, rngs=nnx.Rngs(0)) for _ in range(2))
+    y = masked(x, mask=(jnp.arange(6) < 4)[:, None])
+    np.testing.assert_allclose(y[:4], whole(x[:4]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(masked.var[...], whole.var[...], rtol=1e-6)
+
+
+def test_a_batch_norm_refuses_what_it_cannot_normalize():
+    norm = BatchNorm(8, rngs=nnx.Rngs(0))
+    for shape, message in (((4, 7), "x:"), ((1, 8), "x:")):
+        with pytest.raises(ValueError, match=message):
+            norm(jnp.ones(shape))
+    with pytest.raises(ValueError, match="momentum:"):
+        BatchNorm(8, momentum=2, rngs=nnx.Rngs(0))
+
+
+class Linen(linen.Module):
+    momentum: float = 0.9
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(8)(x)
+        x = linen.BatchNorm(use_running_average=False, momentum=self.momentum)(x)
+        return linen.Dense(3)(jax.nn.relu(x))
+
+
+class Biased(nn.BatchNorm1d):
+    """Its running variance is that of Flax."""
+
+    def forward(self, x):
+        mean, var = x.mean(0), x.var(0, unbiased=False)
+        with torch.no_grad():
+            self.running_mean.mul_(0.9).add_(0.1 * mean)
+            self.running_var.mul_(0.9).add_(0.1 * var)
+        return (x - mean) * torch.rsqrt(var + 1e-5) * self.weight + self.bias
+
+
+def variables(state_dict):
+    return {
+        "params": {
+            "Dense_0": {"kernel": state_dict["0.weight"].T, "bias": state_dict["0.bias"]},
+            "BatchNorm_0": {"scale": state_dict["1.weight"], "bias": state_dict["1.bias"]},
+            "Dense_1": {"kernel": state_dict["3.weight"].T, "bias": state_dict["3.bias"]},
+        },
+        "batch_stats": {
+            "BatchNorm_0": {
+                "mean": state_dict["1.running_mean"],
+                "var": state_dict["1.running_var"],
+            }
+        },
+    }
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.99])
+@pytest.mark.parametrize("returned", [True, False])
+def test_statistics_of_linen(momentum, returned):
+    model = Linen(momentum)
+
+    def loss(weights, batch):
+        logits, changed = model.apply(weights, batch[0], mutable=["batch_stats"])
+        value = cross_entropy(logits, batch[1])
+        return (value, changed) if returned else value
+
+    report = train(
+        lambda: nn.Sequential(nn.Linear(5, 8), Biased(8), nn.ReLU(), nn.Linear(8, 3)),
+        model.apply,
+        variables,
+        loss=loss,
+        training=True,
+    )
+    assert report.passed == (momentum == 0.9 or not returned), str(report)
+    told = any("batch_stats.BatchNorm_0.mean" in note for note in report.notes)
+    assert told == (not returned)
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rate=0.3, last=False):
+        rngs = nnx.Rngs(0)
+        self.first, self.last = nnx.Linear(5, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.dropout, self.drops_last = nnx.Dropout(rate, rngs=rngs), last
+
+    def __call__(self, x):
+        if self.drops_last:
+            return self.dropout(self.last(jax.nn.relu(self.first(x))))
+        return self.last(self.dropout(jax.nn.relu(self.first(x))))
+
+
+def dropped():
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({}, None),
+        ({"rate": 0.2}, "they part at step 1"),
+        ({"last": True}, r"mask 1 of a step is of shape \(8, 8\) in torch, \(8, 3\) in JAX"),
+        ({"rate": 0.0}, "torch draws 1 masks a step, JAX 0"),
+    ],
+)
+def test_dropout_with_the_same_masks(options, fault):
+    table = [*linear("first", "0"), *linear("last", "3")]
+    report = train(dropped, Dropped(**options), table, training=True)
+    assert report.passed == (fault is None), str(report)
+    if fault is not None:
+        with pytest.raises(AssertionError, match=fault):
+            raise AssertionError(str(report))
+    assert train(dropped, Dropped(**options), table).passed
+
+
+@pytest.mark.slow
+def test_other_random_numbers_are_told():
+    report = train(
+        batch_normed,
+        Net(nnx.BatchNorm),
+        NORMED,
+        loss_twin=lambda twin, batch: twin(batch[0] + 1e-3 * torch.randn_like(batch[0])).mean(),
+    )
+    assert not report.passed
+    assert "torch draws random numbers (aten.randn_like.default)" in report.notes[0]
+
+
+def mean_of_weights(decay, new, old, count):
+    """Torch's first mean is the weights after the first step."""
+    return jax.tree.map(
+        lambda a, b: jnp.where(count == 0, a, decay * b + (1 - decay) * a), new, old
+    )
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.91])
+def test_averaged_weights(decay):
+    report = train(
+        batch_normed,
+        Net(nnx.BatchNorm),
+        NORMED,
+        average=partial(mean_of_weights, decay),
+        average_twin=lambda twin: AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+    )
+    assert report.passed == (decay == 0.9), str(report)
+    if decay != 0.9:
+        step, error = report.parting["float64"]
+        assert step == 2
+        assert error.tensor.startswith("average of ")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+@pytest.mark.parametrize("name", ["embedding", "head"])
+def test_what_a_loader_makes_is_trained(name):
+    """Two arrays of one weight go ways of their own."""
+
+    def model(weights, tokens):
+        return jnp.tanh(weights["embedding"][tokens]) @ weights[name].T
+
+    def load(state_dict):
+        return {key: state_dict[f"{key}.weight"] for key in dict.fromkeys(["embedding", name])}
+
+    report = train(
+        Tied,
+        model,
+        load,
+        batches=TOKENS,
+        loss=lambda weights, t: cross_entropy(model(weights, t[:, :-1]), t[:, 1:]),
+        loss_twin=lambda twin, t: nn.functional.cross_entropy(
+            twin(t[:, :-1]).flatten(0, 1), t[:, 1:].flatten()
+        ),
+    )
+    assert report.passed == (name == "embedding"), str(report)

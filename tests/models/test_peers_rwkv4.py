@@ -1,0 +1,72 @@
+"""RWKV-4 beside transformers' RwkvForCausalLM."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from peers import assert_loads, assert_same_logits_and_gradients
+
+from jax_models import rwkv_from_torch, to_torch
+from parity_tests.engine.problem import in_every_dtype
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+
+RESCALE_EVERY = 2
+TOKENS = np.random.default_rng(0).integers(0, 50, (2, 17))
+
+
+@pytest.fixture
+def model():
+    """A random model in float64 that has not run."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RwkvConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=5, intermediate_size=40,
+        rescale_every=RESCALE_EVERY,
+    )  # fmt: skip
+    model = transformers.RwkvForCausalLM(config).double()
+    rng = np.random.default_rng(0)
+    for name, parameter in model.named_parameters():
+        scale = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 else 0.2
+        scale *= 4 if name.endswith(("output.weight", "value.weight")) else 1
+        mean = 1 if re.search(r"ln.*weight", name) else 0
+        draw = in_every_dtype(mean + scale * rng.standard_normal(parameter.shape))
+        parameter.data = torch.from_numpy(draw)
+    return model
+
+
+def copied(model):
+    """Its weights as they are now: transformers changes them in place."""
+    return {key: tensor.clone() for key, tensor in model.state_dict().items()}
+
+
+def logits_of(model, tokens, **options):
+    """Of transformers' model in evaluation, with what it returns beside them."""
+    with torch.no_grad():
+        return model.eval()(torch.tensor(tokens), **options)
+
+
+def test_logits_and_gradients_are_those_of_transformers(model):
+    model.config.rescale_every = 0
+    call_twin = lambda model, tokens: model(tokens, use_cache=False).logits  # noqa: E731
+    assert_same_logits_and_gradients(model, rwkv_from_torch, TOKENS, "hf", call_twin)
+
+
+def test_what_is_exported_loads_in_transformers(model):
+    with jax.enable_x64(True):
+        port = rwkv_from_torch(model.state_dict(), param_dtype=jnp.float64)
+    assert_loads(type(model)(model.config).double(), to_torch(port, "hf"), model)
+
+
+def test_weights_that_were_saved_after_a_run_are_multiplied_back(model):
+    before = copied(model)
+    logits_of(model, TOKENS)
+    after = model.state_dict()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert len(changed) == 2 * (model.config.num_hidden_layers - RESCALE_EVERY)
+    with jax.enable_x64(True):
+        port = rwkv_from_torch(after, param_dtype=jnp.float64, rescaled_every=RESCALE_EVERY)
+        for key, array in to_torch(port, "hf").items():
+            np.testing.assert_array_equal(array, before[key].numpy(), err_msg=key)

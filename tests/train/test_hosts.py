@@ -1,0 +1,131 @@
+"""Two processes on one machine make the run that one process makes on as many devices."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.run import Run
+
+SECONDS = 180
+ARGS = "--num-steps 40 --eval-every 10 --eval-batches 2 --model.hidden-features 8 --log-every 40"
+
+
+def start(folder: Path, *args: str, processes: int = 2, config: tuple[str, ...] = ()) -> list:
+    """The processes of a run, with one device each; `config` is the last one's own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "train", "--out", str(folder), *ARGS.split(), *args]
+    hosts = ["--hosts.coordinator", address, "--hosts.num-processes", str(processes)]
+    return [
+        subprocess.Popen(
+            [
+                *command,
+                *([*hosts, "--hosts.process-id", str(i)] if processes > 1 else []),
+                *(config if i == processes - 1 else ()),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for i in range(processes)
+    ]
+
+
+def ended(processes: list) -> list[tuple[int, str, str]]:
+    """Exit codes and outputs, or a failure where a process hangs."""
+    try:
+        outputs = [process.communicate(timeout=SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
+
+
+def val_losses(folder: Path) -> list[float]:
+    return [line["val"] for line in Run.open(folder).metrics()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The run of two processes, without interruption."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    (first, second) = ended(start(folder))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert "val loss" in first[1]
+    assert "val loss" not in second[1]
+    assert (folder / "twin.safetensors").exists()
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_run_of_one(whole, tmp_path):
+    [(code, _, error)] = ended(start(tmp_path / "run", processes=1))
+    assert code == 0, error
+    np.testing.assert_allclose(val_losses(whole), val_losses(tmp_path / "run"), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_other_and_both_go_on(whole, tmp_path):
+    folder = tmp_path / "run"
+    processes = start(folder, "--max-skipped", "10")
+    deadline = time.monotonic() + SECONDS
+    while not any((folder / "checkpoints").glob("[0-9]*/manifest.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    processes[1].kill()
+    codes = [code for code, *_ in ended(processes)]
+    assert codes[1] == -signal.SIGKILL
+    for code, _, error in ended(start(folder, "--max-skipped", "10")):
+        assert code == 0, error
+    assert val_losses(folder) == val_losses(whole)
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_ends_both_in_good_order(whole, tmp_path):
+    folder = tmp_path / "run"
+    processes = start(folder)
+    deadline = time.monotonic() + SECONDS
+    while not any((folder / "checkpoints").glob("0/manifest.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)
+    for code, _, error in ended(processes):
+        assert code == 128 + signal.SIGTERM, error
+        assert re.search(r"stopped by SIGTERM: the run is saved at step \d+ in", error)
+    for code, _, error in ended(start(folder)):
+        assert code == 0, error
+    assert val_losses(folder) == val_losses(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "first", "last"),
+    [
+        (("--seed", "7"), *2 * ["processes 0 and 1 differ in their config"]),
+        (
+            ("--text", "/no.txt"),
+            "--hosts: process 1 has stopped; see its output",
+            "/no.txt: No such file",
+        ),
+    ],
+)
+def test_processes_that_differ_are_refused(config, first, last, tmp_path):
+    began = time.monotonic()
+    ends = ended(start(tmp_path / "run", config=config))
+    for (code, _, error), message in zip(ends, (first, last), strict=True):
+        assert code == 2, error
+        assert message in error
+        assert error.count("\n") == 1
+    assert time.monotonic() - began < 60  # far below JAX's time-outs
+    assert not (tmp_path / "run" / "config.json").exists()

@@ -1,0 +1,236 @@
+"""`twinscan generate --weights`: checkpoints of others, and what their tokens stand for."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from flax import nnx
+from safetensors.flax import save_file
+
+import train.__main__ as train_command
+from jax_models import (
+    GriffinLanguageModelConfig,
+    HyenaDNALanguageModelConfig,
+    LanguageModel,
+    RWKV6LanguageModelConfig,
+    RWKV7LanguageModelConfig,
+    generate,
+    to_torch,
+)
+from train import generate as command
+from train import published_vocabulary
+from train.pretrained import Numbers, read_model, tokens_of
+from train.published_vocabulary import Nucleotides, World
+from train.run import Run
+from twinscan.command_line import CommandLineError
+
+TEXT = "Grüße, 世界 🎉\n\tdef f(x):"
+SIZES = {"features": 8, "num_layers": 2, "head_size": 4}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    pytest.importorskip("rwkv")
+    return World()
+
+
+def random_model(config, **options) -> LanguageModel:
+    """Of weights other than those that a model starts from, many of which are zero."""
+    model = config.build(**options, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+
+    def drawn(x):
+        return (0.4 * rng.standard_normal(x.shape, np.float32)).astype(x.dtype)
+
+    nnx.update(model, jax.tree.map(drawn, nnx.state(model)))
+    return model
+
+
+def test_the_world_vocabulary_comes_back_piece_by_piece(world):
+    tokens = world.encode(TEXT, "text")
+    pieces = [*world.pieces(tokens[:, None])]
+    assert "".join(pieces) == TEXT
+    assert len(pieces) == len(tokens) + 1
+
+
+def test_a_character_of_several_tokens_is_written_when_it_is_whole(world):
+    """A World token is any byte: 1 and its value more."""
+    tokens = [byte + 1 for byte in "é🎉".encode()]
+    assert [*world.pieces(tokens)] == ["", "é", "", "", "", "🎉", ""]
+    assert [*world.pieces(tokens[:1])] == ["", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_a_text_ends_at_its_end(world):
+    letter = ord("a") + 1
+    assert "".join(world.pieces([letter, World.end, letter])) == "a"
+    assert "".join(world.pieces([letter, World.size - 1])) == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
+    """The command of docs/weights.md."""
+    monkeypatch.chdir(tmp_path)
+    model = random_model(RWKV7LanguageModelConfig(World.size, **SIZES))
+    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
+    torch.save(weights, "RWKV-x070-World-0.1B.pth")
+    command.main(["--weights", "RWKV-x070-World-0.1B.pth", "--prompt", TEXT, "--num-tokens", "9"])
+    prompt = world.encode(TEXT, "text")[None]
+    tokens = generate(model, prompt, 9, key=jax.random.key(0))
+    assert capsys.readouterr().out == TEXT + "".join(world.pieces(np.asarray(tokens)[0])) + "\n"
+
+
+def test_tokens_go_on_as_tokens(tmp_path, capsys):
+    """Of a safetensors file, by its suffix."""
+    model = random_model(RWKV6LanguageModelConfig(30, **SIZES))
+    save_file(to_torch(model, "fla"), tmp_path / "a.safetensors")
+    arguments = ["--weights", str(tmp_path / "a.safetensors"), "--prompt-tokens", "3 1 4"]
+    command.main([*arguments, "--num-tokens", "9", "--greedy"])
+    tokens = generate(model, np.array([[3, 1, 4]]), 9, key=jax.random.key(0), temperature=0)
+    written = [int(number) for number in capsys.readouterr().out.split()]
+    assert written == [3, 1, 4, *np.asarray(tokens)[0]]
+    assert [*Numbers().pieces(tokens[0])] == [f" {token}" for token in np.asarray(tokens)[0]]
+
+
+def test_a_sequence_of_nucleotides_goes_on(tmp_path, monkeypatch, capsys):
+    """The command of docs/weights.md."""
+    monkeypatch.chdir(tmp_path)
+    model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
+    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
+    torch.save(weights, "hyenadna.pth")
+    command.main(["--weights", "hyenadna.pth", "--prompt", "ACGTN", "--num-tokens", "40"])
+    tokens = generate(model, np.arange(7, 12)[None], 40, key=jax.random.key(0))
+    text = "".join(Nucleotides().pieces(np.asarray(tokens)[0]))
+    assert capsys.readouterr().out == f"ACGTN{text}\n"
+    expected = "--prompt:"
+    with pytest.raises(CommandLineError, match=expected):
+        command.main(["--weights", "hyenadna.pth", "--prompt", "aCG U"])
+
+
+def test_the_world_vocabulary_needs_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rwkv.rwkv_tokenizer", None)
+    published_vocabulary._trie.cache_clear()
+    model = RWKV7LanguageModelConfig(World.size, **SIZES).build(rngs=nnx.Rngs(0))
+    path = tmp_path / "world.safetensors"
+    save_file(to_torch(model), path)
+    with pytest.raises(CommandLineError, match=r"pip install rwkv \(or .*--prompt-tokens"):
+        command.main(["--weights", str(path), "--prompt", "a"])
+    with pytest.raises(CommandLineError, match=r"--tokenizer: .*pip install rwkv"):
+        train_command.main(["--init", str(path), "--text", __file__, "--out", str(tmp_path / "a")])
+
+
+RECURRENT_GEMMA = {
+    "model_type": "recurrent_gemma",
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "num_hidden_layers": 3,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "attention_window_size": 4,
+    "dtype": "bfloat16",
+    "eos_token_id": 1,
+}
+WORDS = ["<pad>", "</s>", "<bos>", "<eos>", *"abcdefgh"]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def recurrent_gemma(tmp_path, monkeypatch) -> LanguageModel:
+    """In a folder as transformers writes it: in two files, with a tokenizer that begins a text.
+
+    As in Gemma's vocabulary, "</s>" is a word and "<eos>" ends a text; its generation_config.json
+    has a token that ends it, too.
+    """
+    monkeypatch.chdir(tmp_path)
+    folder = Path("recurrentgemma-2b")
+    folder.mkdir()
+    config = GriffinLanguageModelConfig.from_hf(RECURRENT_GEMMA)
+    model = random_model(config, param_dtype="bfloat16")
+    weights = to_torch(model, "hf-file")
+    place = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(weights)}
+    for name in {*place.values()}:
+        save_file({key: weights[key] for key in weights if place[key] == name}, folder / name)
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 2)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in {
+        "config.json": RECURRENT_GEMMA,
+        "generation_config.json": {"eos_token_id": [3, 11]},
+        INDEX: {"weight_map": place},
+    }.items():
+        (folder / name).write_text(json.dumps(content))
+    return model
+
+
+def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
+    """The command of docs/weights.md, up to the first token that ends a text."""
+    read = read_model(Path("recurrentgemma-2b"))
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(read, nnx.Param))} == {jnp.dtype("bfloat16")}
+    assert [*tokens_of(read, Path("recurrentgemma-2b")).encode("a b")] == [2, 4, 5]
+    for seed in range(4):
+        command.main([
+            *["--weights", "recurrentgemma-2b", "--prompt", "a b"],
+            *["--num-tokens", "9", "--seed", str(seed)],
+        ])  # fmt: skip
+        tokens = generate(recurrent_gemma, np.array([[2, 4, 5]]), 9, key=jax.random.key(seed))
+        numbers = [*np.asarray(tokens)[0].tolist(), 3]
+        end = min(numbers.index(token) for token in (3, 11) if token in numbers)
+        text = " ".join(WORDS[token] for token in numbers[:end])
+        assert capsys.readouterr().out.removeprefix("a b").strip() == text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[1]", "recurrentgemma-2b: config.json:"),
+        ("config.json", "{", "recurrentgemma-2b: config.json: Expecting property name"),
+        ("config.json", json.dumps(RECURRENT_GEMMA | {"model_type": "llama"}), "config.json:"),
+        (
+            "config.json",
+            json.dumps(RECURRENT_GEMMA | {"intermediate_size": 14}),
+            "mlp_block.gate_proj.weight:",
+        ),
+        ("model-1.safetensors", None, "model-1.safetensors: No such file or directory"),
+        ("model-1.safetensors", "cut", "recurrentgemma-2b: .*header"),
+        (INDEX, None, "expected one file of weights, or .+, got model-0.+, model-1.safetensors"),
+        (INDEX, "{}", "model.safetensors.index.json:"),
+        ("tokenizer.json", None, "recurrentgemma-2b has no tokenizer.json .*--prompt-tokens"),
+        ("tokenizer.json", "{}", "recurrentgemma-2b: not a tokenizer: "),
+    ],
+)
+def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, message):
+    """In one line."""
+    path = Path("recurrentgemma-2b", name)
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(CommandLineError, match=message) as refused:
+        command.main(["--weights", "recurrentgemma-2b", "--prompt", "a"])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_a_model_of_nucleotides_is_trained_on(tmp_path, monkeypatch, capsys):
+    """On a text of lines; its vocabulary has tokens that stand for nothing."""
+    monkeypatch.chdir(tmp_path)
+    model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
+    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
+    torch.save(weights, "hyenadna.pth")
+    Path("genome").write_text(30 * "ACGTTGCANNACGGT\n")
+    train_command.main([
+        *["--init", "hyenadna.pth", "--text", "genome", "--out", "run", "--num-steps", "2"],
+        *["--window", "32", "--batch-size", "2", "--eval-batches", "1"],
+    ])  # fmt: skip
+    run = Run.open(Path("run"))
+    assert (run.vocabulary, run.config.model.vocab_size) == (Nucleotides(), 16)
+    capsys.readouterr()
+    command.main(["--run", "run", "--prompt", "ACG", "--num-tokens", "9"])
+    assert capsys.readouterr().out.startswith("ACG")

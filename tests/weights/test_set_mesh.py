@@ -1,0 +1,239 @@
+"""Loading under `jax.set_mesh`: each parameter is where its names say, or whole on all devices."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+import train.__main__
+import train.evaluate
+import train.export
+import train.generate
+from jax_models import (
+    LSTM,
+    GriffinLanguageModelConfig,
+    HyenaDNALanguageModelConfig,
+    RWKVLanguageModelConfig,
+    SileroVAD,
+    from_keras,
+    from_onnx,
+    from_torch,
+    griffin_from_weights,
+    hyena_dna_from_weights,
+    load_pretrained,
+    rwkv_from_torch,
+    to_torch,
+)
+from jax_models.weights.transfer import params_of
+
+COLUMNS = P(None, "model")
+NAMED = {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), COLUMNS)}
+EIGHT = {"JAX_NUM_CPU_DEVICES": "8"}
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)
+def mesh(request):
+    """Of all devices: one, or the eight of `test_on_eight_devices`."""
+    return jax.make_mesh((jax.device_count(),), ("model",), axis_types=(request.param,))
+
+
+def lstm(options):
+    return LSTM(8, 16, rngs=nnx.Rngs(0), **options)
+
+
+def assert_placed(layer, mesh, specs=None):
+    for path, param in params_of(layer).items():
+        expected = NamedSharding(mesh, (specs or {}).get(path, P()))
+        assert param.get_value().sharding.is_equivalent_to(expected, param.ndim), path
+
+
+@pytest.mark.parametrize("options", [{}, NAMED], ids=["no names", "names"])
+@pytest.mark.parametrize("build", [lstm, lambda options: nnx.eval_shape(lambda: lstm(options))])
+@pytest.mark.parametrize("mesh_set_for", ["build", "load", "both"])
+def test_a_layer_is_placed(mesh, options, build, mesh_set_for):
+    def context(step):
+        if mesh_set_for in (step, "both"):
+            return jax.set_mesh(mesh)
+        return nnx.use_eager_sharding(False)  # the names stay
+
+    weights = torch.nn.LSTM(8, 16).state_dict()
+    with context("build"):
+        layer = build(options)
+    with context("load"):
+        layer = from_torch(layer, weights)
+    assert_placed(layer, mesh, {"cells.0.kernel_ih": COLUMNS} if options else {})
+    for key, array in to_torch(layer).items():
+        np.testing.assert_array_equal(array, weights[key].numpy())
+
+
+@pytest.mark.parametrize("options", [{}, {"time_major": True, "dropout_rate": 0.5}], ids=str)
+def test_a_placed_layer_runs(mesh, options):
+    """Eagerly and compiled, with the numbers of one device. Dropout draws new masks."""
+    rows = P(None, "model") if options else P("model")
+    x = np.random.default_rng(0).standard_normal((8, 8, 8), np.float32)
+    weights = torch.nn.LSTM(8, 16, num_layers=2).state_dict()
+
+    def build(**names):
+        layer = LSTM(8, 16, num_layers=2, rngs=nnx.Rngs(0), **options, **names)
+        layer = from_torch(layer, weights)
+        return layer, nnx.view(layer, deterministic=True)
+
+    _, expected = build()
+    y, state = expected(x)
+    with jax.set_mesh(mesh):
+        dropping, layer = build(**NAMED)
+        sharded = jax.device_put(x, NamedSharding(mesh, rows))
+        for call in (layer, nnx.jit(lambda x: layer(x))):
+            found = call(sharded)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves((y, state)), strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-6)
+            if AxisType.Explicit in mesh.axis_types:
+                assert [jax.typeof(a).sharding.spec.index("model") for a in found[1]] == [1, 1]
+                assert jax.typeof(found[0]).sharding.spec == P(*rows, *[None] * (3 - len(rows)))
+        assert not options or (dropping(sharded)[0] != dropping(sharded)[0]).any()
+
+
+def loads_a_file(folder):
+    save_file(to_torch(SileroVAD(rngs=nnx.Rngs(0))), folder / "vad.safetensors")
+    return lambda: load_pretrained(folder / "vad.safetensors")
+
+
+def loads_onnx(folder):
+    helper = pytest.importorskip("onnx").helper
+    node = helper.make_node("GRU", ["X", "W", "R"], ["Y"], hidden_size=4)
+    model = helper.make_model(helper.make_graph([node], "a", [], []))
+    weights = {"W": np.ones((1, 12, 3), np.float32), "R": np.ones((1, 12, 4), np.float32)}
+    return lambda: from_onnx(model, weights=weights)
+
+
+class GRUOfKeras:
+    """What `from_keras` reads of a Keras layer; Keras itself is slow to import."""
+
+    built, go_backwards = True, False
+
+    @property
+    def cell(self):
+        return self
+
+    def get_config(self):
+        names = {"activation": "tanh", "recurrent_activation": "sigmoid", "use_bias": False}
+        return {**names, "units": 4, "reset_after": True}
+
+    def get_weights(self):
+        return [np.ones((3, 12), np.float32), np.ones((4, 12), np.float32)]
+
+
+GRUOfKeras.__name__ = "GRU"
+
+
+def loads_language_model(function, config):
+    def loads(folder):
+        weights = to_torch(config.build(rngs=nnx.Rngs(0)))
+        return lambda: function(weights)
+
+    return loads
+
+
+SIZES = {"vocab_size": 12, "features": 8, "num_layers": 3}
+DNA = {"context_length": 32, "features": 8, "mlp_features": 9}
+LOADERS = {
+    "load_pretrained": loads_a_file,
+    "from_onnx": loads_onnx,
+    "from_keras": lambda folder: lambda: from_keras(GRUOfKeras()),
+    "rwkv_from_torch": loads_language_model(
+        rwkv_from_torch, RWKVLanguageModelConfig(**SIZES, hidden_features=16)
+    ),
+    "griffin_from_weights": loads_language_model(
+        griffin_from_weights,
+        GriffinLanguageModelConfig(
+            **SIZES, recurrent_features=8, mlp_features=6, num_heads=2, window=2048
+        ),
+    ),
+    "hyena_dna_from_weights": loads_language_model(
+        hyena_dna_from_weights, HyenaDNALanguageModelConfig(**DNA)
+    ),
+    "hyena_dna_from_weights with dropout": loads_language_model(
+        lambda weights: hyena_dna_from_weights(
+            weights, HyenaDNALanguageModelConfig(**DNA, block_dropout_rate=0.1)
+        ),
+        HyenaDNALanguageModelConfig(**DNA),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_whatever_loads_is_placed(name, mesh, tmp_path):
+    load = LOADERS[name](tmp_path)
+    expected = to_torch(load())
+    with jax.set_mesh(mesh):
+        model = load()
+    assert_placed(model, mesh)
+    for key, array in to_torch(model).items():
+        assert array.tobytes() == expected[key].tobytes()
+
+
+def test_an_array_stays_where_somebody_put_it(mesh):
+    weights = torch.nn.LSTM(8, 16).state_dict()
+    graph, params = nnx.split(lstm({}))
+    place = NamedSharding(mesh, P("model"))
+    layer = nnx.merge(graph, jax.device_put(params, place))
+    for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with context:
+            layer = from_torch(layer, weights)
+        assert {param.get_value().sharding for param in params_of(layer).values()} == {place}
+    with jax.default_device(jax.devices()[-1]):
+        layer = from_torch(lstm({}), weights)
+    assert from_torch(layer, weights).cells[0].bias_ih.devices() == {jax.devices()[-1]}
+    assert not from_torch(lstm({}), weights).cells[0].bias_ih.get_value().committed
+
+
+def test_what_does_not_fit_the_mesh_is_named(mesh):
+    weights = torch.nn.LSTM(8, 16).state_dict()
+    with jax.set_mesh(mesh):
+        abstract = nnx.eval_shape(lambda: lstm(NAMED))
+    with (
+        jax.set_mesh(jax.make_mesh((1,), ("other",))),
+        pytest.raises(ValueError, match=r"^layer: cells.0.kernel_ih cannot be put on .*'model'"),
+    ):
+        from_torch(abstract, weights)
+    many = AbstractMesh((4096,), ("model",), axis_types=mesh.axis_types)
+    with jax.sharding.use_abstract_mesh(many):
+        abstract = nnx.eval_shape(lambda: lstm({}))
+    with pytest.raises(ValueError, match=r"^layer: it was built for a mesh of 4096 devices, got "):
+        from_torch(abstract, weights)
+    with pytest.raises(ValueError, match=r"^layer: its parameters are traced, as under jax.jit"):
+        jax.eval_shape(lambda: nnx.state(from_torch(lstm({}), weights)))
+
+
+def test_a_command_builds_its_own_mesh(mesh, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train.__main__, "report", lambda *_: None)
+
+    def printed(context, run):
+        with context:
+            train.__main__.main(["--out", run, "--num-steps", "2", "--eval-batches", "1"])
+            capsys.readouterr()
+            train.evaluate.main(["--run", run])
+            train.generate.main(["--run", run, "--num-tokens", "9"])
+            train.export.main(["--run", run])
+        return capsys.readouterr().out.replace(run, "")
+
+    expected = printed(contextlib.nullcontext(), str(tmp_path / "without"))
+    assert printed(jax.set_mesh(mesh), str(tmp_path / "with")) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(EIGHT.items() <= os.environ.items(), reason="there are eight")
+def test_on_eight_devices():
+    """In a process of its own: the number of devices is set before JAX starts."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, env=os.environ | EIGHT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
