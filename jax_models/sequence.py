@@ -1,5 +1,7 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
+__all__ = ["SequenceLayer", "state_batch_axes"]
+
 import inspect
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 

@@ -45,3 +45,9 @@ def test_commands_tune_before_anything_else(monkeypatch, capsys, command):
     with pytest.raises(SystemExit):
         runpy.run_module(command, run_name="__main__")
     assert calls == [command]
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_are_left_alone(monkeypatch, platform):
+    monkeypatch.setattr(sys, "platform", platform)
+    assert not jax_models.tune_allocator()

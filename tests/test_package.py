@@ -193,6 +193,30 @@ except SystemExit as stop:
     assert run(BLOCKED + code) == needed
 
 
+@pytest.mark.parametrize("package", ["jax_models", "torch_ref"])
+def test_the_package_gathers_the_public_names_of_its_modules(package):
+    """A new module needs a line `from … import *` in the package, and no list of its names."""
+    import pkgutil
+    from importlib import import_module
+
+    package = import_module(package)
+    modules = [
+        import_module(module.name)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        if not module.ispkg and ".ops." not in module.name
+    ]
+    listed = {name for module in modules for name in getattr(module, "__all__", ())}
+    assert listed == {*package.__all__}
+    forgotten = {
+        f"{module.__name__}: {name}"
+        for module in modules
+        if module.__name__.split(".")[-2] in ("layers", "models") and not hasattr(module, "__all__")
+        for name, value in vars(module).items()
+        if name.endswith(("Block", "LanguageModel")) and value.__module__ == module.__name__
+    }
+    assert not forgotten
+
+
 def test_every_state_can_be_exported():
     """Those of every module are public, so that `jax.export` knows them."""
     import pkgutil

@@ -1,5 +1,7 @@
 """LSTM, GRU, SimpleRNN, RNN and Bidirectional layers of Keras."""
 
+__all__ = ["from_keras", "keras_table"]
+
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """LSTM, GRU and RNN nodes of ONNX models."""
 
+__all__ = ["from_onnx", "onnx_table"]
+
 from collections.abc import Iterator, Mapping
 from typing import Any
 

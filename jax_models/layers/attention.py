@@ -1,5 +1,7 @@
 """The pre-norm transformer block with which The Annotated Hyena compares Hyena."""
 
+__all__ = ["SelfAttentionBlock", "SelfAttentionState"]
+
 from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp

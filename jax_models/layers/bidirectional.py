@@ -1,5 +1,7 @@
 """Two whole stacks, one of which runs on reversed time."""
 
+__all__ = ["Bidirectional", "BidirectionalState"]
+
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """The causal depthwise convolution."""
 
+__all__ = ["CausalConv1D", "CausalConv1DState"]
+
 from typing import Unpack
 
 import jax.numpy as jnp

@@ -1,5 +1,13 @@
 """The blocks of Griffin, as RecurrentGemma has them (arXiv 2402.19427 and 2404.07839)."""
 
+__all__ = [
+    "GriffinBlock",
+    "GriffinRecurrence",
+    "GriffinRecurrenceState",
+    "LocalAttention",
+    "LocalAttentionState",
+]
+
 from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack
 

@@ -1,5 +1,7 @@
 """The GRU, as torch.nn.GRU has it."""
 
+__all__ = ["GRU", "GRUState"]
+
 from functools import partial
 
 import jax.numpy as jnp

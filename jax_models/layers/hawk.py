@@ -1,5 +1,7 @@
 """Hawk, its RG-LRU and its block, from the Griffin paper (arXiv 2402.19427)."""
 
+__all__ = ["RGLRU", "Hawk", "HawkBlock", "HawkState", "RGLRUState"]
+
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax

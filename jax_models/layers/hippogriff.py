@@ -1,5 +1,7 @@
 """The layers of hippogriff, a Griffin to train from scratch (arXiv 2402.19427)."""
 
+__all__ = ["HippogriffBlock", "HippogriffHawk", "HippogriffState"]
+
 import math
 from functools import partial
 from typing import Literal, NamedTuple, Unpack

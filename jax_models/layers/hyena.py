@@ -1,5 +1,14 @@
 """Hyena: the block of "The Annotated Hyena", and the paper's (arXiv 2302.10866)."""
 
+__all__ = [
+    "AuthenticHyenaBlock",
+    "AuthenticHyenaFilter",
+    "HyenaBlock",
+    "HyenaFilter",
+    "HyenaState",
+    "LongConvState",
+]
+
 import dataclasses
 from collections.abc import Callable
 from functools import partial

@@ -1,5 +1,7 @@
 """Hyena as in HyenaDNA (arXiv 2306.15794) and in safari, the code of the Hyena paper."""
 
+__all__ = ["HyenaDNABlock", "HyenaDNAFilter", "HyenaDNAMixer"]
+
 from functools import partial
 from typing import Annotated, Unpack
 

@@ -1,5 +1,7 @@
 """The HyperLSTM of labml.ai, after HyperNetworks (arXiv 1609.09106)."""
 
+__all__ = ["HyperLSTM", "HyperLSTMState"]
+
 from typing import Unpack
 
 import jax

@@ -1,5 +1,7 @@
 """The LSTM with layer norm, as labml.ai's LSTMCell has it."""
 
+__all__ = ["LayerNormLSTM"]
+
 from typing import Unpack
 
 import jax

@@ -1,5 +1,7 @@
 """The LSTM, as torch.nn.LSTM has it."""
 
+__all__ = ["LSTM", "LSTMState"]
+
 import jax.numpy as jnp
 from flax import nnx
 

@@ -1,5 +1,7 @@
 """minGRU and minLSTM (Feng et al. 2024)."""
 
+__all__ = ["MinGRU", "MinLSTM", "MinRNNState"]
+
 from collections.abc import Callable
 from typing import Any, ClassVar, Unpack
 

@@ -1,5 +1,7 @@
 """The gated MLP."""
 
+__all__ = ["GatedMLP"]
+
 from typing import Unpack
 
 from flax import nnx

@@ -1,5 +1,7 @@
 """Normalization as torch computes it."""
 
+__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "RMSNorm", "ZeroCenteredRMSNorm"]
+
 from typing import Unpack
 
 import jax

@@ -1,5 +1,7 @@
 """A layer that runs from the last step to the first."""
 
+__all__ = ["Reversed"]
+
 from jaxtyping import Array, Float
 
 from jax_models.ops.rows import Rows, reverse_time

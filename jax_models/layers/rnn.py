@@ -1,5 +1,7 @@
 """The simple RNN, as torch.nn.RNN has it."""
 
+__all__ = ["RNN", "RNNState"]
+
 from functools import partial
 
 import jax.numpy as jnp

@@ -1,5 +1,15 @@
 """RWKV-4 (arXiv 2305.13048), under BlinkDL's names, and what all RWKVs share."""
 
+__all__ = [
+    "RWKVBlock",
+    "RWKVBlockState",
+    "RWKVChannelMix",
+    "RWKVChannelMixState",
+    "RWKVTimeMix",
+    "RWKVTimeMixState",
+    "WKVState",
+]
+
 import math
 from collections.abc import Callable, Iterable
 from functools import partial

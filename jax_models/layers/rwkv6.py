@@ -1,5 +1,7 @@
 """RWKV-6, Finch (arXiv 2404.05892), under BlinkDL's names of x060."""
 
+__all__ = ["RWKV6Block", "RWKV6ChannelMix", "RWKV6TimeMix", "RWKV6TimeMixState"]
+
 from functools import partial
 from typing import NamedTuple, Unpack
 

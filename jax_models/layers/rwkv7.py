@@ -1,5 +1,7 @@
 """RWKV-7, Goose (arXiv 2503.14456), under BlinkDL's names of x070."""
 
+__all__ = ["RWKV7Block", "RWKV7ChannelMix", "RWKV7TimeMix", "RWKV7TimeMixState"]
+
 import math
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Unpack

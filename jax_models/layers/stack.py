@@ -1,5 +1,7 @@
 """Sequence layers one after the other."""
 
+__all__ = ["Stack"]
+
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial

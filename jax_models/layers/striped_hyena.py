@@ -1,5 +1,7 @@
 """StripedHyena's Hyena block, whose filters are poles and residues (arXiv 2310.18780)."""
 
+__all__ = ["ModalConvState", "StripedHyenaBlock", "StripedHyenaMixer", "StripedHyenaState"]
+
 from typing import NamedTuple, Unpack
 
 import jax

@@ -1,7 +1,10 @@
 """silero-VAD 6: where in a recording somebody speaks."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+__all__ = ["SileroVAD", "SileroVADState"]
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM, LSTMState
+from jax_models.models.architecture import ModelConfig
 from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import as_array, checked_array, nan_rows
 from jax_models.options import CheckedOptions, FloatingDtype
@@ -41,6 +45,27 @@ class SileroVADState(NamedTuple):
     context: Float[Array, "batch context"]
     h: Float[Array, "batch hidden"]
     c: Float[Array, "batch hidden"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SileroVADConfig(ModelConfig):
+    """What a SileroVAD is built of."""
+
+    family: ClassVar = "silero-VAD"
+    marks: ClassVar = ("stft",)
+
+    sample_rate: Literal[16000, 8000] = 16000
+    """Of the audio, in Hz."""
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
+        """The config of a checkpoint: the windows of its STFT tell the sample rate."""
+        stft = next(array for key, array in state_dict.items() if "stft" in key)
+        return dataclasses.replace(cls(16000 if stft.shape[-1] == 256 else 8000), **options)
+
+    def build(self, **options: Any) -> "SileroVAD":
+        """The model."""
+        return SileroVAD(self.sample_rate, **options)
 
 
 class SileroVAD(CheckedOptions, nnx.Module):

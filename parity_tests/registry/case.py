@@ -176,7 +176,7 @@ class Case:
     @property
     def _sequence_layer(self) -> SequenceLayer:
         layer = self.abstract()
-        return layer.layers if isinstance(layer, LanguageModel) else layer
+        return layer.stack if isinstance(layer, LanguageModel) else layer
 
 
 @functools.cache

@@ -182,7 +182,7 @@ def with_exact_gelu(layer):
 
 def scale_not_rounded(layer):
     """√features in full."""
-    layer.scale = layer.config.features**0.5
+    layer.embedding_scale = layer.config.features**0.5
 
 
 weights = partial(Mutation, kind="weights")
@@ -201,7 +201,7 @@ MUTATIONS = [
     weights(
         "output's bias forgotten",
         "GriffinLanguageModel",
-        plant=zeroed("layers.layers.2.temporal_block.out_proj.bias"),
+        plant=zeroed("blocks.2.temporal_block.out_proj.bias"),
         culprit="model.layers.2.temporal_block.o_proj",
     ),
     forward(
@@ -213,7 +213,7 @@ MUTATIONS = [
     forward(
         "epsilon doubled",
         "GriffinLanguageModel",
-        plant=epsilon_doubled("layers.layers.3.channel_pre_norm"),
+        plant=epsilon_doubled("blocks.3.channel_pre_norm"),
         culprit="model.layers.3.channel_pre_norm",
     ),
     forward("exact gelu", "GriffinRecurrence", plant=edited(with_exact_gelu)),
@@ -223,7 +223,7 @@ MUTATIONS = [
     forward(
         "logits not capped",
         "GriffinLanguageModel",
-        plant=replaced("jax_models.models.griffin.capped", as_it_is),
+        plant=replaced("jax_models.models.language_model.capped", as_it_is),
     ),
     forward(
         "first step scaled",

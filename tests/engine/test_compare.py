@@ -361,3 +361,34 @@ def test_a_layer_of_the_package_needs_no_table():
         "input gradient",
         "weight gradients",
     }
+
+
+class Squash(nnx.Module):
+    """Not what torch's is."""
+
+    def __call__(self, x):
+        return jnp.tanh(x) * (1 + 1e-9)
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.squash = nnx.Linear(3, 4, rngs=rngs), Squash()
+        self.second = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.squash(self.first(x)))
+
+
+@pytest.mark.parametrize("names", [None, {"1": "squash"}])
+def test_a_submodule_without_weights_is_found(names):
+    """By its name; and without, as nothing else is between the two others."""
+    sequential = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    report = compare(
+        sequential,
+        MLP(nnx.Rngs(0)),
+        np.random.default_rng(0).standard_normal((5, 3)),
+        weights=[*linear("first", "0"), *linear("second", "2")],
+        locate=True,
+        names=names,
+    )
+    assert report.location.culprit == "1", f"\n{report}"

@@ -329,13 +329,13 @@ def test_torch_is_not_needed(tmp_path):
 
 def test_what_is_asked_in_vain_is_refused():
     model = MLP()
-    with pytest.raises(ValueError, match="edge_inputs: expected a torch module"):
+    with pytest.raises(ValueError, match="edge_inputs:"):
         compare(model, model, X, edge_inputs=True)
-    with pytest.raises(ValueError, match="precision: expected one of highest, high, default, got"):
+    with pytest.raises(ValueError, match="precision:"):
         compare(model, model, X, precision="low")
     with pytest.raises(TypeError, match=r"twin: it has no weights: give it with them"):
         compare(linen.Dense(3), linen.Dense(3), X)
-    with pytest.raises(TypeError, match=r"twin: expected a torch.nn.Module, a JAX model or"):
+    with pytest.raises(TypeError, match="twin:"):
         compare(MLP, model, X)
     with pytest.raises(AssertionError, match="the two sides differ"):
         assert_parity(model, MLP(1.1), X)

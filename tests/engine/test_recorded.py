@@ -374,3 +374,18 @@ def test_a_module_with_a_complex_attribute_is_recorded(tmp_path):
     module = torch.nn.Sequential(torch.nn.Linear(3, 4))
     module[0].phase = 1j
     record(module, np.ones((2, 3)), path=tmp_path / "phase.safetensors")
+
+
+def test_a_weight_that_is_not_read_is_a_fault_if_it_matters(tmp_path):
+    torch.manual_seed(0)
+    path = tmp_path / "twin.safetensors"
+    record(Tied(), np.arange(7)[None], path=path)
+
+    def without_norm(w, tokens):
+        return tied({**w, "norm.bias": 0}, tokens)
+
+    assert compare(path, tied, weights=dict).passed
+    faults = compare(
+        path, without_norm, weights=lambda w: {k: w[k] for k in w if k != "norm.bias"}
+    ).faults
+    assert faults == ("weights: the loader does not read norm.bias",)

@@ -31,7 +31,7 @@ from jax_models import (
     from_torch,
     generate,
 )
-from jax_models.models.load import SileroVADConfig
+from jax_models.models.silero_vad import SileroVADConfig
 from jax_models.options import FloatingDtype, Index
 from train.optimizer import OptimizerConfig
 

@@ -272,14 +272,14 @@ def test_a_config_json_of_another_model_is_refused(change, message):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda w: {}, "state_dict: not of a Griffin, it has no model.embed_tokens.weight"),
+        (lambda w: {}, "not a checkpoint of RecurrentGemma: it has no model.embed"),
         (lambda w: {f"module.{k}": a for k, a in w.items()}, 'are under "module.": give'),
         (lambda w: {k: a for k, a in w.items() if ".up_proj" not in k}, "missing key model.layers"),
         (
             lambda w: {
                 k: a for k, a in w.items() if k != "model.layers.0.mlp_block.gate_proj.weight"
             },
-            "not of a Griffin, it has no model.layers.0.mlp_block.gate_proj.weight",
+            "missing key model.layers.0.mlp_block.gate_proj.weight",
         ),
         (lambda w: w | {"lm_head.weight": 0 * w["lm_head.weight"]}, "two different arrays"),
         (lambda w: w | {"model.layers.0.extra": np.ones(2)}, "unexpected key model.layers.0.extra"),

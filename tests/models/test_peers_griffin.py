@@ -13,9 +13,8 @@ from flax import nnx
 from peers import assert_loads, assert_same_logits_and_gradients
 
 import torch_ref
-from jax_models import RGLRU, GriffinLanguageModelConfig, from_torch, griffin_from_weights, to_torch
+from jax_models import GriffinLanguageModelConfig, griffin_from_weights, to_torch
 from jax_models.weights.keys import flattened
-from parity_tests import assert_parity
 from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.problem import in_every_dtype
@@ -210,29 +209,6 @@ def test_recurrentgemma_in_torch_agrees_on_packed_documents(deepminds):
         "deepmind-torch",
         call=lambda port, tokens: port(tokens, reset=RESTARTS)[0],
         call_twin=lambda model, tokens: model(tokens, torch.tensor(POSITIONS))[0],
-    )
-
-
-@pytest.mark.parametrize("reset", [None, RESTARTS])
-def test_the_rg_lru_from_zero_is_recurrentgemmas(deepminds, reset):
-    """Outputs, the last state and gradients; its first step is not scaled by √(1 − a²)."""
-    theirs = deepminds.torch.layers.RGLRU(width=6, num_heads=2)
-    randomise(theirs.double())
-    x = in_every_dtype(np.random.default_rng(1).standard_normal((*TOKENS.shape, 6)))
-    positions = np.tile(np.arange(TIME), (2, 1)) if reset is None else POSITIONS
-    with jax.enable_x64(True):
-        ours = RGLRU(
-            6, num_blocks=2, scale_first_step=False, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
-        )
-        from_torch(ours, dict(theirs.state_dict()), "deepmind")
-    assert_parity(
-        theirs,
-        ours,
-        x,
-        weights="deepmind",
-        call=lambda layer, x: tuple(jax.tree.leaves(layer(x, reset=reset))[:2]),
-        call_twin=lambda layer, x: layer(x, torch.tensor(positions)),
-        dtypes=["float64"],
     )
 
 

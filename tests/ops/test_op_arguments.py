@@ -132,7 +132,7 @@ ALLOWED = {
     ("delayed", "state.inputs", "one along the last axis"),
 }  # fmt: skip
 """No faults: the sizes are free, or there may be more axes."""
-ONE_LINE = r"[\w.]+:"
+ONE_LINE = r"[\w.]+: expected .+, got .+"
 
 
 def operator(name: str):

@@ -68,7 +68,7 @@ def test_is_exported_for_any(size, name):
     for function in (outputs, gradient):
         exported = export.export(jax.jit(function), platforms=PLATFORMS)
         if CASES[name].mixes_steps and size == "time":
-            with pytest.raises(NotImplementedError, match="v: expected a known number of steps"):
+            with pytest.raises(NotImplementedError, match="v:"):
                 exported(params, symbolic)
         else:
             exported(params, symbolic)

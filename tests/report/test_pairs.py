@@ -140,6 +140,7 @@ def test_a_file_without_pairs_is_refused_in_one_line(content, message, file, tmp
     assert not (tmp_path / "x.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_run_leaves_no_file(file, tmp_path, by):
     waits = "import time, pathlib\n\ndef slow() -> Pair:\n    pathlib.Path('here').touch()\n"

@@ -249,3 +249,13 @@ def test_the_digest_of_every_bit(dtype, x64):
     moved = elements.copy()
     moved[[0, distinct]] = moved[[distinct, 0]]
     assert (of(moved.reshape(-1)) != whole).all()
+
+
+def test_a_checkpoint_behind_a_link_goes_as_any_other(folder, tmp_path):
+    elsewhere = (folder / "2").rename(tmp_path / "elsewhere")
+    (folder / "2").symlink_to(elsewhere)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(4, state(4), loss=9.0)
+    checkpoints.close()
+    assert Checkpoints(folder).steps == [1, 3, 4]
+    assert elsewhere.exists()

@@ -330,3 +330,20 @@ def test_a_path_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert f"torch weights: {folder}/twin.safetensors\n" in shown
     assert f"loss curve: {folder}/curve.png\n" in shown
+
+
+def test_a_text_of_as_many_other_characters_is_refused(tmp_path):
+    text, folder = tmp_path / "text", tmp_path / "run"
+    text.write_text("abcdefghij" * 30)
+    command(folder, "--text", str(text))
+    text.write_text("abcdefghik" * 30)
+    with pytest.raises(CommandLineError, match=r"^--tokenizer: .* has another vocabulary"):
+        command(folder, "--text", str(text), "--allow-changed-text")
+
+
+def test_a_default_folder_whose_run_never_began_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "all-work").mkdir(parents=True)
+    (tmp_path / "runs" / "all-work" / "lock").touch()
+    train_command.main(ARGS)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["all-work"]

@@ -193,3 +193,14 @@ def test_refuses(args, fault, tmp_path: Path):
     with pytest.raises(CommandLineError, match=re.escape(fault)):
         train_command.main(["--out", str(tmp_path / "run"), *args])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("unreported")
+def test_a_run_in_parts_is_the_whole_one_to_rounding(tmp_path):
+    losses = []
+    for parts in ("1", "4"):
+        train_command.main(["--out", str(tmp_path / parts), *ARGS, "--accumulate", parts])
+        run = Run.open(tmp_path / parts)
+        losses.append([record["val"] for record in run.metrics()])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][-1] < losses[0][0]

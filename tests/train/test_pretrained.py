@@ -27,6 +27,7 @@ from train import generate as command
 from train import published_vocabulary
 from train.pretrained import Numbers, read_model, tokens_of
 from train.published_vocabulary import Nucleotides, World
+from train.run import Run
 from twinscan.command_line import CommandLineError
 
 TEXT = "Grüße, 世界 🎉\n\tdef f(x):"
@@ -214,3 +215,22 @@ def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, mes
     with pytest.raises(CommandLineError, match=message) as refused:
         command.main(["--weights", "recurrentgemma-2b", "--prompt", "a"])
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_a_model_of_nucleotides_is_trained_on(tmp_path, monkeypatch, capsys):
+    """On a text of lines; its vocabulary has tokens that stand for nothing."""
+    monkeypatch.chdir(tmp_path)
+    model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
+    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
+    torch.save(weights, "hyenadna.pth")
+    Path("genome").write_text(30 * "ACGTTGCANNACGGT\n")
+    train_command.main([
+        *["--init", "hyenadna.pth", "--text", "genome", "--out", "run", "--num-steps", "2"],
+        *["--window", "32", "--batch-size", "2", "--eval-batches", "1"],
+    ])  # fmt: skip
+    run = Run.open(Path("run"))
+    assert (run.vocabulary, run.config.model.vocab_size) == (Nucleotides(), 16)
+    capsys.readouterr()
+    command.main(["--run", "run", "--prompt", "ACG", "--num-tokens", "9"])
+    assert capsys.readouterr().out.startswith("ACG")

@@ -287,3 +287,11 @@ def test_tensorboard_names_its_package(tmp_path, monkeypatch):
     with pytest.raises(CommandLineError, match=r"--tensorboard: .* pip install tensorboardX$"):
         command(tmp_path / "run", "--tensorboard")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_count_in_a_row_outlives_a_restart(fails_at, tmp_path):
+    fails_at(8, 9, 10)
+    folder = tmp_path / "run"
+    train_command.main(["--out", str(folder), *ARGS, "--num-steps", "10"])
+    with pytest.raises(NonFiniteError, match="step 10: "):
+        train_command.main(["--resume", str(folder), "--num-steps", "30", "--max-skipped", "3"])

@@ -28,7 +28,6 @@ from jax_models import (
     to_torch,
 )
 from parity_tests.engine.bounds.tolerance import assert_same
-from parity_tests.engine.candidates.table_gradients import gradients_by_table
 
 os.environ["KERAS_BACKEND"] = "jax"
 onnx = pytest.importorskip("onnx")
@@ -387,46 +386,6 @@ def test_a_layer_of_keras_is_refused(message, keras64):
         layer.build((BATCH, TIME, IN))
     with pytest.raises(ValueError, match=f"^layer: .*{message}|^layer: {message}"):
         from_keras(layer)
-
-
-WITH_TABLES = [
-    (table, kind, options)
-    for table, kinds in (
-        (onnx_table, [(RNN, {}), (GRU, {"bidirectional": True}), (LSTM, {"use_peepholes": True})]),
-        (keras_table, [(RNN, {}), (GRU, {}), (GRU, {"reset_after": False}), (LSTM, {})]),
-    )
-    for kind, options in kinds
-]
-
-
-@pytest.mark.parametrize(("table", "kind", "options"), WITH_TABLES)
-def test_gradients_go_by_the_tables(table, kind, options, x64):
-    """The loss as a function of the others' weights has the gradients that export writes."""
-    layer = kind(IN, HIDDEN, **options, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    rows, x = table(layer), drawn(BATCH, TIME, IN)
-    graph, params = nnx.split(layer)
-    paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(params)}
-
-    def loss_of_params(params):
-        return nnx.merge(graph, params)(x)[0].sum()
-
-    def loss(weights):
-        flat = {
-            paths[path]: value
-            for row in rows
-            for path, value in zip(
-                row.params, row.to_jax(*(weights[k] for k in row.keys)), strict=True
-            )
-        }
-        return loss_of_params(nnx.from_flat_state(jax.tree.map(nnx.Param, flat)))
-
-    weights = to_torch(layer, rows)
-    expected = jax.grad(loss)(weights)
-    gradient = nnx.merge(graph, jax.grad(loss_of_params)(params))
-    gradients = gradients_by_table(rows, weights, {key: key for key in weights}, gradient)
-    assert gradients.keys() == expected.keys()
-    for key, array in gradients.items():
-        assert_same(array, expected[key], key)
 
 
 def test_a_layer_that_the_others_do_not_have_is_refused():

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -130,10 +130,6 @@ class JaxReference(Reference):
     def constants(self) -> Mapping[str, np.ndarray]:
         """The constants of its float64 run."""
         return numbered(self._side.constants_of(self.problem))
-
-    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by a relative perturbation."""
-        return self._side.run(self.problem, "float64", self.oracle, self.cast_to, moves)
 
 
 def source_of(model: Any) -> Source:

@@ -1,7 +1,6 @@
 """A recorded file as the reference."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -74,11 +73,6 @@ class Recorded(Reference):
     def constant_names(self) -> Sequence[str]:
         """Their names; an older record has none."""
         return self._constants.get("names", ())
-
-    @functools.cached_property
-    def constant_scatter(self) -> ErrorsByGroup:
-        """The largest errors of runs whose constants were off by their rounding at random."""
-        return self._constants["scatter"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parity_tests.engine.bounds.rounded_constants import names_of, random_moves, rounded_count
+from parity_tests.engine.bounds.rounded_constants import names_of, rounded_count
 from parity_tests.engine.faults import overflows
 from parity_tests.engine.logits import LogitsError, logits_array, logits_error
 from parity_tests.engine.problem import Problem
@@ -119,12 +119,12 @@ class Reference(abc.ABC):
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
-        """By name, the constants that a run may move within the rounding of float32."""
+        """By name, the constants of its float64 run."""
         return {}
 
     @property
     def constant_count(self) -> int:
-        """The numbers that `constant_scatter` moves."""
+        """How many numbers of the constants are rounded to float32."""
         return rounded_count(self.constants.values())
 
     @property
@@ -132,14 +132,6 @@ class Reference(abc.ABC):
         """The names of these constants."""
         return names_of(self.constants)
 
-    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by a relative perturbation."""
-        return self.oracle
-
-    @functools.cached_property
-    def constant_scatter(self) -> ErrorsByGroup:
-        """The largest errors of runs whose constants are off by their rounding at random."""
-        return largest_by_group(
-            errors_of(self.with_constants(moves), self.oracle)
-            for moves in random_moves(self.constants.values(), self.seed)
-        )
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results | None:
+        """The float64 results where each constant is scaled by 1 + its move; None if unknown."""
+        return None

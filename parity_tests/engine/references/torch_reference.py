@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import torch
 
-from parity_tests.engine.bounds.rounded_constants import random_moves
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.adapters import words
@@ -49,6 +48,7 @@ class TorchReference(Reference):
 
     def __init__(self, problem: Problem, say: Say = lambda text: None):
         self.problem, self._say = problem, say
+        self._moves: dict[str, np.ndarray] = {}
         self.name, self.seed = type(problem.twin).__name__, problem.seed
         say("torch in float64")
         self.oracle, self._mode = run_oracle(problem)
@@ -99,9 +99,9 @@ class TorchReference(Reference):
                 yield traced(partial(run_torch_rounded, problem, dtype, seed, decisions))
 
         def moved() -> Iterator[Run]:
-            for moves in random_moves(self.constants.values(), self.seed):
-                by_name = dict(zip(self.constants, moves, strict=True))
-                yield traced(partial(_oracle, problem, moves=by_name))
+            if self._moves:  # twice as far as JAX's digits are, so that JAX is within
+                twice = {name: 2 * move for name, move in self._moves.items()}
+                yield traced(partial(_oracle, problem, moves=twice))
 
         return of_runs(
             dtype,
@@ -118,9 +118,9 @@ class TorchReference(Reference):
         return rounded_constants(self.problem)
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by a relative perturbation."""
-        moved = dict(zip(self.constants, moves, strict=True))
-        return _oracle(self.problem, lambda twin: None, moved)
+        """The float64 results where each constant is scaled by 1 + its move."""
+        self._moves = dict(zip(self.constants, moves, strict=True))
+        return _oracle(self.problem, lambda twin: None, self._moves)
 
 
 def reference_weights(twin: torch.nn.Module) -> ReferenceWeights:
