@@ -22,7 +22,9 @@ from jax_models import (
     RWKV7LanguageModelConfig,
     to_torch,
 )
+from jax_models.models.architecture import architectures
 from train.__main__ import main as train
+from train.config import PRESETS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -118,3 +120,12 @@ def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]*)", text):
         assert (page.parent / target).exists(), target
+
+
+def test_the_pages_name_every_architecture():
+    """The presets in the README and on the page about training, the families on that of weights."""
+    pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    presets = pages["README.md"] + pages["training.md"]
+    assert not {name for name in PRESETS if f"`{name.removesuffix('-small')}`" not in presets}
+    known = [config for config in architectures() if config.marks or config.model_types]
+    assert not {config.family for config in known if config.family not in pages["weights.md"]}

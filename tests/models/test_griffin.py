@@ -101,6 +101,17 @@ def test_local_attention_in_tiles_is_attention_over_the_whole_row(monkeypatch, w
             assert_same(ravel_pytree(ours)[0], ravel_pytree(whole)[0], "gradients, then outputs")
 
 
+@pytest.mark.parametrize(("platform", "tile"), [("cpu", 120), ("tpu", 352)])
+def test_the_tile_is_that_of_the_platform_that_a_program_is_lowered_for(platform, tile):
+    """And not that of the machine that lowers it."""
+    x = jax.ShapeDtypeStruct((2, 700, 1, 16), jnp.float32)
+    state = ops.LocalAttentionState(jnp.zeros(2, jnp.int32), *jnp.zeros((2, 2, 255, 1, 16)))
+    program = jax.jit(ops.local_attention).trace(x, x, x, state)
+    text = program.lower(lowering_platforms=(platform,)).as_text()
+    assert f"x{tile}x16xf32" in text
+    assert f"x{ {120: 352, 352: 120}[tile] }x16xf32" not in text
+
+
 @pytest.mark.parametrize(
     ("faulty", "number"), [("q", np.nan), ("k", np.inf), ("v", -np.inf), ("v", np.nan)]
 )
