@@ -12,6 +12,7 @@ from jax_models.importers.keras import *
 from jax_models.importers.onnx import *
 from jax_models.layers.attention import *
 from jax_models.layers.bidirectional import *
+from jax_models.layers.conv import *
 from jax_models.layers.griffin import *
 from jax_models.layers.gru import *
 from jax_models.layers.hawk import *
@@ -22,6 +23,7 @@ from jax_models.layers.hyper_lstm import *
 from jax_models.layers.layer_norm_lstm import *
 from jax_models.layers.lstm import *
 from jax_models.layers.min_rnn import *
+from jax_models.layers.mlp import *
 from jax_models.layers.norm import *
 from jax_models.layers.reversed import *
 from jax_models.layers.rnn import *

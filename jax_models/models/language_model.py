@@ -21,8 +21,7 @@ from jax_models.layers.stack import Remat, Stack
 from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
 from jax_models.models.architecture import Layout, ModelConfig
 from jax_models.ops.checks import as_array, nan_rows
-from jax_models.ops.segments import mask_padding, positions_and_end
-from jax_models.ops.time_axis import refuse_lengths
+from jax_models.ops.rows import Rows
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     SequenceLayer,
@@ -274,7 +273,6 @@ class LanguageModel(CheckedOptions, nnx.Module):
         tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
-        refuse_lengths(lengths, self.time_axis)
         batch_size, time = tokens.shape
         limit = self.context_length
         steps = time if self.time_axis is None else time * jax.lax.axis_size(self.time_axis)
@@ -288,10 +286,11 @@ class LanguageModel(CheckedOptions, nnx.Module):
             expected = jax.eval_shape(lambda: self.init_state(batch_size))
             start, before = checked_state(state, expected)
 
-        positions, after = positions_and_end(before, time, ends, reset, self.time_axis)
+        rows = Rows.of(time, ends, reset, self.time_axis)
+        positions, after = rows.positions(before, time)
         x = self.embed(tokens, positions)
         x, layers = self.stack(x, start, lengths=lengths, reset=reset)
-        logits = mask_padding(self.unembed(self.norm(self.read_out(x))), ends)
+        logits = rows.masked(self.unembed(self.norm(self.read_out(x))))
         if outside is not None:
             logits = nan_rows(outside, logits, 0)
         return logits, LanguageModelState(layers, after)

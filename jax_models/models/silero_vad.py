@@ -19,9 +19,8 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.models.architecture import ModelConfig
-from jax_models.ops import carry_dtype
+from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import as_array, checked_array, nan_rows
-from jax_models.ops.segments import mask_padding
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     checked_lengths,
@@ -219,13 +218,13 @@ class SileroVAD(CheckedOptions, nnx.Module):
         reset = checked_reset(reset, (*batch_shape, count))
         state = self._batched_state(state, batch_shape)
 
-        audio = mask_padding(jnp.atleast_2d(audio), lengths)
+        audio = Rows.of(samples, lengths).masked(jnp.atleast_2d(audio))
         audio = jnp.pad(audio, ((0, 0), (0, count * self.frame_length - samples)))
         frames = audio.reshape(audio.shape[0], count, self.frame_length)
         ends = None if lengths is None else -(-lengths // self.frame_length)
 
         y, last = self._frames(frames, state, ends, reset)
-        y = mask_padding(activation(y), ends)
+        y = Rows.of(count, ends).masked(activation(y))
         if outside is not None:
             y, last = nan_rows(outside, (y, last), 0)
         return (y, last) if batch_shape else (y[0], jax.tree.map(lambda s: s[0], last))

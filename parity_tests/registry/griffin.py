@@ -1,5 +1,6 @@
 """RecurrentGemma's layers, blocks and language model."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -169,11 +170,9 @@ def written_from_slot_0(written):
     return wrong
 
 
-def positions_that_go_on(positions_and_end):
+def positions_that_go_on(positions):
     """Positions of a row, not of its documents."""
-    return lambda start, time, lengths, reset, axis: positions_and_end(
-        start, time, lengths, None, axis
-    )
+    return lambda rows, *args: positions(dataclasses.replace(rows, reset=None), *args)
 
 
 def with_exact_gelu(layer):
@@ -255,7 +254,7 @@ MUTATIONS = [
     states(
         "positions of the row",
         "GriffinRecurrence",
-        plant=replaced("jax_models.layers.hawk.positions_and_end", positions_that_go_on),
+        plant=replaced("jax_models.ops.Rows.positions", positions_that_go_on),
         check=DOCUMENTS,
     ),
     *deaf("RGLRU of blocks", "jax_models.ops.rg_lru.linear_recurrence"),

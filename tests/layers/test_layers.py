@@ -143,12 +143,7 @@ REFUSED = [
         "Bidirectional: reset: a long convolution cannot",
         lambda: Bidirectional(hyena(), hyena())(jnp.ones((1, 3, 5)), reset=jnp.zeros((1, 3), bool)),
     ),
-    (
-        r"layers\[1\]:",
-        lambda: Stack(
-            [LSTM(5, 5, rngs=nnx.Rngs(0)), LSTM(5, 5, time_major=True, rngs=nnx.Rngs(0))]
-        ),
-    ),
+    ("HyenaBlock: time_major: .*only RNN, LSTM and GRU", lambda: hyena(time_major=True)),
     ("layers:", lambda: Stack(lstm())),
     ("layers:", lambda: Stack([lstm(), lstm()])),
     (
@@ -204,6 +199,23 @@ def test_a_reversed_hyena_starts_without_a_state_at_the_end_of_each_row():
 @pytest.mark.parametrize(
     "build",
     [
+        lambda **kwargs: Stack([LSTM(5, 5, **kwargs), LSTM(5, 6, **kwargs)]),
+        lambda **kwargs: Bidirectional(LSTM(5, 6, **kwargs), LSTM(5, 6, **kwargs)),
+        lambda **kwargs: Reversed(LSTM(5, 6, **kwargs)),
+    ],
+)
+def test_layers_of_layers_are_batch_major_and_have_their_dtypes(build):
+    with pytest.raises(ValueError, match="expected a layer with time_major=False, got True"):
+        build(time_major=True, rngs=nnx.Rngs(0))
+    layer = build(rngs=nnx.Rngs(0))
+    assert (layer.dtype, layer.param_dtype) == (None, jnp.float32)
+    narrow = build(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert (narrow.dtype, narrow.param_dtype) == (jnp.bfloat16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
         partial(LSTM, 6, 6),
         partial(SelfAttentionBlock, 6, 2, max_length=9),
         partial(HyenaBlock, 6, 9),
@@ -227,3 +239,10 @@ def test_traced_lengths_outside_make_their_rows_nan(build):
             np.testing.assert_array_equal(a, near)
         else:
             assert np.isnan(a[:2]).all()
+
+
+def test_a_layer_of_ones_own_takes_rows():
+    with pytest.raises(TypeError, match=r"Old.sequence: expected \(self, x, state, rows\), got"):
+
+        class Old(SequenceLayer):
+            def sequence(self, x, state, lengths, reset): ...

@@ -162,7 +162,7 @@ def test_an_operator_refuses(name, fault):
         with pytest.raises((TypeError, ValueError)) as error:  # noqa: PT012
             operator(name)(**jax.tree.unflatten(structure, values), **others)
             pytest.fail(f"{argument}: {fault}: accepted")
-        assert re.fullmatch(ONE_LINE, str(error.value))
+        assert re.match(ONE_LINE, str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_an_operator_refuses(name, fault):
     [
         ("lstm", {"lengths": np.array([4, -1])}, "lengths:"),
         ("lstm", {"state": ops.RNNState(array(2, 4))}, "state:"),
-        ("lstm", {"params": array(4)}, "multiple values for keyword argument 'params'"),
-        ("gru", {"inputs": array(4)}, "multiple values for keyword argument 'inputs'"),
+        ("lstm", {"params": array(4)}, "lstm: params: no such"),
+        ("gru", {"inputs": array(4)}, "gru: inputs: no such"),
         ("lstm", {"reverse": "no"}, "reverse:"),
         ("rnn", {"nonlinearity": "gelu"}, "nonlinearity:"),
         ("rg_lru", {"a": None}, "a, a_param:"),
