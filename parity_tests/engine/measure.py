@@ -64,7 +64,7 @@ def measure(
             logits[dtype] = dict(zip(sides, (theirs.logits, error), strict=True))
         del ours  # so that it is not in memory beside the next dtype's results
     if not reference.faults:
-        notes += [*reference.notes, *notes_on(jax_side, sides)]
+        notes += [*reference.notes, *notes_on(jax_side.found, sides)]
     return Report(
         tensors,
         tuple(dict.fromkeys(faults)),

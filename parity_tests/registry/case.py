@@ -12,7 +12,7 @@ import torch
 from flax import nnx
 from torch import Tensor, nn
 
-from jax_models import LanguageModel, SequenceLayer, from_torch, to_torch
+from jax_models import LanguageModel, LanguageModelConfig, SequenceLayer, from_torch, to_torch
 from jax_models.weights.transfer import weight_table
 from parity_tests.engine.problem import (
     DTYPES,
@@ -154,6 +154,12 @@ class Case:
     def abstract(self, dtype=jnp.float64):
         """The JAX layer without its weights, a new one at each call."""
         return nnx.merge(*_abstract(self, jnp.dtype(dtype)), copy=True)
+
+    @property
+    def config(self) -> LanguageModelConfig | None:
+        """The config of a language model; None for a layer."""
+        config = getattr(self.layer, "__self__", None)
+        return config if isinstance(config, LanguageModelConfig) else None
 
     @property
     def max_length(self) -> int | None:
