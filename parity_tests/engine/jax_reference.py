@@ -16,8 +16,8 @@ from parity_tests.engine.frameworks import adapted
 from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.known import Known, named_table, own_weights
 from parity_tests.engine.locate.frameworks import nnx_modules
+from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
 from parity_tests.engine.locate.run import Run, of_jax
-from parity_tests.engine.locate.theirs import Theirs, of_runs
 from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.logits import logits_array
 from parity_tests.engine.port import port
@@ -119,7 +119,7 @@ class JaxReference(Reference):
     def _owners(self) -> dict[str, str]:
         return {key: key for key in self.problem.state_dict}
 
-    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """What it records call by call, in float64 and of its rounding in a dtype."""
         coarse = self._coarse(dtype)
 

@@ -15,9 +15,9 @@ from parity_tests.engine.constants import random_moves
 from parity_tests.engine.faults import not_a_number
 from parity_tests.engine.frameworks import words
 from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
 from parity_tests.engine.locate.run import Run
-from parity_tests.engine.locate.theirs import Theirs, of_runs
-from parity_tests.engine.locate.torch_side import of_torch
+from parity_tests.engine.locate.torch_side import of_torch, run_again
 from parity_tests.engine.logits import logits_array
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, Problem
@@ -88,7 +88,7 @@ class TorchReference(Reference):
 
         return functools.cache(run)
 
-    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """What it records call by call, in float64 and of its rounding in a dtype."""
         problem, decisions = self.problem, self._mode.decisions
         traced = partial(of_torch, problem, is_forward=is_forward)
@@ -109,6 +109,7 @@ class TorchReference(Reference):
             lambda: traced(partial(run_torch, problem, dtype)),
             rounded(),
             moved(),
+            partial(run_again, problem),
         )
 
     @functools.cached_property

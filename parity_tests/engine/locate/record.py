@@ -37,6 +37,8 @@ class Call:
     """Of each floating array by slot and label, as the module has it."""
     sources: "set[Call]" = dataclasses.field(default_factory=set)
     """Of torch's: the calls whose outputs its inputs are computed from, without others between."""
+    identities: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
+    """What identifies its arrays by their numbers, by slot and label."""
 
     def dtypes_in(self, slot: str) -> set[str]:
         """Those of a slot's floating arrays, as the module has them."""
