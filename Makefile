@@ -34,7 +34,7 @@ parity: $(VENV)/.installed
 	$(BIN)/python -m parity_tests $(ARGS)
 
 tpu-compile: $(VENV)/tpu/.installed
-	$(BIN)/python -m parity_tests.tpu_compile $(ARGS)
+	$(BIN)/python -m tpu_compile $(ARGS)
 
 bench: $(VENV)/.benchmarks $(VENV)/.without-dependencies
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -61,7 +61,7 @@ $(VENV)/.linters: $(VENV)/.installed
 $(VENV)/tpu/.installed: $(VENV)/.installed
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) \
-		"$$($(BIN)/python -m parity_tests.tpu_compile.libtpu)"
+		"$$($(BIN)/python -m tpu_compile.libtpu)"
 	touch $@
 
 $(VENV)/.benchmarks: $(VENV)/.installed

@@ -23,9 +23,9 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.report.store import versions
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import DTYPES, Problem, in_every_dtype
-from parity_tests.engine.torch_reference import measure_twin
+from parity_tests.engine.references.torch_reference import measure_twin
 from parity_tests.registry import CASES, MUTATIONS, Case, Mutation
 
 matplotlib.use("Agg")

@@ -77,7 +77,9 @@ class Workers:
     """
 
     def __init__(self, platform: str | None = None, allocator: Allocator = "default"):
-        self.environment = ENVIRONMENT | ({"JAX_PLATFORMS": platform} if platform else {})
+        self.environment = dict(ENVIRONMENT)
+        if platform:  # "gpu" is a name for devices, which the variable does not take
+            self.environment["JAX_PLATFORMS"] = "cuda" if platform == "gpu" else platform
         self.platform, self.allocator = platform, allocator
         self.cores = len(os.sched_getaffinity(0))  # importing torch can make it less
         self.context = multiprocessing.get_context("spawn")

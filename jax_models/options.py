@@ -36,6 +36,12 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
     return rngs
 
 
+def refuse_unused(name: str, init: Initializer | None, *, unless: bool, because: str) -> None:
+    """Refuse an initializer that would draw nothing, unless the options need it."""
+    if init is not None and not unless:
+        raise ValueError(f"{name}: expected None {because}, got an initializer")
+
+
 def checked_path(name: str, path: Any) -> Path:
     """A path, or a str as one."""
     if not isinstance(path, str | os.PathLike):

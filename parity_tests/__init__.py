@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parity_tests.engine.compare import assert_parity, compare
-    from parity_tests.engine.draft import draft_table
     from parity_tests.engine.locate import tap
     from parity_tests.engine.pair import Pair
-    from parity_tests.engine.record import record
+    from parity_tests.engine.references.recording import record
     from parity_tests.engine.report import Report
-    from parity_tests.engine.training import TrainingReport, compare_training
+    from parity_tests.engine.tables.draft import draft_table
+    from parity_tests.engine.training.compare_training import compare_training
+    from parity_tests.engine.training.training_report import TrainingReport
     from parity_tests.report.own import save
 
 __all__ = [
@@ -34,12 +35,13 @@ __all__ = [
 ]
 ROOMS = {
     "engine.compare": ("assert_parity", "compare"),
-    "engine.draft": ("draft_table",),
+    "engine.tables.draft": ("draft_table",),
     "engine.locate": ("tap",),
-    "engine.record": ("record",),
+    "engine.references.recording": ("record",),
     "engine.report": ("Report",),
     "engine.pair": ("Pair",),
-    "engine.training": ("TrainingReport", "compare_training"),
+    "engine.training.compare_training": ("compare_training",),
+    "engine.training.training_report": ("TrainingReport",),
     "report.own": ("save",),
 }
 

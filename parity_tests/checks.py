@@ -23,8 +23,8 @@ from jax_models import (
     state_batch_axes,
     to_torch,
 )
-from parity_tests.engine.tolerance import assert_same
-from parity_tests.engine.torch_reference import measure_twin
+from parity_tests.engine.bounds.tolerance import assert_same
+from parity_tests.engine.references.torch_reference import measure_twin
 from parity_tests.registry import BATCH, CASES, TIME, Case, Mutation
 
 CHECKS: dict[str, Callable[["Subject"], None]] = {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity_tests.engine.listeners import LISTENERS
+from parity_tests.engine.report_hooks import REPORT_HOOKS
 from twinscan.files import check_writable, write_whole
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Collector:
 
     def pytest_sessionstart(self) -> None:
         """Begin to listen."""
-        LISTENERS.append(self.heard.append)
+        REPORT_HOOKS.append(self.heard.append)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
@@ -93,7 +93,7 @@ class Collector:
 
     def pytest_sessionfinish(self) -> None:
         """Write the files."""
-        LISTENERS.remove(self.heard.append)
+        REPORT_HOOKS.remove(self.heard.append)
         if self.files:
             from parity_tests.report.files import FORMS
             from parity_tests.report.record import Record, merged

@@ -23,6 +23,13 @@ def x64():
         yield
 
 
+@pytest.fixture
+def standard_promotion():
+    """Modules and functions are written as users write them."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
     """The folder of the seed's experiment, run to its end."""

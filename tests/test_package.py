@@ -91,10 +91,11 @@ MAY_IMPORT = {
     ],
     "parity_tests/checks.py": ["parity_tests.engine", "parity_tests.registry", "jax_models"],
     "parity_tests/report": ["parity_tests", "jax_models", "twinscan"],
+    "tpu_compile": ["tpu_compile", "jax_models", "parity_tests.registry", "train", "twinscan"],
     "twinscan": ["twinscan", "jax_models"],
     "train": ["train", "jax_models", "twinscan", "torch_ref"],
 }
-OURS = {"jax_models", "torch_ref", "parity_tests", "train", "twinscan", "benchmarks"}
+OURS = {"jax_models", "torch_ref", "parity_tests", "train", "twinscan", "benchmarks", "tpu_compile"}
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -156,10 +157,28 @@ def test_one_command():
     assert done.returncode == 2
     assert done.stderr.startswith("twinscan: error: expected one of train, generate, convert, ")
     assert done.stderr.endswith("got trian (did you mean train?)\n")
+    assert twinscan("--hlep").stderr.endswith("got --hlep (did you mean --help?)\n")
     assert twinscan("--version").stdout == f"twinscan {importlib.metadata.version('twinscan')}\n"
+
     done = twinscan("generate", "--run", "no-such-run")
     assert done.returncode == 2
     assert done.stderr.startswith("twinscan generate: error: no-such-run: not the folder of a run")
+
+
+def test_the_version_of_a_checkout_that_is_not_installed():
+    code = """
+import importlib.metadata, sys
+installed = importlib.metadata.version
+def version(name):
+    if name == "twinscan":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return installed(name)
+importlib.metadata.version = version
+sys.argv = ["twinscan", "--version"]
+from twinscan.__main__ import main
+main()
+"""
+    assert run(code) == f"twinscan {importlib.metadata.version('twinscan')}\n"
 
 
 @pytest.mark.parametrize(("command", "extra"), [("train", "train"), ("parity", "torch")])

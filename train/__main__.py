@@ -63,6 +63,8 @@ class Arguments:
     """The folder that caches tokenized texts for all runs. None: twinscan in $XDG_CACHE_HOME, or in
     ~/.cache."""
     hosts: HostsConfig = HostsConfig()
+    keep_warmup: Annotated[bool, tyro.conf.Suppress] = False
+    """The warm-up is on the command line, so a short run does not shorten it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Start:
     preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
     resume: Path | None = None
     init: Path | None = None
-    num_steps: str | None = None  # `Arguments` checks the number
+    num_steps: str | None = None  # `Arguments` checks the numbers
+    warmup_steps: Annotated[str | None, tyro.conf.arg(name="optimizer.warmup-steps")] = None
 
 
 RESUME_MAY_CHANGE = {
@@ -98,7 +101,12 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
         raise CommandLineError("--preset: a run is resumed with its own config")
     if start.resume is not None and start.init is not None:
         raise CommandLineError("--init: a run is resumed with its own weights")
-    default = Arguments(config_to_start_from(start), start.preset, resume=start.resume)
+    default = Arguments(
+        config_to_start_from(start),
+        start.preset,
+        resume=start.resume,
+        keep_warmup=start.warmup_steps is not None,
+    )
     arguments = parse(Arguments, args, prog=prog, default=default)
     if start.num_steps is not None and arguments.config.num_epochs is not None:
         raise CommandLineError("--num-epochs: cannot be combined with --num-steps")
@@ -261,8 +269,8 @@ def planned(arguments: Arguments) -> Plan:
         tokenizer=absolute(config.tokenizer),
     )
     preset = PRESETS[arguments.preset or DEFAULT_PRESET]
-    start = preset if of_source is None or arguments.preset is not None else of_source.config
-    config = with_short_warmup(config, start)
+    if not arguments.keep_warmup:
+        config = with_short_warmup(config)
     if arguments.resume is None:
         config = config_of_new_run(config, preset, vocabulary)
         name = arguments.preset or (config.init and config.init.stem) or DEFAULT_PRESET
@@ -272,10 +280,9 @@ def planned(arguments: Arguments) -> Plan:
     return Plan(config, vocabulary, parts, text.digest, folder)
 
 
-def with_short_warmup(config: TrainConfig, start: TrainConfig) -> TrainConfig:
-    """The config; if the preset's warm-up is as long as the run, it becomes a tenth of the run."""
-    warmup = config.optimizer.warmup_steps
-    if warmup != start.optimizer.warmup_steps or warmup < config.num_steps:
+def with_short_warmup(config: TrainConfig) -> TrainConfig:
+    """The config; if its warm-up is as long as the run, it becomes a tenth of the run."""
+    if config.optimizer.warmup_steps < config.num_steps:
         return config
     optimizer = dataclasses.replace(config.optimizer, warmup_steps=config.num_steps // 10)
     return dataclasses.replace(config, optimizer=optimizer)

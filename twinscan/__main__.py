@@ -1,11 +1,9 @@
 """`twinscan`: train, generate, evaluate, export and compare, by one command."""
 
-import difflib
 import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from twinscan.interrupted import exit_at_once
 
@@ -31,12 +29,11 @@ USAGE = "\n".join(
 def dispatch(args: Sequence[str], prog: str) -> None:
     """Run the command that the first argument names, with the others."""
     from jax_models import tune_allocator
-    from twinscan.command_line import CommandLineError, run_command
+    from twinscan.command_line import CommandLineError, did_you_mean, run_command
 
     name, *rest = args
     if name not in COMMANDS:
-        similar = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f" (did you mean {similar[0]}?)" if similar else ""
+        hint = did_you_mean(name, {known: known for known in (*COMMANDS, "--help", "--version")})
         raise CommandLineError(f"expected one of {', '.join(COMMANDS)}, got {name}{hint}")
     module, _ = COMMANDS[name]
     if module.startswith("train."):
@@ -53,11 +50,13 @@ def main() -> None:
     if args[0] in ("-h", "--help"):
         print(USAGE)
         return
-    if args == ["--version"]:
-        print(f"twinscan {version('twinscan')}")
-        return
     exit_at_once("twinscan")
     try:
+        if args == ["--version"]:
+            from jax_models import __version__
+
+            print(f"twinscan {__version__}")
+            return
         from twinscan.command_line import run_command
 
         run_command(dispatch, args, "twinscan")

@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import difflib
 import io
 import os
 import re
@@ -10,7 +11,7 @@ import shutil
 import signal
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -47,7 +48,8 @@ def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | 
         CommandLineError: an argument is unknown or has no such value.
 
     """
-    with _faults_in_one_line():
+
+    def run(args: Sequence[str]) -> T:
         return tyro.cli(
             config_type,
             prog=prog,
@@ -55,6 +57,9 @@ def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | 
             default=tyro.MISSING_NONPROP if default is None else default,
             config=(tyro.conf.AvoidSubcommands,),
         )
+
+    with _faults_in_one_line(args, lambda: run(["--help"])):
+        return run(args)
 
 
 def parse_known(config_type: type[T], args: Sequence[str], *, prog: str) -> T:
@@ -64,38 +69,75 @@ def parse_known(config_type: type[T], args: Sequence[str], *, prog: str) -> T:
         CommandLineError: one of them has no such value.
 
     """
-    with _faults_in_one_line():
+    with _faults_in_one_line((), lambda: tyro.cli(config_type, prog=prog, args=["--help"])):
         return tyro.cli(
             config_type, prog=prog, args=args, return_unknown_args=True, add_help=False
         )[0]
 
 
 @contextlib.contextmanager
-def _faults_in_one_line() -> Iterator[None]:
-    """Raise what tyro would print, or a dataclass refuses, as a CommandLineError."""
-    errors = io.StringIO()
+def _faults_in_one_line(args: Sequence[str], print_help: Callable[[], object]) -> Iterator[None]:
+    """Raise what tyro would print, or a dataclass refuses, as a CommandLineError.
+
+    `args` are the arguments whose flags must be known. The help lists the flags and their values.
+    """
+    errors, options = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
             yield
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise CommandLineError(with_flag(_message(errors.getvalue()))) from None
+        with contextlib.redirect_stdout(options), contextlib.suppress(SystemExit):
+            print_help()
+        unknown = _unknown_flags(args, options.getvalue())
+        message = unknown or _with_value(_message(errors.getvalue()), options.getvalue())
+        raise CommandLineError(with_flag(message)) from None
     except ValueError as error:
         raise CommandLineError(with_flag(str(error))) from None
 
 
-def _message(box: str) -> str:
-    """The text of the first section of tyro's report, framed or, in ASCII, ruled.
+def _unknown_flags(args: Sequence[str], options: str) -> str:
+    """The message for the arguments that are flags and are not in the help; "" if all are."""
+    rows = re.findall(r"^[│ ] ((?:-\w, )?--[\w.-]+(?:, --[\w.-]+)*)", options, re.MULTILINE)
+    flags = [flag for row in rows for flag in row.split(", ")]
+    names = {f"--{flag.rpartition('.')[2]}": flag for flag in flags}
+    names |= {flag: flag for flag in flags}
+    given = [arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("--")]
+    unknown = [flag + did_you_mean(flag, names) for flag in given if flag not in flags]
+    return f"Unrecognized options: {', '.join(unknown)}" if unknown else ""
 
-    If a flag is unknown, the flags that tyro finds similar are added.
-    """
-    rows = [line.strip("│╭╮╰╯ \n") for line in box.splitlines()]
+
+def did_you_mean(name: str, names: Mapping[str, str]) -> str:
+    """The hint at what the most similar of some names stands for; "" if none is similar."""
+    similar = difflib.get_close_matches(name, names, 1)
+    return f" (did you mean {names[similar[0]]}?)" if similar else ""
+
+
+def _with_value(message: str, options: str) -> str:
+    """The message; if a value is none of a flag's choices, they are listed as in the help."""
+    found = re.match(r"invalid choice '(.*)' for argument '(.*?)'", message)
+    if found is None:
+        return message
+    value, flag = found.groups()
+    text = "".join(_rows(options))
+    [choices] = re.findall(rf"{re.escape(flag)} [^{{]*{{(.*?)}}", text)[:1]
+    names = {name: name for name in choices.split(",") if name != "None"}
+    hint = did_you_mean(value, names)
+    return f"{flag}: expected one of {', '.join(names)}, got {value}{hint}"
+
+
+def _rows(box: str) -> list[str]:
+    """The lines of tyro's reports and of its help, without frames."""
+    return [line.strip("│╭╮╰╯ \n") for line in box.splitlines()]
+
+
+def _message(box: str) -> str:
+    """The text of the first section of tyro's report, framed or, in ASCII, ruled."""
+    rows = _rows(box)
     rules = (i for i, row in enumerate(rows[2:], 2) if row and set(row) <= {"─", "-"})
     first = 2 if set(rows[1]) <= {"-"} else 1
-    flags = dict.fromkeys(re.findall(r"^[│ ] {5}(--[\w.-]+)", box, re.MULTILINE))
-    hint = f" (did you mean {' or '.join(flags)}?)" if flags else ""
-    return " ".join(rows[first : next(rules, len(rows))]) + hint
+    return " ".join(rows[first : next(rules, len(rows))])
 
 
 def with_flag(message: str, of: str = "") -> str:

@@ -1,5 +1,7 @@
 """Dropout, whose masks do not depend on how rows and time are divided over devices."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -65,6 +67,18 @@ class Dropout(nnx.Dropout):
         super().set_view(deterministic)
         self.batch_axis = batch_axis or self.batch_axis
         self.time_axis = time_axis or self.time_axis
+
+
+def dropout_between(num_layers: int, rate: float, *, rngs: nnx.Rngs) -> Dropout:
+    """The dropout of the inputs of every layer of a stack but the first."""
+    dropout = Dropout(rate, rngs=rngs)
+    if rate and num_layers == 1:
+        warnings.warn(
+            f"dropout_rate: {rate} has no effect with num_layers=1, because it drops the inputs of "
+            "every layer but the first",
+            stacklevel=3,
+        )
+    return dropout
 
 
 def places(count: int, axis: str | None) -> Int[Array, " count"]:

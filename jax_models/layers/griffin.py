@@ -15,7 +15,7 @@ from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.rotary import checked_rotated
 from jax_models.ops.segments import positions_and_end
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.options import FloatingDtype, Initializer, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, dense, linear, nested, parts, rms_norm, transposed
 
@@ -55,7 +55,8 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
 
     Raises:
         ValueError: a size is not positive, num_heads does not divide the features, num_kv_heads
-            not num_heads, or the part of a head that is turned is odd.
+            not num_heads, the part of a head that is turned is odd, or `bias_init` is given without
+            biases.
 
     Layouts: `hf` (transformers' RecurrentGemmaAttention). With one head of keys and no biases of
     queries: `deepmind` (recurrentgemma's LocalAttentionBlock in Flax) and `deepmind-torch`. Without
@@ -96,6 +97,12 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         rotated = int(self.head_features * rotary_fraction)
         self.rotated = checked_rotated("rotary_fraction", rotated, self.head_features)
         self.rope_theta = checked_positive("rope_theta", rope_theta)
+        refuse_unused(
+            "bias_init",
+            bias_init,
+            unless=use_bias or out_bias,
+            because="with use_bias=False and out_bias=False",
+        )
         init = kernel_init or normal_of_fan_in()
         options: dict[str, Any] = {
             "bias_init": bias_init or nnx.initializers.zeros,
@@ -333,7 +340,8 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
         rngs: draws the parameters.
 
     Raises:
-        ValueError: as `GriffinRecurrence` and `LocalAttention`.
+        ValueError: as `GriffinRecurrence` and `LocalAttention`, or `out_variance` is given with
+            `kernel_init`, which draws these matrices, too.
 
     Layouts: `hf` (transformers' RecurrentGemmaDecoderLayer), `deepmind` (recurrentgemma's
     ResidualBlock in Flax) and `deepmind-torch`, where the mixing has them.
@@ -368,7 +376,13 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
     ):
         super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.mixing: GriffinMixing = mixing
-        out_init = kernel_init or normal_of_fan_in(checked_positive("out_variance", out_variance))
+        checked_positive("out_variance", out_variance)
+        if kernel_init is not None and out_variance != 1:
+            raise ValueError(
+                "out_variance: expected 1 with a kernel_init, which draws W_out and W_down, too, "
+                f"got {out_variance}"
+            )
+        out_init = kernel_init or normal_of_fan_in(out_variance)
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         init: dict[str, Any] = {"kernel_init": kernel_init, "bias_init": bias_init}
         self.temporal_pre_norm = ZeroCenteredRMSNorm(features, epsilon=epsilon, **options)

@@ -49,7 +49,8 @@ class GRU(RecurrentStack[GRUState]):
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
-        ValueError: a size is not positive, or a rate is not in [0, 1).
+        ValueError: a size is not positive, a rate is not in [0, 1), or an initializer is given for
+            a bias that the layer lacks.
 
     Layouts: `torch.nn` (torch.nn.GRU; with `reset_after`), `scratch` (GRUScratch). Source: Cho et
     al. 2014 (arXiv 1406.1078), by default with the reset gate after the product, as in

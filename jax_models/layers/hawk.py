@@ -13,7 +13,7 @@ from jax_models.layers.norm import RMSNorm, checked_rows
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.segments import positions_and_end
-from jax_models.options import CheckedOptions, FloatingDtype, Initializer
+from jax_models.options import CheckedOptions, FloatingDtype, Initializer, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import (
     Layouts,
@@ -88,7 +88,8 @@ class RGLRU(SequenceLayer[RGLRUState]):
 
     Raises:
         ValueError: a size or c is not positive, there is no such method, num_blocks does not
-            divide the features, or num_blocks or an epsilon is given with "direct".
+            divide the features, num_blocks or an epsilon is given with "direct", or `bias_init`
+            without num_blocks.
 
     Layouts: without `num_blocks`, `hawk`: the keys of torch_ref.RGLRU, which are `a` or, with
     "softplus", `a_param`, and the two gates' `weight`. An `a` outside [0, 1] is refused. With
@@ -134,6 +135,12 @@ class RGLRU(SequenceLayer[RGLRUState]):
         self.scale_first_step = scale_first_step
         self.method: ops.LinearRecurrenceMethod = method
         self.num_blocks = num_blocks
+        refuse_unused(
+            "bias_init",
+            bias_init,
+            unless=num_blocks is not None,
+            because="without num_blocks, because only blocks have biases",
+        )
         if num_blocks is None:
             options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
             matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
@@ -427,6 +434,9 @@ class GatedMLP(CheckedOptions, nnx.Module):
         bias_init: draws the biases. None: zero.
         rngs: draws the parameters.
 
+    Raises:
+        ValueError: a size is not positive, or `bias_init` is given without biases.
+
     Layouts: `hawk` (torch_ref.GatedMLP), and those of the packages `stripedhyena` and `hippogriff`.
     With biases: `hf` (transformers' RecurrentGemma), `deepmind` (recurrentgemma in Flax) and
     `deepmind-torch`.
@@ -447,6 +457,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
         bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
+        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
         init = kernel_init or lecun_normal
         options = {
             "use_bias": use_bias,

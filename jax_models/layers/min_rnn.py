@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
-from jax_models.layers.dropout import Dropout
+from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.ops import LinearRecurrenceMethod, MinRNNState
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.options import FloatingDtype, Initializer, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, gates
 
@@ -41,7 +41,8 @@ class MinRNN(SequenceLayer[MinRNNState]):
         super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         self.hidden_features = hidden_features
         self.method: LinearRecurrenceMethod = method
-        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
+        self.dropout = dropout_between(num_layers, dropout_rate, rngs=rngs)
         sizes = [in_features] + [hidden_features] * (num_layers - 1)
         self.gates = nnx.List(
             Linear(
@@ -126,7 +127,8 @@ class MinGRU(MinRNN):
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
-        ValueError: a size is not positive, a rate is not in [0, 1), or there is no such method.
+        ValueError: a size is not positive, a rate is not in [0, 1), there is no such method, or
+            `bias_init` is given without biases.
 
     Layouts: `minimal` (torch_ref.MinGRU). Source: "Were RNNs All We Needed?", Feng et al. 2024
     (arXiv 2410.01201), section 3.1; its log-space variant, whose candidate passes through a further

@@ -8,12 +8,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
-from jax_models.layers.dropout import Dropout
+from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import torch_uniform
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_size
 from jax_models.ops.recurrence import State
-from jax_models.options import Initializer
+from jax_models.options import Initializer, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed
 
@@ -112,7 +112,15 @@ class RecurrentStack(SequenceLayer[State]):
         self.num_layers = checked_size("num_layers", num_layers)
         self.num_directions: Literal[1, 2] = 2 if bidirectional else 1
         self.causal = not bidirectional
-        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        self.dropout = dropout_between(num_layers, dropout_rate, rngs=rngs)
+        draws_bias = use_bias or proj_bias or use_peepholes
+        refuse_unused("bias_init", bias_init, unless=draws_bias, because="with use_bias=False")
+        refuse_unused(
+            "recurrent_bias_init",
+            recurrent_bias_init,
+            unless=use_bias and recurrent_bias,
+            because=f"with {'recurrent' if use_bias else 'use'}_bias=False",
+        )
         self.cells = nnx.List(
             Cell(
                 in_features if layer == 0 else self.num_directions * self.out_features,

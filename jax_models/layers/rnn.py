@@ -43,7 +43,8 @@ class RNN(RecurrentStack[RNNState]):
         rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
-        ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown.
+        ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown, or an initializer
+            is given for a bias that the layer lacks.
 
     Layouts: `torch.nn` (torch.nn.RNN), `scratch` (RNNScratch), `deep` (RNNDeep), `cell` (the RNN
     with U, W and one b). To continue training such a cell, build with `recurrent_bias=False`: two

@@ -85,9 +85,9 @@ def delta_rule(
         reset: true at the first step of each packed document, where the state restarts from zero.
         method: "sequential" runs one step after the other; "chunked" computes 16 steps at a time by
             matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
-            kernel (`ops.kernels.matrix_scan`); "pallas_interpreted" runs the TPU's kernel in an
+            kernel of a TPU (`ops.kernels.matrix_scan`); "pallas_interpreted" runs that kernel in an
             interpreter, which is slow but works anywhere. "auto" is sequential on a CPU and below
-            16 steps, and chunked elsewhere, since no kernel was measured yet. With a symbolic
+            16 steps, and chunked elsewhere, since the kernel was not measured yet. With a symbolic
             number of steps, every method is sequential. All compute in at least float32, with the
             highest precision on a TPU. The backward pass stores √time states if sequential, or all
             of them if they take at most 4 MiB; one every 128 steps if chunked; and one every 16 in

@@ -9,72 +9,138 @@ from typing import Any, ParamSpec, TypeVar
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-OUR_NAMES: dict[str, tuple[str, ...]] = {
-    "input_size": ("in_features", "features"),
-    "input_dim": ("in_features", "features"),
-    "embed_dim": ("features", "in_features"),
-    "d_model": ("features", "in_features"),
-    "in_channels": ("features", "in_features"),
-    "in_features": ("features",),
-    "num_features": ("features", "in_features"),
-    "num_channels": ("features",),
-    "normalized_shape": ("features",),
-    "hidden_size": ("hidden_features", "features"),
-    "hidden_dim": ("hidden_features", "mlp_features"),
-    "features": ("hidden_features", "in_features"),
-    "out_features": ("hidden_features",),
-    "units": ("hidden_features",),
-    "intermediate_size": ("mlp_features", "hidden_features"),
-    "proj_size": ("proj_features",),
-    "n_layers": ("num_layers",),
-    "n_layer": ("num_layers",),
-    "num_hidden_layers": ("num_layers",),
-    "num_attention_heads": ("num_heads",),
-    "n_head": ("num_heads",),
-    "bias": ("use_bias",),
-    "dropout": ("dropout_rate",),
-    "dropout_prob": ("dropout_rate",),
-    "batch_first": ("time_major",),
-    "activation": ("nonlinearity",),
-    "activation_fn": ("nonlinearity", "activation"),
-    "eps": ("epsilon",),
-    "max_len": ("max_length", "context_length"),
-    "seq_len": ("max_length", "context_length"),
-    "l_max": ("max_length",),
-    "block_size": ("context_length", "max_length"),
-    "kernel_initializer": ("kernel_init",),
-    "recurrent_initializer": ("recurrent_kernel_init",),
-    "bias_initializer": ("bias_init",),
-    "rng": ("rngs",),
-    "key": ("rngs",),
-    "seed": ("rngs",),
-    "input": ("x", "tokens"),
-    "inputs": ("x", "tokens"),
-    "input_ids": ("tokens", "prompt"),
-    "hx": ("state",),
-    "h_0": ("state",),
-    "carry": ("state",),
-    "hidden": ("state",),
-    "initial_carry": ("state",),
-    "initial_state": ("state",),
-    "seq_lengths": ("lengths",),
-    "sequence_length": ("lengths",),
-    "mask": ("lengths",),
-    "attention_mask": ("lengths",),
-    "done": ("reset",),
-    "first": ("reset",),
-    "is_first": ("reset",),
-    "max_new_tokens": ("num_tokens",),
-}
-"""Argument names of PyTorch, Flax, Keras and transformers, and the likeliest names here."""
+ANSWERS: list[tuple[str, tuple[str, ...]]] = [
+    # sizes
+    ("input_size input_dim", ("in_features", "features")),
+    ("in_features embed_dim d_model n_embd in_channels num_features", ("features", "in_features")),
+    ("num_channels normalized_shape filters out_channels qkv_features", ("features",)),
+    ("hidden_size", ("features", "hidden_features")),
+    ("hidden_dim", ("hidden_features", "mlp_features")),
+    ("features", ("hidden_features", "in_features")),
+    ("out_features units", ("hidden_features", "features")),
+    ("intermediate_size n_inner d_ff ffn_dim dim_feedforward", ("mlp_features", "hidden_features")),
+    ("lru_width attention_hidden_size", ("recurrent_features", "hidden_features")),
+    ("proj_size", ("proj_features",)),
+    ("n_layers n_layer num_hidden_layers depth", ("num_layers",)),
+    ("num_attention_heads num_query_heads n_head n_heads", ("num_heads",)),
+    ("num_key_value_heads n_kv_heads", ("num_kv_heads",)),
+    ("head_dim key_dim", ("head_size", "num_heads: each head has features / num_heads channels")),
+    ("kernel conv_kernel d_conv conv1d_width", ("kernel_size",)),
+    ("max_len seq_len n_positions max_position_embeddings", ("max_length", "context_length")),
+    ("block_size n_ctx", ("context_length", "max_length")),
+    ("l_max", ("max_length",)),
+    ("attention_window_size sliding_window window_size", ("window",)),
+    ("groups group_size", ("num_groups",)),
+    # options
+    ("bias", ("use_bias",)),
+    ("num_layers", ("Stack([layer, layer]) runs one layer after the other",)),
+    ("bidirectional", ("Bidirectional(forward, backward) runs a layer each way",)),
+    ("dropout dropout_prob", ("dropout_rate", "block_dropout_rate")),
+    ("resid_pdrop hidden_dropout hidden_dropout_prob", ("dropout_rate", "block_dropout_rate")),
+    ("attn_pdrop attention_dropout", ("dropout_rate", "block_dropout_rate")),
+    ("embd_pdrop", ("embedding_dropout_rate", "dropout_rate")),
+    ("recurrent_dropout", ("dropout acts on the inputs of layers, never on the hidden state",)),
+    (
+        "activation activation_fn activation_function hidden_act hidden_activation nonlinearity",
+        ("activation", "nonlinearity", "the activations are fixed"),
+    ),
+    ("recurrent_activation gate_fn", ("the activations of the gates are fixed",)),
+    (
+        "eps epsilon layer_norm_eps layer_norm_epsilon layer_norm_eps rms_norm_eps norm_eps",
+        ("epsilon", "ε is fixed; nnx.LayerNorm and nnx.RMSNorm of Flax take epsilon"),
+    ),
+    (
+        "affine elementwise_affine use_scale center scale",
+        ("a norm always has its parameters; the norms of Flax can leave them out",),
+    ),
+    ("axis axis_name reduction_axes feature_axes", ("the features are the last axis of x",)),
+    ("use_fast_variance", ("the variance is always computed from the centred values",)),
+    ("track_running_stats", ("after norm.eval(), the running statistics are used",)),
+    ("partial_rotary_factor", ("rotary_fraction",)),
+    ("tie_word_embeddings", ("tied_head",)),
+    (
+        "stride strides padding padding_mode dilation dilation_rate kernel_dilation input_dilation",
+        ("kernel_size: the convolution is causal, with stride 1 and no dilation",),
+    ),
+    ("batch_first", ("time_major: x is (batch, time, features) unless time_major=True",)),
+    ("time_major", ("x has the axes in the order with which the layer was built",)),
+    ("go_backwards reverse keep_order", ("Reversed(layer) runs a layer backward",)),
+    ("merge_mode", ("the outputs of both directions are concatenated",)),
+    ("forward_rnn forward_layer", ("forward",)),
+    ("backward_rnn backward_layer", ("backward",)),
+    ("residual", ("add x to the y of the layer",)),
+    (
+        "return_sequences return_state return_carry",
+        ("a call returns (y, state), where y has the outputs of all steps",),
+    ),
+    ("stateful", ("give the state that a call returns to the next call",)),
+    ("use_cache decode", ("the state is the cache: give it to the next call, or to step",)),
+    ("unroll", ("the loop over time is compiled once, whatever the length",)),
+    ("use_cudnn", ('an LSTM has method="cudnn"',)),
+    ("device device_map map_location", ("sharding", "jax.default_device chooses the device")),
+    ("promote_dtype", ("dtype is that of the computation, param_dtype that of the parameters",)),
+    ("torch_dtype", ("param_dtype",)),
+    ("name parent", ("modules of Flax NNX have no names",)),
+    # initialization
+    ("kernel_initializer", ("kernel_init",)),
+    ("recurrent_initializer", ("recurrent_kernel_init",)),
+    ("bias_initializer", ("bias_init",)),
+    ("unit_forget_bias", ("bias_init: bias_init draws the biases of all gates, side by side",)),
+    ("carry_init init_key", ("a call without a state starts from init_state(batch_size)",)),
+    (
+        "kernel_metadata recurrent_kernel_metadata bias_metadata scale_metadata",
+        ("nnx.with_partitioning gives metadata to what an initializer draws",),
+    ),
+    (
+        "kernel_regularizer recurrent_regularizer bias_regularizer activity_regularizer",
+        ("add the penalty to the loss",),
+    ),
+    (
+        "kernel_constraint recurrent_constraint bias_constraint",
+        ("change the parameters after the step of the optimizer",),
+    ),
+    ("rng key seed prng_key", ("rngs", "key")),
+    ("rngs", ("key", "a layer keeps the rngs that it was built with")),
+    # calls
+    ("input inputs sequences input_ids", ("x", "tokens", "x_t", "token", "audio", "prompt")),
+    ("x", ("x_t", "tokens", "token", "audio")),
+    ("hx h0 h_0 c0 c_0 hidden carry initial_carry initial_state", ("state",)),
+    ("seq_lengths sequence_length", ("lengths",)),
+    (
+        "mask attention_mask",
+        ("lengths: lengths (batch,) says how many steps of each row are real",),
+    ),
+    (
+        "done is_done terminated truncated",
+        ("reset: reset is True at the first step of an episode, which is the step after a done",),
+    ),
+    ("first is_first", ("reset",)),
+    ("training train deterministic", ("layer.train() and layer.eval() switch dropout on and off",)),
+    # generation
+    ("max_new_tokens", ("num_tokens",)),
+    ("max_length", ("num_tokens: num_tokens counts the new tokens, without the prompt",)),
+    ("do_sample", ("temperature: temperature=0 takes the likeliest token",)),
+    (
+        "top_p min_p typical_p num_beams repetition_penalty",
+        ("temperature: tokens are drawn by temperature and top_k only",),
+    ),
+    ("num_return_sequences", ("prompt: repeat the rows of the prompt",)),
+    ("eos_token_id stop", ("num_tokens: cut the tokens behind the one that ends the text",)),
+    ("streamer", ("stream yields the tokens one by one",)),
+    # loading
+    ("strict", ("layer: every key and every parameter is always checked",)),
+    ("assign", ("layer: the parameters keep their dtype and sharding",)),
+    ("model module", ("layer",)),
+    ("weights", ("state_dict", "path")),
+    ("state", ("state_dict",)),
+    ("pretrained_model_name_or_path model_name_or_path filename", ("path",)),
+    ("cache_dir revision", ("path: path is a file or a folder of this machine",)),
+]
+"""Argument names of other packages, with what answers them: our likeliest arguments first.
 
-NOTES = {
-    "batch_first": "x is (batch, time, features) unless time_major=True",
-    "done": "reset is True at the first step of an episode, which is the step after a done",
-    "mask": "lengths (batch,) says how many steps of each row are real",
-    "attention_mask": "lengths (batch,) says how many steps of each row are real",
-}
-"""Hints for arguments whose value also has a different meaning here."""
+The names are those of PyTorch, Flax, Keras, Equinox and transformers. A hint after one of our
+arguments says how it differs. A sentence in its place says what to do instead.
+"""
 
 
 def suggests_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -118,11 +184,15 @@ def refuse_unknown(
         ) from None
 
 
+_ANSWERS = {name: answers for names, answers in ANSWERS for name in names.split()}
+
+
 def _answer(name: str, known: list[str]) -> str:
-    ours = [ours for ours in OUR_NAMES.get(name, ()) if ours in known]
-    if name in NOTES and ours:
-        return f"{name}: no such argument; {NOTES[name]}"
-    ours = ours or difflib.get_close_matches(name, known)
-    if ours:
-        return f"{name}: no such argument; did you mean {ours[0]}?"
+    similar = () if name in _ANSWERS else difflib.get_close_matches(name, known, 1, cutoff=0.75)
+    for answer in _ANSWERS.get(name, similar):
+        ours, _, hint = answer.partition(": ")
+        if ours in known:
+            return f"{name}: no such argument; {hint or f'did you mean {ours}?'}"
+        if " " in ours:
+            return f"{name}: not offered: {answer}"
     return f"{name}: no such argument; expected one of {', '.join(known)}"

@@ -13,7 +13,9 @@ from jaxtyping import Array, Bool, Inexact, Int
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import checked
-from jax_models.ops.kernels.row_scan import KERNELS, row_scan
+from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
+from jax_models.ops.kernels.device_scan import DeviceScan, known_size
+from jax_models.ops.kernels.row_scan import shapes
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.segments import segments
 from jax_models.ops.time_axis import refuse_lengths, states_between
@@ -22,6 +24,10 @@ from jax_models.ops.varying import alike
 LinearRecurrenceMethod = Literal[
     "auto", "associative", "sequential", "chunked", "pallas", "pallas_interpreted"
 ]
+
+BUSY, ENOUGH, SHORTEST = 2**15, 2**14, 32
+"""Measured on an H100: rows × features keep its memory busy if they are at least ENOUGH. Fewer are
+cut into chunks of at least SHORTEST steps, until about BUSY features run side by side."""
 
 
 @checked()
@@ -56,11 +62,12 @@ def linear_recurrence(
         reset: the first steps of packed documents, where the state restarts from zero.
         reverse: run from the last step to the first.
         method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
-            deep; "chunked", √T chunks side by side, √T steps each, then the states between them;
-            "pallas", the sequential steps in one kernel of the device (`ops.kernels.row_scan`), of
-            real numbers; "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and
-            slowly; "auto", sequential on a CPU, on a TPU the kernel where it can serve, associative
-            elsewhere.
+            deep; "chunked", √T chunks side by side, √T steps each, once for the states between them
+            and once for all states; "pallas", the sequential steps in one kernel of the device
+            (`ops.kernels.row_scan`), of real numbers; "pallas_interpreted", the TPU's kernel in an
+            interpreter, which is slow but works anywhere. "auto" is sequential on a CPU and the
+            kernel on a TPU. On an NVIDIA GPU it is the kernel, over chunks if the rows are few.
+            Wherever no kernel can serve, it is associative.
         time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. With
             P_t the product of a device's factors up to step t, and h⁰_t its states from zero,
             `h_t = P_t h + h⁰_t`, where h is the state before its steps: the devices exchange the
@@ -196,26 +203,32 @@ def _solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bo
             "default": partial(_solve, "associative", reverse=reverse, ahead=ahead),
         }
         if not jnp.iscomplexobj(h0):
-            with_kernel = partial(row_scan, fallback=_without_kernel(reverse, ahead))
-            forms["tpu"] = partial(_in_kernel, with_kernel, reverse=reverse, ahead=ahead)
+            fallback = _without_kernel(reverse, ahead)
+            forms["tpu"] = partial(_in_kernel, fallback, reverse=reverse, ahead=ahead)
+            if known_size(*a.shape) >= SHORTEST * ENOUGH:
+                forms["cuda"] = forms["tpu"]
         return by_platform(a, b, h0, **forms)
-    if method in KERNELS:
+    if method in ("pallas", "pallas_interpreted"):
         if jnp.iscomplexobj(h0):
             raise NotImplementedError(
                 f'method: expected "auto" or "associative" for complex numbers, which the kernel '
                 f"does not have, got {method!r}"
             )
-        return _in_kernel(KERNELS[method], a, b, h0, reverse=reverse, ahead=ahead)
+        interpret = method == "pallas_interpreted"
+        return _in_kernel(None, a, b, h0, reverse=reverse, ahead=ahead, interpret=interpret)
     a, b = a.astype(h0.dtype), b.astype(h0.dtype)
     if method == "sequential":
         return _sequential(a, b, h0, reverse=reverse, ahead=ahead)
+    if method == "chunked":
+        count = math.isqrt(a.shape[1] - 1) + 1
+        return _in_chunks(_scan_rows, count, a, b, h0, reverse=reverse, ahead=ahead)
     if ahead:
         first = jnp.zeros_like(a[:, :1])  # not the other end's factor, which may be NaN
         parts = [a[:, 1:], first] if reverse else [first, a[:, :-1]]
         a = jnp.concatenate(parts, axis=1)
     if reverse:
         a, b = jnp.flip(a, axis=1), jnp.flip(b, axis=1)
-    h = (_associative if method == "associative" else _chunked)(a, b, h0)
+    h = _associative(a, b, h0)
     return jnp.flip(h, axis=1) if reverse else h
 
 
@@ -235,10 +248,24 @@ def _sequential(a, b, h0, *, reverse: bool, ahead: bool):
     return lax.fori_loop(0, time, step, (h0, b))[1]
 
 
-def _in_kernel(scan, a, b, h0, *, reverse: bool, ahead: bool):
+def _in_kernel(fallback, a, b, h0, *, reverse: bool, ahead: bool, interpret: bool = False):
     step = _step_ahead if ahead else _step
-    (h,), _ = scan(step, (h0,), (a, b), outputs=1, reverse=reverse)
+    options = {"outputs": 1, "reverse": reverse, "interpret": interpret, "fallback": fallback}
+    (h,), _ = _by_kernel(step, (h0,), (a, b), **options)
     return h
+
+
+def _scan_gpu(step, start, xs, *, outputs: int, reverse: bool):
+    """The GPU's kernel, over chunks of time if the rows alone are too few to keep a GPU busy."""
+    (a, b), (h0,) = xs, start
+    batch, time, features = a.shape
+    count = BUSY // (batch * features)
+    if count * SHORTEST > time or batch * features >= ENOUGH:
+        return row_scan_gpu.row_scan(step, start, xs, outputs=outputs, reverse=reverse)
+    scan, ahead = row_scan_gpu.row_scan, step is _step_ahead
+    h = _in_chunks(scan, count, a, b, h0, reverse=reverse, ahead=ahead)
+    last = h[:, 0 if reverse else -1]
+    return [h], [last]
 
 
 def _step(state, a, b):
@@ -252,6 +279,27 @@ def _step_ahead(state, a, b):
     (carried,) = state
     h = carried + b
     return (_advance(a, h, 0),), (h,)
+
+
+def _map(state, a, b):
+    """The map `h ↦ P h + E` of all steps so far."""
+    p, e = state
+    return (_advance(a, p, 0), _advance(a, e, b)), ()
+
+
+def _map_ahead(state, a, b):
+    p, e = state
+    return (_advance(a, p, 0), _advance(a, e + b, 0)), ()
+
+
+_by_kernel = DeviceScan(
+    "linear_scan",
+    tpu=row_scan_tpu.row_scan,
+    gpu=_scan_gpu,
+    shapes=shapes,
+    axis_of_rows=lambda _: 0,
+    instead="associative",
+)
 
 
 @cache
@@ -279,28 +327,44 @@ def _combine(first, second):
 
 
 def _associative(a, b, h0):
-    a, b = lax.associative_scan(_combine, (a, b), axis=1)
-    return _advance(a, h0[:, None], b)
+    first = _advance(a[:, :1], h0[:, None], b[:, :1])
+    b = jnp.concatenate([first, b[:, 1:]], axis=1)  # so that the products of a are no result
+    return lax.associative_scan(_combine, (a, b), axis=1)[1]
 
 
-def _chunked(a, b, h0):
-    """Chunks side by side from a zero state, then the states between them."""
+def _scan_rows(step, start, xs, *, outputs: int, reverse: bool):
+    """As `row_scan`, by `jax.lax.scan`."""
+    xs = tuple(jnp.moveaxis(x, 1, 0) for x in xs)
+    last, ys = lax.scan(lambda state, x: step(state, *x), start, xs, reverse=reverse)
+    return [jnp.moveaxis(y, 0, 1) for y in ys], last
+
+
+def _in_chunks(scan, count: int, a, b, h0, *, reverse: bool, ahead: bool):
+    """Runs chunks of time side by side, as rows of their own.
+
+    The first scan finds what each chunk makes of any state, `h ↦ P h + E`. The second scan runs
+    each chunk from its own state.
+    """
     batch, time, features = a.shape
-    size = math.isqrt(time - 1) + 1
+    size = -(-time // count)
     count = -(-time // size)
-    padding = ((0, 0), (0, count * size - time), (0, 0))
-    a = jnp.pad(a, padding, constant_values=1).reshape(batch, count, size, features)
-    b = jnp.pad(b, padding).reshape(batch, count, size, features)
+    if padding := count * size - time:  # steps that leave the state as it is
+        a = jnp.pad(a, ((0, 0), (0, padding), (0, 0)), constant_values=1)
+        b = jnp.pad(b, ((0, 0), (0, padding), (0, 0)))
+    a, b = (x.reshape(batch * count, size, features) for x in (a, b))
+    step, maps = (_step_ahead, _map_ahead) if ahead else (_step, _map)
+    identity = [jnp.full((batch * count, features), x, h0.dtype) for x in (1, 0)]
+    one, zero, a, b, h0 = alike((*identity, a, b, h0))
+    _, (p, e) = scan(maps, (one, zero), (a, b), outputs=0, reverse=reverse)
 
-    def step(before, now):
-        after = _combine(before, now)
-        return after, after
-
-    identity = jnp.ones_like(a[:, :, 0]), jnp.zeros_like(b[:, :, 0])
-    (chunk_a, chunk_b), (a, b) = lax.scan(
-        step, identity, (jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 2, 0))
-    )
-    ends = _associative(chunk_a, chunk_b, h0)
+    chunks = p.reshape(batch, count, features), e.reshape(batch, count, features)
+    if reverse:
+        chunks = jax.tree.map(partial(jnp.flip, axis=1), chunks)
+    ends = _associative(*chunks, h0)
     starts = jnp.concatenate([h0[:, None], ends[:, :-1]], axis=1)
-    h = _advance(a, starts[None], b)
-    return jnp.moveaxis(h, 0, 2).reshape(batch, count * size, features)[:, :time]
+    if reverse:
+        starts = jnp.flip(starts, axis=1)
+
+    starts = (starts.reshape(batch * count, features),)
+    (h,), _ = scan(step, starts, (a, b), outputs=1, reverse=reverse)
+    return h.reshape(batch, count * size, features)[:, :time]

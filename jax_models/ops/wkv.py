@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.affine import carry_dtype, common_carry_dtype
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import FloatingDtype, checked, checked_count
+from jax_models.ops.kernels.device_scan import known_size
 from jax_models.ops.kernels.row_scan import KERNELS, row_scan
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.scaled_sums import (
@@ -32,6 +33,10 @@ from jax_models.ops.varying import alike
 from jax_models.ops.wkv_derivative import Gradient, Residuals, Tangent
 
 WKVMethod = Literal["auto", "associative", "sequential", "pallas", "pallas_interpreted"]
+
+MANY, LARGE = 2**12, 2**22
+"""On an H100 the kernel was the faster form, forward and backward, with at least MANY rows ×
+features and LARGE elements in all."""
 
 
 @checked({int: checked_count})
@@ -78,8 +83,9 @@ def wkv(
         reset: the first steps of packed documents, where the state restarts empty.
         method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
             deep; "pallas", the sequential steps in one kernel (`ops.kernels.row_scan`);
-            "pallas_interpreted", the TPU's kernel in an interpreter, anywhere and slowly; "auto",
-            sequential on a CPU, on a TPU the kernel where it can serve, associative elsewhere.
+            "pallas_interpreted", the TPU's kernel in an interpreter, which is slow but works
+            anywhere. "auto" is sequential on a CPU, the kernel on a TPU, and on an NVIDIA GPU if
+            the rows are many. Wherever no kernel can serve, it is associative.
         time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. The
             devices exchange the sums of their steps; each then runs from the sums before it.
 
@@ -177,10 +183,14 @@ def _decaying_sums(
         method = "sequential"
     if method == "auto":
         with_kernel = partial(row_scan, fallback=_without_kernel(output))
+        by_kernel = partial(_in_kernel, with_kernel, output)
+        batch, _, features = k.shape
+        many = known_size(batch, features) >= MANY and known_size(*k.shape) >= LARGE
         return by_platform(
             *arguments,
             cpu=forms["sequential"],
-            tpu=partial(_in_kernel, with_kernel, output),
+            tpu=by_kernel,
+            cuda=by_kernel if many else forms["associative"],
             default=forms["associative"],
         )
     return forms[method](*arguments)

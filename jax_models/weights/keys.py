@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 Fault = tuple[str, str, str]
 """A line of an error message: the text before the key, the key, the text after it."""
@@ -51,41 +51,75 @@ def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+class Place(NamedTuple):
+    """An entry of a `state_dict` in which many keys of a layout are, all under one prefix."""
+
+    name: str
+    code: str
+    """Python code for the entry."""
+    entry: Mapping[Any, Any]
+    prefix: str
+    num_keys: int
+
+
 def elsewhere(
     state_dict: Mapping[Any, Any],
-    layouts: Collection[set[str]],
-    code: str = "state_dict",
-    *,
-    takes_prefix: bool = False,
+    layouts: Collection[Collection[str]],
+    misfit: Callable[[Mapping[Any, Any], str], str | None] | None = None,
 ) -> str | None:
     """Where at least half of a layout's keys are: in an entry, or under a prefix.
 
-    The answer ends with Python code that gives these entries, made from `code`, which gives the
-    `state_dict`. With `takes_prefix`, it ends with the `prefix` argument to pass instead.
+    The answer ends with Python code that gives these entries. With `misfit`, it ends with the
+    `prefix` argument to pass instead; `misfit` gets an entry and a prefix, and says which of the
+    shapes there do not fit. Only places that fit are proposed.
     """
+    places = [*_places(state_dict, layouts)]
+    faults = [misfit and misfit(place.entry, place.prefix) for place in places]
+    fitting = [place for place, fault in zip(places, faults, strict=True) if not fault]
+    if not places:
+        return None
+    place = (fitting or places)[0]
+    same = [p for p in fitting or places if p.prefix and p.code == place.code]
+    most = max((p.num_keys for p in same), default=0)
+    prefixes = [*dict.fromkeys(p.prefix for p in same if p.num_keys == most)]
+    names = ", ".join(f'"{prefix}"' for prefix in joined(prefixes))
+    where = f"under {names}" if place.prefix else f'in the entry "{place.name}"'
+    if not fitting:
+        return f"its keys are {where}, but their shapes do not fit: {next(filter(None, faults))}"
+    if not place.prefix:
+        give = place.code
+    elif misfit:
+        give = _as_argument(prefixes, place.code)
+    else:
+        give = _without(prefixes, [*filter(_is_key, place.entry)], place.code)
+    return f"its weights are {where}: give {give}"
+
+
+def _places(
+    state_dict: Mapping[Any, Any], layouts: Collection[Collection[str]], code: str = "state_dict"
+) -> Iterator[Place]:
     for name, entry in state_dict.items():
         if not isinstance(entry, Mapping):
             continue
         inside = f'{code}["{name}"]'
-        if any(2 * len(known & entry.keys()) >= len(known) for known in layouts):
-            return f'its weights are in the entry "{name}": give {inside}'
-        if found := elsewhere(entry, layouts, inside, takes_prefix=takes_prefix):
-            return found
-    keys = [key for key in state_dict if isinstance(key, str)]
+        counts = [sum(key in entry for key in known) for known in layouts]
+        if any(2 * count >= len(known) for count, known in zip(counts, layouts, strict=True)):
+            yield Place(name, inside, entry, "", max(counts))
+        yield from _places(entry, layouts, inside)
     for known in layouts:
-        places = Counter(
+        counts = Counter(
             key[: dot.end()]
-            for key in keys
+            for key in filter(_is_key, state_dict)
             for dot in re.finditer(r"\.", key)
             if key[dot.end() :] in known
         )
-        most = max(places.values(), default=0)
-        if 2 * most >= len(known):
-            prefixes = [prefix for prefix, count in places.items() if count == most]
-            names = ", ".join(f'"{prefix}"' for prefix in joined(prefixes))
-            give = _as_argument(prefixes, code) if takes_prefix else _without(prefixes, keys, code)
-            return f"its weights are under {names}: give {give}"
-    return None
+        for prefix, count in counts.items():
+            if 2 * count >= len(known):
+                yield Place("", code, state_dict, prefix, count)
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, str)
 
 
 def _as_argument(prefixes: list[str], code: str) -> str:

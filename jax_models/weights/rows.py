@@ -139,7 +139,11 @@ def tied(param: str, keys: tuple[str, ...]) -> Weight:
 
 
 def unused(key: str, value: np.ndarray) -> Weight:
-    """A key that no parameter holds. It may be missing; export writes the value."""
+    """A key that no parameter holds, such as a counter.
+
+    It may be missing, and import checks only its shape. Export writes the value, in the value's
+    dtype, and not what import read.
+    """
     return Weight((), (key,), lambda a: (), lambda: (value,), exact=False)
 
 

@@ -3,7 +3,8 @@
 A table is a list of `Weight` rows. A layout is the name of a table: a layer that can read several
 kinds of `state_dict` has a table for each, and its `torch_layouts` returns them by name.
 `from_torch` and `to_torch` read the same table in the two directions. For a layer without
-a bias, pass `bias=False`, as in torch, or `use_bias=False`, as in Flax: both mean the same.
+a bias, pass `bias=False`, as in torch, or `use_bias=False`, as in Flax: both mean the same, and
+two that contradict each other are refused.
 """
 
 from math import prod
@@ -42,10 +43,12 @@ class HasLayouts(Protocol):
         ...
 
 
-def linear(param: str, key: str, *, bias: bool = True, use_bias: bool = True) -> Table:
+def linear(
+    param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
+) -> Table:
     """`nnx.Linear` and `torch.nn.Linear`."""
     weight = transposed(at(param, "kernel"), at(key, "weight"))
-    return _with_bias(weight, param, key, bias and use_bias)
+    return _with_bias(weight, param, key, bias, use_bias)
 
 
 def linear_general(
@@ -54,8 +57,8 @@ def linear_general(
     *,
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
-    bias: bool = True,
-    use_bias: bool = True,
+    bias: bool | None = None,
+    use_bias: bool | None = None,
 ) -> Table:
     """`nnx.LinearGeneral` of several axes, and `torch.nn.Linear` of their product.
 
@@ -66,11 +69,16 @@ def linear_general(
         transposed(at(param, "kernel"), at(key, "weight")), (*in_shape, *out_shape), flat
     )
     of_bias = reshaped(same(at(param, "bias"), at(key, "bias")), out_shape, flat[1:])
-    return [weight, of_bias] if bias and use_bias else [weight]
+    return [weight, of_bias] if _has_bias(bias, use_bias) else [weight]
 
 
 def linear_of_image(
-    param: str, key: str, *, shape: tuple[int, ...], bias: bool = True, use_bias: bool = True
+    param: str,
+    key: str,
+    *,
+    shape: tuple[int, ...],
+    bias: bool | None = None,
+    use_bias: bool | None = None,
 ) -> Table:
     """`linear` on a flattened image, (height, width, channels) here and channels first in torch.
 
@@ -84,21 +92,21 @@ def linear_of_image(
         return (first_last(a.reshape(*shape[1:], shape[0], -1)).reshape(a.shape[1], -1),)
 
     weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
-    return _with_bias(weight, param, key, bias and use_bias)
+    return _with_bias(weight, param, key, bias, use_bias)
 
 
-def conv(param: str, key: str, *, bias: bool = True, use_bias: bool = True) -> Table:
+def conv(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, in any number of groups."""
     weight = flipped(at(param, "kernel"), at(key, "weight"))
-    return _with_bias(weight, param, key, bias and use_bias)
+    return _with_bias(weight, param, key, bias, use_bias)
 
 
 def conv_transpose(
     param: str,
     key: str,
     *,
-    bias: bool = True,
-    use_bias: bool = True,
+    bias: bool | None = None,
+    use_bias: bool | None = None,
     transpose_kernel: bool = False,
     groups: int = 1,
 ) -> Table:
@@ -109,7 +117,7 @@ def conv_transpose(
     kernel of `jax.lax.conv_general_dilated` in groups is (…, in / groups, out).
     """
     if transpose_kernel:
-        return conv(param, key, bias=bias and use_bias)
+        return conv(param, key, bias=bias, use_bias=use_bias)
 
     def to_jax(a):
         spatial = tuple(range(2, a.ndim))
@@ -125,17 +133,19 @@ def conv_transpose(
         return (grouped.reshape(a.shape[-2] * groups, -1, *a.shape[:-2]),)
 
     weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
-    return _with_bias(weight, param, key, bias and use_bias)
+    return _with_bias(weight, param, key, bias, use_bias)
 
 
-def dense(param: str, key: str, *, bias: bool = True, use_bias: bool = True) -> Table:
+def dense(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Linear` and Linen's `Dense`."""
-    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, bias and use_bias)
+    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, bias, use_bias)
 
 
-def layer_norm(param: str, key: str, *, bias: bool = True, use_bias: bool = True) -> Table:
+def layer_norm(
+    param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
+) -> Table:
     """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
-    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, bias and use_bias)
+    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, bias, use_bias)
 
 
 def rms_norm(param: str, key: str, name: str = "weight") -> Table:
@@ -170,8 +180,8 @@ def multi_head_attention(
     *,
     num_heads: int,
     features: int,
-    bias: bool = True,
-    use_bias: bool = True,
+    bias: bool | None = None,
+    use_bias: bool | None = None,
     kv_features: int | None = None,
 ) -> Table:
     """`nnx.MultiHeadAttention`, or Linen's, and `torch.nn.MultiheadAttention`.
@@ -179,7 +189,7 @@ def multi_head_attention(
     `features` is torch's `embed_dim`. `kv_features` is torch's `kdim` and `vdim` where given: torch
     then has three matrices instead of one.
     """
-    bias = bias and use_bias
+    bias = _has_bias(bias, use_bias)
     heads, names = (num_heads, features // num_heads), ("query", "key", "value")
     sizes = (features, kv_features or features, kv_features or features)
     kernels, biases = (
@@ -225,5 +235,19 @@ def nested(table: Table, param: str, key: str) -> Table:
     ]
 
 
-def _with_bias(weight: Weight, param: str, key: str, bias: bool) -> Table:
-    return [weight, same(at(param, "bias"), at(key, "bias"))] if bias else [weight]
+def _with_bias(
+    weight: Weight, param: str, key: str, bias: bool | None, use_bias: bool | None
+) -> Table:
+    row = same(at(param, "bias"), at(key, "bias"))
+    return [weight, row] if _has_bias(bias, use_bias) else [weight]
+
+
+def _has_bias(bias: bool | None, use_bias: bool | None) -> bool:
+    """What the two names of one option say; the default is True."""
+    given = {value for value in (bias, use_bias) if value is not None}
+    if len(given) == 2:
+        raise ValueError(
+            f"bias, use_bias: expected one of them, which mean the same, "
+            f"got bias={bias} and use_bias={use_bias}"
+        )
+    return all(given)

@@ -84,7 +84,7 @@ def from_torch(
     shardings = {path: _sharding(path, param) for path, param in params.items()}
 
     placeholders = {path: _placeholder(param.get_value()) for path, param in params.items()}
-    what = f"{type(layer).__name__} in layout {name!r}"
+    what = f"{type(layer).__name__} {f'in layout {name!r}' if name else 'with this table'}"
     check_entries(table, placeholders, state_dict, _check, what)
 
     placed, faults, not_finite = {}, [], []
@@ -180,7 +180,8 @@ def weight_table(
 ) -> tuple[str, Table]:
     """The layout's name and its table. None: the state_dict's layout, or else the layer's first.
 
-    `place` is the path of the torch module, where the keys are those of a larger one.
+    A table of the caller has the name "". `place` is the path of the torch module, where the keys
+    are those of a larger one.
 
     Raises:
         TypeError: the layout is neither a name nor a table.
@@ -189,7 +190,7 @@ def weight_table(
 
     """
     if isinstance(layout, list) and all(isinstance(row, Weight) for row in layout):
-        layouts = {"of its own": layout}
+        layouts = {"": layout}
     elif layout is None or isinstance(layout, str):
         layouts = _layouts(layer)
     else:
@@ -202,7 +203,8 @@ def weight_table(
             )
         layouts = {layout: layouts[layout]}
     for name, table in layouts.items():
-        check_rows(table, params_of(layer), type(layer).__name__, f"layout {name!r}")
+        what = f"layout {name!r}" if name else "table"
+        check_rows(table, params_of(layer), type(layer).__name__, what)
     name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer, place)
     return name, nested(layouts[name], "", place)
 
@@ -230,6 +232,8 @@ def check_entries(
 ) -> None:
     """Compare a state_dict's entries with arrays of the shapes and dtypes that they should have.
 
+    An entry that no parameter holds may have any dtype.
+
     Raises:
         ValueError: keys are missing, unexpected, or refused by `check`: all of them are listed.
 
@@ -242,7 +246,7 @@ def check_entries(
                 missing |= {key: like.shape} if row.params else {}
                 continue
             try:
-                check(state_dict[key], like)
+                (check if row.params else _check_shape)(state_dict[key], like)
             except ValueError as error:
                 faults.append(("", key, f": {error}"))
     known = {key for row in table for key in row.keys}
@@ -286,8 +290,7 @@ def _check(value: Any, like: np.ndarray) -> None:
     dtype = dtype_of(value)
     if np.ma.isMaskedArray(value):
         raise ValueError("expected a whole array, got a masked one: fill it by .filled()")
-    if tuple(value.shape) != like.shape:
-        raise ValueError(f"expected shape {like.shape}, got {tuple(value.shape)}")
+    _check_shape(value, like)
     if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"expected floating numbers, got {dtype}")
     if jnp.issubdtype(dtype, jnp.floating) and not is_floating(value):
@@ -297,6 +300,11 @@ def _check(value: Any, like: np.ndarray) -> None:
             f"{dtype} does not fit into {like.dtype} exactly: build the layer with "
             f"param_dtype={dtype} (float64 needs jax_enable_x64), or cast the state_dict first"
         )
+
+
+def _check_shape(value: Any, like: np.ndarray) -> None:
+    if np.shape(value) != like.shape:
+        raise ValueError(f"expected shape {like.shape}, got {tuple(np.shape(value))}")
 
 
 def _placed(
@@ -409,9 +417,7 @@ def params_of(layer) -> dict[str, nnx.Variable]:
 
 def _layouts(layer: HasLayouts) -> Layouts:
     if not hasattr(layer, "torch_layouts"):
-        raise TypeError(
-            f"layer: {type(layer).__name__} knows no layout of its own: give a table as `layout`"
-        )
+        raise TypeError(f"layer: {type(layer).__name__} has no layouts: give a table as `layout`")
     layouts = layer.torch_layouts()
     if not layouts:
         raise ValueError(
@@ -431,7 +437,7 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
         return best
     if not state_dict:
         raise ValueError("state_dict: it has no keys")
-    if found := elsewhere(state_dict, known.values(), takes_prefix=True):
+    if found := elsewhere(state_dict, known.values(), partial(_misfit_at, layouts, layer)):
         got = f'prefix: got "{start}", but ' if place else "state_dict: "
         raise ValueError(f"{got}{found}")
     has = ", ".join(joined(sorted(map(str, state_dict))))
@@ -446,6 +452,24 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
         f"state_dict: none of its keys fits {type(layer).__name__} with these options: it has "
         f"{has}; {expected}"
     )
+
+
+def _misfit_at(layouts: Layouts, layer: Any, weights: Mapping[str, Any], prefix: str) -> str | None:
+    """The first shape under a prefix that does not fit; None if all of a layout's shapes do."""
+    placeholders = {path: _placeholder(p.get_value()) for path, p in params_of(layer).items()}
+    misfits = []
+    for table in layouts.values():
+        likes = [
+            transformed(row, "to_torch", [placeholders[path] for path in row.params])
+            for row in table
+        ]
+        keys = [f"{prefix}{key}" for row in table for key in row.keys]
+        expected = dict(zip(keys, (like.shape for some in likes for like in some), strict=True))
+        got = {key: tuple(getattr(weights[key], "shape", ())) for key in keys if key in weights}
+        if 2 * len(got) >= len(keys):
+            wrong = [key for key, shape in got.items() if shape != expected[key]]
+            misfits.append([f"{k}: expected shape {expected[k]}, got {got[k]}" for k in wrong])
+    return next(iter(min(misfits, key=len)), None)
 
 
 def _placeholder(value) -> np.ndarray:

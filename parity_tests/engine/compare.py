@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,26 +12,28 @@ from flax import nnx
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
-from parity_tests.engine.axes import note_on_inputs
-from parity_tests.engine.frameworks import adapted
-from parity_tests.engine.jax_side import JaxSide
-from parity_tests.engine.listeners import tell
+from parity_tests.engine.candidates.adapters import foreign_model
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.port import port, refuse_other_weights
+from parity_tests.engine.channel_order import fault_of_axes, note_on_inputs
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.logits import checked_logits
 from parity_tests.engine.measure import measure
-from parity_tests.engine.port import called, port, refuse_other_weights
 from parity_tests.engine.problem import (
     Problem,
+    called,
     check_functions,
     checked_platform,
     checked_precision,
     is_torch_module,
 )
 from parity_tests.engine.progress import progress
-from parity_tests.engine.reference import Reference
+from parity_tests.engine.references.open_reference import open_reference
+from parity_tests.engine.references.reference import Reference
+from parity_tests.engine.references.source import Source, requested, with_kwargs
 from parity_tests.engine.report import Report
-from parity_tests.engine.results import GROUPS
-from parity_tests.engine.source import Source, asked_for, opened, with_kwargs
+from parity_tests.engine.report_hooks import call_hooks
+from parity_tests.engine.results import GROUPS, Results
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +95,7 @@ def compare(
             Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch submodules
             that have the same weights, name or place, and values with those that `tap` names; what
             is left is looked for among all numbers that JAX computes. None is True where
-            the reference has submodules: not for ONNX, nor for a record without activations.
+            the reference has submodules: not for a record without activations.
         names: the JAX path of a torch submodule, by name, where that does not tell.
         logits: True, or the name of an output as the report gives it (`y['logits']`): its last
             axis is the vocabulary, and the report has KL, |Δ log p| and agreements of it, too.
@@ -114,18 +116,18 @@ def compare(
     checked_precision(precision)
     if edge_inputs and not is_torch_module(twin):
         raise ValueError("edge_inputs: expected a torch module as `twin`")
-    asked = asked_for(inputs, kwargs, dtypes, seed, call_twin)
-    with jax.enable_x64(True), opened(twin) as source, progress("comparing") as say:
-        asked = source.settled(asked)
+    request = requested(inputs, kwargs, dtypes, seed, call_twin)
+    with jax.enable_x64(True), open_reference(twin) as source, progress("comparing") as say:
+        request = source.completed(request)
         if (locate or names) and source.no_calls:
             raise ValueError(f"locate: {source.no_calls}")
         locate = not source.no_calls if locate is None else locate
-        if asked.has_kwargs:
-            if isinstance(model, nnx.Module) or adapted(model) is not None:
+        if request.has_kwargs:
+            if isinstance(model, nnx.Module) or foreign_model(model) is not None:
                 call = with_kwargs(call or called)
             elif callable(model) and not isinstance(model, type):
                 model = with_kwargs(model) if weights is not None else _all_kwargs(model)
-        start = source.start(asked, checked_logits(logits))
+        start = source.start(request, checked_logits(logits))
         problem, faults, notes = port(start, source.known, model, weights, call)
         names = {} if names is None else _checked_names(names, source, model)
         jax_side = JaxSide(problem, platform, precision=precision)
@@ -140,8 +142,9 @@ def compare(
             if locate:
                 _note_where(error, problem, reference)
             raise
+        faults = [*faults, *_fault_of_axes(problem, reference, report, platform, precision)]
         if edge_inputs:
-            from parity_tests.engine.edges import measure_edges
+            from parity_tests.engine.edge_inputs import measure_edges
 
             say("edge inputs")
             of_edges, about_edges = measure_edges(problem, platform, jax_side)
@@ -156,7 +159,7 @@ def compare(
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
-    tell(report)
+    call_hooks(report)
     return report
 
 
@@ -173,6 +176,22 @@ def _note_where(error: Exception, problem: Problem, reference: Reference) -> Non
     where = where_it_raises(problem, problem.dtypes[0], reference.oracle)
     if where is not None:
         error.add_note(f"in JAX's {where or 'outermost module'}")
+
+
+def _fault_of_axes(
+    problem: Problem, reference: Reference, report: Report, platform: str, precision: str
+) -> Iterator[str]:
+    dtype, group, error = next(report.failures, ("", "", None))
+    if error is None or group not in GROUPS[:2]:
+        return
+    side, oracle = JaxSide(problem, platform, precision=precision), reference.oracle
+
+    def run(problem: Problem) -> Results:
+        return side.run(problem, dtype, oracle.forward, reference.cast_to)
+
+    fault = fault_of_axes(problem, oracle, error.bound, run)
+    if fault is not None:
+        yield fault
 
 
 def _departure(

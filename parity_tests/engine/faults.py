@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.axes import other_order
-from parity_tests.engine.casts import Found, is_library
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.candidates.jax_program import Found, is_library
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.channel_order import other_order
 from parity_tests.engine.problem import COMPLEX
 from parity_tests.engine.results import GROUPS, Results, only_floating
 

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax.numpy as jnp
 
-from parity_tests.engine.constants import Constants
+from parity_tests.engine.bounds.rounded_constants import Constants
+from parity_tests.engine.bounds.tolerance import FLOAT64, Error, tensor_errors
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.faults import mismatches, notes_on, other_dtypes
-from parity_tests.engine.jax_side import JaxSide
 from parity_tests.engine.logits import logits_array, logits_error
 from parity_tests.engine.problem import DTYPES, Problem
-from parity_tests.engine.reference import Reference
+from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
@@ -18,7 +19,6 @@ from parity_tests.engine.results import (
     errors_of,
     only_floating,
 )
-from parity_tests.engine.tolerance import FLOAT64, Error, tensor_errors
 
 
 def measure(
@@ -41,7 +41,7 @@ def measure(
     place = logits_array(problem.logits, oracle) if problem.logits and not faults else None
     chosen = [dtype for dtype in dtypes if dtype in problem.dtypes and not faults]
     for dtype in chosen:
-        theirs = reference.said(dtype)
+        theirs = reference.own_run(dtype)
         say(f"JAX in {dtype}")
         ours = jax_side.run(problem, dtype, oracle, reference.cast_to)
         if in_kind := theirs.overflows or mismatches(oracle, ours, sides):
@@ -100,8 +100,8 @@ def _errors(
     least: Mapping[str, Mapping[str, float]],
 ) -> dict[str, dict[str, Error]]:
     """The errors of each group's tensors; `least` has bounds that something else explains."""
-    theirs = reference.said(dtype).errors
-    theirs32 = reference.said("float32").errors
+    theirs = reference.own_run(dtype).errors
+    theirs32 = reference.own_run("float32").errors
     errors = errors_of(ours, oracle)
     return {
         group: tensor_errors(

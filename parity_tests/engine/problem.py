@@ -83,6 +83,18 @@ def is_torch_module(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
+def kind_of(value: Any) -> str:
+    """The name of a value's class, or that it is a class."""
+    kind = value if isinstance(value, type) else type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    return f"the class {name}" if isinstance(value, type) else name
+
+
+def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """The result of a model that is called as usual."""
+    return model(*inputs, **kwargs)
+
+
 def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
     """The dtypes to compare in, at least one, each once.
 

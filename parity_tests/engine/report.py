@@ -5,9 +5,9 @@ import functools
 from collections.abc import Iterator
 
 from jax_models.options import Index, checked_options
+from parity_tests.engine.bounds.tolerance import Error, worst
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.logits import LogitsError, logits_lines
-from parity_tests.engine.tolerance import Error, worst
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.problem import Arrays, in_every_dtype
-from parity_tests.engine.tolerance import relative_errors
 
 T = TypeVar("T")
 GROUPS = ("outputs", "final state", "input gradient", "weight gradients")

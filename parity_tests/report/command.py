@@ -15,7 +15,7 @@ import tyro
 
 from parity_tests.checks import is_caught
 from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
-from parity_tests.engine.torch_reference import measure_twin
+from parity_tests.engine.references.torch_reference import measure_twin
 from parity_tests.registry import CASES, MUTATIONS
 from parity_tests.registry.mutation import Mutation
 from parity_tests.report import pairs
@@ -95,7 +95,7 @@ def works(
     kinds: dict[str, Callable[[str, str, Record], Record]] = {"errors": errors}
     if arguments.precision:
         kinds["precision"] = precision
-    if arguments.kept:
+    if arguments.json is not None:
         kinds["over time"] = over_time
     for kind, work in kinds.items():
         for name, platform in pairs:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from flax import nnx
 
+from parity_tests.engine.bounds.tolerance import relative_errors
+from parity_tests.engine.candidates.torch_module import tensors
 from parity_tests.engine.problem import arrays
-from parity_tests.engine.tolerance import relative_errors
-from parity_tests.engine.torch_module import tensors
 from parity_tests.registry import Case
 from parity_tests.report.record import ErrorOverTime
 

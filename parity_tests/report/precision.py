@@ -20,11 +20,11 @@ import torch
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.bounds.tolerance import relative_errors
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.torch_run import run_oracle
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.results import only_floating
-from parity_tests.engine.tolerance import relative_errors
-from parity_tests.engine.torch_side import run_oracle
 from parity_tests.report.record import PrecisionError
 
 BITS = {"bfloat16": (8, 7), "tensorfloat32": (8, 10)}

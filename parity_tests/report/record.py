@@ -9,8 +9,8 @@ import platform as machine
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
+from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.engine.logits import LogitsError
-from parity_tests.engine.tolerance import Error
 
 SCHEMA = 2
 """The version of the JSON; `docs/parity-report.md` describes it."""

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from parity_tests.engine.bounds.tolerance import FLOAT64, FLOOR_ULPS, Error, K
 from parity_tests.engine.logits import COLUMNS as LOGITS
 from parity_tests.engine.results import GROUPS
-from parity_tests.engine.tolerance import FLOAT64, FLOOR_ULPS, Error, K
 from parity_tests.report.record import LogitsMeasurement, PrecisionError, Record
 
 

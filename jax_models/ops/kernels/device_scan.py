@@ -1,5 +1,6 @@
 """A scan by a kernel of the device, where the program is lowered for one that has a kernel."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ class DeviceScan:
         name: str,
         *,
         tpu: Kernel,
-        gpu: Kernel,
+        gpu: Kernel | None = None,
         shapes: Callable[..., list[Any]],
         axis_of_rows: Callable[[Array], int],
         instead: str,
@@ -37,7 +38,7 @@ class DeviceScan:
         Args:
             name: the primitive's.
             tpu: Mosaic's kernel, which has `interpret` too.
-            gpu: Triton's.
+            gpu: Triton's, if there is one.
             shapes: `shapes(step, start, xs, outputs)` of the results, outputs and last states.
             axis_of_rows: of an array, along which rows of more than one scan are put together.
             instead: the method that serves where no kernel does.
@@ -53,7 +54,8 @@ class DeviceScan:
         primitive.def_abstract_eval(self._abstract)
         batching.primitive_batchers[primitive] = self._batched
         ad.primitive_jvps[primitive] = self._jvp
-        for platform, kernel in ((None, _no_kernel), ("tpu", self._tpu), ("cuda", gpu)):
+        kernels = {None: _no_kernel, "tpu": self._tpu, "cuda": gpu or _no_kernel}
+        for platform, kernel in kernels.items():
             mlir.register_lowering(primitive, self._lowered_by(kernel), platform=platform)
 
     def __call__(self, step, start, xs, *, outputs: int, reverse: bool, interpret: bool, fallback):
@@ -78,6 +80,8 @@ class DeviceScan:
             try:
                 if any(is_symbolic_dim(size) for x in ctx.avals_in for size in x.shape):
                     raise NotImplementedError("a program for any size can have no kernel")
+                if _divided_by_xla(ctx.module_context.axis_context):
+                    raise NotImplementedError("XLA cannot divide a kernel over devices by itself")
                 return lower(partial(kernel, step, outputs=outputs, reverse=reverse))
             except NotImplementedError as error:
                 if fallback is None:
@@ -136,6 +140,11 @@ class DeviceScan:
         return results, jax.jvp(_flat(fallback, states), primals, tangents)[1]
 
 
+def known_size(*axes) -> int:
+    """The product of sizes, or 0 if one of them is symbolic."""
+    return 0 if any(map(is_symbolic_dim, axes)) else math.prod(axes)
+
+
 PARAMETERS = ("step", "states", "outputs", "reverse", "fallback")
 
 
@@ -149,5 +158,12 @@ def _flat(scan: Kernel, states: int):
     return flat
 
 
+def _divided_by_xla(context) -> bool:
+    """Whether XLA divides the program over devices by itself, outside of `jax.shard_map`."""
+    if hasattr(context, "manual_axes"):
+        return context.manual_axes != frozenset(context.mesh.axis_names)
+    return getattr(context, "num_devices", 1) > 1
+
+
 def _no_kernel(*_, **__):
-    raise NotImplementedError("it has kernels for TPUs and NVIDIA GPUs only")
+    raise NotImplementedError("it has no kernel for this platform")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jaxtyping import Array, Float
 
-from jax_models.ops.kernels import matrix_scan_gpu, matrix_scan_tpu
+from jax_models.ops.kernels import matrix_scan_tpu
 from jax_models.ops.kernels.device_scan import DeviceScan
 from jax_models.ops.linear_map import linear_map
 
@@ -16,11 +16,7 @@ Sequences = Sequence[Float[Array, "time ... height width"]]
 
 
 class MatrixStep(Protocol):
-    """One step: the state after it, and the outputs, of one row's matrices or of several rows'.
-
-    On a GPU matrices are filled up with zeros. There the state has to stay zero, and nothing of
-    them may reach the rest.
-    """
+    """One step: the state after it, and the outputs, of one row's matrices or of several rows'."""
 
     def __call__(self, state: State, /, *xs: Array) -> tuple[State, tuple[Array, ...]]: ...
 
@@ -30,10 +26,11 @@ def matrix_scan(
 ) -> tuple[Sequences, State]:
     """`state, ys_t = step(state, *xs_t)` for t = 0 … T−1: all outputs, the last state.
 
-    A kernel goes through time once, the state on the chip: Mosaic's on a TPU (`matrix_scan_tpu`),
-    Triton's on an NVIDIA GPU (`matrix_scan_gpu`). The former was compiled for TPUs, the latter
-    lowered, and both run in an interpreter; neither has run on a device yet. Tangents and gradients
-    are matrix scans, too, of the step's derivatives, for which the state before each step is kept.
+    A kernel for TPUs goes through time once, with the state on the chip (`matrix_scan_tpu`). It was
+    compiled for TPUs and runs in an interpreter, but has not run on a TPU yet. A kernel for GPUs,
+    by Triton, took 8 to 26 times as long as the chunked form on an H100 and was removed. Tangents
+    and gradients are matrix scans, too, of the step's derivatives, for which the state before each
+    step is kept.
 
     Args:
         step: in jnp, the same function at each call: programs are kept by it.
@@ -143,7 +140,6 @@ def _shapes(step: MatrixStep, start, xs, _):
 by_kernel = DeviceScan(
     "matrix_scan",
     tpu=matrix_scan_tpu.matrix_scan,
-    gpu=matrix_scan_gpu.matrix_scan,
     shapes=_shapes,
     axis_of_rows=lambda x: x.ndim - 3,
     instead="chunked",

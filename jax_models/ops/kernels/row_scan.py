@@ -32,10 +32,10 @@ def row_scan(
     """`state, ys_t = step(state, *xs_t)` for t = 0 … T−1, or T−1 … 0 with `reverse`.
 
     A kernel goes through time once, the state in its registers: Mosaic's on a TPU
-    (`row_scan_tpu`), Triton's on an NVIDIA GPU (`row_scan_gpu`). Both were compiled for their
-    devices and run in an interpreter; neither has run on a device yet. Which it is, or whether
-    there is one, is known where the program is lowered. Under `vmap` the rows become more; the
-    derivative is the fallback's.
+    (`row_scan_tpu`), Triton's on an NVIDIA GPU (`row_scan_gpu`). The GPU's kernel was measured
+    on an H100. The TPU's was compiled for TPUs and runs in an interpreter, but has not run on a
+    TPU yet. The kernel is chosen where the program is lowered. Under `vmap` the rows become more;
+    the derivative is the fallback's.
 
     Args:
         step: elementwise in jnp, the same function at each call: programs are kept by it.
@@ -44,8 +44,8 @@ def row_scan(
         outputs: how many arrays a step puts out.
         reverse: run from the last step to the first.
         interpret: run the TPU's kernel in Pallas's interpreter, wherever it is.
-        fallback: `fallback(start, xs)` does the same where there is no kernel for it: in float64 on
-            a TPU, or where XLA divides a TPU's program over chips by itself, not by `shard_map`.
+        fallback: `fallback(start, xs)` does the same where no kernel can serve: in float64 on a
+            TPU, or where XLA divides the program over devices by itself, not by `shard_map`.
 
     Returns:
         The outputs of all steps, and the last state, in the dtype of the state.
@@ -59,7 +59,7 @@ def row_scan(
     )
 
 
-def _shapes(_, start, xs, outputs: int):
+def shapes(_, start, xs, outputs: int):
     return [xs[0].update(dtype=start[0].dtype)] * outputs + [*start]
 
 
@@ -67,7 +67,7 @@ by_kernel = DeviceScan(
     "row_scan",
     tpu=row_scan_tpu.row_scan,
     gpu=row_scan_gpu.row_scan,
-    shapes=_shapes,
+    shapes=shapes,
     axis_of_rows=lambda _: 0,
     instead="associative",
 )

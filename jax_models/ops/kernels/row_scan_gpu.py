@@ -17,7 +17,13 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
 
     The inputs of the next 16 steps are on their way while these are taken, all in registers:
     batch × features has to be large to keep a GPU's memory busy.
+
+    Raises:
+        NotImplementedError: JAX cannot compile for a GPU on this machine.
+
     """
+    if not interpret and jax.__version_info__ >= (0, 11) and jax.default_backend() != "gpu":
+        raise NotImplementedError("from JAX 0.11 on, its kernels are compiled where a GPU is")
     batch, time, features = xs[0].shape
     dtype = start[0].dtype
     groups = time // AHEAD

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from parity_tests.engine.bounds.tolerance import rms
 from parity_tests.engine.locate.match import Pairs, arrays_of_both
 from parity_tests.engine.locate.record import Call, Trace
 from parity_tests.engine.locate.reference_trace import ReferenceTrace
 from parity_tests.engine.locate.run import Run
 from parity_tests.engine.locate.search import Wanted
 from parity_tests.engine.locate.values import Difference, difference, identity, is_telling
-from parity_tests.engine.tolerance import rms
 
 MATCHED, DEPARTS, UNKNOWN = "matched", "departs", "unknown"
 

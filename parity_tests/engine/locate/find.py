@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.bounds.tolerance import floor
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.evidence import BACKWARD, FORWARD, MATCHED, Evidence, wanted_values
 from parity_tests.engine.locate.frameworks import nnx_modules, recording
 from parity_tests.engine.locate.location import Location
@@ -21,7 +22,6 @@ from parity_tests.engine.locate.substitute import Substitution
 from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
-from parity_tests.engine.tolerance import floor
 
 
 def checked_names(

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parity_tests.engine.bounds.tolerance import K, raised, rms
 from parity_tests.engine.locate.record import SLOTS, Call, Rows
 from parity_tests.engine.locate.run import Run
 from parity_tests.engine.results import replayed
-from parity_tests.engine.tolerance import K, raised, rms
 
 Place = tuple[int, str, str]
 """The number of a call, a slot of it, and a label."""

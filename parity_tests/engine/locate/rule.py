@@ -102,7 +102,7 @@ class Rule:
 
     def _leaf(self, here: Culprit, leaf: Call) -> Culprit:
         """A call without others in it, or the code around that hands it what it takes."""
-        alone = Culprit(leaf, leaf, here.after)
+        alone = Culprit(leaf, leaf)
         if leaf in self.evidence.stopped:
             return self._unsure(here, leaf)
         if self._is_certain(leaf) or not self.evidence.states[leaf, self.direction.taken]:
@@ -113,10 +113,11 @@ class Rule:
         users = [c for c in self.begins if given and self.numbers(c) == given and c is not leaf]
         found = self.substitution.computes_of_another([leaf, *around, *users])
         if found.get(leaf):
-            inner, outer = leaf, leaf.parent
-            while found.get(outer) and outer.parent.kind != "run":
-                inner, outer = outer, outer.parent
-            return Culprit(outer, outer, here.after, inner)
+            inner = leaf
+            for outer in leaf.ancestors:
+                if not found.get(outer):
+                    return Culprit(outer, outer, here.after, inner)
+                inner = outer
         if leaf in found:
             idle = [user for user in users if found.get(user) is False]
             return self._unsure(here, leaf, *idle) if idle and self.direction is FORWARD else alone

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.frameworks import recording
 from parity_tests.engine.locate.record import Call, Trace
 from parity_tests.engine.problem import Problem, is_flag

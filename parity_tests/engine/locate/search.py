@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from parity_tests.engine.casts import called_body, last_uses
+from parity_tests.engine.candidates.jax_program import called_body, last_uses
 from parity_tests.engine.locate.record import tell_p
 from parity_tests.engine.locate.values import closest_error
 
@@ -124,7 +124,7 @@ class Search:
         for rows, seen in self._features.items():
             numbers = np.concatenate([features for _, features in seen])
             widths = np.repeat([width for width, _ in seen], [f.size for _, f in seen])
-            order = np.argsort(numbers.real)
+            order = np.argsort(np.real(numbers))
             by_width: dict[int, list[Wanted]] = {}
             for wanted in self._by_rows[rows]:
                 by_width.setdefault(wanted.array.shape[-1], []).append(wanted)
@@ -138,7 +138,7 @@ class Search:
 def _apart(array: np.ndarray, numbers: np.ndarray) -> float:
     """How far an array's features are from the closest of these, which are sorted."""
     features = _projected(array)
-    after = np.searchsorted(numbers.real, features.real)
+    after = np.searchsorted(np.real(numbers), np.real(features))
     near = [numbers[np.clip(after + i, 0, numbers.size - 1)] for i in (-1, 0)]
     off = np.min([abs(each - features) for each in near], axis=0)
     return float(np.linalg.norm(off) / (np.linalg.norm(features) or 1.0))

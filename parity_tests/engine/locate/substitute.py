@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.evidence import FORWARD, Evidence
 from parity_tests.engine.locate.frameworks import recording
 from parity_tests.engine.locate.record import Call, Trace

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from parity_tests.engine.candidates.torch_module import weight_owners
+from parity_tests.engine.candidates.torch_run import Prepare, forward
 from parity_tests.engine.locate.evidence import FORWARD, Direction
 from parity_tests.engine.locate.hyperparameters import hyperparameters_of
 from parity_tests.engine.locate.record import Call, Rows, Trace, mapped
 from parity_tests.engine.locate.run import Run, whole_run
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
-from parity_tests.engine.torch_module import weight_owners
-from parity_tests.engine.torch_side import Prepare, forward
 
 
 def of_torch(

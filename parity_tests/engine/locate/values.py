@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from parity_tests.engine.bounds.tolerance import FLOAT64, rms
 from parity_tests.engine.locate.record import Call
-from parity_tests.engine.tolerance import FLOAT64, rms
 
 NUMBERS = "biufcV"
 """The kinds of dtypes that are numbers: those of ml_dtypes are of kind V."""

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.frameworks import is_floating
-from parity_tests.engine.jax_side import JaxSide
+from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.frameworks import recording
 from parity_tests.engine.locate.record import Call, Trace, observed
 from parity_tests.engine.problem import Arrays, Problem

@@ -1,0 +1,1 @@
+"""How large an error rounding explains."""

@@ -1,0 +1,152 @@
+"""Monte Carlo arithmetic in JAX: the counterpart of `torch_rounding.RandomRounding`.
+
+Each number is carried twice, without and with rounding. Comparisons and indices are those of the
+numbers without: rounding does not carry a computation to another one.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
+from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.jax_program import called_body
+from parity_tests.engine.candidates.lift import Lift
+
+BRANCHING = ("scan", "while", "cond")
+EXACT = (
+    "abs",
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "iota",
+    "max",
+    "min",
+    "neg",
+    "optimization_barrier",
+    "pad",
+    "real",
+    "imag",
+    "reduce_max",
+    "reduce_min",
+    "reshape",
+    "rev",
+    "select_n",
+    "slice",
+    "sort",
+    "squeeze",
+    "stop_gradient",
+    "tell",
+    "transpose",
+)
+"""Operations whose results are numbers that they were given."""
+
+
+class ExactAndRounded(NamedTuple):
+    """A number without rounding, and with."""
+
+    exact: Any
+    rounded: Any
+
+
+def exact_and_rounded(x: Any) -> Any:
+    """A floating array twice; all else as it is."""
+    return ExactAndRounded(x, x) if is_floating(x) else x
+
+
+class Rounded(Lift):
+    """Evaluates a computation whose results are rounded to a dtype at random."""
+
+    def __init__(self, dtype: str, seed: Any, *args: Any):
+        super().__init__(*args)
+        self._dtype, self._seed, self._count = dtype, seed, 0
+
+    def evaluate(self, args: Sequence[Any]) -> list[Any]:
+        """The results with rounding."""
+        results = super().evaluate(args)
+        return [x.rounded if isinstance(x, ExactAndRounded) else x for x in results]
+
+    def _up(self, x: Any) -> Any:
+        if isinstance(x, ExactAndRounded):
+            return ExactAndRounded(*map(super()._up, x))
+        return super()._up(x)
+
+    def _body(self, closed: Any) -> Callable[..., list[Any]]:
+        body = super()._body(closed)
+        return lambda *args: [*map(exact_and_rounded, body(*args))]
+
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        name = equation.primitive.name
+        if name in BRANCHING:
+            return super()._equation(equation, [*map(exact_and_rounded, operands)])
+        if called_body(equation) is not None:
+            return super()._equation(equation, operands)
+        exact, rounded = (
+            super(Rounded, self)._equation(equation, [_part(x, i) for x in operands])
+            for i in range(2)
+        )
+        return [
+            ExactAndRounded(x, y if name in EXACT else self._round(y, operands))
+            if is_floating(x)
+            else x
+            for x, y in zip(exact, rounded, strict=True)
+        ]
+
+    def _round(self, x: Any, operands: Sequence[Any]) -> Any:
+        if jnp.iscomplexobj(x):
+            return lax.complex(self._round(x.real, operands), self._round(x.imag, operands))
+        if x.dtype != jnp.float64:  # what computes in less whatever it is given
+            return x
+        parts = filter(is_floating, [_part(each, 1) for each in operands])
+        are_short = self._dtype != "float64" or all_short([*parts])
+        self._count += 1
+        return moved(self._dtype, x, are_short, jnp.asarray(self._seed, jnp.uint64), self._count)
+
+
+def _part(x: Any, i: int) -> Any:
+    return x[i] if isinstance(x, ExactAndRounded) else x
+
+
+def in_format(dtype: str, x: jax.Array) -> jax.Array:
+    """The numbers in float64, rounded to a dtype."""
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def all_short(arrays: Sequence[jax.Array]) -> Any:
+    """Are all numbers some of bfloat16?"""
+    parts = [part for x in arrays for part in (x.real, x.imag)]
+    return jnp.asarray([(in_format("bfloat16", part) == part).all() for part in parts]).all()
+
+
+@partial(jax.jit, static_argnums=0)
+def moved(dtype: str, x: jax.Array, are_short: Any, seed: Any, count: Any) -> jax.Array:
+    """The numbers of float64 in a dtype, those that it does not have moved at random.
+
+    Of float64 itself, they are kept if they are some of bfloat16 and the operands `are_short`. The
+    random numbers are others for another seed, operation, place or number.
+    """
+    kept = in_format("bfloat16" if dtype == "float64" else dtype, x) == x
+    place = lax.iota(jnp.uint64, x.size).reshape(x.shape)
+    key = _mixed(seed ^ _mixed(jnp.asarray(count, jnp.uint64)))
+    bits = _mixed(lax.bitcast_convert_type(x, jnp.uint64) + _mixed(place ^ key))
+    noise = (bits >> 11).astype(jnp.float64) * 2.0**-52 - 1
+    rounded = in_format(dtype, x * (1 + OPERATION_ULPS * ulp(dtype) * noise))
+    return jnp.where(kept & are_short, x, rounded)
+
+
+def _mixed(bits: jax.Array) -> jax.Array:
+    """A hash (SplitMix64's finaliser)."""
+    bits = bits + jnp.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> 30)) * jnp.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> 27)) * jnp.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> 31)

@@ -1,0 +1,121 @@
+"""Constants that one side has rounded to float32, where the other has more digits of them.
+
+Rotary frequencies are an example: torch keeps them in a float32 buffer that is in no `state_dict`,
+and a port computes them. In float64 the sides then differ by the rounding of the constants. To find
+out whether they differ in nothing else, the reference runs once more with JAX's digits of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, ROUNDED_RUNS, ulp
+from parity_tests.engine.candidates.jax_program import is_rounded
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.results import ErrorsByGroup, Results, errors_of, largest_by_group
+
+if TYPE_CHECKING:
+    from parity_tests.engine.references.reference import Reference
+
+MOST_NAMES = 3
+"""How many constants a note names."""
+
+
+def rounded_count(values: Iterable[np.ndarray]) -> int:
+    """How many numbers of constants are rounded to float32."""
+    return int(sum(is_rounded(value).sum() for value in values))
+
+
+def random_moves(values: Iterable[np.ndarray], seed: int) -> Iterator[list[np.ndarray]]:
+    """Random relative moves of constants within their rounding; exact numbers do not move."""
+    rng, values = np.random.default_rng(seed), [*values]
+    for _ in range(ROUNDED_RUNS // 2 if rounded_count(values) else 0):
+        yield [
+            CONSTANT_ULPS * ulp(np.float32) * rng.uniform(-1, 1, value.shape) * is_rounded(value)
+            for value in values
+        ]
+
+
+def moves_to(
+    values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
+) -> tuple[list[np.ndarray], bool]:
+    """Moves that give each constant the digits of one array; whether each constant has an array.
+
+    Each constant takes the array that contains most of its numbers, of either sign. An array with
+    many other numbers does not count as a constant's own: the sines of small frequencies, for
+    example, are almost the frequencies themselves.
+    """
+    sizes = [np.unique(np.abs(array[np.isfinite(array)])) for array in arrays]
+    known = sorted(filter(np.size, sizes), key=np.size)
+    moves, have_own = [], True
+    for value in values:
+        found = [(_move_to(value, numbers), numbers.size) for numbers in known]
+        none = np.full(value.shape, np.nan), 0
+        best, size = max(found, key=lambda each: np.isfinite(each[0]).sum(), default=none)
+        have_own &= bool(np.isfinite(best[is_rounded(value)]).all()) and size <= 2 * value.size
+        moves.append(np.nan_to_num(best))
+    return moves, have_own
+
+
+def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The move of each number to the nearest of `numbers`; NaN if none is within its rounding."""
+    size = np.where(value == 0, 1, np.abs(value))
+    after = np.searchsorted(numbers, size)
+    with np.errstate(over="ignore"):
+        below, above = (np.take(numbers, i, mode="clip") / size - 1 for i in (after - 1, after))
+    nearest = np.where(np.abs(below) < np.abs(above), below, above)
+    is_near = np.abs(nearest) <= CONSTANT_ULPS * ulp(np.float32)
+    return np.where(is_rounded(value) & is_near, nearest, np.nan)
+
+
+def numbered(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """Constants without names, numbered."""
+    return {f"constant {i}": value for i, value in enumerate(values)}
+
+
+def names_of(constants: Mapping[str, np.ndarray]) -> list[str]:
+    """The names of constants, each with its number or its shape."""
+    return [
+        f"{name} {value.shape}" if value.ndim else f"{name} = {value:.9g}"
+        for name, value in constants.items()
+    ]
+
+
+class Constants:
+    """The constants of both sides, and what their rounding explains."""
+
+    def __init__(self, problem: Problem, jax_side: JaxSide, reference: Reference):
+        self._problem, self._jax_side, self._reference = problem, jax_side, reference
+        self._ours = jax_side.constants_of(problem)
+        self.count = reference.constant_count + rounded_count(self._ours)
+
+    def __str__(self) -> str:
+        """How many there are, and some of their names."""
+        theirs, ours = self._reference.sides
+        named = [f"{theirs}'s {name}" for name in self._reference.constant_names]
+        named += [f"{ours}'s {name}" for name in names_of(numbered(self._ours))]
+        more = f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else ""
+        are = "constant is" if self.count == 1 else "constants are"
+        return f"{self.count} {are} in float32 ({', '.join(named[:MOST_NAMES])}{more})"
+
+    def with_digits(self) -> tuple[Results, bool]:
+        """The reference's results with JAX's digits of its constants, and whether JAX has all."""
+        arrays = self._jax_side.argument_free(self._problem)
+        moves, have_own = moves_to(self._reference.constants().values(), arrays)
+        are_known = have_own and bool(moves) and not rounded_count(self._ours)
+        if not any(move.any() for move in moves):
+            return self._reference.oracle, are_known
+        return self._reference.with_constants(moves), are_known
+
+    def scatter(self, ours: Results) -> ErrorsByGroup:
+        """The largest errors of each side when its constants are off by their rounding."""
+        oracle, cast_to = self._reference.oracle, self._reference.cast_to
+        runs = (
+            errors_of(self._jax_side.run(self._problem, "float64", oracle, cast_to, moves), ours)
+            for moves in random_moves(self._ours, self._problem.seed)
+        )
+        return largest_by_group([self._reference.constant_scatter, *runs])

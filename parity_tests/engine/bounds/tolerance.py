@@ -1,0 +1,233 @@
+"""How close is equal: the only place where a tolerance is written.
+
+The oracle is y64, the torch twin in float64 on the same weights and inputs. The error of a tensor
+is the root mean square of its difference from y64, relative to the root mean square of y64.
+
+- float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
+  dtypes.
+  Constants that one of them has in float32 (`rounded_constants.py`) may differ by `CONSTANT_ULPS`.
+- float32 and bfloat16: JAX errs by at most K times what torch errs in that dtype, or K ·
+  `FLOOR_ULPS` ulp where torch happens to err by less.
+- Where JAX errs by more, torch's one run may have been lucky: in an ill-conditioned computation a
+  few roundings make most of the error. The bound is then the largest error of up to `ROUNDED_RUNS`
+  runs of the twin in float64 with each operation off by up to `OPERATION_ULPS` at random
+  (`torch_rounding.py`, `jax_rounding.py`), if that is larger. The runs stop as soon as they decide:
+  see `raised`.
+- No bound is above `UNDETERMINED`: a dtype in which rounding alone makes such an error does not
+  determine the result, so the comparison shows nothing.
+
+So the bound grows with the conditioning of the computation, as rounding does, and with nothing
+else. `benchmarks/bound.py` measures how much of it random configurations take.
+A twin that errs by more than `UNSTABLE` in float32 is reported as unstable.
+A group of tensors (all weight gradients, say) is judged by the one that takes most of its bound.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+K = 4.0
+FLOOR_ULPS = 1.0
+OPERATION_ULPS = 8.0
+"""XLA's tanh alone is off by up to 5.6 ulp on a CPU."""
+ROUNDED_RUNS = 8
+PLAIN = 1e4
+"""An error is plain if it is more than `PLAIN` ** (1 / n) times the largest error of n runs.
+
+All n runs err by less than a fraction p of what rounding can cause with a probability of about
+p ** n, so rounding explains a plain error less than once in `PLAIN` times.
+"""
+FLOAT64 = 1e-12
+CONSTANT_ULPS = 8.0
+"""Of float32, for a constant such as 10000^(-i/d), whose power enlarges the exponent's rounding."""
+UNSTABLE = 1e-2
+UNDETERMINED = 0.5
+LONG_TRAJECTORY = 1e-10
+"""For 2,000 steps of training in float64, whose rounding errors grow with the steps."""
+
+
+def rms(x: np.ndarray) -> float:
+    """Root mean square, without overflow; 0 for an empty array."""
+    x = np.atleast_1d(np.abs(x)).astype(np.float64, copy=False)
+    largest = float(np.max(x, initial=0))
+    if not 0 < largest < np.inf:
+        return largest
+    x /= largest
+    return largest * float(np.sqrt(np.mean(np.square(x, out=x))))
+
+
+def ulp(dtype) -> float:
+    """The spacing of the dtype's numbers at 1."""
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def floor(dtype) -> float:
+    """The least bound in the dtype."""
+    return FLOAT64 if dtype == np.float64 else K * FLOOR_ULPS * ulp(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Error:
+    """How far JAX and torch are from the oracle in a tensor, relative to its size."""
+
+    jax: float
+    torch: float
+    bound: float
+    unstable: bool
+    tensor: str
+    """Its name; of a group the one that takes most of its bound."""
+
+    @property
+    def ratio(self) -> float | None:
+        """JAX's error over torch's; None where torch has none, as in float64, the oracle itself."""
+        return self.jax / self.torch if self.torch else None
+
+    @property
+    def share(self) -> float:
+        """The part of the bound that JAX's error takes; NaN takes more than any."""
+        return self.jax / self.bound if np.isfinite(self.jax) else np.inf
+
+    @property
+    def passed(self) -> bool:
+        """Is JAX within the bound? NaN and infinity are not."""
+        return self.share <= 1
+
+    @property
+    def verdict(self) -> str:
+        """What it says of the pair."""
+        if self.passed:
+            return "pass"
+        return "undetermined" if self.bound == UNDETERMINED else "FAIL"
+
+
+Tensors = Mapping[str, np.ndarray]
+
+
+def relative_errors(
+    tensors: Tensors, oracle: Tensors, *, negligible: bool = False
+) -> dict[str, float]:
+    """Each tensor's relative error; the names and shapes must be the oracle's.
+
+    A `negligible` tensor may be nothing beside the largest, as the gradient of an attention's key
+    bias is but for rounding: it is measured against the largest.
+    """
+    if tensors.keys() != oracle.keys():
+        raise ValueError(f"expected the tensors {sorted(oracle)}, got {sorted(tensors)}")
+    scales = {name: rms(finite(expected)) for name, expected in oracle.items()}
+    largest = max(scales.values(), default=0.0)
+    errors = {}
+    for name, expected in oracle.items():
+        actual = tensors[name]
+        if actual.shape != expected.shape:
+            raise ValueError(f"{name}: expected shape {expected.shape}, got {actual.shape}")
+        scale = scales[name]
+        if negligible and scale <= FLOAT64 * largest:
+            scale = largest
+        errors[name] = rms(difference(actual, expected)) / (scale or 1.0)
+    return errors
+
+
+def finite(x: np.ndarray) -> np.ndarray:
+    """The numbers, with zeros instead of those that are not finite."""
+    are_finite = np.isfinite(x)
+    return x if are_finite.all() else np.where(are_finite, x, 0)
+
+
+def difference(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """How far the numbers are apart in float64: not at all where both are the same infinity."""
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    actual, expected = (x.astype(wide, copy=False) for x in (actual, expected))
+    both = np.isinf(expected) & (actual == expected)
+    if both.any():
+        actual, expected = (np.where(both, 0, x) for x in (actual, expected))
+    return actual - expected
+
+
+def raised(
+    bounds: Mapping[Any, float],
+    errors: Mapping[Any, float],
+    runs: Iterable[Mapping[Any, float]],
+    plain: Mapping[Any, float],
+) -> Mapping[Any, float]:
+    """The bounds, raised to the largest errors of runs with random rounding where these are larger.
+
+    The runs stop as soon as each error is within its bound or plainly above it. Before the first
+    run, an error above its number in `plain` counts as plain.
+    """
+    for count, scatter in enumerate(itertools.chain([{}], runs)):
+        bounds = {name: max(bound, scatter.get(name, 0.0)) for name, bound in bounds.items()}
+        if count:
+            plain = {name: PLAIN ** (1 / count) * bound for name, bound in bounds.items()}
+        if all(errors[n] <= bound or not errors[n] <= plain[n] for n, bound in bounds.items()):
+            break
+    return bounds
+
+
+def tensor_errors(
+    dtype,
+    *,
+    ours: Mapping[str, float],
+    theirs: Mapping[str, float],
+    theirs32: Mapping[str, float],
+    rounded: Iterable[Mapping[str, float]],
+    least: Mapping[str, float] | None = None,
+) -> dict[str, Error]:
+    """The errors of a group in `dtype`; `theirs32` are the twin's in float32, for its stability.
+
+    `rounded` has the errors of runs of the twin with random rounding. `least` has bounds by tensor
+    that something else explains.
+    """
+    bounds = {
+        name: max(floor(dtype), K * error, (least or {}).get(name, 0.0))
+        for name, error in theirs.items()
+    }
+    # If rounding to float32 causes a small error, rounding to float64 causes a far smaller one.
+    plain = {
+        name: max(error, ulp(np.float32)) if dtype == np.float64 and error <= UNSTABLE else np.inf
+        for name, error in theirs32.items()
+    }
+    bounds = raised(bounds, ours, rounded, plain)
+    return {
+        name: Error(
+            ours[name],
+            theirs[name],
+            min(bound, UNDETERMINED),
+            unstable=not (bound < UNDETERMINED and theirs32[name] <= UNSTABLE),
+            tensor=name,
+        )
+        for name, bound in bounds.items()
+    }
+
+
+def worst(errors: Mapping[str, Error]) -> Error:
+    """The error of a group: that of the tensor which takes most of its bound."""
+    return max(errors.values(), key=lambda error: error.share)
+
+
+def group_error(
+    dtype,
+    *,
+    oracle: Tensors,
+    torch: Tensors,
+    jax: Tensors,
+    torch32: Tensors,
+    rounded: Iterable[Mapping[str, float]],
+    negligible: bool = False,
+) -> Error:
+    """The worst of `tensor_errors`, of tensors; `negligible`: as in `relative_errors`."""
+    ours, theirs, theirs32 = (
+        relative_errors(tensors, oracle, negligible=negligible) for tensors in (jax, torch, torch32)
+    )
+    return worst(tensor_errors(dtype, ours=ours, theirs=theirs, theirs32=theirs32, rounded=rounded))
+
+
+def assert_same(actual, expected, what: str) -> None:
+    """Assert that two ways to compute one thing in float64 agree to rounding."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
+    difference, scale = np.abs(actual - expected).max(initial=0), np.abs(expected).max(initial=0)
+    assert difference <= FLOAT64 * scale, f"{what}: differ by {difference} at scale {scale}"

@@ -1,0 +1,200 @@
+"""Monte Carlo arithmetic: how far a torch computation's own rounding errors could carry it.
+
+Each operation, forward and backward, is computed in float64; a result that is no number of the
+dtype is moved by up to 8 ulp at random, and then rounded. How far a few such runs scatter shows how
+well the computation is conditioned, where a single run in the dtype itself may be lucky.
+
+Source: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with floating point and
+win" (2000).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
+
+COARSER = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+DOUBLE = {*COARSER.values()}
+
+aten = torch.ops.aten
+FUSED = get_decompositions(
+    [
+        aten.gelu,
+        aten.gelu_backward,
+        aten.native_layer_norm,
+        aten.native_layer_norm_backward,
+        aten.sigmoid_backward,
+        aten.silu_backward,
+        aten.tanh_backward,
+    ]
+)
+"""Operations that are several, each with a rounding of its own: a GELU cancels far from zero."""
+
+
+class Float64Mode(TorchDispatchMode):
+    """Within it, what a module makes without saying in which dtype is in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self._before: list[torch.dtype] = []
+
+    def __enter__(self):
+        """Begin."""
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        """End."""
+        torch.set_default_dtype(self._before.pop())
+        return super().__exit__(*exception)
+
+
+def is_rounded_number(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Is it a number, as Gemma's √features, that is cast to half precision?
+
+    It then is another number, which both sides have to have. JAX rounds those of its own.
+    """
+    is_half = kwargs.get("dtype") in (torch.bfloat16, torch.float16)
+    is_cast = is_half and func is aten._to_copy.default
+    return is_cast and args[0].ndim == 0 and not args[0].requires_grad
+
+
+def widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of an operation, in float64 where some are and the others are in less."""
+    if is_rounded_number(func, args, kwargs):
+        return args, kwargs
+    if kwargs.get("dtype") in COARSER:
+        kwargs = {**kwargs, "dtype": COARSER[kwargs["dtype"]]}
+    dtypes = {tensor.dtype for tensor in tensors_of((args, kwargs))}
+    if dtypes.isdisjoint(COARSER) or dtypes.isdisjoint(DOUBLE):
+        return args, kwargs
+    written = [
+        args[i]
+        for i, argument in enumerate(func._schema.arguments[: len(args)])
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def widen(leaf: Any) -> Any:
+        is_coarse = isinstance(leaf, torch.Tensor) and leaf.dtype in COARSER and leaf.ndim
+        if not is_coarse or any(leaf is each for each in written):
+            return leaf
+        return leaf.to(COARSER[leaf.dtype])
+
+    return tree_map(widen, (args, kwargs))
+
+
+class InFloat64(Float64Mode):
+    """Within it, a module in float64 stays there: casts to a coarser dtype are counted and ignored.
+
+    So the oracle has float64's accuracy where the module computes a norm, say, in float32. What the
+    module decides by its numbers (comparisons, indices) is kept for runs that are to decide alike.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.casts = 0
+        self.cast_to: set[str] = set()
+        """The dtypes of casts, as JAX calls them."""
+        self.draws: set[str] = set()
+        """Operations that draw random numbers."""
+        self.decisions: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, in float64 if it is to be in less."""
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") in COARSER and not is_rounded_number(func, args, kwargs):
+            if func is aten._to_copy.default and args[0].dtype in COARSER.values():
+                self.casts += 1
+            self.cast_to.add(str(kwargs["dtype"]).removeprefix("torch."))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.add(str(func).split(".")[1])
+        args, kwargs = widened(func, args, kwargs)
+        results = func(*args, **kwargs)
+        self.decisions += [decision.clone() for decision in decisions_in(args, results)]
+        return results
+
+
+class RandomRounding(Float64Mode):
+    """Within it, the results of operations on float64 tensors are rounded to a dtype at random.
+
+    Results that are numbers of the dtype count as exact; of float64 itself those of bfloat16 do, if
+    the operands are such numbers, too. Comparisons and indices are those that were decided without
+    rounding: it does not carry a computation to another one.
+    """
+
+    def __init__(self, dtype: str, seed: int, decisions: Sequence[torch.Tensor] = ()):
+        super().__init__()
+        self._dtype, self._ulp = getattr(torch, dtype), ulp(dtype)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._decisions = iter(decisions)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operation, and round what it writes; a view it leaves alone."""
+        kwargs = kwargs or {}
+        if func in FUSED:
+            with self:
+                return FUSED[func](*args, **kwargs)
+        args, kwargs = widened(func, args, kwargs)
+        exact_operands = self._dtype == torch.float64 and all(map(_is_short, _floating(args)))
+        results = func(*args, **kwargs)
+        for decision in decisions_in(args, results):
+            known = next(self._decisions, decision)
+            if known.shape == decision.shape and known.dtype == decision.dtype:
+                decision.copy_(known)
+        if all(r.alias_info is None or r.alias_info.is_write for r in func._schema.returns):
+            for result in _floating(results):
+                self._round(result, exact_operands)
+        return results
+
+    def noise(self) -> float:
+        """A random number between -1 and 1."""
+        return float(2 * torch.rand((), generator=self._generator, dtype=torch.float64) - 1)
+
+    def _round(self, x: torch.Tensor, exact_operands: bool) -> None:
+        if x.is_complex():
+            x = torch.view_as_real(x)
+        if self._dtype == torch.float64:
+            is_exact = (x.bfloat16() == x) & exact_operands
+        else:
+            is_exact = x.to(self._dtype) == x
+        noise = 2 * torch.rand(x.shape, generator=self._generator, dtype=x.dtype) - 1
+        moved = (x * (1 + OPERATION_ULPS * self._ulp * noise)).to(self._dtype).double()
+        x.copy_(torch.where(is_exact, x, moved))
+
+
+def decisions_in(args: Any, results: Any) -> Iterator[torch.Tensor]:
+    """The comparisons and indices among the results of an operation on floating numbers."""
+    found = [r for r in tensors_of(results) if not (r.is_floating_point() or r.is_complex())]
+    if found and any(True for _ in _floating(args)):
+        yield from found
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments or results of an operation, ten times as fast as pytrees."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list | dict):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_of(part)
+
+
+def _floating(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in float64 or complex128."""
+    return (tensor for tensor in tensors_of(tree) if tensor.dtype in DOUBLE)
+
+
+def _is_short(x: torch.Tensor) -> bool:
+    """Are all its numbers those of bfloat16?"""
+    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    return bool((real.bfloat16() == real).all())

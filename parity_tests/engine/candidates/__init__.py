@@ -1,0 +1,1 @@
+"""How each framework's model is loaded, called and run in float64."""

@@ -1,0 +1,194 @@
+"""Models of other frameworks as weights, and a function of weights and inputs.
+
+One adapter a framework. A framework that nobody has imported has made no model, so none is imported
+here.
+"""
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from parity_tests.engine.problem import is_torch_module
+
+Call = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignModel:
+    """A model of another framework."""
+
+    weights: Any
+    """A tree of arrays and of whatever else the model holds; None if it was given without."""
+    run: Callable[[Call, Any, tuple[Any, ...]], Any]
+    """`run(call, weights, inputs)`: what `call(model, *inputs)` returns with these weights."""
+    loaded: Callable[[Any], Any] = lambda weights: weights
+    """What a loader returned, as `weights`."""
+    name: Callable[[Any], str] = lambda path: words(path)
+    """What a weight table calls the leaf at a path."""
+    is_trained: Callable[[Any], bool] = lambda path: True
+    """Is the leaf at a path a parameter, rather than a statistic?"""
+
+    def named(self) -> dict[str, tuple[Any, Any]]:
+        """The path and the value of each floating array, by name."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.weights)
+        floating = [(path, leaf) for path, leaf in leaves if is_floating(leaf)]
+        names = [self.name(path) for path, _ in floating]
+        if len({*names}) < len(names):
+            names = [words(path) for path, _ in floating]
+        return dict(zip(names, floating, strict=True))
+
+
+class HeldWeights(nnx.Module):
+    """The weights of a model of another framework, each under its name."""
+
+    def __init__(self, foreign: ForeignModel):
+        for name, (path, value) in foreign.named().items():
+            kind = nnx.Param if foreign.is_trained(path) else nnx.BatchStat
+            setattr(self, name, kind(jnp.asarray(value)))
+
+
+HeldWeights.__name__ = "the model"  # in errors, because users do not know this class
+
+
+def weights_of(held: HeldWeights, foreign: ForeignModel) -> Any:
+    """The model's tree with the weights that are held."""
+    values = {path: getattr(held, name).get_value() for name, (path, _) in foreign.named().items()}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: values.get(path, leaf), foreign.weights
+    )
+
+
+def is_floating(leaf: Any) -> bool:
+    """Is it an array of real or complex numbers?"""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def words(path: Any) -> str:
+    """The keys, fields and places of a path, with dots between."""
+    return ".".join(
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+    )
+
+
+def foreign_model(model: Any) -> ForeignModel | None:
+    """The model if it is of another framework than NNX, or a pair of such a model and weights.
+
+    A function of weights and inputs, beside weights, is such a pair, too.
+    """
+    if isinstance(model, nnx.Module | type):
+        return None
+    parts = model if type(model) is tuple and len(model) == 2 else (model, None)
+    for framework, adapter in ADAPTERS.items():
+        module = sys.modules.get(framework)
+        foreign = None if module is None else adapter(module, *parts)
+        if foreign is not None:
+            return foreign
+    function: Any
+    function, weights = parts
+    is_function = callable(function) and not isinstance(function, type | nnx.Module)
+    if weights is None or not is_function or is_torch_module(function):
+        return None
+    return ForeignModel(
+        weights, lambda call, weights, inputs: call(partial(function, weights), *inputs)
+    )
+
+
+def _linen(linen: Any, model: Any, variables: Any) -> ForeignModel | None:
+    """`module.bind(variables)`, `(module, variables)`, or a module alone, beside a loader."""
+    if not isinstance(model, linen.Module):
+        return None
+    if variables is None and model.scope is not None:
+        model, variables = model.unbind()
+    if variables is not None and "params" not in variables:
+        variables = {"params": variables}
+
+    def loaded(weights: Any) -> Any:
+        has_collections = isinstance(weights, Mapping) and "params" in weights
+        weights = weights if has_collections else {"params": weights}
+        return {**(variables or {}), **weights}
+
+    return ForeignModel(
+        None if variables is None else dict(variables),
+        lambda call, variables, inputs: call(model.bind(variables), *inputs),
+        loaded,
+        name=lambda path: words(path[1:]),
+        is_trained=lambda path: words(path[:1]) == "params",
+    )
+
+
+def _equinox(equinox: Any, model: Any, state: Any) -> ForeignModel | None:
+    """A module, or `(module, state)` for one that is called with a state and returns the next."""
+    if not isinstance(model, equinox.Module) or isinstance(model, equinox.nn.State):
+        return None
+
+    def run(call: Call, weights: Any, inputs: tuple[Any, ...]) -> Any:
+        if state is None:
+            return call(weights, *inputs)
+        return call(lambda *given: weights(*given, state)[0], *inputs)
+
+    return ForeignModel(equinox.nn.inference_mode(model), run, equinox.nn.inference_mode)
+
+
+def _haiku(haiku: Any, model: Any, params: Any) -> ForeignModel | None:
+    """A transformed function, or `(transformed, params)`; with state, `(params, state)`."""
+    has_state = isinstance(model, haiku.TransformedWithState)
+    if not has_state and not isinstance(model, haiku.Transformed):
+        return None
+    takes_rng = "rng" in inspect.signature(model.apply).parameters
+
+    def run(call: Call, weights: Any, inputs: tuple[Any, ...]) -> Any:
+        given = (*(weights if has_state else (weights,)), *((None,) if takes_rng else ()))
+
+        def applied(*args, **kwargs):
+            result = model.apply(*given, *args, **kwargs)
+            return result[0] if has_state else result
+
+        return call(applied, *inputs)
+
+    return ForeignModel(
+        params,
+        run,
+        name=lambda path: words(path[1:] if has_state else path),
+        is_trained=lambda path: not has_state or words(path[:1]) == "0",
+    )
+
+
+def _keras(keras: Any, model: Any, weights: Any) -> ForeignModel | None:
+    """A layer or a model that is built, on Keras' JAX backend."""
+    if not isinstance(model, keras.Layer) or weights is not None:
+        return None
+    if keras.backend.backend() != "jax":
+        raise TypeError(
+            f"model: expected Keras on the backend jax, got {keras.backend.backend()}: set "
+            "KERAS_BACKEND=jax before Keras is imported"
+        )
+    if not model.built:
+        raise ValueError("model: expected a Keras model that is built, call it once or build it")
+    variables = {variable.path: variable for variable in model.variables}
+    trained = {variable.path for variable in model.trainable_variables}
+
+    def run(call: Call, values: Any, inputs: tuple[Any, ...]) -> Any:
+        mapping = [(variables[path], value) for path, value in values.items()]
+        with keras.StatelessScope(state_mapping=mapping):
+            return call(model, *inputs)
+
+    def loaded(weights: Any) -> Any:
+        if isinstance(weights, Mapping):
+            return {**own, **weights}
+        order = [v.path for v in model.weights]
+        if len(weights) == len(trained):
+            order = [v.path for v in model.trainable_variables]
+        return {**own, **dict(zip(order, weights, strict=True))}
+
+    own = {path: variable.value for path, variable in variables.items()}
+    return ForeignModel(own, run, loaded, is_trained=lambda path: words(path) in trained)
+
+
+ADAPTERS = {"flax.linen": _linen, "equinox": _equinox, "haiku": _haiku, "keras": _keras}

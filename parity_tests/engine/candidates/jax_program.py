@@ -1,0 +1,191 @@
+"""What a JAX computation in float64 does in less: casts, constants, random numbers.
+
+`torch_rounding.InFloat64` is the counterpart of torch: both sides then have float64's accuracy,
+wherever they cast to float32, so that a fault far below float32's rounding is seen.
+"""
+
+import dataclasses
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.source_info_util import summarize
+
+from parity_tests.engine.problem import COMPLEX
+
+COARSER = {"float32": "float64", "bfloat16": "float64", "float16": "float64"}
+COARSER_COMPLEX = {COMPLEX["float32"]: COMPLEX["float64"]}
+BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+)
+"""What only runs a body. Derivatives are taken before a computation is rewritten."""
+DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+ENGINE = str(Path(__file__).parents[1])
+STANDARD = sysconfig.get_path("stdlib")
+SHORT = 6
+"""Digits of a constant that somebody wrote, such as 1e-5: float64 has it more exactly."""
+
+
+def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
+    """What a dtype becomes: float32 float64, and a coarser one if the torch side casts to it."""
+    return {
+        dtype: to
+        for dtype, to in (COARSER | COARSER_COMPLEX).items()
+        if dtype in ("float32", "complex64") or dtype in casts_of_torch
+    }
+
+
+@dataclasses.dataclass
+class Found:
+    """What a traced computation does that its reader should know."""
+
+    casts: list[str] = dataclasses.field(default_factory=list)
+    """The lines that cast numbers that depend on the arguments from float64 to less."""
+    draws: list[str] = dataclasses.field(default_factory=list)
+    """Where random numbers are drawn."""
+    stays: list[str] = dataclasses.field(default_factory=list)
+    """What computes in less than float64 whatever its inputs are, such as a kernel."""
+    dtypes: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
+    """The dtypes of the results without rewriting, by group and name."""
+    constants: list[np.ndarray] = dataclasses.field(default_factory=list)
+    """Those in less than float64, in float64."""
+    padding: bool = False
+    """Whether an embedding has a gradient in a row for which torch computes none."""
+    x64_error: str = ""
+    """The error under JAX's x64, if the program had to be traced without x64."""
+
+
+def place_of(equation: Any) -> str:
+    """The line of an operation, and the line of the user's code that led to it; "" if unknown."""
+    nearest = str(summarize(equation.source_info)).removesuffix("unknown")
+    frames = getattr(equation.source_info.traceback, "frames", None) or ()
+    if is_library(nearest):
+        for frame in frames:
+            if not is_library(frame.file_name) and frame.file_name.endswith(".py"):
+                return f"{nearest}, from {frame.file_name}:{frame.line_num}"
+    return nearest
+
+
+def is_library(place: str) -> bool:
+    """Is the code there installed, rather than the user's?"""
+    place, *_ = place.partition(", from ")
+    return any(part in place for part in ("site-packages", ENGINE, STANDARD))
+
+
+def look_into(closed: ClosedJaxpr, found: Found) -> None:
+    """Find casts and random numbers, in all bodies."""
+    for equation, varies, place in equations_in(closed.jaxpr, [True] * len(closed.jaxpr.invars)):
+        name = equation.primitive.name
+        if name == "convert_element_type" and varies:
+            old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
+            wide = ("float32", "complex64") if found.x64_error else ("float64", "complex128")
+            is_coarser = str(old) in wide and str(new) in {*COARSER, *COARSER_COMPLEX} - {*wide}
+            if is_coarser and ENGINE not in place:
+                found.casts.append(f"{old} to {new} at {place}")
+        elif name in DRAWS:
+            found.draws.append(place)
+    found.casts = [*dict.fromkeys(found.casts)]
+    found.draws = [*dict.fromkeys(found.draws)]
+
+
+def equations_in(
+    jaxpr: Any, inputs_vary: Sequence[bool], place: str = ""
+) -> Iterator[tuple[Any, bool, str]]:
+    """Each equation of a body and of those within, whether an argument reaches it, and its place.
+
+    A body that JAX has kept from an earlier trace has no places; it is where it is called.
+    """
+    vary = {v for v, varies in zip(jaxpr.invars, inputs_vary, strict=True) if varies}
+    for equation in jaxpr.eqns:
+        operands = [v in vary if not isinstance(v, Literal) else False for v in equation.invars]
+        varies = any(operands)
+        if varies:
+            vary.update(equation.outvars)
+        here = place_of(equation) or place
+        yield equation, varies, here
+        for body in bodies_in(equation.params):
+            exact = equation.primitive.name in CALLS and len(body.invars) == len(operands)
+            yield from equations_in(body, operands if exact else [varies] * len(body.invars), here)
+
+
+def bodies_in(params: Mapping[str, Any]) -> Iterator[Any]:
+    for leaf in jax.tree.leaves(params, is_leaf=lambda p: hasattr(p, "eqns")):
+        if hasattr(leaf, "eqns"):
+            yield getattr(leaf, "jaxpr", leaf)
+
+
+def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """What a body and those within have of numbers, in order."""
+    yield from (
+        (atom, value)
+        for atom, value in zip(jaxpr.constvars, consts, strict=False)
+        if not isinstance(value, Tracer) and hasattr(atom.aval, "dtype")
+    )
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if isinstance(atom, Literal) and hasattr(atom.aval, "dtype"):
+                yield atom, atom.val
+        for leaf in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns")):
+            if hasattr(leaf, "eqns"):
+                yield from constants_in(getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ()))
+
+
+def short_decimal(value: Any) -> float | None:
+    """The number of so few digits that is this one in float32, as 1e-5; None if there is none."""
+    if np.ndim(value):
+        return None
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    is_short = sum(map(str.isdigit, str(rounded).partition("e")[0])) <= SHORT
+    return float(str(rounded)) if is_short and rounded == value else None
+
+
+def is_rounded(values: Any) -> np.ndarray:
+    """Which numbers are some of float32 that a shorter format has not, as 1/2 and 1 are?
+
+    In float64, too, where NumPy's float32 is promoted; integers are exact.
+    """
+    values = np.asarray(values, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        of_float32 = values.astype(np.float32) == values
+        exact = (values.astype(jnp.bfloat16) == values) | (values == np.round(values))
+    short = short_decimal(values)
+    return np.isfinite(values) & of_float32 & ~exact & (short is None or short != values)
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether it is a dtype of real numbers."""
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def last_uses(jaxpr: Any) -> list[set[Any]]:
+    """For each equation of a body, the variables that no later equation needs."""
+    needed, unneeded = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
+    for equation in reversed(jaxpr.eqns):
+        variables = {v for v in (*equation.invars, *equation.outvars) if not isinstance(v, Literal)}
+        unneeded.append(variables - needed)
+        needed |= variables
+    return unneeded[::-1]
+
+
+def called_body(equation: Any) -> Any:
+    """The body that an operation only runs; None if it is another."""
+    if equation.primitive.name not in CALLS:
+        return None
+    return next((equation.params[key] for key in BODIES if key in equation.params), None)

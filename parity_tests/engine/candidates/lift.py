@@ -1,0 +1,283 @@
+"""A JAX computation with its numbers of some dtypes in others: casts to float32 left out."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Literal
+
+from parity_tests.engine.candidates.jax_program import (
+    Found,
+    bodies_in,
+    called_body,
+    constants_in,
+    equations_in,
+    is_real,
+    is_rounded,
+    last_uses,
+    lifted_dtypes,
+    look_into,
+    place_of,
+    short_decimal,
+)
+
+SCATTERS = {
+    "scatter": lax.scatter,
+    "scatter-add": lax.scatter_add,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+    "scatter-sub": getattr(lax, "scatter_sub", None),
+}
+BIT_PATTERNS = ("bitcast_convert_type", "nextafter")
+
+
+class Lift:
+    """Evaluates a computation with its numbers of some dtypes in others.
+
+    `moves` are by how much of its size each constant of these dtypes is to be another.
+    """
+
+    def __init__(
+        self, closed: ClosedJaxpr, dtypes: Mapping[str, str], found: Found, moves: Sequence[Any]
+    ):
+        self._closed, self._dtypes, self._found = closed, dtypes, found
+        constants = {
+            id(atom): value
+            for atom, value in constants_in(closed.jaxpr, closed.consts)
+            if dtypes and is_real(atom.aval.dtype) and is_rounded(self._decimal(value)).any()
+        }
+        found.constants = [self._decimal(value) for value in constants.values()]
+        self._moves = dict(zip(constants, moves, strict=True)) if moves else {}
+
+    def evaluate(self, args: Sequence[Any]) -> list[Any]:
+        """The results."""
+        return self._run(self._closed.jaxpr, self._closed.consts, args)
+
+    def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        values = dict(zip(jaxpr.invars, map(self._up, args), strict=True))
+        for atom, value in zip(jaxpr.constvars, consts, strict=True):
+            values[atom] = self._constant(atom, value)
+
+        def read(atom: Any) -> Any:
+            return self._constant(atom, atom.val) if isinstance(atom, Literal) else values[atom]
+
+        for equation, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
+            operands = [read(atom) for atom in equation.invars]
+            results = self._equation(equation, operands)
+            values |= zip(equation.outvars, map(self._up, results), strict=True)
+            for variable in unneeded:
+                del values[variable]
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _up(self, x: Any) -> Any:
+        dtype = self._dtypes.get(str(getattr(x, "dtype", None)))
+        return x if dtype is None else lax.convert_element_type(x, dtype)
+
+    def _constant(self, atom: Any, value: Any) -> Any:
+        dtype = getattr(atom.aval, "dtype", None)
+        if dtype is None or isinstance(value, Tracer) or jnp.issubdtype(dtype, jax.dtypes.extended):
+            return self._up(value)
+        if not self._dtypes or not is_real(dtype):
+            return self._up(jnp.asarray(value, dtype))
+        wide = self._dtypes.get(str(dtype), dtype)
+        constant = jnp.asarray(self._decimal(value), wide)
+        move = self._moves.get(id(atom))
+        return constant if move is None else (constant * (1 + move)).astype(wide)
+
+    def _decimal(self, value: Any) -> np.ndarray:
+        """In float64; a short decimal, as somebody wrote it, with all its digits."""
+        short = short_decimal(value)
+        return np.asarray(value if short is None else short, np.float64)
+
+    def _body(self, closed: Any) -> Callable[..., list[Any]]:
+        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        return lambda *args: self._run(jaxpr, consts, args)
+
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        name, params = equation.primitive.name, equation.params
+        touched = any(
+            str(getattr(v.aval, "dtype", None)) in self._dtypes
+            for v in (*equation.invars, *equation.outvars)
+        )
+        if (body := called_body(equation)) is not None:
+            return self._body(body)(*operands)
+        if name == "scan":
+            return self._scan(equation, operands)
+        if name == "while":
+            return self._while(params, operands)
+        if name == "cond":
+            index, *rest = operands
+            return lax.switch(index, [self._body(branch) for branch in params["branches"]], *rest)
+        if not touched and not any(self._coarse(body) for body in bodies_in(params)):
+            return self._bind(equation, operands, params)
+        if name in SCATTERS and SCATTERS[name] is not None:
+            keep = ("indices_are_sorted", "unique_indices", "mode")
+            options = {key: params[key] for key in keep}
+            return [SCATTERS[name](*operands, params["dimension_numbers"], **options)]
+        if name == "reduce_precision" and self._keeps(equation):
+            return operands
+        if name not in BIT_PATTERNS and not any(True for _ in bodies_in(params)):
+            lifted = {key: self._param(value) for key, value in params.items()}
+            try:
+                return self._bind(equation, operands, lifted)
+            except (TypeError, ValueError, NotImplementedError):
+                pass
+        return self._as_it_is(equation, operands)
+
+    def _coarse(self, body: Any) -> bool:
+        return any(
+            str(getattr(v.aval, "dtype", None)) in self._dtypes
+            for equation, *_ in equations_in(body, [True] * len(body.invars))
+            for v in (*equation.invars, *equation.outvars)
+        )
+
+    def _as_it_is(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        """The results in the original dtypes."""
+        if equation.primitive.name not in BIT_PATTERNS:
+            self._found.stays.append(f"{equation.primitive.name} at {place_of(equation)}")
+        given = [
+            lax.convert_element_type(x, atom.aval.dtype)
+            if str(getattr(atom.aval, "dtype", None)) in self._dtypes
+            else x
+            for x, atom in zip(operands, equation.invars, strict=True)
+        ]
+        return self._bind(equation, given, equation.params)
+
+    def _bind(self, equation: Any, operands: list[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+        x = operands[0] if equation.primitive is lax.slice_p else None
+        if is_real(getattr(x, "dtype", None)) and not isinstance(x, Tracer):
+            # without jit, JAX would compile a program for each step of a loop over a sequence
+            bounds = params["start_indices"], params["limit_indices"], params["strides"] or ()
+            slices = itertools.starmap(slice, itertools.zip_longest(*bounds))
+            return [jnp.asarray(np.asarray(x)[tuple(slices)])]
+        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
+        return results if equation.primitive.multiple_results else [results]
+
+    def _param(self, value: Any) -> Any:
+        """The dtype that an operation is to compute in, or return."""
+        is_dtype = isinstance(value, np.dtype | type) and str(np.dtype(value)) in self._dtypes
+        return np.dtype(self._dtypes[str(np.dtype(value))]) if is_dtype else value
+
+    def _keeps(self, equation: Any) -> bool:
+        """Does it round to the dtype that its operand has already?"""
+        info = jnp.finfo(equation.invars[0].aval.dtype)
+        bits = equation.params["exponent_bits"], equation.params["mantissa_bits"]
+        return bits == (info.nexp, info.nmant)
+
+    def _scan(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        params = equation.params
+        inner = params["jaxpr"]
+        carried = _as_many_axes(equation.outvars, inner.out_avals).count(True)
+        whole = _as_many_axes(equation.invars, inner.in_avals).count(True)
+        at = whole - carried
+        consts, init, xs = operands[:at], operands[at:whole], operands[whole:]
+        body = self._body(inner)
+
+        def step(carry, x):
+            results = body(*consts, *carry, *x)
+            return results[:carried], results[carried:]
+
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        last, ys = lax.scan(step, init, xs, **options)
+        return [*last, *ys]
+
+    def _while(self, params: Mapping[str, Any], operands: list[Any]) -> Sequence[Any]:
+        at = params["cond_nconsts"]
+        to = at + params["body_nconsts"]
+        of_cond, of_body, init = operands[:at], operands[at:to], operands[to:]
+        condition, body = self._body(params["cond_jaxpr"]), self._body(params["body_jaxpr"])
+        return lax.while_loop(
+            lambda state: condition(*of_cond, *state)[0],
+            lambda state: body(*of_body, *state),
+            [*init],
+        )
+
+
+class PartialLift(Lift):
+    """Skips every operation that depends on an argument that is None."""
+
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        if called_body(equation) is None and any(x is None for x in operands):
+            return [None] * len(equation.outvars)
+        return super()._equation(equation, operands)
+
+
+class ArgumentFree(PartialLift):
+    """Computes only what depends on no argument, and collects its real numbers."""
+
+    def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str]):
+        super().__init__(closed, dtypes, Found(), ())
+        self._arrays: list[np.ndarray] = []
+
+    def arrays(self) -> list[np.ndarray]:
+        """The distinct numbers of each array."""
+        self.evaluate([None] * len(self._closed.jaxpr.invars))
+        return self._arrays
+
+    def _up(self, x: Any) -> Any:
+        x = super()._up(x)
+        if is_real(getattr(x, "dtype", None)):
+            self._arrays.append(np.unique(np.asarray(x, np.float64)))
+        return x
+
+    def _constant(self, atom: Any, value: Any) -> Any:
+        return self._up(super()._constant(atom, value))
+
+
+def _as_many_axes(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
+    """Which of a scan's arrays has its body whole, rather than a slice of?"""
+    return [len(v.aval.shape) == len(a.shape) for v, a in zip(outer, inner, strict=True)]
+
+
+def traced(
+    function: Callable[..., Any], args: Sequence[Any], found: Found
+) -> tuple[ClosedJaxpr, Any]:
+    """The function's program and the shapes of its results.
+
+    A model that computes in float32 whatever its weights are may mix dtypes under x64: the carry of
+    `nnx.LSTMCell`, for example, starts in float32 and would continue in float64. Such a model is
+    traced without x64, as its users run it.
+    """
+    make = partial(jax.make_jaxpr, return_shape=True)
+    try:
+        return make(function)(*args)
+    except Exception as error:  # the model may raise any
+        with jax.enable_x64(False):
+            narrowed = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
+            narrow = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, narrowed(x.dtype)), args)
+            try:
+                program = make(function)(*narrow)
+            except Exception:
+                raise error from None
+        found.x64_error = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return program
+
+
+def rewritten(
+    function: Callable[..., Any],
+    dtypes: Mapping[str, str],
+    found: Found,
+    moves: Sequence[Any] = (),
+    evaluator: Callable[..., Lift] = Lift,
+) -> Callable[..., Any]:
+    """The function with its numbers of some dtypes in others; tells what it found on the way."""
+
+    def run(*args):
+        closed, shapes = traced(function, args, found)
+        look_into(closed, found)
+        lifted = {**lifted_dtypes(set()), **dtypes} if found.x64_error else dtypes
+        leaves = [
+            leaf.astype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.integer) else leaf
+            for leaf, aval in zip(jax.tree.leaves(args), closed.in_avals, strict=True)
+        ]
+        results = evaluator(closed, lifted, found, moves).evaluate(leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run

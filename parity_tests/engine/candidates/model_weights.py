@@ -1,0 +1,144 @@
+"""The weights of a reference, of a JAX model, and of a loader."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_models.weights import Table, same
+from jax_models.weights.stored import as_numpy
+from jax_models.weights.transfer import params_of
+from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model, is_floating
+from parity_tests.engine.problem import (
+    Arrays,
+    Problem,
+    checked_arrays,
+    in_dtype,
+    is_list_of_numbers,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceWeights:
+    """What is known of the weights that a port is to have."""
+
+    arrays: Arrays
+    """By key, in their own dtypes."""
+    owners: Mapping[str, str]
+    """The key of each floating one, or the first of the keys that share it."""
+    parameters: Collection[str]
+    """The keys that torch would train."""
+    matters: Callable[[Problem, str], bool]
+    """Does the result depend on a key?"""
+    is_jax: bool = False
+    """Are they a JAX model's, under its own names?"""
+
+
+def own_weights(model: Any) -> tuple[Arrays, list[str]]:
+    """The weights that a JAX model has, by path, and which of them are trained.
+
+    Raises:
+        TypeError: it is given without.
+
+    """
+    foreign = foreign_model(model)
+    if foreign is not None and foreign.weights is None:
+        raise TypeError("twin: it has no weights: give it with them, as (model, weights)")
+    model = model if foreign is None else HeldWeights(foreign)
+    if not isinstance(model, nnx.Module):
+        return {}, []
+    params = params_of(model)
+    arrays = {path: np.asarray(param.get_value()) for path, param in params.items()}
+    return arrays, [path for path, param in params.items() if isinstance(param, nnx.Param)]
+
+
+def named_table(names: Iterable[str]) -> Table:
+    """Each weight is that of the same name."""
+    return [same(name, name) for name in names]
+
+
+def is_trivial(value: np.ndarray) -> bool:
+    """Is it all zeros, or all ones?"""
+    return bool((value == 0).all() or (value == 1).all())
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsOnly:
+    """Weights that take the place of a torch module in a `Problem`."""
+
+    arrays: Arrays
+
+    def state_dict(self) -> Arrays:
+        """By key."""
+        return self.arrays
+
+
+def evaluating(weights: Any) -> Any:
+    """The same, of an `nnx.Module` for evaluation: without dropout, norms on their statistics."""
+    if not isinstance(weights, nnx.Module):
+        return weights
+    return nnx.view(weights, deterministic=True, use_running_average=True, raise_if_not_found=False)
+
+
+def checked_loaded(weights: Any) -> Any:
+    """What a loader returns: an `nnx.Module`, or a tree with arrays.
+
+    Raises:
+        TypeError: there is no array.
+
+    """
+    if isinstance(weights, nnx.Module):
+        return weights
+
+    def array(leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return np.asarray(leaf)
+        return as_numpy(leaf) if hasattr(leaf, "detach") else leaf
+
+    weights = jax.tree.map(array, weights, is_leaf=is_list_of_numbers)
+    if weights is None:
+        raise TypeError("weights: expected the loader to return weights, got None")
+    if not any(hasattr(leaf, "dtype") or type(leaf) is float for leaf in jax.tree.leaves(weights)):
+        checked_arrays("weights(state_dict)", weights)
+    return weights
+
+
+class TrackedStateDict(Mapping[str, np.ndarray]):
+    """A state_dict that knows which of its arrays have been read."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays, self.unread = arrays, dict.fromkeys(arrays)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        if key not in self.arrays:
+            raise KeyError(f"weights: the twin has no {key}, it has {', '.join(self.arrays)}")
+        self.unread.pop(key, None)
+        return self.arrays[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+
+def weights_in(weights: Any, dtype: str) -> Any:
+    """A copy of the weights, their floating arrays in a dtype; of a module, for evaluation."""
+    graphdef = None
+    if isinstance(weights, nnx.Module):
+        graphdef, weights = nnx.split(weights)
+    weights = jax.tree.map(
+        lambda a: jnp.array(in_dtype(np.asarray(a), dtype)) if is_number(a) else a, weights
+    )
+    if graphdef is None:
+        return weights
+    return evaluating(nnx.merge(graphdef, weights, copy=True))
+
+
+def is_number(leaf: Any) -> bool:
+    """Is it an array of real or complex numbers, or a float of Python's?"""
+    return is_floating(leaf) or type(leaf) is float

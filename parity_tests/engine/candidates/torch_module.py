@@ -1,0 +1,109 @@
+"""Torch modules: copies in a dtype, and the weights that have several keys."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from parity_tests.engine.problem import COMPLEX, is_flag, kind_of
+
+
+def tensors(tree: Any, dtype: str) -> Any:
+    """A tree of arrays as tensors, the floating ones in a dtype."""
+
+    def tensor(array: Any) -> Any:
+        return array if is_flag(array) else cast(torch.tensor(np.asarray(array)), dtype)
+
+    return jax.tree.map(tensor, tree)
+
+
+def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The tensor in a dtype if it is floating; a complex one in the dtype that goes with it."""
+    if tensor.is_complex():
+        return tensor.to(getattr(torch, COMPLEX[dtype]))
+    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+
+
+def in_double(tree: Any) -> Any:
+    """The floating tensors of a tree in float64."""
+    return jax.tree.map(lambda leaf: leaf if is_flag(leaf) else cast(leaf, "float64"), tree)
+
+
+def weight_owners(twin: torch.nn.Module) -> dict[str, str]:
+    """The key of each real or complex weight or buffer, or the first of the keys that share it."""
+    first: dict[int, str] = {}
+    return {
+        key: first.setdefault(id(weight), key)
+        for key, weight in twin.state_dict(keep_vars=True).items()
+        if weight.is_floating_point() or weight.is_complex()
+    }
+
+
+def checked_twin(twin: Any) -> torch.nn.Module:
+    """A copy of a torch module on the CPU, in evaluation mode.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it has no weights.
+
+    """
+    if not isinstance(twin, torch.nn.Module):
+        raise TypeError(f"twin: expected a torch.nn.Module, got {kind_of(twin)}")
+    if any(weight.is_meta for weight in twin.state_dict().values()):
+        raise ValueError("twin: expected weights, got a module on the device meta, which has none")
+    return converted(twin, torch.Tensor.cpu).eval()
+
+
+def copy_of(twin: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the module, with the tensors that it has computed and holds as attributes."""
+    memo = {
+        id(value): value.detach().clone()
+        for module in twin.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(twin, memo)
+
+
+def twin_in(twin: torch.nn.Module, dtype: str) -> torch.nn.Module:
+    """A copy of the module in a dtype, with the tensors that it holds as plain attributes."""
+    return converted(twin, lambda tensor: cast(tensor, dtype))
+
+
+def converted(
+    twin: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    """A copy of the module whose tensors are all converted."""
+    copied = copy_of(twin)
+    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in copied.modules())
+    if not is_scripted:
+        copied._apply(convert)
+    for module in copied.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            # a script computes with tensors of its own until it is given others
+            for name, weight in [*module.named_parameters(recurse=False)]:
+                weight = torch.nn.Parameter(convert(weight.detach()), weight.requires_grad)
+                setattr(module, name, weight)
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                setattr(module, name, convert(buffer))
+            continue
+        if is_scripted:
+            module._apply(convert, recurse=False)
+        for name, value in vars(module).items():
+            if name[:1] != "_" or isinstance(value, torch.Tensor):
+                vars(module)[name] = _attribute(value, convert)
+    return copied
+
+
+def _attribute(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if isinstance(value, torch.nn.Parameter) else convert(value)
+    if type(value) in (list, tuple):
+        return type(value)(_attribute(each, convert) for each in value)
+    if type(value) is dict:
+        return {key: _attribute(each, convert) for key, each in value.items()}
+    return value

@@ -1,0 +1,121 @@
+"""Errors that say when torch has the channels first and JAX has them last."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.results import Results, only_floating
+from parity_tests.engine.bounds.tolerance import relative_errors
+
+ORDERS = {
+    3: ("(N, C, L)", "(N, L, C)"),
+    4: ("(N, C, H, W)", "(N, H, W, C)"),
+    5: ("(N, C, D, H, W)", "(N, D, H, W, C)"),
+}
+"""The axes by rank, channels first and last."""
+Shape = tuple[int, ...]
+
+
+def channels_last(shape: Shape) -> Shape:
+    """The shape with its second axis as the last."""
+    return (*shape[:1], *shape[2:], *shape[1:2])
+
+
+def other_order(theirs: Shape, ours: Shape) -> str:
+    """What to do about two shapes that differ only in where the channels are; otherwise ""."""
+    if len(theirs) not in ORDERS or channels_last(theirs) != ours:
+        return ""
+    first, last = ORDERS[len(theirs)]
+    return (
+        f", as {first} and {last} have it: let the JAX side return jnp.moveaxis(y, -1, 1), by "
+        "`call` or in the function"
+    )
+
+
+def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
+    """The note for a JAX side that raises, if it runs on inputs with the channels last."""
+    shapes = [tuple(x.shape) for x in jax.tree.leaves(problem.inputs) if _is_image(x)]
+    if not shapes:
+        return None
+    again = with_channels_last(problem, _is_image)
+    results = _results(again) if _results(problem) is None else None
+    if results is None:
+        return None
+    theirs = [a.shape for a in oracle.get("outputs", {}).values()]
+    ours = [a.shape for a in results.get("outputs", {}).values()]
+    first, last = ORDERS[len(shapes[0])]
+    move = _move(inputs=True, outputs=any(map(other_order, theirs, ours)))
+    return (
+        f"inputs: {shapes[0]} looks like {first}, and the JAX model takes {last}: it runs on "
+        f"{channels_last(shapes[0])}. {move}"
+    )
+
+
+def fault_of_axes(
+    problem: Problem, oracle: Results, bound: float, run: Callable[[Problem], Results]
+) -> str | None:
+    """What to move, if results that differ agree with the channels on the other axis.
+
+    Only arrays of the same shape in both orders are moved: others would have had another shape, or
+    raised an error. `run` runs the JAX side's forward pass.
+    """
+    expected = only_floating(oracle.get("outputs", {}))
+    may_move = [
+        any(map(_is_square, arrays))
+        for arrays in (jax.tree.leaves(problem.inputs), expected.values())
+    ]
+    for inputs, outputs in ((False, True), (True, False), (True, True)):
+        if (inputs and not may_move[0]) or (outputs and not may_move[1]):
+            continue
+        again = with_channels_last(problem, _is_square) if inputs else problem
+        ours = {
+            name: np.moveaxis(array, -1, 1) if outputs and _is_square(array) else array
+            for name, array in only_floating(run(again)["outputs"]).items()
+        }
+        if all(error <= bound for error in relative_errors(ours, expected).values()):
+            what = "inputs and outputs" if inputs and outputs else "inputs" if inputs else "outputs"
+            return (
+                f"{what}: both sides agree if the JAX model has the channels on the last axis. "
+                f"{_move(inputs=inputs, outputs=outputs)}"
+            )
+    return None
+
+
+def with_channels_last(problem: Problem, which: Callable[[Any], bool]) -> Problem:
+    """The problem with the second axis of some inputs as their last."""
+
+    def moved(x):
+        return np.moveaxis(x, 1, -1) if which(x) else x
+
+    return dataclasses.replace(problem, inputs=jax.tree.map(moved, problem.inputs))
+
+
+def _move(*, inputs: bool, outputs: bool) -> str:
+    call = f"model({'jnp.moveaxis(x, 1, -1)' if inputs else 'x'})"
+    if outputs:
+        call = f"jnp.moveaxis({call}, -1, 1)"
+    return f"Move the axes in the function, or with call=lambda model, x: {call}"
+
+
+def _is_square(x: Any) -> bool:
+    """May x be an image whose shape is the same with the channels on another axis?"""
+    return _is_image(x) and channels_last(x.shape) == tuple(x.shape)
+
+
+def _results(problem: Problem) -> Results | None:
+    """Zeros in the shapes of the JAX side's results; None if it cannot be traced."""
+    try:
+        return JaxSide(problem).shapes(problem)[0]
+    except Exception:  # a model may raise anything
+        return None
+
+
+def _is_image(x: Any) -> bool:
+    """Is x a real array of enough axes to have channels?"""
+    return getattr(x, "ndim", 0) in ORDERS and jnp.issubdtype(x.dtype, jnp.floating)

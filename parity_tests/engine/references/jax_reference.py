@@ -1,0 +1,197 @@
+"""A JAX model as the reference: on a CPU, where it is measured what another one does."""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from parity_tests.engine.bounds.rounded_constants import numbered
+from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
+from parity_tests.engine.candidates.adapters import foreign_model
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.model_weights import (
+    ReferenceWeights,
+    WeightsOnly,
+    named_table,
+    own_weights,
+)
+from parity_tests.engine.candidates.port import port
+from parity_tests.engine.faults import first_of, not_a_number
+from parity_tests.engine.locate.frameworks import nnx_modules
+from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
+from parity_tests.engine.locate.run import Run, of_jax
+from parity_tests.engine.locate.weights import weigh
+from parity_tests.engine.logits import logits_array
+from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
+from parity_tests.engine.progress import Say
+from parity_tests.engine.references.reference import Reference, RunErrors, run_errors
+from parity_tests.engine.references.source import Source
+from parity_tests.engine.results import (
+    GROUPS,
+    ErrorsByGroup,
+    Results,
+    errors_of,
+    named_leaves,
+    only_floating,
+)
+
+SIDES = ("reference", "model")
+
+
+class JaxReference(Reference):
+    """A JAX model, run on a CPU when it is asked."""
+
+    sides = SIDES
+
+    def __init__(self, name: str, own: Problem, parameters: Collection[str], say: Say):
+        """`own` is the problem whose JAX side the model is; `parameters` are its weights' keys."""
+        self.name, self.seed, self.problem, self._say = name, own.seed, own, say
+        self._side = JaxSide(own)
+        say("reference in float64")
+        shapes, found = self._side.shapes(own)
+        if any(only_floating(named) for named in shapes.values()):
+            shapes["input gradient"] = {
+                name: leaf
+                for i, tree in enumerate(own.inputs)
+                for name, leaf in named_leaves(tree, f"input {i}").items()
+                if not is_flag(leaf) and np.issubdtype(leaf.dtype, np.inexact)
+            }
+            if own.to_torch is not None:
+                shapes["weight gradients"] = {key: own.state_dict[key] for key in parameters}
+        else:
+            self.notes = ["gradients are not compared: no output of the reference has one"]
+        casts = [cast.partition(" at ")[0].partition(" to ")[2] for cast in found.casts]
+        self.cast_to = sorted({*casts})
+        self.oracle = self._side.run(own, "float64", shapes, self.cast_to)
+        self.faults = not_a_number(self.oracle, "float64 reference")
+        if found.casts:
+            self.notes = [
+                *self.notes,
+                "reference casts to less than float64: float64 is compared without these casts: "
+                f"{first_of(found.casts)}",
+            ]
+
+    def _own_run(self, dtype: str) -> RunErrors:
+        self._say(f"reference in {dtype}")
+        results = self.oracle
+        if dtype != "float64":
+            results = self._side.run(self.problem, dtype, self.oracle)
+        logits = logits_array(self.problem.logits, self.oracle) if self.problem.logits else None
+        found = run_errors(results, self.oracle, f"{dtype} reference", logits)
+        return dataclasses.replace(found, dtypes=self._side.found[dtype].dtypes)
+
+    def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
+        self._say(f"reference, rounded to {dtype} at random")
+        problem = self._coarse(dtype)
+        side = JaxSide(problem, rounding=dtype)
+        run = partial(side.run, problem, "float64", self.oracle, self.cast_to)
+        yield from (errors_of(run(noise=seed), self.oracle) for seed in range(ROUNDED_RUNS))
+
+    def _coarse(self, dtype: str) -> Problem:
+        """With weights and inputs of a dtype."""
+
+        def coarse(array: Any) -> Any:
+            return array if is_flag(array) else in_dtype(in_dtype(array, dtype), "float64")
+
+        weights = all_in_dtype(all_in_dtype(self.problem.state_dict, dtype), "float64")
+        inputs = jax.tree.map(coarse, self.problem.inputs)
+        return dataclasses.replace(self.problem, twin=WeightsOnly(weights), inputs=inputs)
+
+    @functools.cached_property
+    def _run(self) -> Run:
+        self._say("reference in float64, call by call")
+        run = of_jax(self.problem, "float64", self.oracle, self.cast_to)
+        weigh(self.problem, run.trace, self._owners)
+        return run
+
+    @property
+    def _owners(self) -> dict[str, str]:
+        return {key: key for key in self.problem.state_dict}
+
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
+        """What it records call by call, in float64 and of its rounding in a dtype."""
+        coarse = self._coarse(dtype)
+
+        def rounded() -> Iterator[Run]:
+            run = partial(of_jax, coarse, "float64", self.oracle, self.cast_to, rounding=dtype)
+            for seed in range(ROUNDED_RUNS):
+                yield run(noise=seed)
+
+        return of_runs(
+            dtype,
+            self._run,
+            self._owners,
+            lambda: of_jax(self.problem, dtype, self.oracle),
+            rounded(),
+        )
+
+    def constants(self) -> dict[str, np.ndarray]:
+        """The constants that may be moved within the rounding of float32."""
+        return numbered(self._side.constants_of(self.problem))
+
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is scaled by a relative perturbation."""
+        return self._side.run(self.problem, "float64", self.oracle, self.cast_to, moves)
+
+
+def source_of(model: Any) -> Source:
+    """What a model of NNX or another framework, or a function, has."""
+    arrays, parameters = own_weights(model)
+    is_function = not isinstance(model, nnx.Module) and foreign_model(model) is None
+    parts = model if type(model) is tuple else (model,)
+    name = getattr(parts[0], "__name__", type(parts[0]).__name__)
+
+    def reference(problem: Problem, say: Say) -> JaxReference:
+        try:
+            return JaxReference(name, own(problem), parameters, say)
+        except TypeError as error:
+            if is_function and "must be Tensor" in str(error):
+                raise TypeError(
+                    "twin: a function is taken for one of JAX, and this calls torch: put it into a "
+                    "torch.nn.Module"
+                ) from error
+            raise
+
+    def own(problem: Problem) -> Problem:
+        start = partial(
+            Problem,
+            **{
+                field: getattr(problem, field)
+                for field in ("twin", "inputs", "dtypes", "seed", "logits")
+            },
+        )
+        if not is_function:
+            return port(start, known, model, named_table(arrays), problem.call_twin)[0]
+        return port(start, known, partial(problem.call_twin, model), None)[0]
+
+    def matters(problem: Problem, key: str) -> bool:
+        problem = own(problem)
+        side = JaxSide(problem)
+        other = np.where(arrays[key] == 0, 1, arrays[key] / 2).astype(arrays[key].dtype)
+
+        shapes, _ = side.shapes(problem)
+        before, after = (
+            side.run(dataclasses.replace(problem, twin=WeightsOnly(each)), "float64", shapes)
+            for each in (arrays, {**arrays, key: other})
+        )
+        return not all(
+            np.array_equal(array, after[group][name], equal_nan=True)
+            for group in GROUPS[:2]
+            for name, array in before.get(group, {}).items()
+        )
+
+    known = ReferenceWeights(
+        arrays,
+        {key: key for key in arrays},
+        parameters,
+        matters,
+        is_jax=True,
+    )
+    is_nnx = isinstance(model, nnx.Module)
+    submodules = [path for path, _ in nnx_modules(model)] if is_nnx else None
+    return Source(WeightsOnly(arrays), known, reference, submodules=submodules)

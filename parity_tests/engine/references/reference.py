@@ -1,0 +1,139 @@
+"""What the other side is measured against."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from parity_tests.engine.bounds.rounded_constants import names_of, random_moves, rounded_count
+from parity_tests.engine.faults import overflows
+from parity_tests.engine.logits import LogitsError, logits_error
+from parity_tests.engine.results import (
+    GROUPS,
+    ErrorsByGroup,
+    Results,
+    errors_of,
+    largest_by_group,
+    replayed,
+)
+
+if TYPE_CHECKING:
+    from parity_tests.engine.locate.reference_trace import ReferenceTrace
+
+Place = tuple[str, str]
+"""Group and name of a result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunErrors:
+    """What a reference's own run in a dtype says."""
+
+    errors: ErrorsByGroup
+    """How far it is from the reference in float64."""
+    dtypes: Mapping[Place, Any]
+    """Of its results."""
+    overflows: tuple[str, ...] = ()
+    """Why nothing can be compared in this dtype."""
+    logits: LogitsError | None = None
+
+
+def run_errors(results: Results, oracle: Results, side: str, logits: Place | None) -> RunErrors:
+    """What these results say; `logits` is their place, `side` what they are called."""
+    error = None
+    if logits is not None:
+        group, name = logits
+        error = logits_error(results[group][name], oracle[group][name])
+    return RunErrors(
+        errors_of(results, oracle),
+        dtypes_of(results),
+        tuple(overflows(oracle, results, side)),
+        error,
+    )
+
+
+def dtypes_of(results: Mapping[str, Mapping[str, Any]]) -> dict[Place, Any]:
+    """The dtypes of outputs and state."""
+    return {
+        (group, name): array.dtype
+        for group in GROUPS[:2]
+        for name, array in results.get(group, {}).items()
+    }
+
+
+class Reference(abc.ABC):
+    """What a side says: a torch module, a record of one, or a JAX model.
+
+    Each method runs what it needs when it is first asked.
+    """
+
+    sides: tuple[str, str] = ("torch", "JAX")
+    """What reports call the reference, and what is measured."""
+    name: str
+    """Its class."""
+    seed: int
+    oracle: Results
+    """In float64, without the casts to less that it has."""
+    cast_to: Sequence[str] = ()
+    """The dtypes of these casts, as JAX calls them."""
+    faults: Sequence[str] = ()
+    """Why nothing can be compared."""
+    notes: Sequence[str] = ()
+
+    @functools.cached_property
+    def own_run(self) -> Callable[[str], RunErrors]:
+        """What its own run in a dtype says."""
+        return functools.cache(self._own_run)
+
+    @functools.cached_property
+    def rounded(self) -> Callable[[str], Iterator[ErrorsByGroup]]:
+        """The errors of runs in float64 that are rounded to a dtype at random, each run once."""
+        runs = functools.cache(lambda dtype: replayed(self._rounded(dtype)))
+        return lambda dtype: runs(dtype)()
+
+    def scatter(self, dtype: str) -> ErrorsByGroup:
+        """The largest errors of these runs."""
+        return largest_by_group(self.rounded(dtype))
+
+    @abc.abstractmethod
+    def _own_run(self, dtype: str) -> RunErrors: ...
+
+    @abc.abstractmethod
+    def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...
+
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
+        """What it records call by call, in float64 and of its rounding in a dtype.
+
+        With `is_forward`, gradients are not needed.
+        """
+        raise NotImplementedError(f"{self.name} has no calls")
+
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """By name, the constants that a run may move within the rounding of float32."""
+        return {}
+
+    @property
+    def constant_count(self) -> int:
+        """The numbers that `constant_scatter` moves."""
+        return rounded_count(self.constants().values())
+
+    @property
+    def constant_names(self) -> Sequence[str]:
+        """The names of these constants."""
+        return names_of(self.constants())
+
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is scaled by a relative perturbation."""
+        return self.oracle
+
+    @functools.cached_property
+    def constant_scatter(self) -> ErrorsByGroup:
+        """The largest errors of runs whose constants are off by their rounding at random."""
+        return largest_by_group(
+            errors_of(self.with_constants(moves), self.oracle)
+            for moves in random_moves(self.constants().values(), self.seed)
+        )

@@ -1,0 +1,98 @@
+"""What a comparison starts from: where the reference and its weights come from."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from jax_models.ops.checks import described
+from parity_tests.engine.candidates.model_weights import ReferenceWeights
+from parity_tests.engine.candidates.port import Start
+from parity_tests.engine.problem import (
+    DTYPES,
+    Problem,
+    called,
+    check_functions,
+    checked_arrays,
+    checked_dtypes,
+    checked_int,
+)
+from parity_tests.engine.progress import Say
+from parity_tests.engine.references.reference import Reference
+
+
+class Opener(Protocol):
+    """Makes the reference of a problem; `say` is told what runs."""
+
+    def __call__(self, problem: Problem, say: Say) -> Reference: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the arguments of a comparison ask for; None leaves the choice to the reference."""
+
+    inputs: tuple[Any, ...]
+    has_kwargs: bool
+    """Is the last input to be given by name?"""
+    dtypes: tuple[str, ...] | None
+    seed: int | None
+    call_twin: Callable[..., Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A reference that has been opened, before the candidate is known."""
+
+    twin: Any
+    """What the problem gets as its twin."""
+    known: ReferenceWeights
+    reference: Opener
+    submodules: Collection[str] | None = dataclasses.field(default=None, kw_only=True)
+    """The names of its submodules, itself "" among them; None if they are not known."""
+    no_calls: str = dataclasses.field(default="", kw_only=True)
+    """Why it cannot tell call by call what it computes; empty if it can."""
+
+    def completed(self, request: Request) -> Request:
+        """The request, completed by what the reference itself prescribes."""
+        return request
+
+    def start(self, request: Request, logits: str | bool) -> Start:
+        """A problem but for its JAX side."""
+        call_twin = request.call_twin or called
+        return partial(
+            Problem,
+            twin=self.twin,
+            call_twin=with_kwargs(call_twin) if request.has_kwargs else call_twin,
+            inputs=request.inputs,
+            dtypes=request.dtypes or DTYPES[:2],
+            seed=request.seed or 0,
+            logits=logits,
+        )
+
+
+def requested(
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dtypes: Iterable[str] | None,
+    seed: int | None,
+    call_twin: Callable[..., Any] | None,
+) -> Request:
+    """The request of a user's arguments, checked."""
+    check_functions({}, {"call_twin": call_twin})
+    given = checked_arrays("inputs", inputs, flags=True)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs: expected a dict of inputs by name, got {described(kwargs)}")
+    if kwargs:
+        given = (*given, checked_arrays("kwargs", dict(kwargs), flags=True))
+    return Request(
+        given,
+        bool(kwargs),
+        None if dtypes is None else checked_dtypes(dtypes),
+        None if seed is None else checked_int("seed", seed, 0),
+        call_twin,
+    )
+
+
+def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The last input has the arguments by name."""
+    return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])

@@ -1,0 +1,217 @@
+"""A torch module as the reference."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+
+import jax
+import numpy as np
+import torch
+
+from parity_tests.engine.bounds.rounded_constants import random_moves
+from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
+from parity_tests.engine.bounds.torch_rounding import InFloat64
+from parity_tests.engine.candidates.adapters import words
+from parity_tests.engine.candidates.jax_program import is_rounded
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.model_weights import ReferenceWeights
+from parity_tests.engine.candidates.torch_module import weight_owners
+from parity_tests.engine.candidates.torch_run import (
+    Prepare,
+    changes_result,
+    result_dtypes,
+    run_oracle,
+    run_torch,
+    run_torch_rounded,
+)
+from parity_tests.engine.faults import not_a_number
+from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
+from parity_tests.engine.locate.run import Run
+from parity_tests.engine.locate.torch_side import of_torch, run_again
+from parity_tests.engine.logits import logits_array
+from parity_tests.engine.measure import measure
+from parity_tests.engine.problem import DTYPES, Problem, arrays_of
+from parity_tests.engine.progress import Say
+from parity_tests.engine.references.reference import Reference, RunErrors, run_errors
+from parity_tests.engine.report import Report
+from parity_tests.engine.results import (
+    GROUPS,
+    ErrorsByGroup,
+    Results,
+    errors_of,
+)
+
+
+class TorchReference(Reference):
+    """The torch side of a problem, run when it is asked."""
+
+    def __init__(self, problem: Problem, say: Say = lambda text: None):
+        self.problem, self._say = problem, say
+        self.name, self.seed = type(problem.twin).__name__, problem.seed
+        say("torch in float64")
+        self.oracle, self._mode = run_oracle(problem)
+        self.cast_to = sorted(self._mode.cast_to)
+        self.faults = [
+            *not_a_number(self.oracle, "float64 torch"),
+            *random_results(problem, self.oracle, self._mode),
+        ]
+        self.notes = [*self._notes()]
+
+    def _notes(self) -> Iterator[str]:
+        if self._mode.casts:
+            yield (
+                f"torch casts to less than float64, {self._mode.casts} times: float64 is compared "
+                "without these casts"
+            )
+        if "input gradient" not in self.oracle:
+            yield "gradients are not compared: no output of the torch side has one"
+
+    def _own_run(self, dtype: str) -> RunErrors:
+        self._say(f"torch in {dtype}")
+        logits = logits_array(self.problem.logits, self.oracle) if self.problem.logits else None
+        results = self.oracle if dtype == "float64" else run_torch(self.problem, dtype)
+        found = run_errors(results, self.oracle, f"{dtype} torch", logits)
+        if dtype == "float64" and self.cast_to:
+            found = dataclasses.replace(found, dtypes=result_dtypes(self.problem, dtype))
+        return found
+
+    def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
+        self._say(f"torch, rounded to {dtype} at random")
+        run = partial(run_torch_rounded, self.problem, dtype, decisions=self._mode.decisions)
+        yield from (errors_of(run(seed), self.oracle) for seed in range(ROUNDED_RUNS))
+
+    @functools.cached_property
+    def _run(self) -> Callable[[bool], Run]:
+        def run(is_forward: bool) -> Run:
+            self._say("torch in float64, call by call")
+            return of_torch(self.problem, partial(_oracle, self.problem), is_forward=is_forward)
+
+        return functools.cache(run)
+
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
+        """What it records call by call, in float64 and of its rounding in a dtype."""
+        problem, decisions = self.problem, self._mode.decisions
+        traced = partial(of_torch, problem, is_forward=is_forward)
+
+        def rounded() -> Iterator[Run]:
+            for seed in range(ROUNDED_RUNS):
+                yield traced(partial(run_torch_rounded, problem, dtype, seed, decisions))
+
+        def moved() -> Iterator[Run]:
+            for moves in random_moves(self._constants.values(), self.seed):
+                by_name = dict(zip(self._constants, moves, strict=True))
+                yield traced(partial(_oracle, problem, moves=by_name))
+
+        return of_runs(
+            dtype,
+            self._run(is_forward),
+            weight_owners(problem.twin),
+            lambda: traced(partial(run_torch, problem, dtype)),
+            rounded(),
+            moved(),
+            partial(run_again, problem),
+        )
+
+    @functools.cached_property
+    def _constants(self) -> dict[str, np.ndarray]:
+        """Those that are rounded to float32, in float64."""
+        return rounded_constants(self.problem)
+
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """The constants that may be moved within the rounding of float32, by name."""
+        return self._constants
+
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is scaled by a relative perturbation."""
+        if not moves:
+            return self.oracle
+        moved = dict(zip(self._constants, moves, strict=True))
+        return _oracle(self.problem, lambda twin: None, moved)
+
+
+def weights_of(twin: torch.nn.Module) -> ReferenceWeights:
+    """The weights of a torch module, and which of them it trains."""
+    parameters = [name for name, _ in twin.named_parameters(remove_duplicate=False)]
+    return ReferenceWeights(
+        arrays_of(twin.state_dict()),
+        weight_owners(twin),
+        parameters,
+        lambda problem, key: changes_result(problem, [key]),
+    )
+
+
+def random_results(problem: Problem, oracle: Results, mode: InFloat64) -> list[str]:
+    """Does the torch side give something else with other random numbers?"""
+    if not mode.draws:
+        return []
+    again, _ = run_oracle(dataclasses.replace(problem, seed=problem.seed + 1))
+    if all(
+        np.array_equal(array, again[group][name], equal_nan=True)
+        for group in GROUPS[:2]
+        for name, array in oracle.get(group, {}).items()
+    ):
+        return []
+    return [
+        f"torch: the results are random, by {', '.join(sorted(mode.draws))}: compare without, or "
+        "give both sides the same random numbers"
+    ]
+
+
+def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The floating tensors of a copy of the twin that the JAX side does not read."""
+    read = twin.state_dict().keys() - problem.constants
+    seen: set[int] = set()
+    for path, module in twin.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        plain = {name: value for name, value in vars(module).items() if name[:1] != "_"}
+        for at, tensor in jax.tree_util.tree_leaves_with_path({**plain, **module._buffers}):
+            key = ".".join(filter(None, (path, words(at))))
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.is_floating_point()
+                and not isinstance(tensor, torch.nn.Parameter)
+                and key not in read
+                and id(tensor) not in seen
+            ):
+                seen.add(id(tensor))
+                yield key, tensor
+
+
+def rounded_constants(problem: Problem) -> dict[str, np.ndarray]:
+    """Those of the twin that are rounded to float32, in float64."""
+    constants = {
+        name: tensor.detach().double().numpy()
+        for name, tensor in named_constants(problem, problem.twin)
+    }
+    return {name: value for name, value in constants.items() if is_rounded(value).any()}
+
+
+def _oracle(
+    problem: Problem, prepare: Prepare, moves: Mapping[str, np.ndarray] = MappingProxyType({})
+) -> Results:
+    """The float64 results where these constants are scaled by relative perturbations."""
+
+    def moved(twin: torch.nn.Module) -> None:
+        by_name = dict(named_constants(problem, twin)) if moves else {}
+        with torch.no_grad():
+            for name, part in moves.items():
+                by_name[name].mul_(torch.tensor(1 + part))
+        prepare(twin)
+
+    return run_oracle(problem, moved)[0]
+
+
+def measure_twin(
+    problem: Problem,
+    dtypes: Iterable[str] = DTYPES,
+    platform: str = "cpu",
+    *,
+    jax_side: JaxSide | None = None,
+    say: Say = lambda text: None,
+) -> Report:
+    """Measure the JAX side against the problem's torch module: `measure`."""
+    reference = TorchReference(problem, say)
+    return measure(problem, reference, dtypes, platform, jax_side=jax_side, say=say)

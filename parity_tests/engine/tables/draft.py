@@ -1,0 +1,303 @@
+"""Draft a weight table, for a person to read and complete."""
+
+import contextlib
+import dataclasses
+import re
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from flax import nnx
+
+from jax_models import weights as rows
+from jax_models.ops.checks import described
+from jax_models.weights import Layouts, Table, Weight
+from jax_models.weights.constant import Constant
+from jax_models.weights.rows import at
+from jax_models.weights.stored import as_numpy
+from jax_models.weights.trees import is_floating, path_of
+from parity_tests.engine.candidates.torch_module import weight_owners
+from parity_tests.engine.locate.frameworks import nnx_modules
+from parity_tests.engine.problem import Arrays
+
+KINDS = {
+    torch.nn.Linear: ("linear",),
+    torch.nn.Embedding: ("embedding",),
+    torch.nn.modules.conv._ConvNd: ("conv",),
+    torch.nn.modules.batchnorm._BatchNorm: ("batch_norm",),
+    torch.nn.Module: ("layer_norm", "rms_norm"),
+}
+"""The helpers of `jax_models.weights` for each kind of module; any class may be a norm."""
+GRUS = torch.nn.GRU | torch.nn.GRUCell
+NAMES = {
+    **dict.fromkeys(("kernel", "w", "scale", "gamma", "embedding", "embeddings"), "weight"),
+    **dict.fromkeys(("b", "offset", "beta"), "bias"),
+    **dict.fromkeys(("mean", "moving_mean"), "running_mean"),
+    **dict.fromkeys(("var", "moving_variance", "variance"), "running_var"),
+    "dense_i.kernel": "weight_ih",
+    "dense_h.kernel": "weight_hh",
+}
+"""What JAX's frameworks call a weight, and what torch calls it; the cells of Flax NNX and Equinox
+have torch's order of gates."""
+TOGETHER = (("query", "key", "value", "out"), ("dense_i", "dense_h"))
+"""The parts of an attention and of a cell of Flax NNX, which are one module in torch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The weights that a module holds itself, by key or by path."""
+
+    name: str
+    arrays: Arrays
+    module: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """Rows of a table, and the code that makes them."""
+
+    code: str
+    table: Table
+
+    @property
+    def names(self) -> set[str]:
+        """The paths and keys that have a row."""
+        return {name for row in self.table if row.params for name in (*row.params, *row.keys)}
+
+
+def draft_table(twin: torch.nn.Module, model: Any) -> str:
+    """Code of a weight table for a torch module and its JAX port, to read, complete and paste.
+
+        >>> print(draft_table(torch.nn.Linear(3, 2), nnx.Linear(3, 2, rngs=nnx.Rngs(0))))
+        from jax_models.weights import linear
+        <BLANKLINE>
+        table = [
+            *linear("", ""),
+        ]
+
+    Modules are paired if their shapes fit, as their kinds of layer imply, and if no other pair is
+    possible or their names, numbers or order decide. Ambiguous rows and leftover weights are
+    written as comments, and a table with gaps is refused until a person completes it.
+
+    Args:
+        twin: the torch module.
+        model: an `nnx.Module`, or a tree of arrays (Linen's variables, an Equinox module, haiku's
+            parameters), for which the code makes a loader.
+
+    """
+    if not isinstance(twin, torch.nn.Module):
+        raise TypeError(f"twin: expected a torch.nn.Module, got {described(twin)}")
+    ours = jax_parts(model)
+    theirs = torch_parts(twin, [table for part in ours for table in layouts(part).values()])
+    drafts, doubts = paired(theirs, ours)
+    lines = [f"{draft.code}," for draft in drafts]
+    lines += [f"# {',  # or '.join(draft.code for draft in each)}," for each in doubts]
+    known = {name for each in (drafts, *doubts) for draft in each for name in draft.names}
+    arrays = {name: array for part in ours for name, array in part.arrays.items()}
+    weights = {key: twin.state_dict()[key] for key in weight_owners(twin)}
+    lines += [
+        f"# the {what} {name}, shape {tuple(array.shape)}, has no row"
+        for what, named in (("parameter", arrays), ("key", weights))
+        for name, array in named.items()
+        if name not in known
+    ]
+    code = "".join(f"    {line}\n" for line in lines)
+    used = {name for name in rows.__all__ if re.search(rf"\b{name}\(", code)}
+    is_tree = not isinstance(model, nnx.Module)
+    names = ", ".join(sorted(used | ({"loader"} if is_tree else set())))
+    load = "\nweights = loader(model, table)  # `model` is the tree" if is_tree else ""
+    imports = f"from jax_models.weights import {names}\n\n" if names else ""
+    return f"{imports}table = [\n{code}]{load}"
+
+
+def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
+    """The modules that hold weights; attention, and modules with one of the tables, are whole."""
+    whole = [{key for row in table if row.params for key in row.keys} for table in tables]
+    owners = weight_owners(twin)
+    weights = {key: as_numpy(twin.state_dict()[key].double()) for key in owners}
+    parts: list[Part] = []
+    for name, module in twin.named_modules(remove_duplicate=False):
+        inside = {k.removeprefix(at(name, "")): k for k in weights if k.startswith(at(name, ""))}
+        is_whole = isinstance(module, torch.nn.MultiheadAttention) or {*inside} in whole
+        own = [k for i, k in inside.items() if is_whole or ("." not in i and owners[k] == k)]
+        arrays = {key: weights.pop(key) for key in own}
+        parts += [Part(name, arrays, module)] if arrays else []
+    return parts
+
+
+def jax_parts(model: Any) -> list[Part]:
+    """The parts of a module or a tree that hold arrays; attention and cells also as a whole."""
+    layers: dict[str, nnx.Module] = {}
+    if isinstance(model, nnx.Module):
+        for place, module in nnx_modules(model):
+            is_inside = any(place.startswith(at(outer, "")) for outer in layers)
+            if hasattr(module, "torch_layouts") and not is_inside:
+                layers[place] = module
+        state = nnx.to_flat_state(nnx.state(model, (nnx.Param, nnx.BatchStat, Constant)))
+        leaves = [(".".join(map(str, path)), value.get_value()) for path, value in state]
+    else:
+        flat = jax.tree_util.tree_leaves_with_path(model)
+        leaves = [(path_of(path), a) for path, a in flat if hasattr(a, "shape") and is_floating(a)]
+    if not leaves:
+        raise TypeError(
+            f"model: expected an nnx.Module or a tree of arrays, got {described(model)}"
+        )
+    places: dict[str, Arrays] = {}
+    for path, leaf in leaves:
+        place = re.sub(r"^(params|batch_stats)\.", "", path).rpartition(".")[0]
+        place = next((each for each in layers if path.startswith(at(each, ""))), place)
+        places.setdefault(place, {})[path] = np.asarray(leaf, float)
+    for names in TOGETHER:
+        for first in [place for place in places if last(place) == names[0]]:
+            whole = first.removesuffix(names[0]).rstrip(".")
+            if all(at(whole, name) in places for name in names):
+                arrays = [places[at(whole, name)] for name in names]
+                places[whole] = dict(ChainMap(places.get(whole, {}), *arrays))
+    return [Part(name, arrays, layers.get(name)) for name, arrays in places.items()]
+
+
+def paired(theirs: list[Part], ours: list[Part]) -> tuple[list[Draft], list[list[Draft]]]:
+    """The rows of parts that certainly belong together, and the possible rows of the others."""
+    options = {
+        (part.name, place.name): draft
+        for part in theirs
+        for place in ours
+        if (draft := fitting(part, place)) is not None
+    }
+    chosen: list[Draft] = []
+    for _ in range(2):  # what is chosen may leave the rest a single possibility
+        groups: dict[frozenset[str], list[str]] = {}
+        for key in dict.fromkeys(key for key, _ in options):
+            groups.setdefault(frozenset(p for k, p in options if k == key), []).append(key)
+        for places, keys in groups.items():
+            for pair in told_apart(keys, [*places]):
+                if pair in options:
+                    chosen.append(options[pair])
+                    for other in [o for o, d in options.items() if d.names & chosen[-1].names]:
+                        del options[other]
+    keys = dict.fromkeys(key for key, _ in options)
+    return chosen, [[draft for (k, _), draft in options.items() if k == key] for key in keys]
+
+
+def told_apart(keys: list[str], places: list[str]) -> Iterable[tuple[str, str]]:
+    """The pairs of names that have the same words and numbers, or else the same order."""
+    for length in (99, 1, 0):  # of the last word: all of it, its initial (`q_proj`, `query`), none
+        theirs, ours = (
+            {(*re.findall(r"\d+", name), last(name)[:length]): name for name in side}
+            for side in (keys, places)
+        )
+        if theirs.keys() == ours.keys() and len(theirs) == len(keys) == len(places):
+            return [(key, ours[name]) for name, key in theirs.items()]
+    stems = [{re.sub(r"\d+", "", name) for name in side} for side in (keys, places)]
+    if len(keys) == len(places) and all(len(side) == 1 for side in stems):
+        return zip(sorted(keys, key=natural), sorted(places, key=natural), strict=True)
+    return ()
+
+
+def fitting(part: Part, place: Part) -> Draft | None:
+    """The rows that make a torch module's weights those of a place, if their shapes fit."""
+    arrays = {**part.arrays, **place.arrays}
+    for draft in candidates(part, place):
+        left = arrays.keys() - draft.names
+        # A GRU applies its reset gate between its two biases, so cells with one have no row for it.
+        is_gru = isinstance(part.module, GRUS) and all("bias" in name for name in left)
+        if not draft.table or not draft.names <= arrays.keys() or (left and not is_gru):
+            continue
+        with contextlib.suppress(ValueError):  # of shapes that cannot be rearranged this way
+            for rearranged in (each for each in draft.table if each.params):
+                made = rearranged.to_jax(*(arrays[key] for key in rearranged.keys))
+                if [a.shape for a in made] != [arrays[path].shape for path in rearranged.params]:
+                    break
+            else:
+                return draft
+    return None
+
+
+def candidates(part: Part, place: Part) -> Iterator[Draft]:
+    """The rows that a torch module of this kind may have in a place, the likeliest first."""
+    kind, names = part.module, (place.name, part.name)
+    for layout, table in layouts(place).items():
+        path = "".join(f"[{p}]" if p.isdigit() else f".{p}" for p in place.name.split(".") if p)
+        code = f'*nested(model{path}.torch_layouts()["{layout}"], "{place.name}", "{part.name}")'
+        yield Draft(code, rows.nested(table, *names))
+    if place.module is not None:
+        return
+    if any(path.startswith("params.") for path in place.arrays):
+        names = (f"params.{place.name}".rstrip("."), part.name)
+    helpers: list[tuple[str, dict[str, Any]]]
+    helpers = [(name, {}) for each in KINDS if isinstance(kind, each) for name in KINDS[each]]
+    if isinstance(kind, torch.nn.MultiheadAttention):
+        sizes = {"num_heads": kind.num_heads, "features": kind.embed_dim}
+        other = {} if kind.kdim == kind.embed_dim else {"kv_features": kind.kdim}
+        helpers = [("multi_head_attention", sizes | other)]
+    if isinstance(kind, torch.nn.Linear):
+        shape = max((array.shape for array in place.arrays.values()), key=len)
+        cuts = range(1, len(shape)) if len(shape) > 2 else ()
+        sizes = [{"in_shape": shape[:i], "out_shape": shape[i:]} for i in cuts]
+        helpers += [("linear_general", each) for each in sizes]
+    if isinstance(kind, torch.nn.modules.conv._ConvTransposeNd):
+        helpers = [("conv_transpose", {} if kind.groups == 1 else {"groups": kind.groups})]
+        helpers += [("conv_transpose", {"transpose_kernel": True})]
+    stats = [p.rpartition(".")[0] for p in place.arrays if p.startswith("batch_stats")]
+    for options in ({"stats": stats[0]} if stats else {}, {"bias": False}, {"affine": False}):
+        for helper, sizes in helpers:
+            with contextlib.suppress(TypeError):  # not all helpers have these options
+                yield row(helper, *names, **sizes, **options)
+    yield from one_by_one(part, place)
+
+
+def one_by_one(part: Part, place: Part) -> Iterator[Draft]:
+    """A row for each key, by the name that it has in another framework."""
+    paths = {
+        NAMES.get(".".join(path.split(".")[-2:])) or NAMES.get(last(path)) or last(path): path
+        for path in place.arrays
+    }
+    keys = {last(key).removesuffix("_l0"): key for key in part.arrays}
+    if len(paths) == len(keys) == 1 and not {*keys} & {*NAMES.values(), "weight_ih"}:
+        paths = dict(zip(keys, paths.values(), strict=True))  # a parameter with a name of its own
+    drafts = []
+    if "bias" in paths and "bias_ih" in keys and not isinstance(part.module, GRUS):
+        drafts.append(row("added", paths["bias"], (keys.pop("bias_ih"), keys.pop("bias_hh"))))
+    for name in [name for name in keys if name in paths]:
+        key, path = keys[name], paths[name]
+        drafts += single(key, part.arrays[key], path, place.arrays[path])
+    table = [each for draft in drafts for each in draft.table]
+    yield Draft(",\n    ".join(draft.code for draft in drafts), table)
+
+
+def single(key: str, array: np.ndarray, path: str, like: np.ndarray) -> list[Draft]:
+    """The row of one key and one path, if their shapes fit."""
+    kinds = ["same", "transposed" if array.ndim == 2 else "flipped"][: max(array.ndim, 1)]
+    for kind in kinds[::-1] if last(path) in ("kernel", "w") else kinds:
+        draft = row(kind, path, key)
+        if draft.table[0].to_jax(array)[0].shape == like.shape:
+            return [draft]
+    return []
+
+
+def layouts(part: Part) -> Layouts:
+    """The weight tables of a layer that has some."""
+    return {} if part.module is None else part.module.torch_layouts()
+
+
+def row(helper: str, *args: Any, **options: Any) -> Draft:
+    """What a helper of `jax_models.weights` makes, and the call."""
+    made = getattr(rows, helper)(*args, **options)
+    given = [*map(literal, args), *(f"{k}={literal(v)}" for k, v in options.items())]
+    call = f"{helper}({', '.join(given)})"
+    return Draft(call, [made]) if isinstance(made, Weight) else Draft(f"*{call}", made)
+
+
+def literal(value: Any) -> str:
+    return repr(value).replace("'", '"')
+
+
+def natural(name: str) -> list[Any]:
+    return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.findall(r"\d+|\D+", name)]
+
+
+def last(name: str) -> str:
+    return name.rpartition(".")[2]

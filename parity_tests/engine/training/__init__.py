@@ -1,0 +1,1 @@
+"""The same optimizer steps on both sides."""

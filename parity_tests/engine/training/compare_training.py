@@ -1,0 +1,188 @@
+"""Train a torch module and its JAX port side by side: at which step, and where, do they part?"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+import torch
+from flax import nnx
+
+from jax_models.ops.checks import checked_bool, described
+from jax_models.weights.stored import as_numpy
+from parity_tests.engine.candidates.model_weights import weights_in
+from parity_tests.engine.candidates.port import port
+from parity_tests.engine.candidates.torch_module import checked_twin
+from parity_tests.engine.problem import (
+    Problem,
+    all_in_dtype,
+    arrays_of,
+    check_functions,
+    checked_arrays,
+    checked_dtypes,
+    checked_int,
+)
+from parity_tests.engine.references.torch_reference import weights_of
+from parity_tests.engine.training.dropout import MasksDifferError
+from parity_tests.engine.training.jax_training import JaxTraining, made_optimizer
+from parity_tests.engine.training.side_by_side import SideBySide, x64
+from parity_tests.engine.training.torch_training import TorchTraining
+from parity_tests.engine.training.training_report import TrainingReport
+from parity_tests.engine.training.weight_names import ByLoader, ByTable
+
+
+def compare_training(
+    twin: torch.nn.Module,
+    model: nnx.Module | Callable[..., Any],
+    batches: Sequence[Any],
+    *,
+    loss: Callable[[Any, Any], Any],
+    loss_twin: Callable[[Any, Any], torch.Tensor],
+    optimizer: optax.GradientTransformation | Callable[[], Any],
+    optimizer_twin: Callable[[torch.nn.Module], torch.optim.Optimizer],
+    scheduler_twin: Callable[[torch.optim.Optimizer], Any] | None = None,
+    clip_twin: Callable[[Iterable[torch.nn.Parameter]], Any] | None = None,
+    average: Callable[[Any, Any, Any], Any] | None = None,
+    average_twin: Callable[[torch.nn.Module], Any] | None = None,
+    accumulate: int = 1,
+    training: bool = False,
+    weights: Any = None,
+    dtypes: Iterable[str] = ("float64", "float32"),
+) -> TrainingReport:
+    """Train both sides from the same weights on the same batches, and compare them at each step.
+
+    The oracle is torch's training in float64. JAX may err by 1e-12 in float64 and elsewhere by 4
+    times what torch errs at that step, or by as much as the training's conditioning explains
+    (`docs/bound.md`): Adam, say, enlarges gradients that are nothing but rounding.
+    The loss, the weights, the running statistics and averaged weights decide. Gradients and the
+    optimiser's moments are shown where the two part. JAX runs float32 and bfloat16 with x64 off.
+
+    Args:
+        twin: the torch module, with its weights.
+        model: as in `compare`.
+        batches: one a step: arrays, or trees of arrays; floating ones are cast to each dtype.
+        loss: `loss(model, batch)`, or `loss(weights, batch)` if the model is a function of weights;
+            the weights are what the loader makes. With statistics that change, such a loss returns
+            `(loss, weights)`, the new weights or, of a dict, the entries that are new, as Linen's
+            `apply(…, mutable=["batch_stats"])` gives them. What the loader makes of buffers alone
+            is not trained.
+        loss_twin: `loss_twin(twin, batch)`.
+        optimizer: of optax, with all that torch does beside it (clipping, `optax.MultiSteps`), or
+            a function that makes it where x64 is as in the dtype: `lambda: optax.adam(1e-3)`.
+        optimizer_twin: makes the optimiser of torch for a copy of the twin.
+        scheduler_twin: makes its scheduler, which steps after it.
+        clip_twin: clips the gradients before a step of torch's.
+        average: `average(weights, mean, count)`: the mean of the weights after a step, `count`
+            steps after the first; the mean before the first is the initial weights.
+        average_twin: makes torch's of a copy of the twin: `torch.optim.swa_utils.AveragedModel`.
+        accumulate: batches whose mean gradient torch takes a step by.
+        training: run both sides as in training, norms on their batches, and dropout with the same
+            masks: the n-th one that torch draws in a step is the n-th of JAX. By default both run
+            as in evaluation, without dropout, norms on their statistics.
+        weights: as in `compare`.
+        dtypes: those to train in.
+
+    Raises:
+        ValueError: the weights do not fit the model, nobody says which are which, there is no
+            batch or no dtype, or no step is taken.
+
+    """
+    dtypes, training = checked_dtypes(dtypes), checked_bool("training", training)
+    if not isinstance(batches, Iterable) or getattr(batches, "ndim", 1) == 0:
+        raise TypeError(f"batches: expected a list of arrays, got {described(batches)}")
+    batches = checked_arrays("batches", list(batches))
+    if not len(batches):
+        raise ValueError("batches: expected at least one")
+    if checked_int("accumulate", accumulate, 1) > len(batches):
+        raise ValueError(
+            f"accumulate: expected at most the {len(batches)} batches, got {accumulate}: "
+            "no optimizer would take a step"
+        )
+    check_functions(
+        {"loss": loss, "loss_twin": loss_twin, "optimizer_twin": optimizer_twin},
+        {
+            "scheduler_twin": scheduler_twin,
+            "clip_twin": clip_twin,
+            "average": average,
+            "average_twin": average_twin,
+        },
+    )
+    if (average is None) != (average_twin is None):
+        raise ValueError("average: expected both `average` and `average_twin`, or neither")
+    made_optimizer(optimizer)
+
+    of_torch = partial(
+        TorchTraining,
+        twin,
+        loss=loss_twin,
+        optimizer=optimizer_twin,
+        scheduler=scheduler_twin,
+        clip=clip_twin,
+        average=average_twin,
+        accumulate=accumulate,
+        training=training,
+    )
+    with x64(True), jax.default_matmul_precision("highest"):
+        start = partial(Problem, twin=(checked := checked_twin(twin)))
+        problem, faults, notes = port(start, weights_of(checked), model, weights)
+        if isinstance(model, nnx.Module) and problem.table is None:
+            raise ValueError(notes[0])
+        names, build = correspondence(problem, twin, weights, training)
+        faults, notes = left_out(faults, twin) if training else (faults, [])
+        sides = {}
+        for dtype in dtypes:
+            with x64(dtype == "float64"):
+                sides[dtype] = JaxTraining(
+                    build(dtype),
+                    dtype,
+                    names,
+                    loss=loss,
+                    optimizer=optimizer,
+                    average=average,
+                    accumulate=accumulate,
+                )
+        comparison = SideBySide(names, sides, of_torch, batches)
+        try:
+            comparison.run()
+        except MasksDifferError as error:
+            return TrainingReport({}, (*faults, str(error)), tuple(notes))
+    return comparison.report(faults, notes)
+
+
+def correspondence(
+    problem: Problem, twin: torch.nn.Module, weights: Any, training: bool
+) -> tuple[ByTable | ByLoader, Callable[[str], Any]]:
+    """Which weights of the two sides are the same, and what builds JAX's in a dtype."""
+    parameters = {name for name, _ in twin.named_parameters(remove_duplicate=False)}
+
+    def in_mode(built: Any) -> Any:
+        if not isinstance(built, nnx.Module) or not training:
+            return built
+        modes = {"deterministic": False, "use_running_average": False}
+        return nnx.view(built, **modes, raise_if_not_found=False)
+
+    if problem.table is not None:
+        build = lambda dtype: in_mode(problem.build(problem.state_dict, dtype))  # noqa: E731
+        return ByTable(problem.table, parameters), build
+
+    state_dict = arrays_of(twin.state_dict())
+
+    def load(state_dict: Any) -> Any:
+        loaded = weights(state_dict)
+        if isinstance(loaded, nnx.Module):
+            return loaded
+        return jax.tree.map(lambda a: as_numpy(a) if isinstance(a, torch.Tensor) else a, loaded)
+
+    def build(dtype: str) -> Any:
+        loaded = load(all_in_dtype(state_dict, dtype))
+        return in_mode(weights_in(loaded, dtype)) if isinstance(loaded, nnx.Module) else loaded
+
+    return ByLoader(load, all_in_dtype(state_dict, "float64"), parameters), build
+
+
+def left_out(faults: Iterable[str], twin: torch.nn.Module) -> tuple[list[str], list[str]]:
+    """The faults, but as notes those of statistics, which training does not need."""
+    unread = {f"weights: the loader does not read {name}" for name, _ in twin.named_buffers()}
+    notes = [f"not compared: {fault.rpartition(' ')[2]}" for fault in faults if fault in unread]
+    return [fault for fault in faults if fault not in unread], notes

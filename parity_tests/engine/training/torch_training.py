@@ -1,0 +1,184 @@
+"""Torch's training, in a dtype or under an arithmetic."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from jax_models.ops.checks import described
+from parity_tests.engine.bounds.tolerance import ulp
+from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
+from parity_tests.engine.candidates.torch_module import in_double, tensors
+from parity_tests.engine.problem import Arrays
+from parity_tests.engine.training.dropout import TorchMasks
+
+MOMENTS = {
+    "exp_avg": "mu",
+    "exp_avg_sq": "nu",
+    "square_avg": "nu",
+    "momentum_buffer": "trace",
+    "sum": "sum_of_squares",
+}
+"""The names of torch.optim's moments, and those of optax's."""
+
+
+class TorchTraining:
+    """The twin's training, batch by batch."""
+
+    def __init__(
+        self,
+        twin: torch.nn.Module,
+        dtype: str,
+        arithmetic: InFloat64 | RandomRounding | None = None,
+        *,
+        loss: Callable[..., Any],
+        optimizer: Callable[..., Any],
+        scheduler: Callable[..., Any] | None,
+        clip: Callable[..., Any] | None,
+        average: Callable[..., Any] | None,
+        accumulate: int,
+        training: bool,
+    ):
+        self.twin = copy.deepcopy(twin).cpu().to(getattr(torch, dtype)).train(training)
+        if arithmetic is not None:
+            self.twin = self.twin.double()
+        self._dtype, self._arithmetic = dtype, arithmetic
+        self._double = arithmetic is not None or dtype == "float64"
+        self._loss, self._clip, self._accumulate = loss, clip, accumulate
+        self._optimizer = made("optimizer_twin", optimizer(self.twin), torch.optim.Optimizer)
+        self._scheduler = self._average = None
+        if scheduler is not None:
+            kind = torch.optim.lr_scheduler.LRScheduler
+            self._scheduler = made("scheduler_twin", scheduler(self._optimizer), kind)
+        if average is not None:
+            self._average = average(self.twin)
+            if not hasattr(self._average, "update_parameters"):
+                raise TypeError(
+                    "average_twin: expected it to return an AveragedModel, got "
+                    f"{described(self._average)}"
+                )
+        self._count = 0
+        self.masks: list[np.ndarray] = []
+        self.random: dict[str, None] = {}
+        self.loss = np.zeros(())
+        self.gradients: Arrays = {}
+        """Those of the last step, before they were clipped."""
+
+    def train_on(self, batch: Any) -> None:
+        """Add a batch's gradient, and take a step by as many as make one."""
+        self._count += 1
+        inputs = tensors(batch, self._dtype)
+        masks = TorchMasks(self._count)
+        with self._arithmetic or contextlib.nullcontext(), masks:
+            value = self._loss(self.twin, in_double(inputs) if self._arithmetic else inputs)
+            checked_loss("loss_twin", value, torch.Tensor)
+            if not value.requires_grad:
+                raise ValueError("loss_twin: expected a loss with a gradient, got one without")
+            (value / self._accumulate).backward()
+            self.gradients = {
+                name: copied(weight.grad)
+                for name, weight in self._named()
+                if weight.grad is not None
+            }
+            if self._count % self._accumulate == 0:
+                self._step()
+        self.loss, self.masks, self.random = copied(value), masks.masks, masks.random
+
+    def _step(self) -> None:
+        if self._clip is not None:
+            self._clip(self.twin.parameters())
+        with self._rounded_rates(), default_dtype(torch.float64 if self._double else torch.float32):
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        if self._average is not None:
+            self._average.update_parameters(self.twin)
+
+    @contextlib.contextmanager
+    def _rounded_rates(self) -> Iterator[None]:
+        """The rates, as far off as rounding puts Adam's bias corrections in float32.
+
+        torch has them in float64. A β of 0.999, off by half an ulp, is a thousand times as far
+        off in 1 - β.
+        """
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        if isinstance(self._arithmetic, RandomRounding):
+            step = self._count // self._accumulate
+            half_ulp = min(ulp(self._dtype), ulp("float32")) / 2
+            for group in groups:
+                powers = [beta**step for beta in group.get("betas", ())]
+                error = sum((step + 1) * half_ulp * power / (1 - power) for power in powers)
+                group["lr"] = group["lr"] * (1 + error * self._arithmetic.noise())
+        yield
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [*self.twin.named_parameters(remove_duplicate=False)]
+
+    def weights(self) -> Arrays:
+        """The weights and buffers, by key."""
+        return numbers(self.twin)
+
+    def average(self) -> Arrays:
+        """Those of the averaged module, if there is one."""
+        return (
+            {}
+            if self._average is None
+            else numbers(getattr(self._average, "module", self._average))
+        )
+
+    def moments(self) -> dict[str, Arrays]:
+        """The optimiser's moments, by torch's name and by key."""
+        found: dict[str, Arrays] = {}
+        for key, weight in self._named():
+            for name, value in self._optimizer.state.get(weight, {}).items():
+                if name in MOMENTS and isinstance(value, torch.Tensor):
+                    found.setdefault(name, {})[key] = copied(value)
+        return found
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within it, torch.optim keeps scalars, as NAdam's product of momenta, in the dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def numbers(module: torch.nn.Module) -> Arrays:
+    """A copy of a module's weights and buffers, the floating ones in float64."""
+    return {
+        key: copied(value) if value.is_floating_point() else value.cpu().numpy().copy()
+        for key, value in module.state_dict().items()
+    }
+
+
+def copied(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of it in float64."""
+    return tensor.detach().cpu().double().numpy().copy()
+
+
+def made(name: str, value: Any, kind: type) -> Any:
+    """Refuse a function that makes something else."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected it to return a {kind.__name__}, got {described(value)}")
+    return value
+
+
+def checked_loss(name: str, value: Any, kind: type) -> Any:
+    """A loss, which is one real number of its side."""
+    if not isinstance(value, kind) or value.shape != () or "float" not in str(value.dtype):
+        raise TypeError(
+            f"{name}: expected it to return a floating scalar of {kind.__module__.split('.')[0]}, "
+            f"got {described(value)}"
+        )
+    return value

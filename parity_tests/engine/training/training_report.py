@@ -1,0 +1,58 @@
+"""What a comparison of two trainings found."""
+
+import dataclasses
+
+import numpy as np
+
+from parity_tests.engine.bounds.tolerance import Error
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingReport:
+    """The errors of the loss, the weights and the statistics after each step, by dtype."""
+
+    steps: dict[str, tuple[Error, ...]]
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was not compared."""
+    gradient_norms: dict[str, tuple[tuple[float, float], ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    """After each step: that of torch in float64, and JAX's."""
+    departures: dict[str, str] = dataclasses.field(default_factory=dict)
+    """By dtype: how the loss, gradients and the optimiser's moments compare where they part."""
+
+    @property
+    def parting(self) -> dict[str, tuple[int, Error]]:
+        """By dtype: the first step, from 1 on, after which they differ by more than rounding."""
+        return {
+            dtype: next((i, e) for i, e in enumerate(errors, 1) if not e.passed)
+            for dtype, errors in self.steps.items()
+            if not all(e.passed for e in errors)
+        }
+
+    @property
+    def passed(self) -> bool:
+        """Did they stay together to the end?"""
+        compared = bool(self.steps) and all(self.steps.values())
+        return compared and not self.faults and not self.parting
+
+    def __str__(self) -> str:
+        """The errors after the steps 1, 2, 4, … and the last, and where the two part."""
+        lines = [f"{'':9}{'step':>6}{'torch':>9}{'JAX':>9}{'bound':>9}{'gradient norms':>22}"]
+        for dtype, errors in self.steps.items():
+            shown = {2**i for i in range(len(errors).bit_length())} | {len(errors)}
+            norms = self.gradient_norms.get(dtype, [(np.nan, np.nan)] * len(errors))
+            lines += [
+                f"{dtype:9}{step:6}{e.torch:9.1e}{e.jax:9.1e}{e.bound:9.1e}{ours:11.3g}{theirs:11.3g}"
+                for step, (e, (ours, theirs)) in enumerate(zip(errors, norms, strict=True), 1)
+                if step in shown
+            ]
+        for dtype, (step, e) in self.parting.items():
+            lines.append(
+                f"FAIL: {dtype}: they part at step {step} by {e.jax:.1e}, most in {e.tensor}; "
+                f"rounding explains {e.bound:.1e}"
+            )
+            lines += [self.departures[dtype]] if dtype in self.departures else []
+        lines += [f"FAIL: {fault}" for fault in self.faults]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

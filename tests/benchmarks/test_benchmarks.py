@@ -1,0 +1,295 @@
+"""The benchmarks' machinery, on shapes of no interest."""
+
+import dataclasses
+import itertools
+import json
+import os
+
+import pytest
+
+from benchmarks import families, workers
+from benchmarks.__main__ import RESULTS, UNFINISHED, main, run
+from benchmarks.compare import Session
+from benchmarks.environment import Environment
+from benchmarks.families import gated, limits
+from benchmarks.families.gated.problem import Gated
+from benchmarks.outcome import Check, Outcome, Row, check_targets
+from benchmarks.pieces import FILE
+from benchmarks.problem import BOTH, FORWARD, OURS, Limits, Work
+from benchmarks.report.devices import devices
+from benchmarks.report.page import write_page
+from benchmarks.report.store import BrokenRecord, Record, outcome_from, read_all, write
+from benchmarks.workers import Burst, Unsuitable, Workers, timing
+from twinscan.command_line import CommandLineError
+
+
+@pytest.mark.optimized
+def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
+    """Two processes, a JSON file, a plot and a page; peers that cannot take part are named."""
+    monkeypatch.setattr(gated, "problems", lambda quick: [Gated("RNN", 5, 2, 4)])
+    few = {name: gated.contenders[name] for name in (OURS, "torch.nn", "nnx.RNN", "equinox")}
+    monkeypatch.setattr(gated, "contenders", few)
+    monkeypatch.setattr(limits, "MATMUL", 64)
+    monkeypatch.setattr(limits, "TRIAD", 1024)
+    monkeypatch.setattr(Session, "rounds", 1)
+
+    tuned = record("tuned")
+    write(tmp_path, tuned)
+
+    arguments = {"quick": True, "platform": "cpu", "allocators": ["default"]}
+    (found,) = run(["gated"], tmp_path, **arguments)
+
+    rows = {(row.name, row.part): row for row in found.outcome.rows}
+    for name, part in itertools.product((OURS, "torch.nn", "nnx.RNN"), (FORWARD, BOTH)):
+        row = rows[name, part]
+        assert row.ms > 0
+        assert row.error < 1e-6
+        assert part == FORWARD or row.gradient_error < 1e-6
+        assert row.limit_ms > 0
+    assert any(name.startswith("equinox") for name in found.outcome.left_out)
+    assert {check.what for check in found.outcome.checks} >= {f"{OURS} / torch.nn"}
+    assert set(found.environments) == {"jax", "torch"}
+    for environment in found.environments.values():
+        assert environment.cores == found.measured_with["cores"] <= environment.threads
+        assert not environment.keeps_memory
+    assert read_all(tmp_path) == [found, tuned]
+    assert (tmp_path / "gated-cpu.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "README.md").read_text()
+    assert "gated-cpu.png" in page
+    assert "RNN T5 B2 H4" in page
+    assert json.loads((tmp_path / "gated-cpu-default.json").read_text())["platform"] == "cpu"
+    assert "equinox (RNN T5 B2 H4): left out" in capsys.readouterr().out
+
+
+@pytest.mark.optimized
+def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
+    problems = [Gated("RNN", 5, 2, 4), Gated("RNN", 6, 2, 4)]
+    monkeypatch.setattr(gated, "problems", lambda quick: problems)
+    few = {name: gated.contenders[name] for name in (OURS, "torch.nn")}
+    monkeypatch.setattr(gated, "contenders", few)
+    monkeypatch.setattr(limits, "MATMUL", 64)
+    monkeypatch.setattr(limits, "TRIAD", 1024)
+    monkeypatch.setattr(Session, "rounds", 1)
+    args = ["--only", "gated", "--platform", "cpu", "--allocator", "default"]
+    args += ["--out", str(tmp_path), "--minutes", "0.0001"]
+    names = [limit.name for limit in limits.problems(True)] + [p.name for p in problems]
+    for count in range(1, len(names) + 1):
+        assert main(args) == (UNFINISHED if count < len(names) else 0)
+        if count < len(names):
+            found = json.loads((tmp_path / FILE).read_text())["pieces"]
+            assert [name.rpartition(": ")[2] for name in found] == names[:count]
+            assert not (tmp_path / "gated-cpu-default.json").exists()
+    (whole,) = read_all(tmp_path)
+    assert {row.problem for row in whole.outcome.rows} == {p.name for p in problems}
+    assert [row for row in whole.outcome.rows if row.problem == problems[0].name] == (
+        outcome_from(next(x for name, x in found.items() if problems[0].name in name)).rows
+    )
+    assert set(whole.environments) == {"jax", "torch"}
+    assert not (tmp_path / FILE).exists()
+    assert capsys.readouterr().err.count("the same command continues") == len(names) - 1
+
+
+def outcome(name: str) -> Outcome:
+    check = Check(name, FORWARD, "ratio", 1.0, 1.5)
+    return Outcome([row(name, 3.0)], [check], {"a peer": "not installed"}, ["a note"])
+
+
+def test_devices_with_a_record_are_listed(tmp_path):
+    passing = {"case": "LSTM", "verdict": "pass"}
+    parity = {
+        "platforms": {"cpu": "not asked for", "gpu": "ran"},
+        "versions": {"device": "H100"},
+        "cases": {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"},
+        "measurements": [passing, {"case": "GRU", "verdict": "FAIL"}],
+        "faults": ["RNN, gpu: outputs: empty"],
+        "done": ["errors: LSTM, gpu"],
+    }
+    (tmp_path / "parity-gpu.json").write_text(json.dumps(parity))
+    text = devices(tmp_path, [record("default"), record("tuned", measured_with={"device": "cpu"})])
+    assert text.splitlines()[-3:] == [
+        "| cpu | cpu | 1 family of benchmarks |",
+        "| cpu | unknown | 1 family of benchmarks |",
+        "| gpu | H100 | [parity: 1 of 3 pairs agree, unfinished](parity-gpu.json) |",
+    ]
+
+
+def test_the_page_lists_the_devices_that_have_a_record():
+    """`python -m benchmarks --page` writes it again."""
+    assert devices(RESULTS, read_all(RESULTS)) in (RESULTS / "README.md").read_text()
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    ("framework", "variable", "value", "found"),
+    [
+        ("torch", "OMP_PROC_BIND", "true", "{cores} on 1"),
+        ("torch", "OMP_THREAD_LIMIT", "1", "1 on {cores}"),
+        ("jax", "NPROC", "1", "1 on {cores}"),
+    ],
+)
+def test_a_worker_without_all_cores_is_refused(monkeypatch, framework, variable, value, found):
+    monkeypatch.setitem(workers.ENVIRONMENT, variable, value)
+    with Workers("cpu") as processes:
+        fault = f"expected {processes.cores} threads.* got {found.format(cores=processes.cores)}"
+        if framework == "torch":
+            processes.devices["jax"] = "cpu: cpu"
+        with pytest.raises(Unsuitable, match=rf"^{framework}: {fault}"):
+            processes.device(framework)
+
+
+def keep_one_core() -> None:
+    """Tie all threads of this process to one core."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), [min(os.sched_getaffinity(0))])
+
+
+@pytest.mark.optimized
+def test_a_worker_that_lost_its_cores_is_refused_afterwards():
+    with Workers("cpu") as processes:
+        processes.device("jax")
+        processes.call("jax", keep_one_core)
+        with pytest.raises(Unsuitable, match="jax:"):
+            processes.environments()
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("allocator", ["default", "tuned"])
+def test_a_worker_has_the_allocator_whatever_the_shell_says(monkeypatch, allocator):
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.mmap_max=0")
+    with Workers("cpu", allocator) as processes:
+        processes.device("jax")
+        environment = processes.environments()["jax"]
+    assert environment.keeps_memory == (allocator == "tuned")
+    assert ("M_MMAP_MAX 0" in environment.malloc) == (allocator == "tuned")
+    assert environment.variables.keys().isdisjoint({"MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"})
+
+
+def test_another_allocator_than_the_one_asked_for_is_refused():
+    kept = Environment(2, 2, "glibc 2.36", keeps_memory=True, variables={})
+    assert not list(kept.faults(2, "tuned"))
+    (fault,) = kept.faults(2, "default")
+    assert fault == "expected the default allocator, got glibc 2.36: freed memory is kept"
+    (fault,) = dataclasses.replace(kept, keeps_memory=False).faults(2, "tuned")
+    assert fault == "expected the tuned allocator, got glibc 2.36: freed memory is returned"
+
+
+@pytest.mark.optimized
+def test_a_worker_that_dies_is_named():
+    with Workers("cpu") as processes, pytest.raises(Unsuitable, match="worker ended with code 3"):
+        processes.call("jax", os._exit, 3)
+
+
+def record(allocator: str, **fields) -> Record:
+    """Of a run that was not made."""
+    check = Check("p", FORWARD, f"{OURS} / torch", 2.0, 1.5)
+    environment = Environment(2, 2, "glibc 2.36", allocator == "tuned", {})
+    values = {
+        "family": "gated",
+        "title": "The gated recurrences",
+        "platform": "cpu",
+        "allocator": allocator,
+        "quick": False,
+        "measured_with": {"processor": "Zen 9", "cores": 2},
+        "environments": {"jax": environment, "torch": environment},
+        "limits": Limits(1, 1, 1),
+        "outcome": Outcome([row(OURS, 3.0), row("torch", 1.5, "torch")], [check]),
+    }
+    return Record(**values | fields)
+
+
+def test_the_page_has_both_allocators_the_machine_and_the_targets_missed(tmp_path):
+    better = Outcome([row(OURS, 1.0), row("torch", 2.0, "torch")])
+    write(tmp_path, record("tuned", outcome=better))
+    write(tmp_path, record("default"))
+    write_page(tmp_path, ["gated"])
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("processor Zen 9, cores 2") == 1
+    environment = "2 threads, each on 2 cores, glibc 2.36, freed memory is"
+    assert f"| default | 1 GFLOP/s, 1 GB/s, 1 µs a call | {environment} returned |" in page
+    assert f"| tuned | 1 GFLOP/s, 1 GB/s, 1 µs a call | {environment} kept |" in page
+    assert "| The gated recurrences (cpu) | default | 0 | 0 | 1 |" in page
+    assert "| p | forward | default | twinscan / torch | 2.00 | ≤ 1.50 | MISS |" in page
+    assert "| p | forward | torch | 1.50 ms | 2.00 | – | 2.00 ms | 0.50 | – | –" in page
+
+
+@pytest.mark.parametrize("text", ['{"outcome": {}}', "{", '{"outcome": 1, "limits": 2}'])
+def test_a_broken_record_is_named_before_anything_is_measured(tmp_path, text):
+    (tmp_path / "wkv-cpu-default.json").write_text(text)
+    with pytest.raises(BrokenRecord, match=r"wkv-cpu-default\.json:") as error:
+        run(["wkv"], tmp_path, quick=True, platform="cpu", allocators=["default"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "argument"),
+    [
+        (["--platform", "foo"], "--platform"),
+        (["--only", "foo"], "--only"),
+        (["--minutes", "0"], "--minutes:"),
+        (["--allocator", "foo"], "--allocator"),
+        (["--platform", "tpu", "--only", "wkv"], "--platform:"),
+    ],
+)
+def test_a_wrong_argument_is_named_in_one_line(tmp_path, args, argument):
+    with pytest.raises(CommandLineError, match=argument) as error:
+        main([*args, "--out", str(tmp_path)])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_a_family_has_what_the_command_needs(name):
+    """A title, and a measurement of its own or problems, quick ones fewer; ours is first."""
+    module = families.family(name)
+    assert families.title(name)
+    if not hasattr(module, "problems"):
+        assert callable(module.measure)
+        return
+    quick, full = module.problems(True), module.problems(False)
+    assert len({problem.name for problem in full}) == len(full)
+    assert 0 < len(quick) <= len(full)
+    assert next(iter(module.contenders)) == OURS
+    for problem in full:
+        for part in problem.parts:
+            against = {"torch", "JAX peer", "limit", *module.contenders}
+            assert set(problem.targets(part, "cpu")) <= against
+
+
+def row(name: str, ms: float, framework="jax", **fields) -> Row:
+    return Row("p", FORWARD, name, framework, ms, **fields)
+
+
+def test_targets_are_against_the_fastest_peer_that_computes_the_same():
+    rows = [
+        row(OURS, 2.0, limit_ms=1.0),
+        row(f"{OURS}, variant", 0.1),
+        row("slow", 8.0),
+        row("fast", 4.0),
+        row("other", 1.0, error=0.1),
+        row("torch", 1.0, "torch"),
+    ]
+    checks = check_targets(rows, {"JAX peer": 0.5, "torch": 1.9, "limit": 0.6, "absent": 1.0})
+    assert [(c.what, c.value, c.verdict) for c in checks] == [
+        (f"{OURS} / fast", 0.5, "pass"),
+        (f"{OURS} / torch", 2.0, "tie"),
+        ("share of the limit", 0.5, "MISS"),
+    ]
+
+
+def test_a_bound_from_below_is_missed_from_below():
+    check = Check("p", FORWARD, "share", 0.5, 0.75, at_least=True)
+    assert check.verdict == "MISS"
+    assert dataclasses.replace(check, value=0.7).verdict == "tie"
+    assert dataclasses.replace(check, value=0.8).verdict == "pass"
+
+
+def test_bursts_beside_other_processes_do_not_count():
+    quiet, loud = Burst([1.0, 3.0], 0.0), Burst([90.0], 0.5)
+    assert timing([quiet, loud, quiet]) == (2.0, 4, False)
+    assert timing([loud, quiet, Burst([4.0], 0.2)]) == (3.0, 3, True)
+
+
+def test_limits_take_the_slower_of_products_and_bytes():
+    machine = Limits(gflops=100, gbytes=10, dispatch_us=1)
+    assert machine.ms(Work(flops=1e9)) == pytest.approx(10)
+    assert machine.ms(Work(flops=1e9, num_bytes=1e9)) == pytest.approx(100)

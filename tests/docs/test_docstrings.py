@@ -1,0 +1,68 @@
+"""The examples of the public classes and functions run."""
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jax_models
+
+ROOT = Path(__file__).parents[2]
+COMPUTED = {
+    "Constant", "from_torch", "generate", "griffin_from_weights", "hyena_dna_from_weights",
+    "keras_table", "load_pretrained", "onnx_table", "project", "read_pth",
+    "rwkv_from_torch", "stream", "to_torch",
+}  # fmt: skip
+"""Examples that need values. All others are traced: their shapes are real, nothing is compiled."""
+NEEDED = {"from_keras": "keras", "from_onnx": "onnx"}
+"""Those that need another package, and values."""
+NO_EXAMPLE = {"tune_allocator"}
+"""It would change the process that runs the tests."""
+
+
+def needs_example(name):
+    """States are shown by their layers, configs by their models."""
+    shown = getattr(jax_models, name)
+    is_state = hasattr(shown, "_fields")
+    return name not in NO_EXAMPLE and not is_state and not name.endswith("Config")
+
+
+@pytest.mark.parametrize("name", [*filter(needs_example, jax_models.__all__)])
+def test_example(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    public = {each: getattr(jax_models, each) for each in jax_models.__all__}
+    docstring = inspect.cleandoc(getattr(jax_models, name).__doc__)
+    lines = docstring.splitlines()
+    assert lines[0].endswith(".")
+    assert lines[2].lstrip().startswith(">>> ")
+    example = doctest.DocTestParser().get_doctest(
+        docstring, {"jax": jax, "jnp": jnp, "nnx": nnx, **public}, name, None, None
+    )
+    report = []
+
+    def run():
+        doctest.DocTestRunner().run(example, out=report.append)
+
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name])
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Keras's
+            run()
+    elif name in COMPUTED:
+        run()
+    else:
+        jax.eval_shape(run)
+    assert not report, "".join(report)
+
+
+@pytest.mark.parametrize("folder", ["jax_models", "torch_ref", "train", "twinscan", "docs"])
+def test_a_seed_is_a_number(folder):
+    """Readers have never heard of the code that the first layers were written after."""
+    for file in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]:
+        found = re.findall(r"seeds? 00\d|\bseed's .*", file.read_text(encoding="utf-8"), re.I)
+        assert not found, f"{file.relative_to(ROOT)}: {found}"

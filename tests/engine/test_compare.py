@@ -1,0 +1,529 @@
+"""`compare` on pairs that are not ours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jax_models import LSTM
+from jax_models.weights import Weight, linear, same, transposed
+from parity_tests import Report, assert_parity, compare
+
+
+class TorchCNN(torch.nn.Module):
+    """Images (batch, channel, height, width)."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = torch.nn.BatchNorm2d(8)
+        self.head = torch.nn.Linear(8, 5)
+        self.drop = torch.nn.Dropout(0.5)
+        for tensor in (self.norm.running_mean, self.norm.running_var, *self.norm.parameters()):
+            torch.nn.init.uniform_(tensor, 0.5, 1.5)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(self.drop(x.mean((2, 3))))
+
+
+class CNN(nnx.Module):
+    """Images (batch, height, width, channel)."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.head = nnx.Linear(8, 5, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.conv(jnp.transpose(x, (0, 2, 3, 1)))))
+        return self.head(self.drop(x.mean((1, 2))))
+
+
+def conv2d(param: str, key: str) -> Weight:
+    return Weight(
+        (param,),
+        (key,),
+        lambda a: (a.transpose(2, 3, 1, 0),),
+        lambda a: (a.transpose(3, 2, 0, 1),),
+    )
+
+
+CNN_WEIGHTS = [
+    conv2d("conv.kernel", "conv.weight"),
+    same("conv.bias", "conv.bias"),
+    same("norm.scale", "norm.weight"),
+    same("norm.bias", "norm.bias"),
+    same("norm.mean", "norm.running_mean"),
+    same("norm.var", "norm.running_var"),
+    *linear("head", "head"),
+]
+
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def images() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((2, 3, 7, 6)).astype(np.float32)
+
+
+def twin(build, *args, **kwargs) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build(*args, **kwargs)
+
+
+def test_a_convolutional_network_agrees():
+    model = CNN(nnx.Rngs(0))
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    report = compare(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS)
+    assert report.passed, f"\n{report}"
+    assert not report.notes
+    for dtype in ("float64", "float32"):
+        assert report.errors[dtype].keys() == {"outputs", "input gradient", "weight gradients"}
+    after = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True)), "the model was changed"
+
+
+def test_another_epsilon_is_found_where_it_is():
+    model = CNN(nnx.Rngs(0))
+    model.norm.epsilon = 2e-5
+    with pytest.raises(AssertionError, match=r"outputs .* FAIL, worst in y") as found:
+        assert_parity(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS, locate=True)
+    assert str(found.value).endswith("first to depart: norm, forward")
+
+
+def test_each_tensor_has_its_error():
+    model = CNN(nnx.Rngs(0))
+    model.norm.epsilon = 2e-5
+    report = compare(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS)
+    named = report.tensors["float64"]["weight gradients"]
+    assert named.keys() == dict(TorchCNN().named_parameters()).keys()
+    assert {name for name, error in named.items() if error.passed} == {"norm.bias", "head.bias"}
+    assert report.errors["float64"]["weight gradients"] == max(
+        named.values(), key=lambda e: e.share
+    )
+    with pytest.raises(ValueError, match="worst: expected an integer, got 'x'"):
+        report.table("x")
+    first, *rows = report.table(3).splitlines()
+    assert first.split() == ["torch", "JAX", "ratio", "bound", "/", "bound"]
+    assert all(row.startswith("float64") for row in rows)
+    assert len(rows) == 3
+    assert float(rows[0].split()[-2]) >= float(rows[1].split()[-2]) > 1e3
+
+
+def test_channels_that_are_elsewhere_are_named():
+    """A model that takes (N, H, W, C) is given torch's (N, C, H, W)."""
+    table = [conv2d("kernel", "weight"), same("bias", "bias")]
+    module, model = torch.nn.Conv2d(3, 8, 3, padding=1), nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="feature dimension") as found:
+        compare(module, model, images(), weights=table)
+    note = found.value.__notes__[-1]
+    assert "(2, 3, 7, 6) looks like (N, C, H, W), and the JAX model takes (N, H, W, C)" in note
+    call = eval(note.partition("call=")[2], {"jnp": jnp})  # what it proposes works
+    assert compare(module, model, images(), weights=table, call=call).passed
+    half = compare(
+        module, model, images(), weights=table, call=lambda m, x: m(jnp.moveaxis(x, 1, -1))
+    )
+    (fault,) = half.faults
+    assert "(2, 8, 7, 6) in torch, (2, 7, 6, 8) in JAX, as (N, C, H, W) and (N, H, W, C)" in fault
+    with pytest.raises(ValueError, match="feature dimension") as found:
+        compare(module, nnx.Conv(5, 8, (3, 3), rngs=nnx.Rngs(0)), images())
+    assert not any("looks like" in note for note in found.value.__notes__)
+
+
+class SquareCNN(nnx.Module):
+    def __init__(self, takes_last: bool, returns_last: bool):
+        self.conv = nnx.Conv(5, 5, (3, 3), rngs=nnx.Rngs(0))
+        self.takes_last, self.returns_last = takes_last, returns_last
+
+    def __call__(self, x):
+        y = self.conv(x if self.takes_last else jnp.moveaxis(x, 1, -1))
+        return y if self.returns_last else jnp.moveaxis(y, -1, 1)
+
+
+@pytest.mark.parametrize("what", ["outputs", "inputs", "inputs and outputs"])
+def test_channels_that_are_elsewhere_are_named_though_the_shapes_agree(what):
+    """With as many channels as rows and columns, only the numbers tell."""
+    table = [conv2d("conv.kernel", "weight"), same("conv.bias", "bias")]
+    module, model = torch.nn.Conv2d(5, 5, 3, padding=1), SquareCNN("in" in what, "out" in what)
+    x = np.random.default_rng(0).standard_normal((2, 5, 5, 5))
+    (fault,) = compare(module, model, x, weights=table).faults
+    assert fault.startswith(f"{what}: both sides agree if the JAX model has the channels on the l")
+    call = eval(fault.partition("call=")[2], {"jnp": jnp})  # what it proposes works
+    assert compare(module, model, x, weights=table, call=call).passed
+    model.conv.padding = "CIRCULAR"
+    assert not compare(module, model, x, weights=table).faults
+
+
+def test_the_message_has_what_fails_and_where_it_begins():
+    model = CNN(nnx.Rngs(0))
+    model.norm.epsilon = 1.0001e-5
+    with pytest.raises(AssertionError) as found:
+        assert_parity(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS)
+    first, head, *rows = str(found.value).splitlines()
+    assert first == "the two sides differ"
+    assert head.split() == ["torch", "JAX", "ratio", "bound"]
+    gap = rows.index("")
+    rows, table, (hyperparameters, last) = rows[:gap], rows[gap + 1 : -2], rows[-2:]
+    assert [row.split()[0] for row in table] == ["float64", "conv", "norm"]
+    of_eps, of_momentum = hyperparameters.split(", ")
+    assert of_eps == "BatchNorm2d | BatchNorm: eps 1e-05 | epsilon 1.0001e-05"
+    assert of_momentum == "momentum 0.1 | 1 - momentum 0.01"
+    assert len(rows) == 3, "float32 passes"
+    assert all(row.startswith("float64") and "FAIL, worst in " in row for row in rows)
+    assert last == "first to depart: norm, forward"
+    model = CNN(nnx.Rngs(0))
+    with pytest.raises(AssertionError) as found:
+        assert_parity(
+            twin(TorchCNN),
+            model,
+            images(),
+            weights=CNN_WEIGHTS,
+            locate=False,
+            call=lambda model, x: model(x)[:1],
+        )
+    shape = "FAIL: outputs, y: shape (2, 5) in torch, (1, 5) in JAX"
+    assert str(found.value) == f"the two sides differ\n{shape}"
+
+
+class Squash(nnx.Module):
+    """Not what torch's is."""
+
+    def __call__(self, x):
+        return jnp.tanh(x) * (1 + 1e-9)
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.squash = nnx.Linear(3, 4, rngs=rngs), Squash()
+        self.second = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.squash(self.first(x)))
+
+
+@pytest.mark.parametrize("names", [None, {"1": "squash"}])
+def test_a_submodule_without_weights_is_found(names):
+    """By its name; and without, as nothing else is between the two others."""
+    sequential = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    report = compare(
+        sequential,
+        MLP(nnx.Rngs(0)),
+        np.random.default_rng(0).standard_normal((5, 3)),
+        weights=[*linear("first", "0"), *linear("second", "2")],
+        locate=True,
+        names=names,
+    )
+    assert report.location.culprit == "1", f"\n{report}"
+
+
+class TorchTwice(torch.nn.Module):
+    """One module in two places, its inputs of two shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.out(x[:1]) + self.out(x)
+
+
+class Twice(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.out = nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(x[:1]) + 1.01 * self.out(x)
+
+
+def test_a_submodule_in_two_places():
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    table = linear("out", "out")
+    report = compare(twin(TorchTwice), Twice(nnx.Rngs(0)), x, weights=table, locate=True)
+    assert report.location.culprit == ""
+
+
+def gru_cell_report(bias: Weight) -> Report:
+    rng = np.random.default_rng(0)
+    return compare(
+        twin(torch.nn.GRUCell, 3, 4),
+        nnx.GRUCell(3, 4, rngs=nnx.Rngs(0)),
+        rng.standard_normal((2, 3)),
+        rng.standard_normal((2, 4)),
+        weights=[
+            transposed("dense_i.kernel", "weight_ih"),
+            transposed("dense_h.kernel", "weight_hh"),
+            bias,
+        ],
+        call=lambda cell, x, h: cell(h, x)[0],
+    )
+
+
+def test_grucell_of_flax_cannot_hold_the_recurrent_bias():
+    """Torch multiplies its last third with the reset gate."""
+    keys = ("bias_ih", "bias_hh")
+    report = gru_cell_report(
+        Weight(("dense_i.bias",), keys, lambda a, b: (a + b,), lambda a: (a, 0 * a))
+    )
+    assert "weights: bias_hh comes back changed: the JAX module cannot hold it" in report.faults
+    assert ("float64", "outputs") in [failure[:2] for failure in report.failures]
+    with pytest.raises(ValueError, match="unexpected key bias_hh"):
+        gru_cell_report(same("dense_i.bias", "bias_ih"))
+
+
+def linear_function(weights, x):
+    return x @ weights["kernel"] + weights["bias"]
+
+
+def test_a_function_and_a_loader():
+    module, x = twin(torch.nn.Linear, 3, 4), np.ones((2, 3))
+    report = compare(
+        module,
+        linear_function,
+        x,
+        weights=lambda weights: {"kernel": weights["weight"].T, "bias": weights["bias"]},
+    )
+    assert report.passed, f"\n{report}"
+    assert "weight gradients" in report.errors["float64"]
+
+
+def test_a_loader_in_numpy_has_no_weight_gradients_and_the_report_says_so():
+    module, x = twin(torch.nn.Linear, 3, 4), np.ones((2, 3))
+    report = compare(
+        module,
+        linear_function,
+        x,
+        weights=lambda weights: {
+            "kernel": np.ascontiguousarray(weights["weight"].T),
+            "bias": np.asarray(weights["bias"]),
+        },
+    )
+    assert report.passed, f"\n{report}"
+    assert "weight gradients" not in report.errors["float64"]
+    assert report.notes[0].startswith("weight gradients are not compared")
+
+
+def test_a_weight_that_the_loader_does_not_read():
+    report = compare(
+        twin(torch.nn.Linear, 3, 4),
+        lambda weights, x: x @ weights,
+        np.ones((2, 3)),
+        weights=lambda weights: weights["weight"].T,
+        locate=True,
+    )
+    assert report.faults == ("weights: the loader does not read bias",)
+    assert not report.passed
+    assert not report.notes
+
+
+FAULTS = {
+    "outputs: torch returns ['y'], JAX ['y[0]', 'y[1]']": (lambda x: x, lambda x: [x, x]),
+    "outputs, y: shape (2, 3) in torch, (3, 2) in JAX": (lambda x: x, lambda x: x.T),
+    "outputs: all of them are empty, there is nothing to compare": (
+        lambda x: x[:0],
+        lambda x: x[:0],
+    ),
+    "outputs, y: float64 in torch, int32 in JAX": (lambda x: x, lambda x: x.astype(jnp.int32)),
+    "outputs, y: 2 of 2 int64 differ": (lambda x: x.argmax(1), lambda x: x.argmin(1)),
+    "outputs, y: JAX computes in float32 where float64 was asked for": (
+        lambda x: x,
+        lambda x: x.astype(jnp.float32),
+    ),
+    "outputs, y: 6 of 6 numbers of the float64 torch side are not finite": (
+        lambda x: x * torch.nan,
+        lambda x: x * jnp.nan,
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_no_error_can_say(fault):
+    of_torch, of_jax = FAULTS[fault]
+    report = compare(
+        torch.nn.Identity(),
+        lambda _, x: of_jax(x),
+        np.arange(6.0).reshape(2, 3),
+        weights=lambda weights: dict(weights),
+        call_twin=lambda twin, x: of_torch(twin(x)),
+    )
+    assert fault in report.faults
+    assert not report.passed
+
+
+def test_nan_of_jax_alone_fails():
+    report = compare(
+        torch.nn.Identity(),
+        lambda _, x: jnp.log(x - 2 * x),
+        np.ones((2, 3)),
+        weights=lambda weights: dict(weights),
+        call_twin=lambda twin, x: torch.log(twin(x)),
+    )
+    assert not report.passed
+    assert "FAIL, worst in y" in str(report)
+
+
+def test_an_unstable_reference_is_said_to_be(x64):
+    """sin(10⁸ x) in float32 says nothing."""
+    report = compare(
+        torch.nn.Identity(),
+        lambda _, x: jnp.sin(1e8 * x),
+        np.random.default_rng(0).standard_normal((2, 30)),
+        weights=lambda weights: dict(weights),
+        call_twin=lambda twin, x: torch.sin(1e8 * twin(x)),
+    )
+    assert report.errors["float32"]["outputs"].unstable
+    assert "unstable reference" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": lambda w, x: x}, "needs a loader .* got a NoneType$"),
+        (
+            {"model": lambda w, x: x, "weights": {}},
+            "expected a function of a state_dict, .* a dict$",
+        ),
+        ({"model": nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "weights": lambda w: w}, "a loader makes"),
+        (
+            {"model": lambda w, x: "y", "weights": lambda w: dict(w)},
+            "JAX: expected a tree of arrays, got str as y",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        compare(
+            torch.nn.Linear(3, 4),
+            arguments["model"],
+            np.ones((2, 3)),
+            weights=arguments.get("weights"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"dtypes": ()}, r"^dtypes: expected some of .*, got \(\)"),
+        ({"dtypes": 3}, r"^dtypes: expected some of .*, got \(3,\)"),
+        ({"dtypes": ([],)}, "^dtypes: expected some of"),
+        ({"platform": "tpu"}, "^platform: this machine has no tpu, only cpu"),
+        ({"dtypes": np.dtype("float32")}, "^dtypes: expected some of"),
+        ({"locate": "yes"}, "^locate: expected True or False, got 'yes'"),
+        (
+            {"names": {"nix": ""}},
+            "^names: expected torch submodules of a module that has none, got",
+        ),
+        ({"names": {"": "nix"}}, "^names: expected JAX submodules of .*, got 'nix'"),
+        ({"platform": "foo"}, "^platform: expected one of cpu, gpu, tpu, got 'foo'"),
+        ({"seed": -1}, "^seed: expected an integer of at least 0, got -1"),
+        ({"seed": True}, "^seed: expected an integer of at least 0, got True"),
+    ],
+)
+def test_options_that_do_not_fit(option, message):
+    module, model = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        compare(module, model, np.ones((2, 3)), **option)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "message"),
+    [
+        (
+            [np.ones((2, 3), object)],
+            {},
+            r"^inputs\[0\]: expected an array of numbers, got an array",
+        ),
+        ([{"x": {1}}], {}, r"^inputs\[0\]\['x'\]: expected an array of numbers, got a set"),
+        ([[[1.0, 2.0], [3.0]]], {}, r"^inputs\[0\]: expected an array of numbers, got a list"),
+        ([], {"kwargs": [1.0]}, "^kwargs: expected a dict of inputs by name, got a list"),
+        ([], {"call": 3}, "^call: expected a function, got an int"),
+        ([], {"call_twin": torch.nn.Tanh()}, "^call_twin: expected a function, got a Tanh"),
+        ([], {"names": [("", "")]}, "^names: expected a dict of torch names to JAX paths, got"),
+        ([], {"weights": 3}, "^weights: layout: expected a name or a list"),
+        ([], {"weights": "keras"}, "^weights: Linear has no layout 'keras': give a table"),
+    ],
+)
+def test_arguments_of_another_type(arguments, option, message):
+    module, model = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=message):
+        compare(module, model, *arguments, **option)
+
+
+def test_a_function_of_torch_is_no_twin():
+    with pytest.raises(TypeError, match=r"^twin: .* this calls torch: put it into a torch"):
+        compare(lambda x: torch.relu(x), lambda x: jnp.maximum(x, 0), np.ones((2, 3)))
+
+
+def test_modules_without_values():
+    def model():
+        return nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+
+    with pytest.raises(ValueError, match=r"^model: expected weights, got .* nnx\.eval_shape"):
+        compare(torch.nn.Linear(3, 4), nnx.eval_shape(model), np.ones((2, 3)))
+    with pytest.raises(ValueError, match=r"^twin: expected weights, got .* device meta"):
+        compare(torch.nn.Linear(3, 4, device="meta"), model(), np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True),
+        jnp.ones((2, 3), jnp.bfloat16),
+        [[1.0, 2.0, 3.0]],
+    ],
+)
+def test_inputs_may_be_of_any_library_and_dtype(x):
+    table = [transposed("kernel", "weight"), same("bias", "bias")]
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    report = compare(torch.nn.Linear(3, 4), model, x, weights=table, dtypes=["float64", "float64"])
+    assert report.passed, f"\n{report}"
+
+
+@pytest.mark.parametrize(
+    ("loader", "error"),
+    [
+        (lambda weights: weights["nix"], "weights: the twin has no nix, it has weight, bias"),
+        (lambda weights: None, "^weights: expected the loader to return weights, got None"),
+        (lambda weights: {"a": "b"}, r"weights\(state_dict\)\['a'\]: expected an array"),
+    ],
+)
+def test_loaders_that_load_nothing(loader, error):
+    with pytest.raises((KeyError, TypeError), match=error):
+        compare(torch.nn.Linear(3, 4), linear_function, np.ones((2, 3)), weights=loader)
+
+
+def test_a_loader_may_be_in_torch():
+    report = compare(
+        twin(torch.nn.Linear, 3, 4),
+        linear_function,
+        np.ones((2, 3)),
+        weights=lambda weights: {
+            "kernel": torch.tensor(weights["weight"]).T,
+            "bias": weights["bias"].tolist(),
+        },
+    )
+    assert report.notes[0].startswith("weight gradients are not compared")
+
+
+@pytest.mark.parametrize("model", [None, 3, nnx.Linear, torch.nn.Linear(3, 4)])
+def test_what_is_no_model(model):
+    with pytest.raises(
+        TypeError, match=r"^model: expected an nnx\.Module, a model of Linen, .* or a function"
+    ):
+        compare(torch.nn.Linear(3, 4), model, np.ones((2, 3)))
+
+
+def test_a_layer_of_the_package_needs_no_table():
+    x = np.random.default_rng(0).standard_normal((2, 5, 3))
+    module = twin(torch.nn.LSTM, 3, 4, num_layers=2, batch_first=True)
+    report = compare(module, LSTM(3, 4, num_layers=2, rngs=nnx.Rngs(0)), x)
+    assert report.passed, f"\n{report}"
+    assert report.errors["float32"].keys() == {
+        "outputs",
+        "final state",
+        "input gradient",
+        "weight gradients",
+    }

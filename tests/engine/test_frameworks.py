@@ -1,0 +1,378 @@
+"""`compare` on models of Linen, Equinox, haiku and Keras, and on NNX modules that change."""
+
+import functools
+import os
+import re
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+from jax_models.weights import Weight, added, layer_norm, linear, parts, same, transposed
+from parity_tests import compare, compare_training
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+KEYS = ("norm.weight", "norm.bias", "a.weight", "a.bias", "b.weight", "b.bias")
+exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
+
+
+class TorchMLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = torch.nn.LayerNorm(8), torch.nn.Dropout(0.5)
+        self.a, self.b = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.b(self.drop(torch.nn.functional.gelu(self.a(self.norm(x)))))
+
+
+class LinenMLP(linen.Module):
+    epsilon: float = 1e-5
+
+    @linen.compact
+    def __call__(self, x):
+        x = exact_gelu(linen.Dense(16)(linen.LayerNorm(epsilon=self.epsilon)(x)))
+        return linen.Dense(4)(linen.Dropout(0.5, deterministic=True)(x))
+
+
+LINEN_TABLE = [*layer_norm("LayerNorm_0", "norm"), *linear("Dense_0", "a"), *linear("Dense_1", "b")]
+
+
+def linen_params(weights):
+    return {
+        "LayerNorm_0": {"scale": weights["norm.weight"], "bias": weights["norm.bias"]},
+        "Dense_0": {"kernel": weights["a.weight"].T, "bias": weights["a.bias"]},
+        "Dense_1": {"kernel": weights["b.weight"].T, "bias": weights["b.bias"]},
+    }
+
+
+def of_linen(form, epsilon):
+    module = LinenMLP(epsilon)
+    if form == "a loader":
+        return module, {"weights": linen_params}
+    if form == "ToNNX":
+        model = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))
+        nnx.bridge.lazy_init(model, jnp.ones((1, 8)))
+        return model, {"weights": LINEN_TABLE}
+    variables = module.init(jax.random.key(0), jnp.ones((1, 8)))
+    model = module.bind(variables) if form == "bound" else (module, variables)
+    return model, {"weights": LINEN_TABLE}
+
+
+def of_equinox(form, epsilon):
+    eqx = pytest.importorskip("equinox")
+
+    class MLP(eqx.Module):
+        norm: eqx.nn.LayerNorm
+        a: eqx.nn.Linear
+        drop: eqx.nn.Dropout
+        b: eqx.nn.Linear
+        activation: object = exact_gelu
+
+        def __call__(self, x):
+            return self.b(self.drop(self.activation(self.a(self.norm(x)))))
+
+    keys = jax.random.split(jax.random.key(0))
+    a, b = eqx.nn.Linear(8, 16, key=keys[0]), eqx.nn.Linear(16, 4, key=keys[1])
+    model = MLP(eqx.nn.LayerNorm(8, eps=epsilon), a, eqx.nn.Dropout(0.5), b)
+
+    def load(weights):
+        def leaves(model):
+            m = model
+            return (m.norm.weight, m.norm.bias, m.a.weight, m.a.bias, m.b.weight, m.b.bias)
+
+        return eqx.tree_at(leaves, model, tuple(jnp.asarray(weights[key]) for key in KEYS))
+
+    if form == "a function":
+        infer = eqx.nn.inference_mode
+        return lambda model, x: jax.vmap(infer(model))(x), {"weights": load}
+    table = [same(key, key) for key in KEYS]
+    weights = load if form == "a loader" else table
+    return model, {"weights": weights, "call": lambda model, x: jax.vmap(model)(x)}
+
+
+def of_haiku(form, epsilon):
+    hk = pytest.importorskip("haiku")
+
+    def function(x):
+        x = hk.LayerNorm(-1, True, True, eps=epsilon, name="norm")(x)
+        return hk.Linear(4, name="b")(exact_gelu(hk.Linear(16, name="a")(x)))
+
+    transform = hk.transform_with_state if "state" in form else hk.transform
+    transformed = transform(function)
+    if form == "a loader":
+        return hk.without_apply_rng(transformed), {
+            "weights": lambda w: {
+                "norm": {"scale": w["norm.weight"], "offset": w["norm.bias"]},
+                "a": {"w": w["a.weight"].T, "b": w["a.bias"]},
+                "b": {"w": w["b.weight"].T, "b": w["b.bias"]},
+            }
+        }
+    table = [
+        *(same("norm.scale", "norm.weight"), same("norm.offset", "norm.bias")),
+        *(transposed(f"{name}.w", f"{name}.weight") for name in "ab"),
+        *(same(f"{name}.b", f"{name}.bias") for name in "ab"),
+    ]
+    params = transformed.init(jax.random.key(0), jnp.ones((1, 8)))
+    return (transformed, params), {"weights": table}
+
+
+def of_keras(form, epsilon):
+    keras = pytest.importorskip("keras")
+    if keras.backend.backend() != "jax":
+        pytest.skip(f"Keras runs on {keras.backend.backend()} here")
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.LayerNormalization(epsilon=epsilon, name="norm"),
+            keras.layers.Dense(16, name="a"),
+            keras.layers.Activation(lambda x: keras.activations.gelu(x, approximate=False)),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(4, name="b"),
+        ],
+        name="mlp",
+    )
+
+    def load(w):
+        values = [w[key] for key in KEYS]
+        return [value.T if value.ndim == 2 else value for value in values]
+
+    if form == "a loader":
+        return model, {"weights": load}
+    table = [
+        *(same("mlp/norm/gamma", "norm.weight"), same("mlp/norm/beta", "norm.bias")),
+        *(transposed(f"mlp/{name}/kernel", f"{name}.weight") for name in "ab"),
+        *(same(f"mlp/{name}/bias", f"{name}.bias") for name in "ab"),
+    ]
+    return model, {"weights": table}
+
+
+FORMS = [
+    *((of_linen, form) for form in ("a loader", "bound", "a pair", "ToNNX")),
+    *((of_equinox, form) for form in ("a function", "a loader", "a table")),
+    *((of_haiku, form) for form in ("a loader", "a pair", "a pair with state")),
+    *((of_keras, form) for form in ("a loader", "a table")),
+]
+
+
+def random_mlp() -> TorchMLP:
+    torch.manual_seed(0)
+    twin = TorchMLP()
+    with torch.no_grad():
+        for weight in twin.norm.parameters():
+            weight.uniform_(0.5, 1.5)
+    return twin
+
+
+@pytest.mark.parametrize(("framework", "form"), FORMS)
+@pytest.mark.parametrize("epsilon", [1e-5, 1.1e-5])
+def test_models_of_other_frameworks(framework, form, epsilon):
+    model, options = framework(form, epsilon)
+    x = np.random.default_rng(0).standard_normal((3, 8))
+    report = compare(random_mlp(), model, x, locate=True, **options)
+    assert report.passed == (epsilon == 1e-5), f"\n{report}"
+    assert "weight gradients" in report.errors["float64"]
+    if not report.passed:
+        assert report.location.culprit == "norm", f"\n{report}"
+        (hyperparameters,) = report.location.remarks
+        assert re.fullmatch(
+            r"LayerNorm \| LayerNorm\w*: eps 1e-05 \| eps(ilon)? 1\.1e-05", hyperparameters
+        )
+
+
+@pytest.mark.parametrize("framework", [of_linen, of_equinox, of_keras])
+def test_a_model_without_weights_has_others(framework):
+    """Its numbers would say nothing."""
+    model, options = framework("a pair", 1e-5)
+    x = np.random.default_rng(0).standard_normal((3, 8))
+    with pytest.raises(ValueError, match=r"^weights: the model has other weights than the twin"):
+        compare(random_mlp(), model, x, call=options.get("call"))
+    with pytest.raises(TypeError, match=r"^weights: the model has no layout 'torch\.nn'"):
+        compare(random_mlp(), model, x, weights="torch.nn")
+
+
+def test_a_model_that_has_the_weights_needs_no_table():
+    twin, model = torch.nn.Linear(4, 3), nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    model.kernel[...] = jnp.asarray(twin.weight.detach().numpy().T)
+    model.bias[...] = jnp.asarray(twin.bias.detach().numpy())
+    x = np.random.default_rng(0).standard_normal((2, 4))
+    report = compare(twin, model, x)
+    assert report.passed, f"\n{report}"
+    assert report.notes[0].startswith("weight gradients are not compared")
+    assert not compare(twin, model, x, call=lambda model, x: 1.1 * model(x)).passed
+
+
+class TorchNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.norm(x)), self.norm.running_mean.clone()
+
+
+class Norm(nnx.Module):
+    def __init__(self, momentum, rngs):
+        self.norm = nnx.BatchNorm(4, momentum=momentum, epsilon=1e-5, rngs=rngs)
+        self.out = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.norm(x)), self.norm.mean.get_value()
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.91])
+def test_a_batch_norm_in_training_changes_its_statistics(momentum):
+    def call(model, x):
+        model.norm.use_running_average = False
+        return model(x)
+
+    report = compare(
+        TorchNorm(),
+        Norm(momentum, nnx.Rngs(0)),
+        np.random.default_rng(0).standard_normal((5, 4)),
+        weights=[
+            *layer_norm("norm", "norm"),
+            *(same(f"norm.{name}", f"norm.running_{name}") for name in ("mean", "var")),
+            *linear("out", "out"),
+        ],
+        call=call,
+        call_twin=lambda twin, x: twin.train()(x),
+    )
+    assert report.passed == (momentum == 0.9), f"\n{report}"
+    assert report.errors["float64"]["outputs"].passed
+
+
+class Recurrent(nnx.Module):
+    """Its cell counts the keys that it draws, and has one bias where torch has two."""
+
+    def __init__(self, rngs):
+        self.rnn = nnx.RNN(nnx.SimpleCell(4, 5, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.rnn(x)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_nnx_rnn(reverse):
+    twin = torch.nn.RNN(4, 5, batch_first=True)
+    torch.nn.init.zeros_(twin.bias_hh_l0)
+    biases = ("bias_ih_l0", "bias_hh_l0")
+    report = compare(
+        twin,
+        Recurrent(nnx.Rngs(0)),
+        np.random.default_rng(0).standard_normal((2, 7, 4)),
+        weights=[
+            transposed("rnn.cell.dense_i.kernel", "weight_ih_l0"),
+            transposed("rnn.cell.dense_h.kernel", "weight_hh_l0"),
+            Weight(("rnn.cell.dense_i.bias",), biases, lambda a, b: (a + b,), lambda a: (a, 0 * a)),
+        ],
+        call=lambda model, x: model(x[:, ::-1] if reverse else x),
+        call_twin=lambda twin, x: twin(x)[0],
+    )
+    assert report.passed != reverse, f"\n{report}"
+
+
+def flax_lstm_rows(forget):
+    """Four kernels a key, and biases that are sums."""
+    inner = [f"cell.{gate}" for gate in ("ii", forget, "ig", "io")]
+    outer = [f"cell.{gate}" for gate in ("hi", "hf", "hg", "ho")]
+    return [
+        parts([f"{gate}.kernel" for gate in inner], "weight_ih_l0"),
+        parts([f"{gate}.kernel" for gate in outer], "weight_hh_l0"),
+        Weight(
+            tuple(f"{gate}.bias" for gate in outer),
+            ("bias_ih_l0", "bias_hh_l0"),
+            lambda a, b: tuple((a + b).reshape(4, -1)),
+            lambda *gates: (np.concatenate(gates), 0 * np.concatenate(gates)),
+            gradients=lambda *gates: (np.concatenate(gates),) * 2,
+            exact=False,
+        ),
+    ]
+
+
+def nnx_rnn():
+    return nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)))
+
+
+def linen_rnn():
+    module = linen.RNN(linen.LSTMCell(4))
+    variables = module.init(jax.random.key(0), jnp.ones((1, 2, 3), jnp.float32))
+    return (module, variables), flax_lstm_rows("if")
+
+
+def equinox_scan():
+    """Its carry is of float32, whatever its weights are."""
+    eqx = pytest.importorskip("equinox")
+
+    class Scan(eqx.Module):
+        cell: eqx.nn.LSTMCell
+
+        def __call__(self, x):
+            def step(carry, x_t):
+                carry = self.cell(x_t, carry)
+                return carry, carry[0]
+
+            start = jnp.zeros(4, jnp.float32)
+            return jax.vmap(lambda row: jax.lax.scan(step, (start, start), row)[1])(x)
+
+    table = [
+        *(same(f"cell.weight_{side}", f"weight_{side}_l0") for side in ("ih", "hh")),
+        added("cell.bias", ("bias_ih_l0", "bias_hh_l0")),
+    ]
+    return Scan(eqx.nn.LSTMCell(3, 4, key=jax.random.key(0))), table
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: (nnx_rnn(), flax_lstm_rows("if_")),
+        linen_rnn,
+        equinox_scan,
+    ],
+    ids=["nnx.RNN", "linen.RNN", "equinox"],
+)
+def test_a_model_that_x64_cannot_trace_is_compared_in_float64(build):
+    model, table = build()
+    twin = torch.nn.LSTM(3, 4, batch_first=True)
+    x = np.random.default_rng(0).standard_normal((2, 5, 3))
+
+    def report(factor, **options):
+        call_twin = lambda twin, x: twin(factor * x)[0]  # noqa: E731
+        return compare(twin, model, x, weights=table, call_twin=call_twin, **options)
+
+    right = report(1)
+    assert right.passed, f"\n{right}"
+    groups = {"outputs", "input gradient", "weight gradients"}
+    assert right.errors["float64"].keys() == groups
+    assert any("is traced without x64" in note for note in right.notes)
+    wrong = report(1 + 1e-9, dtypes="float64", locate=True)
+    assert not wrong.errors["float64"]["outputs"].passed
+    assert wrong.location.culprit == "", f"\n{wrong}"
+
+
+def test_a_model_that_x64_cannot_trace_is_trained_in_float64():
+    twin, x = torch.nn.LSTM(3, 4, batch_first=True), np.random.default_rng(0).random((2, 5, 3))
+    twin.bias_hh_l0.requires_grad_(False)  # of two biases, the sum would move twice as fast
+
+    def report(factor):
+        return compare_training(
+            twin,
+            nnx_rnn(),
+            [x, -x],
+            loss=lambda model, x: (model(x) ** 2).mean(),
+            loss_twin=lambda twin, x: (twin(factor * x)[0] ** 2).mean(),
+            optimizer=lambda: optax.sgd(0.1),
+            optimizer_twin=lambda twin: torch.optim.SGD(twin.parameters(), 0.1),
+            weights=flax_lstm_rows("if_"),
+            dtypes="float64",
+        )
+
+    assert report(1).passed
+    assert report(1 + 1e-9).parting["float64"][0] == 1

@@ -1,0 +1,351 @@
+"""`compare` of two JAX models: the first is the reference."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import linen, nnx
+from jax import lax
+
+from jax_models import from_torch
+from jax_models.weights import linear, same, transposed
+from parity_tests import assert_parity, compare, record
+from parity_tests.engine.references.jax_reference import source_of
+from parity_tests.engine.references.open_reference import open_reference
+from parity_tests.engine.references.source import requested
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+X = np.random.default_rng(0).standard_normal((2, 5, 4))
+
+
+class MLP(nnx.Module):
+    def __init__(self, factor=1.0, seed=0, dtype=None):
+        rngs = nnx.Rngs(seed)
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.last = nnx.Linear(8, 3, rngs=rngs)
+        self.factor, self.dtype = factor, dtype
+
+    def __call__(self, x):
+        h = jnp.tanh(self.norm(self.first(x)))
+        h = h if self.dtype is None else h.astype(self.dtype).astype(x.dtype)
+        return self.last(self.factor * h), h.sum(-1)
+
+
+class Refactored(nnx.Module):
+    """The same in other words, and under other names."""
+
+    def __init__(self, factor=1.0):
+        rngs = nnx.Rngs(1)
+        self.inner = nnx.Param(jnp.zeros((8, 4)))
+        self.bias = nnx.Param(jnp.zeros(8))
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.last = nnx.Linear(8, 3, rngs=rngs)
+        self.factor = factor
+
+    def __call__(self, x):
+        h = jnp.einsum("oi,bti->bto", self.inner[...], x) + self.bias[...]
+        h = jnp.tanh(self.norm(h))
+        return self.last(self.factor * h), h.sum(-1)
+
+
+TABLE = [
+    transposed("inner", "first.kernel"),
+    same("bias", "first.bias"),
+    *(same(f"norm.{name}", f"norm.{name}") for name in ("scale", "bias", "mean", "var")),
+    *(same(f"last.{name}", f"last.{name}") for name in ("kernel", "bias")),
+]
+
+
+def nnx_pair(factor):
+    return MLP(), Refactored(factor), {"weights": TABLE}
+
+
+def checkpoints(factor):
+    return MLP(), MLP(factor), {}
+
+
+def linen_pair(factor):
+    class Dense(linen.Module):
+        factor: float = 1.0
+
+        @linen.compact
+        def __call__(self, x):
+            return self.factor * linen.Dense(3)(x)
+
+    variables = Dense().init(jax.random.key(0), jnp.zeros((1, 4)))
+    return Dense().bind(variables), (Dense(factor), variables), {}
+
+
+def equinox_pair(factor):
+    equinox = pytest.importorskip("equinox")
+    one = equinox.nn.Linear(4, 3, key=jax.random.key(0))
+    return one, one, {"call": lambda m, x: factor * jax.vmap(jax.vmap(m))(x), "call_twin": mapped}
+
+
+def mapped(model, x):
+    return jax.vmap(jax.vmap(model))(x)
+
+
+def function_pair(factor):
+    weights = {"w": np.random.default_rng(1).standard_normal((4, 3))}
+    return (
+        (lambda w, x, scale: scale * x @ w["w"], weights),
+        (lambda w, x, scale: factor * x @ (scale * w["w"]), weights),
+        {"kwargs": {"scale": 0.5}},
+    )
+
+
+def loader_pair(factor):
+    weights = {"w": np.random.default_rng(1).standard_normal((4, 3))}
+    model = lambda w, x: factor * (w @ x.mT).mT  # noqa: E731
+    return (lambda w, x: x @ w["w"], weights), model, {"weights": lambda arrays: arrays["w"].T}
+
+
+def without_weights(factor):
+    return jnp.sin, lambda x: factor * jnp.cos(x - jnp.pi / 2), {}
+
+
+PAIRS = (
+    nnx_pair,
+    checkpoints,
+    linen_pair,
+    equinox_pair,
+    function_pair,
+    loader_pair,
+    without_weights,
+)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("factor", [1, 1 + 1e-10])
+def test_models_of_all_kinds_are_references(pair, factor):
+    model, other, options = pair(factor)
+    report = compare(model, other, X, **options)
+    assert report.passed == (factor == 1), str(report)
+    groups = {"outputs", "input gradient", "weight gradients"}
+    if pair is without_weights:
+        groups.remove("weight gradients")
+    assert groups <= {*report.errors["float64"]}, str(report)
+    assert str(report).split()[:2] == ["reference", "model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("factor", [1, 1 + 1e-10])
+def test_models_of_all_kinds_are_recorded(pair, factor, tmp_path):
+    """As on one commit, to be compared on another one."""
+    model, other, options = pair(factor)
+    of_record = {key: value for key, value in options.items() if key in ("call_twin", "kwargs")}
+    record(model, X, path=tmp_path / "model.safetensors", **of_record)
+    rest = {key: value for key, value in options.items() if key not in of_record}
+    report = compare(tmp_path / "model.safetensors", other, **rest)
+    live = compare(model, other, X, **options)
+    assert report.passed == (factor == 1), str(report)
+    for dtype, groups in live.tensors.items():
+        for group, named in groups.items():
+            for name, error in named.items():
+                recorded = report.tensors[dtype][group][name]
+                assert recorded.jax == pytest.approx(error.jax, rel=1e-6)
+                assert recorded.bound == pytest.approx(error.bound, rel=1e-6)
+
+
+def test_another_checkpoint_is_told_by_its_weights():
+    rounded = MLP()
+    rounded.first.kernel.set_value(
+        rounded.first.kernel[...].astype(jnp.bfloat16).astype(jnp.float32)
+    )
+    report = compare(MLP(), rounded, X)
+    assert not report.passed
+    assert [note for note in report.notes if note.startswith("1 of 8 weights differ, first.kernel")]
+    assert compare(MLP(), rounded, X, weights=[same(n, n) for n in NAMES]).passed
+
+
+NAMES = [row.keys[0] for row in TABLE]
+
+
+def test_weights_of_other_names_are_not_compared():
+    with jax.enable_x64(False):
+        other = from_torch(Refactored(), {n: a for n, a in arrays_of(MLP()).items()}, TABLE)
+    report = compare(MLP(), other, X)
+    assert "weight gradients" not in report.errors["float64"]
+    assert report.passed, str(report)
+    assert any("other names" in note for note in report.notes)
+
+
+def arrays_of(model) -> dict[str, np.ndarray]:
+    return source_of(model).known.arrays
+
+
+def test_casts_of_the_reference_are_left_out_and_listed():
+    report = compare(MLP(dtype=jnp.float32), MLP(), X)
+    assert report.passed, str(report)
+    assert report.errors["float64"]["outputs"].jax < 1e-14
+    note = next(note for note in report.notes if note.startswith("reference casts to less"))
+    assert __file__ in note
+    coarse = compare(MLP(), MLP(dtype=jnp.bfloat16), X)
+    assert not coarse.passed
+    assert coarse.errors["float32"]["outputs"].jax > 1e-4
+
+
+def test_shapes_and_dtypes_of_two_models_are_compared():
+    faults = compare(MLP(), MLP(), X, call=lambda m, x: (m(x)[0].mT, m(x)[1])).faults
+    assert "shape (2, 5, 3) in reference, (2, 3, 5) in model" in faults[0]
+    report = compare(jnp.sin, lambda x: jnp.sin(x) * jnp.nan, X)
+    assert not report.passed
+    report = compare(lambda x: x / 0.0 * 0.0, jnp.sin, X)
+    assert "numbers of the float64 reference side are not finite" in report.faults[0]
+
+
+def logistic(x, factor=1.0):
+    for _ in range(12):
+        x = 3.9 * x * (1 - x)
+    return factor * x
+
+
+def reordered(x, factor=1.0):
+    for _ in range(12):
+        x = 3.9 * factor * (x * (1 - x))
+    return x
+
+
+@pytest.mark.slow
+def test_the_bound_grows_with_the_conditioning():
+    x = np.random.default_rng(0).uniform(0.1, 0.9, (7,))
+    report = compare(logistic, reordered, x)
+    assert report.passed, str(report)
+    faulty = compare(logistic, lambda x: reordered(x, 1 + 1e-9), x, dtypes="float64")
+    assert not faulty.passed
+
+
+def torch_mlp():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3)
+    return torch.nn.Sequential(*layers)
+
+
+def jax_mlp(w, x):
+    h = jnp.tanh(x @ w["0.weight"].T + w["0.bias"])
+    h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-5)
+    h = h * w["2.weight"] + w["2.bias"]
+    return h @ w["3.weight"].T + w["3.bias"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_rounding_scatters_as_on_the_torch_side(dtype):
+    twin = torch_mlp()
+    weights = {key: value.numpy() for key, value in twin.state_dict().items()}
+    scatters = []
+    for side in (twin, (jax_mlp, weights)):
+        with open_reference(side) as source:
+            start = source.start(requested((X,), None, None, None, None), False)
+            problem = start(build=dict, call=None, to_torch=None)
+            scatters.append(source.reference(problem, lambda text: None).scatter(dtype))
+    torchs, jaxs = scatters
+    assert torchs.keys() == jaxs.keys()
+    for group, named in torchs.items():
+        for name, scatter in named.items():
+            assert scatter / 3 <= jaxs[group][name] <= 3 * scatter, (group, name)
+
+
+def in_a_scan(x):
+    return lax.scan(lambda h, _: (jnp.sin(h), h.sum()), x, None, length=3)
+
+
+def in_a_while(x):
+    return lax.fori_loop(0, 3, lambda _, h: jnp.sin(h), x)
+
+
+def in_a_branch(x):
+    return lax.cond(x.sum() > -99, jnp.sin, lambda x: 2 * x, jnp.sin(x))
+
+
+def picked(x):
+    """The order and the place are decided by numbers, of which some are close."""
+    x = jnp.concatenate([x, x * (1 + 1e-10)])
+    order = jnp.argsort(jnp.sin(x).ravel())
+    return jnp.where(x > 0, jnp.sin(x), x).ravel()[order], jnp.sin(x).argmax()
+
+
+PLACES = {
+    "scan": in_a_scan,
+    "while": in_a_while,
+    "cond": in_a_branch,
+    "jit": jax.jit(jnp.sin),
+    "remat": jax.checkpoint(jnp.sin),
+    "vmap": jax.vmap(in_a_scan),
+    "complex": lambda x: jnp.fft.fft(jnp.sin(x) + 1j * x),
+    "picked": picked,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_rounding_reaches_all_bodies_and_decides_nothing(place, dtype):
+    with open_reference(PLACES[place]) as source:
+        start = source.start(requested((X[0],), None, None, None, None), False)
+        problem = start(build=dict, call=None, to_torch=None)
+        scatter = source.reference(problem, lambda text: None).scatter(dtype)
+    ulp = float(jnp.finfo(dtype).eps)
+    for group in ("outputs", "input gradient"):
+        for name, error in scatter.get(group, {}).items():
+            assert 0.2 * ulp < error < 40 * ulp, (group, name, error)
+
+
+BLOCKED = """
+import sys
+
+
+class Blocker:
+    def find_spec(self, name, *args):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch is not installed")
+
+
+sys.meta_path.insert(0, Blocker())
+import jax.numpy as jnp
+import numpy as np
+from parity_tests import compare, record
+
+x = np.random.default_rng(0).standard_normal(5)
+assert compare(jnp.sin, lambda x: jnp.cos(x - jnp.pi / 2), x).passed
+record(jnp.sin, x, path="sin.safetensors")
+assert not compare("sin.safetensors", jnp.cos).passed
+assert "torch" not in sys.modules
+"""
+
+
+def test_torch_is_not_needed(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_asked_in_vain_is_refused():
+    model = MLP()
+    with pytest.raises(ValueError, match="edge_inputs: expected a torch module"):
+        compare(model, model, X, edge_inputs=True)
+    with pytest.raises(ValueError, match="precision: expected one of highest, high, default, got"):
+        compare(model, model, X, precision="low")
+    with pytest.raises(TypeError, match=r"twin: it has no weights: give it with them"):
+        compare(linen.Dense(3), linen.Dense(3), X)
+    with pytest.raises(TypeError, match=r"twin: expected a torch.nn.Module, a JAX model or"):
+        compare(MLP, model, X)
+    with pytest.raises(AssertionError, match="the two sides differ"):
+        assert_parity(model, MLP(1.1), X)
+    with pytest.raises(ValueError, match="unexpected key first"):
+        compare(model, nnx.Linear(4, 3, rngs=nnx.Rngs(0)), X, weights=linear("", "last"))
+
+
+@pytest.mark.skipif(jax.default_backend() == "cpu", reason="this machine has a CPU alone")
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_a_platform_is_compared_with_the_cpu(precision):
+    platform = jax.default_backend()
+    report = compare(MLP(), MLP(), X, platform=platform, precision=precision, dtypes="float32")
+    assert report.passed == (precision == "highest"), str(report)

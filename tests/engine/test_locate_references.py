@@ -1,0 +1,167 @@
+"""A record, or a JAX model, in the place of the torch module."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchParts, X
+
+from parity_tests import assert_parity, compare, record, tap
+from parity_tests.engine.locate.record import SLOTS
+from parity_tests.engine.locate.reference_trace import ReferenceTrace, largest
+from parity_tests.engine.references.open_reference import open_reference
+from parity_tests.engine.references.source import requested
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class Faulty(NamedTuple):
+    twin: object
+    model: object
+    weights: object
+    inputs: np.ndarray
+    culprit: str
+    dtype: str = "float64"
+
+
+def of_parts(a, wrong):
+    """The part `a` is wrong."""
+    call, b = (lambda m, x: m.b(m.a(x))), (lambda x: 2 * x)
+    return Faulty(TorchParts(call, a=a, b=b), Parts(call, a=wrong, b=b), None, X, "a")
+
+
+def logistic(x):
+    for _ in range(12):
+        x = 3.9 * x * (1 - x)
+    return x
+
+
+def reordered(x):
+    for _ in range(12):
+        x = 3.9 * (x * (1 - x))
+    return x
+
+
+def after_what_rounding_explains():
+    call = lambda m, x: m.b(m.a(x))  # noqa: E731
+    return Faulty(
+        TorchParts(call, a=logistic, b=lambda x: x**2),
+        Parts(call, a=reordered, b=lambda x: 2 * x**2),
+        None,
+        np.random.default_rng(0).uniform(0.1, 0.9, (7,)),
+        "b",
+        "float32",
+    )
+
+
+def faulty_pairs() -> dict[str, Faulty]:
+    planted = {
+        f"{fault}, {framework}": Faulty(
+            TorchModel(), *FRAMEWORKS[framework](fault), TOKENS, FAULTS[fault][0]
+        )
+        for framework in ("NNX, as it is", "function with taps")
+        for fault in FAULTS
+    }
+    coarse = planted["gelu by tanh, NNX, as it is"]
+    return planted | {
+        "gelu by tanh in float32": coarse._replace(dtype="float32"),
+        "after what rounding explains": after_what_rounding_explains(),
+        "shape": of_parts(lambda x: x[:, :3], lambda x: x[:, :2]),
+        "dtype": of_parts(lambda x: x.round(), lambda x: x.round().astype(jnp.float32)),
+    }
+
+
+@pytest.mark.parametrize("name", faulty_pairs())
+def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
+    twin, model, weights, inputs, culprit, dtype = faulty_pairs()[name]
+    path = tmp_path / "twin.safetensors"
+    record(twin, inputs, path=path, dtypes=dtype)
+    there = compare(path, model, weights=weights, locate=True).location
+    here = compare(twin, model, inputs, weights=weights, dtypes=dtype, locate=True).location
+    assert there.culprit == culprit, f"\n{there}"
+    assert there == here
+
+
+def told(source, *inputs) -> list[ReferenceTrace]:
+    """What it tells in each dtype."""
+    with open_reference(source) as found:
+        asked = found.completed(requested(inputs, None, ["float64", "bfloat16"], None, None))
+        reference = found.reference(
+            found.start(asked, False)(build=dict, call=None, to_torch=None), lambda text: None
+        )
+        return [reference.theirs(dtype) for dtype in asked.dtypes]
+
+
+def nnx_model(fault=None):
+    return FRAMEWORKS["NNX, as it is"](fault)[0]
+
+
+@pytest.mark.parametrize("make", [TorchModel, pytest.param(nnx_model, marks=pytest.mark.slow)])
+def test_a_record_tells_what_its_side_tells(make, tmp_path):
+    side, path = make(), tmp_path / "side.safetensors"
+    record(side, TOKENS, path=path, dtypes=["float64", "bfloat16"])
+    for live, recorded in zip(told(side, TOKENS), told(path), strict=True):
+        assert recorded.own().dtypes == live.own().dtypes
+        assert {p: e for p, e in recorded.own().errors.items() if e} == {
+            p: e for p, e in live.own().errors.items() if e
+        }
+        scatters = [largest(each.rounded()) for each in (live, recorded)]
+        there, here = ({p: e for p, e in scatter.items() if e} for scatter in scatters)
+        assert there == here != {}
+        assert recorded.owners == live.owners
+        of_both = [
+            [(each.number[call], slot) for call, slot in each.run.trace.events]
+            for each in (live, recorded)
+        ]
+        assert of_both[0] == of_both[1]
+        for call, again in zip(live.run.trace.calls, recorded.run.trace.calls, strict=True):
+            for field in ("name", "kind", "weights", "shapes"):
+                assert getattr(again, field) == getattr(call, field)
+            assert [recorded.number[c] for c in again.ancestors] == [
+                live.number[c] for c in call.ancestors
+            ]
+            assert {recorded.number[c] for c in again.sources} == {
+                live.number[c] for c in call.sources
+            }
+            for slot in SLOTS:
+                assert [*again.slots[slot]] == [*call.slots[slot]]
+                for label, array in call.slots[slot].items():
+                    np.testing.assert_array_equal(again.slots[slot][label], array)
+
+
+def test_what_is_told_is_not_rounded():
+    theirs, *_ = told(lambda x: tap("a", x), X)
+    scatter = largest(theirs.rounded())
+    assert (1, "outputs", "") in scatter
+    assert not any(scatter.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_jax_model_is_a_reference(fault, tmp_path):
+    """Its GELU is no module."""
+    path = tmp_path / "model.safetensors"
+    record(nnx_model(), TOKENS, path=path, dtypes="float64")
+    live = compare(nnx_model(), nnx_model(fault), TOKENS, dtypes="float64", locate=True).location
+    culprit, direction = FAULTS[fault]
+    assert live.culprit == culprit.removesuffix(".act"), f"\n{live}"
+    assert f", {direction}" in live.verdict
+    recorded = compare(path, nnx_model(fault), locate=True).location
+    assert (recorded.culprit, recorded.verdict) == (live.culprit, live.verdict)
+
+
+def test_a_record_without_activations_is_not_located(tmp_path):
+    twin, model, weights, tokens, *_ = faulty_pairs()["gelu by tanh, NNX, as it is"]
+    small, large = tmp_path / "small.safetensors", tmp_path / "large.safetensors"
+    record(twin, tokens, path=large)
+    record(twin, tokens, path=small, activations=False)
+    assert small.stat().st_size < large.stat().st_size
+    with pytest.raises(ValueError, match=r"^locate: the record has no activations, record"):
+        compare(small, model, weights=weights, locate=True)
+    for path, is_located in ((small, False), (large, True)):
+        with pytest.raises(AssertionError) as error:
+            assert_parity(path, model, weights=weights)
+        assert ("first to depart: blocks.1.act" in str(error.value)) == is_located
+    with pytest.raises(ValueError, match=r"names: expected torch submodules of embed, .*, got 'x'"):
+        compare(large, model, weights=weights, names={"x": "embed"})

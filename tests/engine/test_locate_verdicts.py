@@ -1,0 +1,166 @@
+"""What the report says: the culprit, that there is none, or that it is not known."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from faulty_pairs import Parts, TorchParts, X, located
+from flax import nnx
+
+from jax_models.weights import linear, same
+from parity_tests import compare, tap
+from parity_tests.engine.locate.find import find_departure
+from parity_tests.engine.locate.torch_side import of_torch
+from parity_tests.engine.references.torch_reference import TorchReference
+from parity_tests.registry import CASES, MUTATIONS
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def departure(case, dtype, *, is_forward=False):
+    problem = CASES[case].problem()
+    reference = TorchReference(problem).theirs(dtype, is_forward=is_forward)
+    return find_departure(problem, reference, {}, is_forward=is_forward)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is not None], ids=str)
+def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
+    with mutation.plant():
+        location = departure(mutation.case, "float64", is_forward=True)
+    assert location.culprit == mutation.culprit, f"\n{location}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HawkBlock",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("RWKVLanguageModel", "GPModel of hyena")
+        ),
+    ],
+)
+def test_no_fault_is_found_where_there_is_none(name):
+    location = departure(name, "float32")
+    assert location.culprit is None, f"\n{location}"
+    assert str(location).endswith("first to depart: none, all that was compared agrees")
+
+
+def test_a_shape_that_departs():
+    location = located(
+        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x[:, :3], "b": lambda x: 2 * x},
+        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x[:, :2], "b": lambda x: 2 * x},
+        X,
+    )
+    assert location.culprit == "a"
+    assert "shape (3, 2), not (3, 3)" in str(location)
+
+
+def test_a_dtype_that_departs_though_the_numbers_agree():
+    location = located(
+        {"call": lambda m, x: m.a(x).sum() * x, "a": lambda x: x.round()},
+        {"call": lambda m, x: m.a(x).sum() * x, "a": lambda x: x.round().astype(jnp.float32)},
+        X,
+    )
+    assert location is None, "numbers of the dtype asked for come out"
+    location = located(
+        {"call": lambda m, x: m.b(m.a(x)), "a": lambda x: x.round(), "b": lambda x: 2 * x},
+        {
+            "call": lambda m, x: m.b(m.a(x)),
+            "a": lambda x: x.round().astype(jnp.float32),
+            "b": lambda x: 2 * x,
+        },
+        X,
+    )
+    assert location.culprit == "a"
+    assert location.verdict == "a, by its dtype"
+
+
+def test_a_module_that_raises_is_named():
+    model = Parts(lambda m, x: m.a(x), a=lambda x: x @ x)
+    with pytest.raises(TypeError) as found:
+        compare(TorchParts(lambda m, x: m.a(x), a=lambda x: x @ x.T), model, X, locate=True)
+    assert found.value.__notes__[-1] == "in JAX's a"
+
+
+def test_nothing_compared_is_not_agreement():
+    """Of a function that computes in another way, and of a module that is no part of it."""
+    twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    report = compare(
+        twin,
+        lambda w, x: (
+            1.5 * (x @ (w["0.weight"].T @ w["1.weight"].T))
+            + w["1.bias"]
+            + w["0.bias"] @ w["1.weight"].T
+        ),
+        X,
+        weights=dict,
+        dtypes=["float64"],
+        locate=True,
+    )
+    assert report.location.verdict.startswith(("not known", "0,")), f"\n{report}"
+
+
+def test_a_tap_does_nothing_outside_of_a_comparison():
+    assert tap("a", X) is X
+    with pytest.raises(TypeError, match=r"^name: expected the name of a torch submodule, got 3"):
+        tap(3, X)
+
+
+class TorchGain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.gain = torch.nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x + self.gain * self.linear(x)
+
+
+class Gain(nnx.Module):
+    """Whose gain gets no gradient, and all else the right one."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.gain = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x):
+        return x + jax.lax.stop_gradient(self.gain[...]) * self.linear(x)
+
+
+def test_a_gradient_that_only_a_weight_lacks():
+    torch.manual_seed(0)
+    table = [*linear("linear", "linear"), same("gain", "gain")]
+    location = compare(TorchGain(), Gain(), X, weights=table, locate=True).location
+    assert location.verdict == "the module itself, backward, after linear", f"\n{location}"
+
+
+def test_gradients_are_computed_only_where_a_departure_may_be_in_them(monkeypatch):
+    """Results that depart forward are explained forward, at less than half of the cost."""
+    traced = []
+
+    def kept(*args, **kwargs):
+        traced.append(of_torch(*args, **kwargs))
+        return traced[-1]
+
+    monkeypatch.setattr("parity_tests.engine.references.torch_reference.of_torch", kept)
+    twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+
+    def model(weights, x, forward, backward):
+        h = jnp.tanh(tap("0", x @ weights["0.weight"].T + weights["0.bias"]))
+        h = h + backward * (h - jax.lax.stop_gradient(h)) + forward
+        return h @ weights["2.weight"].T + weights["2.bias"]
+
+    for fault in ((0.1, 0.0), (0.0, 0.1)):
+        port = partial(model, forward=fault[0], backward=fault[1])
+        location = compare(twin, port, X[0], weights=dict, locate=True).location
+        assert f", {'forward' if fault[0] else 'backward'}" in str(location)
+    sizes = [
+        sum(a.size for call in run.trace.calls for a in call.slots["output gradients"].values())
+        for run in traced
+    ]
+    assert sizes[0] == 0 < sizes[-1]
+    assert ["weight gradients" in run.results for run in traced] == [bool(size) for size in sizes]

@@ -1,0 +1,389 @@
+"""A torch side in a file: the same report, without torch."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from jax_models import LSTM
+from jax_models.weights import linear
+from parity_tests import Report, assert_parity, compare, record
+from parity_tests.engine.references import record_file as stored
+from parity_tests.engine.references import recording
+from parity_tests.engine.references.record_file import KEY
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class Tied(torch.nn.Module):
+    """Tokens, a padding row, a weight that is used twice, a buffer, and numbers of float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 6, padding_idx=0)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("unused", torch.ones(3))
+        torch.nn.init.uniform_(self.norm.running_var, 0.5, 1.5)
+
+    def forward(self, tokens, mask=None, scale=1.0):
+        x = self.norm(self.embed(tokens).mT).mT
+        x = x if mask is None else x * mask[..., None]
+        x = (x.float() * scale).to(x.dtype)
+        return {"logits": self.head(x), "likeliest": self.head(x).argmax(-1)}, x
+
+
+def tied(w, tokens, mask=None, scale=1.0, factor=1.0):
+    x = w["embed.weight"][tokens]
+    x = (x - w["norm.running_mean"]) / jnp.sqrt(w["norm.running_var"] + 1e-5)
+    x = factor * x * w["norm.weight"] + w["norm.bias"]
+    x = x if mask is None else x * mask[..., None]
+    logits = scale * x @ w["head.weight"].T
+    return {"logits": logits, "likeliest": logits.argmax(-1)}, scale * x
+
+
+def slightly_wrong(w, *inputs, **kwargs):
+    return tied(w, *inputs, **kwargs, factor=1 + 1e-9)
+
+
+class Rotary(torch.nn.Module):
+    """Frequencies in float32 that are in no state_dict, or that are."""
+
+    def __init__(self, persistent: bool):
+        super().__init__()
+        self.out = torch.nn.Linear(8, 3)
+        inverse = 1.0 / 10000 ** (torch.arange(0, 8).float() / 8)
+        self.register_buffer("inverse", inverse, persistent=persistent)
+
+    def forward(self, x):
+        return self.out(torch.cos(x[..., None] * self.inverse))
+
+
+def rotary(w, x):
+    inverse = 1.0 / 10000 ** (jnp.arange(0, 8) / 8)
+    return jnp.cos(x[..., None] * inverse) @ w["out.weight"].T + w["out.bias"]
+
+
+class Complex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return x.to(self.weight.dtype) @ self.weight
+
+
+class Logistic(torch.nn.Module):
+    """A chaotic map: rounding alone makes errors of 1e-12 in float64."""
+
+    def forward(self, x):
+        for _ in range(14):
+            x = 3.9 * x * (1 - x)
+        return x
+
+
+def logistic(x):
+    for _ in range(14):
+        x = 3.9 * (x * (1 - x))
+    return x
+
+
+class State(NamedTuple):
+    h: jax.Array
+    c: jax.Array
+
+
+def two(y, state):
+    return y, State(*(s[0] for s in state))
+
+
+class Pair(NamedTuple):
+    twin: torch.nn.Module
+    model: object
+    inputs: tuple
+    record: dict
+    compare: dict
+
+
+def pairs() -> dict[str, Pair]:
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 5, 4))
+    tokens = rng.integers(0, 11, (2, 7))
+    mask = {"mask": rng.random((2, 7)) < 0.8, "scale": 0.75}
+    return {
+        "linear": Pair(
+            torch.nn.Linear(4, 3),
+            nnx.Linear(4, 3, rngs=nnx.Rngs(0)),
+            (x,),
+            {},
+            {"weights": linear("", "")},
+        ),
+        "lstm": Pair(
+            torch.nn.LSTM(4, 3, batch_first=True),
+            LSTM(4, 3, rngs=nnx.Rngs(0)),
+            (x,),
+            {"call_twin": lambda twin, x: two(*twin(x))},
+            {"call": lambda layer, x: (layer(x)[0], State(*(s[0] for s in layer(x)[1])))},
+        ),
+        "tied": Pair(
+            Tied(), tied, (tokens,), {"kwargs": mask, "logits": "y['logits']"}, {"weights": dict}
+        ),
+        "tied, wrong": Pair(Tied(), slightly_wrong, (tokens,), {"kwargs": mask}, {"weights": dict}),
+        "bfloat16": Pair(
+            torch.nn.Linear(4, 3).bfloat16(),
+            lambda w, x: x @ w["weight"].T + w["bias"],
+            (x,),
+            {"dtypes": ["float32", "bfloat16"]},
+            {"weights": dict},
+        ),
+        "complex": Pair(Complex(), lambda w, x: x @ w["weight"], (x,), {}, {"weights": dict}),
+        "ill-conditioned": Pair(Logistic(), logistic, (rng.uniform(0.1, 0.9, (7,)),), {}, {}),
+        "detached": Pair(
+            torch.nn.Linear(4, 3),
+            lambda w, x: (x @ w["weight"].T + w["bias"], 2 * x),
+            (x,),
+            {"call_twin": lambda twin, x: (twin(x), 2 * x.detach())},
+            {"weights": dict},
+        ),
+        "nested inputs": Pair(
+            torch.nn.Linear(4, 3),
+            lambda w, a: a["x"][0] @ w["weight"].T + w["bias"] * a["on"],
+            ({"x": [x, None], "on": 1},),
+            {"call_twin": lambda twin, a: twin(a["x"][0])},
+            {"weights": dict},
+        ),
+    }
+
+
+def reports(pair: Pair, path: Path):
+    """From the torch module, and from the file."""
+    record(pair.twin, *pair.inputs, path=path, **pair.record)
+    options = {key: value for key, value in pair.record.items() if key == "logits"}
+    live = compare(pair.twin, pair.model, *pair.inputs, **pair.record, **pair.compare)
+    return live, compare(path, pair.model, **options, **pair.compare)
+
+
+def numbers(report: Report) -> dict[tuple, float]:
+    return {
+        (dtype, group, name, field): getattr(error, field)
+        for dtype, groups in report.tensors.items()
+        for group, named in groups.items()
+        for name, error in named.items()
+        for field in ("jax", "torch", "bound", "unstable")
+    }
+
+
+@pytest.mark.parametrize("name", pairs())
+def test_a_record_says_what_the_torch_module_says(name, tmp_path):
+    live, recorded = reports(pairs()[name], tmp_path / "twin.safetensors")
+    of_record, of_twin = numbers(recorded), numbers(live)
+    for at in [at for at in of_record if at[-1] == "bound"]:
+        # A record has all runs with random rounding; a live twin runs only as often as it takes.
+        assert of_record.pop(at) >= (1 - 1e-9) * of_twin.pop(at)
+    assert of_record == pytest.approx(of_twin, rel=1e-9)
+    assert dataclasses.replace(recorded, tensors={}) == dataclasses.replace(live, tensors={})
+    assert recorded.passed == ("wrong" not in name), str(recorded)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("factor", "passed"), [(1, True), (1 + 1e-4, False)])
+def test_constants_of_a_record_may_be_rounded(persistent, factor, passed, tmp_path):
+    """They have no other digits, so the error that their rounding makes is allowed."""
+    torch.manual_seed(0)
+    path = tmp_path / "twin.safetensors"
+    record(Rotary(persistent), np.random.default_rng(0).standard_normal((2, 5)), path=path)
+
+    def loaded(state_dict):
+        return {key: state_dict[key] for key in ("out.weight", "out.bias")}
+
+    report = compare(path, lambda w, x: rotary(w, factor * x), weights=loaded)
+    assert report.passed == passed, str(report)
+    assert any("constants are in float32" in note for note in report.notes)
+
+
+def test_constants_of_the_model_may_be_rounded_beside_a_record(tmp_path):
+    torch.manual_seed(0)
+    path = tmp_path / "twin.safetensors"
+    twin, x = torch.nn.Linear(4, 3), np.random.default_rng(0).standard_normal((2, 4))
+    record(twin, x, path=path, call_twin=lambda twin, x: twin(x / 3))
+    third = np.float32(1 / 3)
+
+    def model(w, x):
+        return (x * jnp.asarray(third)) @ w["weight"].T + w["bias"]
+
+    live = compare(twin, model, x, weights=dict, call_twin=lambda twin, x: twin(x / 3))
+    report = compare(path, model, weights=dict)
+    assert any("1 constant is in float32" in note for note in report.notes), str(report)
+    assert (report.passed, report.notes) == (live.passed, live.notes)
+
+
+def test_a_weight_that_is_not_read_is_a_fault_if_it_matters(tmp_path):
+    torch.manual_seed(0)
+    path = tmp_path / "twin.safetensors"
+    record(Tied(), np.arange(7)[None], path=path)
+
+    def without_norm(w, tokens):
+        return tied({**w, "norm.bias": 0}, tokens)
+
+    assert compare(path, tied, weights=dict).passed
+    faults = compare(
+        path, without_norm, weights=lambda w: {k: w[k] for k in w if k != "norm.bias"}
+    ).faults
+    assert faults == ("weights: the loader does not read norm.bias",)
+
+
+BLOCKED = """
+import sys
+
+
+class Blocker:
+    def find_spec(self, name, *args):
+        if name.partition(".")[0] == "torch":
+            raise ImportError(f"{name} is not installed")
+
+
+sys.meta_path.insert(0, Blocker())
+import numpy as np
+from flax import nnx
+from jax_models.weights import linear
+from parity_tests import Report, assert_parity, compare, record, save, tap
+
+report = compare("twin.safetensors", nnx.Linear(4, 3, rngs=nnx.Rngs(0)), weights=linear("", ""))
+assert report.passed and {*report.errors} == {"float64", "float32"}, report
+assert {*report.errors["float64"]} == {"outputs", "input gradient", "weight gradients"}
+assert_parity("twin.safetensors", lambda w, x: tap("", x @ w["weight"].T + w["bias"]), weights=dict)
+try:
+    assert_parity("twin.safetensors", lambda w, x: x @ w["weight"].T, weights=dict)
+except AssertionError as error:
+    print(*str(error).splitlines()[2].split()[:2])
+    print(str(error).splitlines()[-1])
+assert "torch" not in sys.modules
+"""
+
+
+def test_torch_is_not_needed(tmp_path):
+    pair = pairs()["linear"]
+    record(pair.twin, *pair.inputs, path=tmp_path / "twin.safetensors")
+    as_users = {key: value for key, value in os.environ.items() if not key.startswith("JAX_NUMPY")}
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED],
+        cwd=tmp_path,
+        env=as_users,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "float64 outputs\nfirst to depart: the module itself, forward\n"
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory) -> Path:
+    pair = pairs()["linear"]
+    path = tmp_path_factory.mktemp("record") / "twin.safetensors"
+    with jax.numpy_dtype_promotion("standard"):
+        record(pair.twin, *pair.inputs, path=path)
+    return path
+
+
+def test_a_bad_file_is_refused_in_one_line(whole_file, tmp_path, monkeypatch):
+    arrays, bad = load_file(whole_file), tmp_path / "bad.safetensors"
+    with safe_open(whole_file, framework="numpy") as file:
+        metadata = file.metadata()
+    other = {**arrays, "weights/weight": arrays["weights/weight"] + 1}
+    cases = [
+        (lambda: bad.write_bytes(whole_file.read_bytes()[:-9]), "expected a whole safetensors"),
+        (lambda: bad.write_bytes(b"PK"), "expected a whole safetensors"),
+        (lambda: bad.write_bytes(b""), "expected a whole safetensors"),
+        (lambda: save_file(arrays, bad), "not one of parity_tests.record"),
+        (lambda: save_file(other, bad, metadata), "a damaged record"),
+        (lambda: save_file(arrays, bad, {**metadata, KEY: "{}"}), "a damaged record"),
+    ]
+    for spoil, message in cases:
+        spoil()
+        with pytest.raises(ValueError, match=message) as error:
+            compare(bad, pairs()["linear"].model, weights=linear("", ""))
+        assert "\n" not in str(error.value)
+        assert str(error.value).startswith(str(bad))
+    monkeypatch.setattr(stored, "SCHEMA", 9)
+    with pytest.raises(ValueError, match="a record of schema 3, this version reads 9: record it"):
+        compare(whole_file, pairs()["linear"].model, weights=linear("", ""))
+    with pytest.raises(FileNotFoundError):
+        compare(tmp_path / "none.safetensors", pairs()["linear"].model)
+
+
+X = np.random.default_rng(0).standard_normal((2, 5, 4))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        ((X + 1,), {}, "inputs: expected those of .*, got others"),
+        ((X[:1],), {}, "inputs: expected those of .*, got others"),
+        ((X, X), {}, "inputs: expected those of .*, got others"),
+        ((), {"seed": 1}, "seed: expected that of the record, 0, got 1"),
+        ((), {"dtypes": "bfloat16"}, "dtypes: the record has float64, float32, got"),
+        ((), {"call_twin": lambda twin, x: twin(x)}, "call_twin: a record has the results"),
+        ((), {"logits": True}, "logits: the record has none, got y"),
+        ((), {"edge_inputs": True}, "edge_inputs: expected a torch"),
+    ],
+)
+def test_what_a_record_cannot_do_is_refused(inputs, options, message, whole_file):
+    pair = pairs()["linear"]
+    with pytest.raises(ValueError, match=message):
+        compare(whole_file, pair.model, *inputs, weights=linear("", ""), **options)
+
+
+def test_the_same_inputs_may_be_given_again(whole_file):
+    model = pairs()["linear"].model
+    assert compare(whole_file, model, X, weights=linear("", ""), dtypes="float64").passed
+    with pytest.raises(AssertionError, match="outputs"):
+        assert_parity(whole_file, model, weights=linear("", ""), call=lambda m, x: 1.1 * m(x))
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "twin.safetensors"
+    with pytest.raises(ValueError, match="random"):
+        record(torch.nn.Linear(4, 3), X, path=path, call_twin=lambda t, x: t(x) * torch.rand(()))
+    with pytest.raises(TypeError, match="inputs: a record holds arrays"):
+        record(torch.nn.Linear(4, 3), State(X, X), path=path)
+    with pytest.raises(FileNotFoundError):
+        record(torch.nn.Linear(4, 3), X, path=tmp_path / "none" / "twin.safetensors")
+    path.write_text("of before")
+    monkeypatch.setattr(recording, "write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        record(torch.nn.Linear(4, 3), X, path=path)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert path.read_text() == "of before"
+
+
+def test_a_script_file_is_recorded(tmp_path):
+    torch.manual_seed(0)
+    twin = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    torch.jit.script(twin).save(tmp_path / "twin.pt")
+    path = tmp_path / "twin.safetensors"
+    record(torch.jit.load(tmp_path / "twin.pt"), X, path=path)
+
+    def mlp(w, x):
+        return jnp.tanh(x @ w["0.weight"].T + w["0.bias"]) @ w["2.weight"].T + w["2.bias"]
+
+    assert compare(path, mlp, weights=dict).passed
+    assert not compare(path, lambda w, x: mlp(w, x * (1 + 1e-9)), weights=dict).passed
+
+
+def test_a_module_with_a_complex_attribute_is_recorded(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    module[0].phase = 1j
+    record(module, np.ones((2, 3)), path=tmp_path / "phase.safetensors")

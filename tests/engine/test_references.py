@@ -1,0 +1,173 @@
+"""Torch modules that are no simple reference: they cast, tie weights, have gradients of nothing."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jax_models.weights import linear, same
+from parity_tests import assert_parity, compare, record
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+class RMSNorm(torch.nn.Module):
+    """A norm in float32 whatever it is given, as in transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        h = x.float()
+        return self.weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def rms_norm(weights, x, dtype=None, scale=1.0):
+    """The norm, in the inputs' dtype by default."""
+    h = x.astype(dtype or x.dtype)
+    normed = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6)
+    return (scale * weights["weight"])[None] * normed.astype(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_reference_that_casts_is_measured_against_float64(dtype):
+    """Without the casts of either side, so that a fault far below float32's rounding is seen."""
+    x = np.random.default_rng(0).standard_normal((7, 5))
+    report = compare(RMSNorm(), partial(rms_norm, dtype=dtype), x, weights=dict)
+    assert report.passed, str(report)
+    assert "torch casts to less than float64, 1 times" in report.notes[0]
+    assert any("JAX casts" in note and __file__ in note for note in report.notes) == bool(dtype)
+    assert report.errors["float64"]["outputs"].jax < 1e-15
+    fault = partial(rms_norm, dtype=dtype, scale=1 + 1e-10)
+    assert not compare(RMSNorm(), fault, x, weights=dict).passed
+
+
+class Plain(torch.nn.Module):
+    """With tensors that are no buffers, and stay in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.mixing = torch.nn.Linear(5, 5), torch.randn(5, 5)
+
+    def forward(self, x):
+        return (self.linear(x).float() @ self.mixing).to(x.dtype)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 1e-5])
+def test_tensors_that_a_module_holds_go_with_it(factor):
+    x, twin = np.random.default_rng(0).standard_normal((7, 5)), Plain()
+    mixing = factor * twin.mixing.double().numpy()
+    report = compare(
+        twin,
+        lambda w, x: (
+            (x @ w["linear.weight"].T + w["linear.bias"][None]) @ jnp.asarray(mixing, x.dtype)
+        ),
+        x,
+        weights=dict,
+    )
+    assert report.passed == (factor == 1), str(report)
+
+
+class Attention(torch.nn.Module):
+    """Whose key bias shifts all scores alike and so has no gradient but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = (torch.nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x):
+        return torch.softmax(self.query(x) @ self.key(x).mT, -1) @ x
+
+
+def attention(weights, x, factor=1.0):
+    """The same, its scores by a factor too large."""
+    q, k = (
+        x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"][None] for name in ("query", "key")
+    )
+    return jax.nn.softmax(factor * q @ k.mT, -1) @ x
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 1e-5])
+def test_a_gradient_of_rounding_errors_alone_excuses_no_other(factor):
+    x = np.random.default_rng(0).standard_normal((7, 5))
+    report = compare(Attention(), partial(attention, factor=factor), x, weights=dict)
+    assert report.passed == (factor == 1), str(report)
+    assert not any(e.unstable for groups in report.errors.values() for e in groups.values())
+
+
+class Tied(torch.nn.Module):
+    """Its head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 5)
+        self.head = torch.nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+@pytest.mark.parametrize("key", ["head.weight", "embedding.weight"])
+def test_tied_weights_through_a_loader(key):
+    def tied(weights, tokens):
+        return jnp.tanh(weights["embedding.weight"][tokens]) @ weights[key].T
+
+    assert_parity(Tied(), tied, np.array([[3, 1, 6]]), weights=dict)
+    report = compare(
+        Tied(),
+        lambda w, tokens: jnp.tanh(w[tokens]) @ w.T,
+        np.array([[3, 1, 6]]),
+        weights=lambda state_dict: state_dict[key],
+    )
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("part", ["whole", "conjugate"])
+def test_complex_results_and_their_gradients(part):
+    def spectrum(weights, x):
+        y = jnp.fft.rfft(x @ weights["weight"].T + weights["bias"][None])
+        return y.conj() if part == "conjugate" else y
+
+    report = compare(
+        torch.nn.Linear(4, 4),
+        spectrum,
+        np.random.default_rng(0).standard_normal((3, 4)),
+        weights=dict,
+        call_twin=lambda twin, x: torch.fft.rfft(twin(x)),
+    )
+    assert report.passed == (part == "whole"), str(report)
+
+
+class Norms(nnx.Module):
+    """A norm that casts, and a projection."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(5, rngs=rngs)
+        self.out = nnx.Linear(5, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return 1.001 * self.out(self.norm(x))
+
+
+def test_a_fault_after_a_cast_is_located():
+    twin = torch.nn.Sequential(RMSNorm(), torch.nn.Linear(5, 5))
+    table = [same("norm.scale", "0.weight"), *linear("out", "1")]
+    x = np.random.default_rng(0).standard_normal((7, 5))
+    report = compare(twin, Norms(nnx.Rngs(0)), x, weights=table, locate=True)
+    assert report.location is not None
+    assert report.location.culprit == ""
+
+
+def test_onnx_models_are_refused_with_what_to_do():
+    onnx = pytest.importorskip("onnx")
+    for twin in ("encoder.onnx", onnx.ModelProto()):
+        with pytest.raises(TypeError, match=r"run the model in PyTorch.*`record`.*from_onnx"):
+            compare(twin, lambda weights, x: x, np.ones((2, 3)), weights=dict)
+        with pytest.raises(TypeError, match="ONNX models are no longer references"):
+            record(twin, np.ones((2, 3)), path="never-written.safetensors")

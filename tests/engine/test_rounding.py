@@ -1,0 +1,177 @@
+"""Random rounding in torch: what rounds is moved, and what does not is not."""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from parity_tests import compare
+from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
+from parity_tests.engine.bounds.torch_rounding import RandomRounding
+from parity_tests.engine.candidates.torch_run import run_torch_rounded
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.references.torch_reference import measure_twin
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_each_operation_is_off_by_its_ulps(dtype):
+    x = torch.linspace(1, 2, 1001, dtype=torch.float64)
+    with RandomRounding(dtype, seed=0):
+        y = x.exp()
+    error = (y / x.exp() - 1).abs().max().item() / ulp(dtype)
+    assert 0.9 * OPERATION_ULPS < error < OPERATION_ULPS + 1
+    if dtype != "float64":
+        assert torch.equal(y, y.to(getattr(torch, dtype)).double())
+
+
+def test_what_is_exact_stays():
+    x = torch.arange(12, dtype=torch.float64, requires_grad=True)
+    with RandomRounding("bfloat16", seed=0):
+        y = torch.cat([x.view(3, 4) + 1, x.view(3, 4)]).t().clone()
+        y.backward(2 * torch.ones_like(y))
+    assert torch.equal(y, torch.cat([x.view(3, 4) + 1, x.view(3, 4)]).t())
+    assert torch.equal(x.grad, 4 * torch.ones_like(x))
+
+
+def test_writes_in_place_and_gradients_are_rounded():
+    x = torch.full((5,), 0.3, dtype=torch.float64, requires_grad=True)
+    with RandomRounding("bfloat16", seed=0):
+        y = torch.zeros(5, dtype=torch.float64)
+        y.add_(x)
+        (x * x * x).sum().backward()
+    assert torch.equal(y, y.bfloat16().double())
+    assert torch.equal(x.grad, x.grad.bfloat16().double())
+
+
+class Logistic(torch.nn.Module):
+    """The logistic map, which doubles an error at each step."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self.steps, self.rate = steps, torch.nn.Parameter(torch.tensor(3.99))
+
+    def forward(self, x):
+        for _ in range(self.steps):
+            x = self.rate * x * (1 - x)
+        return x
+
+
+def logistic(steps: int, factor: float = 1.0) -> Problem:
+    """In JAX the same map with its products in another order, and a rate `factor` times torch's."""
+
+    def call(rate, x):
+        for _ in range(steps):
+            x = factor * rate * (x * (1 - x))
+        return x
+
+    return Problem(
+        twin=Logistic(steps).double(),
+        build=lambda state_dict, dtype: np.asarray(state_dict["rate"], dtype),
+        call=call,
+        to_torch=None,
+        inputs=(np.random.default_rng(0).uniform(0.1, 0.9, (7,)),),
+    )
+
+
+def test_an_ill_conditioned_pair_agrees_as_far_as_it_is_determined():
+    report = measure_twin(logistic(steps=12), ["float64", "float32"])
+    assert report.passed, str(report)
+    assert report.errors["float32"]["outputs"].jax < 1e-3
+
+
+def test_a_fault_in_an_ill_conditioned_pair_is_found():
+    report = measure_twin(logistic(steps=12, factor=1 + 1e-9), ["float64"])
+    error = report.errors["float64"]["outputs"]
+    assert error.verdict == "FAIL"
+    assert error.share > 100
+
+
+@pytest.mark.parametrize("factor", [0, 1])
+def test_nothing_is_shown_where_nothing_is_determined(factor):
+    right = logistic(steps=70)
+    report = measure_twin(
+        dataclasses.replace(right, call=lambda *args: factor * right.call(*args)),
+        ["float64", "float32"],
+    )
+    errors = [groups["outputs"] for groups in report.errors.values()]
+    assert [e.verdict for e in errors] == ["undetermined", "undetermined"]
+    assert all(e.unstable for e in errors)
+    assert not report.passed
+
+
+class Buckets(torch.nn.Module):
+    """An embedding of logarithmic buckets of distances, as in T5, and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(32, 5).double())
+
+    def forward(self, x):
+        buckets = (torch.log1p(torch.arange(72.0)) / math.log(128) * 31).long()
+        mask = torch.arange(72) < 60
+        scores = (self.weight[buckets] * x) + (1 - mask.to(x.dtype))[:, None] * -1e9
+        return torch.softmax(scores, 0)
+
+
+def bucketed(weight, x, scale=1.0):
+    buckets = jnp.astype(jnp.log1p(jnp.arange(72.0, dtype=x.dtype)) / math.log(128) * 31, int)
+    scores = scale * weight[buckets] * x
+    return jax.nn.softmax(jnp.where((jnp.arange(72) < 60)[:, None], scores, -1e9), 0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 + 1e-7])
+def test_what_is_decided_by_numbers_stays_decided(scale):
+    """Rounding moves no index to the next bucket and no one of a mask."""
+    torch.manual_seed(0)
+    report = measure_twin(
+        Problem(
+            twin=Buckets(),
+            build=lambda state_dict, dtype: jnp.asarray(state_dict["weight"], dtype),
+            call=partial(bucketed, scale=scale),
+            to_torch=None,
+            inputs=(np.random.default_rng(0).standard_normal((72, 5)),),
+        ),
+        ["float64", "float32"],
+    )
+    assert report.passed == (scale == 1), str(report)
+
+
+def test_a_reference_that_overflows_is_no_reference():
+    right = logistic(steps=2)
+    overflowing = dataclasses.replace(
+        right,
+        call_twin=lambda twin, x: twin(x) * 1e30 * 1e30,
+        call=lambda *args: right.call(*args) * 1e30 * 1e30,
+    )
+    report = measure_twin(overflowing, ["float32"])
+    assert not report.passed
+    assert report.faults[0].startswith("outputs, y: 7 of 7 numbers of the float32 torch side")
+
+
+@pytest.mark.parametrize(("factor", "most"), [(1.01, 2), (1.0001, 4)])
+def test_a_plain_error_needs_few_runs(factor, most, monkeypatch):
+    """It needs none in float64, where rounding explains nothing of its size."""
+    runs = []
+    monkeypatch.setattr(
+        "parity_tests.engine.references.torch_reference.run_torch_rounded",
+        lambda problem, dtype, *args, **kwargs: (
+            runs.append(dtype) or run_torch_rounded(problem, dtype, *args, **kwargs)
+        ),
+    )
+    torch.manual_seed(0)
+    twin = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+
+    def model(w, x):
+        h = jnp.tanh(x @ w["0.weight"].T + w["0.bias"][None])
+        return factor * (h @ w["2.weight"].T + w["2.bias"][None])
+
+    x = np.random.default_rng(0).standard_normal((4, 8))
+    report = compare(twin, model, x, weights=dict)
+    assert not report.passed
+    assert runs.count("float64") == 0
+    assert runs.count("float32") <= most

@@ -1,0 +1,276 @@
+"""Layers as a user calls them: layouts, dtypes, dropout, and what they refuse."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.nnx import bridge
+
+from jax_models import (
+    GRU,
+    LSTM,
+    RNN,
+    Bidirectional,
+    CausalConv1D,
+    HyenaBlock,
+    LSTMState,
+    Reversed,
+    RNNLanguageModelConfig,
+    RNNState,
+    SelfAttentionBlock,
+    SequenceLayer,
+    Stack,
+    state_batch_axes,
+)
+from parity_tests.engine.bounds.tolerance import assert_same
+
+LAYERS = {"RNN": RNN, "LSTM": LSTM, "GRU": GRU}
+
+
+def lstm(**kwargs) -> LSTM:
+    return LSTM(5, 6, rngs=nnx.Rngs(0), **kwargs)
+
+
+def hyena(**kwargs) -> HyenaBlock:
+    return HyenaBlock(5, 8, rngs=nnx.Rngs(0), **kwargs)
+
+
+def inputs(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def test_time_major_is_batch_major_transposed():
+    x = inputs(3, 7, 5)
+    reset = np.zeros((3, 7), bool)
+    reset[1, 4] = True
+    lengths = np.array([7, 6, 2])
+    y, state = lstm()(x, lengths=lengths, reset=reset)
+    time_major = lstm(time_major=True)
+    y_time, state_time = time_major(x.swapaxes(0, 1), lengths=lengths, reset=reset.T)
+    np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
+    np.testing.assert_array_equal(state_time.c, state.c)
+    y_t, _ = time_major.step(x[:, 0], time_major.init_state(3))
+    np.testing.assert_allclose(y_t, y[:, 0], rtol=1e-6)
+
+
+def test_unbatched_is_a_batch_of_one():
+    x = inputs(7, 5)
+    layer = lstm(num_layers=2)
+    y, state = layer(x, lengths=5)
+    y_batch, state_batch = layer(x[None], lengths=np.array([5]))
+    np.testing.assert_array_equal(y, y_batch[0])
+    assert state.h.shape == (2, 6)
+    y_t, after = layer.step(x[0], state)
+    y_t_batch, _ = layer.step(x[:1], state_batch)
+    np.testing.assert_allclose(y_t, y_t_batch[0], rtol=1e-6)
+    assert after.c.shape == (2, 6)
+    y_first, _ = layer.step(x[0], state, reset=True)
+    np.testing.assert_allclose(y_first, layer(x[:1])[0][0], rtol=1e-6)
+    assert state_batch_axes(layer) == LSTMState(h=1, c=1)
+
+
+def test_dropout_is_between_layers_in_training_only():
+    layer = lstm(num_layers=2, dropout_rate=0.5)
+    x = inputs(2, 3, 5)
+    assert not np.array_equal(layer(x)[0], layer(x)[0])
+    evaluating = nnx.view(layer, deterministic=True)
+    np.testing.assert_array_equal(evaluating(x)[0], evaluating(x)[0])
+    with pytest.warns(UserWarning, match=r"^dropout_rate: 0\.5 has no effect with num_layers=1"):
+        single = lstm(dropout_rate=0.5)
+    np.testing.assert_array_equal(single(x)[0], single(x)[0])
+
+
+def test_weights_start_uniform_as_torchs():
+    layer = LSTM(64, 100, rngs=nnx.Rngs(0))
+    for array in layer.cells[0].arrays().values():
+        assert float(jnp.abs(array).max()) == pytest.approx(0.1, rel=0.02)
+        assert float(jnp.std(array)) == pytest.approx(0.1 / 3**0.5, rel=0.1)
+        assert float(jnp.mean(array)) == pytest.approx(0, abs=0.01)
+
+
+def test_linen_model_through_the_bridge():
+    class Classifier(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            _, state = bridge.to_linen(LSTM, 5, 6)(x)
+            return nn.Dense(2)(state.h[-1])
+
+    x = inputs(3, 4, 5)
+    model = Classifier()
+    variables = model.init(jax.random.key(0), x)
+    gradient = jax.grad(lambda v: jnp.sum(model.apply(v, x) ** 2))(variables)
+    assert model.apply(variables, x).shape == (3, 2)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient["params"]))
+
+
+REFUSED = [
+    ("x:", lambda: lstm()(inputs(5))),
+    ("x:", lambda: lstm()(inputs(2, 3, 4))),
+    ("x:", lambda: lstm()(np.ones((2, 3, 5), int))),
+    *(
+        ("x:", lambda x=x: lstm()(x))
+        for x in (
+            None,
+            "abc",
+            {"x": 1.0},
+            [[1.0], [1.0, 2.0]],
+            jax.ShapeDtypeStruct((2, 3, 5), float),
+        )
+    ),
+    ("x:", lambda: lstm().step(inputs(2, 3, 5), lstm().init_state(2))),
+    ("state:", lambda: lstm()(inputs(2, 3, 5), RNNState(np.zeros((1, 2, 6))))),
+    ("state.h:", lambda: lstm()(inputs(2, 3, 5), lstm().init_state(3))),
+    ("state.c:", lambda: lstm()(inputs(2, 3, 5), lstm().init_state(2)._replace(c=None))),
+    (
+        "state.h:",
+        lambda: lstm()(
+            inputs(2, 3, 5), LSTMState(np.zeros((1, 2, 6), int), np.zeros((1, 2, 6), int))
+        ),
+    ),
+    ("lengths:", lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1, 2, 3]))),
+    ("lengths:", lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1.0, 2.0]))),
+    ("lengths:", lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1, 4]))),
+    (
+        "reset:",
+        lambda: lstm().step(inputs(2, 5), lstm().init_state(2), reset=np.zeros((2, 1), bool)),
+    ),
+    ("reset:", lambda: lstm()(inputs(2, 3, 5), reset=np.zeros((3, 2), bool))),
+    ("reset:", lambda: lstm()(inputs(2, 3, 5), reset=np.zeros((2, 3)))),
+    ("LSTM.step: a bidirectional layer", lambda: lstm(bidirectional=True).step(inputs(2, 5), None)),
+    ("backward:", lambda: Bidirectional(lstm(), LSTM(4, 6, rngs=nnx.Rngs(0)))),
+    (
+        "Bidirectional: reset: a long convolution cannot",
+        lambda: Bidirectional(hyena(), hyena())(jnp.ones((1, 3, 5)), reset=jnp.zeros((1, 3), bool)),
+    ),
+    (
+        r"layers\[1\]:",
+        lambda: Stack(
+            [LSTM(5, 5, rngs=nnx.Rngs(0)), LSTM(5, 5, time_major=True, rngs=nnx.Rngs(0))]
+        ),
+    ),
+    ("layers:", lambda: Stack(lstm())),
+    ("layers:", lambda: Stack([lstm(), lstm()])),
+    (
+        "layers:",
+        lambda: nnx.eval_shape(lambda: Stack([lstm(bidirectional=True), Reversed(lstm())])),
+    ),
+    ("LSTM:", lambda: nnx.eval_shape(lstm)(inputs(2, 3, 5))),
+    ("layer:", lambda: state_batch_axes(None)),
+    ("layers:", lambda: Stack([RNN(5, 5, rngs=nnx.Rngs(0)), CausalConv1D(1, 3, rngs=nnx.Rngs(0))])),
+    ("forward:", lambda: Bidirectional(lstm(bidirectional=True), lstm())),
+    ("Reversed.step:", lambda: Reversed(lstm()).step(jnp.ones((1, 5)), lstm().init_state(1))),
+]
+
+
+@pytest.mark.parametrize(("argument", "call"), REFUSED)
+def test_refuses(argument, call):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=argument):
+        call()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
+@pytest.mark.parametrize("x64", [False, True])
+def test_lengths_of_any_integers_inside_and_outside_jit(dtype, x64):
+    with jax.enable_x64(x64):
+        layer, x, lengths = lstm(bidirectional=True), inputs(2, 3, 5), np.array([3, 1], dtype)
+        given = jnp.asarray(lengths)
+        for y in (
+            layer(x, lengths=lengths)[0],
+            jax.jit(lambda x, lengths: layer(x, lengths=lengths)[0])(x, lengths),
+            jax.jit(lambda x: layer(x, lengths=given)[0])(x),
+            Bidirectional(lstm(), lstm())(x, lengths=lengths)[0],
+        ):
+            np.testing.assert_array_equal(y[1, 1:], 0)
+            assert np.abs(y[1, 0]).min() > 0
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_state_is_carried_in_float32_under_bfloat16(name):
+    """Rounding the state to bfloat16 between steps loses much of what a long sequence keeps."""
+    exact = LAYERS[name](5, 6, rngs=nnx.Rngs(0))
+    layer = LAYERS[name](5, 6, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    weights = nnx.state(exact)
+    rounded_weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32), weights)
+    nnx.update(exact, rounded_weights)
+    nnx.update(layer, rounded_weights)
+    x = np.asarray(jnp.asarray(inputs(64, 30, 5), jnp.bfloat16).astype(jnp.float32))
+
+    def last_state(layer, carry):
+        state = layer.init_state(64)
+        for t in range(30):
+            _, state = step(layer, x[:, t], state)
+            state = jax.tree.map(carry, state)
+        return jnp.concatenate([leaf.ravel() for leaf in state[-1:]])
+
+    step = nnx.jit(lambda layer, x_t, state: layer.step(x_t, state))
+    expected = last_state(exact, lambda s: s)
+    ours = last_state(layer, lambda s: s) - expected
+    rounded = last_state(layer, lambda s: s.astype(jnp.bfloat16).astype(jnp.float32)) - expected
+    assert float(jnp.std(ours)) < 0.8 * float(jnp.std(rounded))
+
+
+def test_a_reversed_hyena_starts_without_a_state_at_the_end_of_each_row():
+    with jax.enable_x64(True):
+        layer, x, lengths = hyena(param_dtype=jnp.float64), np.zeros((2, 2, 4, 5)), (4, 3)
+        for row, length in enumerate(lengths):
+            x[0, row, :length] = inputs(length, 5)
+            x[1, row, :length] = inputs(length, 5)[::-1]
+        y, y_reversed = (
+            of(x_of, lengths=np.array(lengths))[0]
+            for of, x_of in zip((layer, Reversed(layer)), x, strict=True)
+        )
+        for row, length in enumerate(lengths):
+            assert_same(y_reversed[row, :length], y[row, :length][::-1], "outputs")
+            assert (y_reversed[row, length:] == 0).all()
+    assert Reversed(layer).start(2) is None
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **kwargs: Stack([LSTM(5, 5, **kwargs), LSTM(5, 6, **kwargs)]),
+        lambda **kwargs: Bidirectional(LSTM(5, 6, **kwargs), LSTM(5, 6, **kwargs)),
+        lambda **kwargs: Reversed(LSTM(5, 6, **kwargs)),
+    ],
+)
+def test_layers_of_layers_have_their_layout_and_their_dtypes(build):
+    x = inputs(3, 4, 5)
+    y, _ = build(rngs=nnx.Rngs(0))(x)
+    time_major = build(time_major=True, rngs=nnx.Rngs(0))
+    y_time, _ = time_major(x.swapaxes(0, 1))
+    np.testing.assert_array_equal(y_time.swapaxes(0, 1), y)
+    assert (time_major.dtype, time_major.param_dtype) == (None, jnp.float32)
+    narrow = build(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert (narrow.dtype, narrow.param_dtype) == (jnp.bfloat16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(LSTM, 6, 6),
+        partial(SelfAttentionBlock, 6, 2, max_length=9),
+        partial(HyenaBlock, 6, 9),
+        partial(CausalConv1D, 6, 4),
+        RNNLanguageModelConfig().build,
+    ],
+)
+def test_traced_lengths_outside_make_their_rows_nan(build):
+    layer = build(rngs=nnx.Rngs(0))
+    x = inputs(4, 3, 6) if isinstance(layer, SequenceLayer) else np.ones((4, 3), int)
+    run = jax.jit(lambda lengths: layer(x, lengths=lengths))
+    y, state = run(np.array([4, -1, 2, 3]))
+    y_near, state_near = run(np.array([3, 0, 2, 3]))
+    axes = state_batch_axes(layer)
+    for a, near, axis in zip(
+        *map(jax.tree.leaves, ((y, state), (y_near, state_near), (0, axes))), strict=True
+    ):
+        a, near = np.moveaxis(a, axis, 0), np.moveaxis(near, axis, 0)
+        np.testing.assert_array_equal(a[2:], near[2:])
+        if np.issubdtype(a.dtype, np.integer):
+            np.testing.assert_array_equal(a, near)
+        else:
+            assert np.isnan(a[:2]).all()

@@ -1,0 +1,291 @@
+"""RWKV-6, RWKV-7 and the delta rule beside packages that nobody of this project wrote."""
+
+import copy
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import torch_ref
+import torch_ref.layers.rwkv7 as torch_rwkv7
+from jax_models import (
+    LanguageModel,
+    RWKV6LanguageModelConfig,
+    RWKV7LanguageModelConfig,
+    generate,
+    ops,
+    read_pth,
+    rwkv_from_torch,
+    to_torch,
+)
+from parity_tests import assert_parity
+from parity_tests.engine.bounds.tolerance import K, Tensors, floor, relative_errors
+from parity_tests.engine.bounds.torch_rounding import InFloat64
+from parity_tests.engine.problem import in_every_dtype
+from parity_tests.registry import Case
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+
+SIZES: dict[str, Any] = {"vocab_size": 50, "features": 128, "num_layers": 3, "head_size": 64}
+CONFIGS = {
+    "RWKV-6": RWKV6LanguageModelConfig(**SIZES, mix_rank=16, decay_rank=24),
+    "RWKV-7": RWKV7LanguageModelConfig(
+        **SIZES, decay_rank=24, rate_rank=32, value_rank=16, gate_rank=40
+    ),
+}
+PROMPT = np.random.default_rng(0).integers(0, 50, 37)
+HALF = 20
+TEXT = 64
+
+RWKV_PACKAGE = """
+import sys
+import numpy as np, torch
+from rwkv.model import RWKV
+
+given = np.load(sys.argv[2])
+half = [torch.from_numpy(given[f"state {i}"]) for i in range(len(given.files) - 2)]
+model = RWKV(model=sys.argv[1], strategy="cpu fp32")
+logits, state = model.forward(given["prompt"].tolist(), None, full_output=True)
+results = {"logits": logits} | {f"state {i}": x.clone() for i, x in enumerate(state)}
+results["rest"], _ = model.forward(given["rest"].tolist(), half, full_output=True)
+text = [int(logits[-1].argmax())]
+while len(text) < int(sys.argv[4]):
+    logits, state = model.forward(text[-1:], state)
+    text.append(int(logits.argmax()))
+np.savez(sys.argv[3], text=text, **{name: x.numpy() for name, x in results.items()})
+"""
+
+
+def named(logits: Any, states: Iterable[Any]) -> Tensors:
+    """Of one text, as the package has them: 3 states a layer, of features or (heads, N, N)."""
+    tensors = {"logits": logits, **{f"state {i}": x for i, x in enumerate(states)}}
+    return {name: np.asarray(x)[0] for name, x in tensors.items()}
+
+
+def of_model(model: LanguageModel, tokens: np.ndarray) -> Tensors:
+    logits, state = model(tokens[None])
+    return named(logits, jax.tree.leaves(state.layers))
+
+
+def of_twin(
+    twin: torch.nn.Module, tokens: np.ndarray, before: Any = None, *, as_package: bool = False
+) -> tuple[Tensors, Any]:
+    """What it gives, and its state.
+
+    `as_package`: e^{−1/2} is 0.606531 as in the package, which is 5.6e-7 more.
+    """
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if as_package:
+            patch.setattr(torch_rwkv7, "math", SimpleNamespace(exp=lambda _: 0.606531))
+        logits, after = twin(torch.tensor(tokens)[None], before)
+    return named(logits, [x for block in after for x in block]), after
+
+
+def of_package(version: str, weights: Path, given: Tensors) -> Tensors:
+    """What the package makes of a checkpoint, in a process of its own."""
+    arguments = weights.with_suffix(".given.npz"), weights.with_suffix(".results.npz")
+    np.savez(arguments[0], **given)
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RWKV_")}
+    env |= {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}
+    if version == "RWKV-7":
+        env["RWKV_V7_ON"] = "1"
+        weights = weights.with_suffix("")
+    command = [sys.executable, "-W", "ignore", "-c", RWKV_PACKAGE, weights, *arguments, str(TEXT)]
+    subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+    return dict(np.load(arguments[1]))
+
+
+class Beside(NamedTuple):
+    """A random model of ours in float32, its twin in float64, and what the package made of it."""
+
+    version: str
+    model: LanguageModel
+    twin: torch.nn.Module
+    export: Path
+    given: Tensors
+    package: Tensors
+    rest: np.ndarray
+    text: np.ndarray
+
+
+def random_case(config: Any) -> tuple[Case, torch.nn.Module]:
+    """A case and its twin, whose scales are about 1, and whose texts come of its time mixes.
+
+    Without that a greedy text soon repeats one token.
+    """
+    build_twin = getattr(torch_ref, type(config).__name__.removesuffix("Config")).from_config
+    case = Case("", partial(build_twin, config), config.build, "blinkdl", "")
+    twin = case.build_twin()
+    for name, parameter in twin.named_parameters():
+        if re.search(r"ln\w+\.weight", name):
+            parameter.data += 1
+        elif name.endswith("att.output.weight"):
+            parameter.data *= 4
+        parameter.data = torch.from_numpy(in_every_dtype(parameter.data.numpy()))
+    return case, twin
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def beside(request, tmp_path_factory) -> Beside:
+    """The package reads what `to_torch` gives, and our state in the middle of the prompt."""
+    pytest.importorskip("rwkv")
+    case, twin = random_case(CONFIGS[request.param])
+    model = case.build_layer(twin, jnp.float32)
+    export = tmp_path_factory.mktemp("beside") / "export.pth"
+    torch.save({key: torch.from_numpy(value) for key, value in to_torch(model).items()}, export)
+    states = {key: value for key, value in of_model(model, PROMPT[:HALF]).items() if "state" in key}
+    given = {"prompt": PROMPT, "rest": PROMPT[HALF:], **states}
+    package = of_package(request.param, export, given)
+    rest, text = package.pop("rest"), package.pop("text")
+    return Beside(request.param, model, twin, export, given, package, rest, text)
+
+
+def assert_errs_at_most_as(yardstick: dict[str, float], errors: dict[str, float]) -> None:
+    """By the rule of `tolerance.py`, in float32."""
+    for name, error in errors.items():
+        bound = max(floor(np.float32), K * yardstick[name])
+        assert error <= bound, f"{name}: {error:.1e}, where at most {bound:.1e} is allowed"
+
+
+def errors_of_package(beside: Beside) -> dict[str, float]:
+    oracle, _ = of_twin(beside.twin, PROMPT, as_package=True)
+    return relative_errors(beside.package, oracle)
+
+
+def test_the_package_errs_as_the_twin_does_in_float32(beside):
+    """So what it errs is rounding, and may bound ours; with its e^{−1/2} in the twin."""
+    oracle, _ = of_twin(beside.twin, PROMPT, as_package=True)
+    in_float32, _ = of_twin(copy.deepcopy(beside.twin).float(), PROMPT, as_package=True)
+    yardstick = relative_errors(in_float32, oracle)
+    assert_errs_at_most_as(yardstick, errors_of_package(beside))
+
+
+def test_logits_and_states_err_as_those_of_the_package(beside):
+    """A state's axes are the package's: keys, values in RWKV-6, and values, keys in RWKV-7."""
+    oracle, _ = of_twin(beside.twin, PROMPT)
+    errors = relative_errors(of_model(beside.model, PROMPT), oracle)
+    assert_errs_at_most_as(errors_of_package(beside), errors)
+
+
+def test_the_package_goes_on_from_our_state(beside):
+    _, half = of_twin(beside.twin, PROMPT[:HALF])
+    oracle, _ = of_twin(beside.twin, PROMPT[HALF:], half, as_package=True)
+    error = relative_errors({"logits": beside.rest}, {"logits": oracle["logits"]})
+    assert_errs_at_most_as(errors_of_package(beside), error)
+
+
+def test_the_greedy_text_is_that_of_the_package(beside):
+    text = generate(beside.model, PROMPT[None], TEXT, key=jax.random.key(0), temperature=0)
+    assert len({*beside.text.tolist()}) > 10
+    np.testing.assert_array_equal(text[0], beside.text)
+
+
+def test_the_state_dict_of_the_twin_loads_in_both(beside, tmp_path):
+    torch.save(copy.deepcopy(beside.twin).float().state_dict(), tmp_path / "twin.pth")
+    package = of_package(beside.version, tmp_path / "twin.pth", beside.given)
+    assert package.keys() >= beside.package.keys()
+    for name, expected in beside.package.items():
+        np.testing.assert_array_equal(package[name], expected)
+    weights = to_torch(rwkv_from_torch(read_pth(tmp_path / "twin.pth")))
+    expected = read_pth(beside.export)
+    assert weights.keys() == expected.keys()
+    for key, tensor in expected.items():
+        np.testing.assert_array_equal(weights[key], tensor)
+
+
+class Peer(torch.nn.Module):
+    """A function of transformers with its own scale of the query, (key size)^−1/2.
+
+    It computes in float32 whatever it is given; here in float64, if that is what it is given.
+    """
+
+    def __init__(self, module: str, name: str):
+        super().__init__()
+        models = pytest.importorskip("transformers.models")
+        function = getattr(import_module(f"{models.__name__}.{module}"), name)
+        self.function = inspect.unwrap(function)  # without kernels that may be installed
+
+    def forward(self, q, k, v, log_decay, rate, state=None):
+        arguments = {"initial_state": state, "output_final_state": True}
+        with InFloat64() if q.dtype == torch.float64 else nullcontext():
+            return self.function(q, k, v, log_decay, rate, **arguments)
+
+
+def gated_delta_net(method, _, q, k, v, log_decay, rate, state=None):
+    """A decay for all keys: a = k, b = −αβk, and βk for k."""
+    rate = rate[..., None]
+    log_w = jnp.broadcast_to(log_decay[..., None], k.shape)
+    return delta_rule(method, q, log_w, rate * k, v, k, -rate * jnp.exp(log_w) * k, state)
+
+
+def kimi_delta_attention(method, _, q, k, v, log_decay, rate, state=None):
+    """A decay for each key: a = α ⊙ k, b = −βk, and βk for k."""
+    key = rate[..., None] * k
+    return delta_rule(method, q, log_decay, key, v, jnp.exp(log_decay) * k, -key, state)
+
+
+def delta_rule(method, q, log_w, k, v, a, b, state):
+    """With the scale of the query, and a state of keys and values."""
+    state = None if state is None else state.mT
+    r = q * q.shape[-1] ** -0.5
+    y, last = ops.delta_rule(r, log_w, k, v, a, b, state, method=method)
+    return y, last.mT
+
+
+PEERS = {
+    "gated delta rule by steps": (
+        gated_delta_net,
+        "qwen3_next.modeling_qwen3_next",
+        "torch_recurrent_gated_delta_rule",
+    ),
+    "gated delta rule by chunks": (
+        gated_delta_net,
+        "qwen3_next.modeling_qwen3_next",
+        "torch_chunk_gated_delta_rule",
+    ),
+    "Kimi delta attention by steps": (
+        kimi_delta_attention,
+        "kimi_linear.modeling_kimi_linear",
+        "recurrent_kimi_delta_attention",
+    ),
+    "Kimi delta attention by chunks": (
+        kimi_delta_attention,
+        "kimi_linear.modeling_kimi_linear",
+        "chunk_kimi_delta_attention",
+    ),
+}
+
+
+def steps(ours, time: int, batch: int = 2, heads: int = 3, size: int = 6, values: int = 5):
+    """Random queries, keys of norm 1, values, log decays, rates in (0, 1) and a state."""
+    rng = np.random.default_rng(time)
+    q, k, v = (rng.standard_normal((batch, time, heads, n)) for n in (size, size, values))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    by_key = (size,) if ours is kimi_delta_attention else ()
+    log_decay = -(10 ** rng.uniform(-3, 0.5, (batch, time, heads, *by_key)))
+    rate = rng.uniform(0.1, 0.9, (batch, time, heads))
+    state = rng.standard_normal((batch, heads, size, values))
+    return [in_every_dtype(x) for x in (q, k, v, log_decay, rate, state)]
+
+
+@pytest.mark.parametrize("time", [1, 37, 131])
+@pytest.mark.parametrize("method", ["sequential", "chunked"])
+@pytest.mark.parametrize("peer", PEERS)
+def test_the_delta_rule_is_that_of_transformers(peer, method, time):
+    """Outputs, last states and the gradients of all inputs."""
+    ours, *function = PEERS[peer]
+    assert_parity(Peer(*function), partial(ours, method), *steps(ours, time), weights=dict)

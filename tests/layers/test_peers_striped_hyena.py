@@ -1,0 +1,182 @@
+"""StripedHyena's block beside that of the package `stripedhyena`, which runs on torch alone."""
+
+from functools import partialmethod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import torch_ref
+from jax_models import StripedHyenaBlock, from_torch, to_torch
+from parity_tests import assert_parity
+from parity_tests.engine.bounds.tolerance import assert_same
+from parity_tests.engine.problem import in_every_dtype
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+
+FEATURES, MLP = 24, 40
+SIZES: dict[str, Any] = {"num_heads": 4, "state_size": 6, "epsilon": 1e-3}
+CONFIG = {
+    "hidden_size": FEATURES,
+    "num_filters": FEATURES,
+    "num_attention_heads": SIZES["num_heads"],
+    "state_size": SIZES["state_size"],
+    "inner_mlp_size": MLP,
+    "eps": SIZES["epsilon"],
+    "model_parallel_size": 1,
+    "hyena_filter_groups": 1,
+    "short_filter_length": 3,
+    "short_filter_bias": True,
+    "params_dtype": torch.float32,
+    "mlp_dtype": torch.float32,
+}
+OPTIONS = {
+    "": ({}, {}),
+    "in thirds": ({"column_split_hyena": False}, {"num_heads": 1}),
+    "with gelu": ({"mlp_activation": "gelu"}, {"activation": "gelu"}),
+}
+TIME = 50
+X = np.random.default_rng(0).standard_normal((2, TIME, FEATURES))
+
+
+class InFloat64:
+    """torch, in which the package's casts to float32 are casts to float64."""
+
+    float32, complex64 = torch.float64, torch.complex128
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture(scope="module")
+def package():
+    """The package, computing in float64 what it computes in float32."""
+    model = pytest.importorskip("stripedhyena.model")
+    engine = pytest.importorskip("stripedhyena.engine")
+    prefill = engine.HyenaInferenceEngine.prefill_via_modal_fft
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (model, engine):
+            patch.setattr(module, "torch", InFloat64())
+        patch.setattr(
+            engine.HyenaInferenceEngine,
+            "prefill_via_modal_fft",
+            partialmethod(prefill, state_dtype=torch.complex128),
+        )
+        yield model
+
+
+def built(package: Any, **config: Any) -> Any:
+    """The package's block, as its users build it, with random weights in float64."""
+    block = package.ParallelGatedConvBlock(package_config(**CONFIG, **config), layer_idx=0).double()
+    rng = np.random.default_rng(1)
+    for name, parameter in block.named_parameters():
+        draw = rng.standard_normal(tuple(parameter.shape))
+        if name.endswith("poles"):
+            draw *= rng.uniform(0.3, 0.98, (*draw.shape[:-1], 1)) / np.linalg.norm(
+                draw, axis=-1, keepdims=True
+            )
+        elif parameter.ndim == 2:
+            draw *= parameter.shape[1] ** -0.5
+        parameter.data = torch.from_numpy(in_every_dtype(draw))
+    return block
+
+
+def package_config(**config: Any) -> Any:
+    return pytest.importorskip("stripedhyena.utils").dotdict(config)
+
+
+def port(block: Any, **options: Any) -> StripedHyenaBlock:
+    with jax.enable_x64(True):
+        layer = StripedHyenaBlock(
+            FEATURES, MLP, **SIZES | options, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+        )
+        return from_torch(layer, block.state_dict())
+
+
+def in_pieces(block: Any, *lengths: int) -> np.ndarray:
+    """What the package puts out, piece by piece, on one cache; from the second on, of each step."""
+    cache = pytest.importorskip("stripedhyena.cache").RecurrentInferenceParams()
+    pieces = torch.from_numpy(X[:, : sum(lengths)]).split(lengths, dim=1)
+    with torch.no_grad():
+        return torch.cat([block(x, inference_params=cache)[0] for x in pieces], dim=1).numpy()
+
+
+def whole(layer: StripedHyenaBlock, time: int) -> np.ndarray:
+    with jax.enable_x64(True):
+        return np.asarray(layer(X[:, :time])[0])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_outputs_and_gradients_are_those_of_the_package(package, name):
+    config, options = OPTIONS[name]
+    block = built(package, **config)
+    assert_parity(
+        block,
+        port(block, **options),
+        X,
+        weights="stripedhyena",
+        call=lambda layer, x: layer(x)[0],
+        call_twin=lambda block, x: block(x)[0],
+        dtypes=["float64"],
+    )
+
+
+def test_a_prompt_and_steps_are_those_of_the_package(package):
+    block = built(package)
+    expected = in_pieces(block, 41, *[1] * 9)
+    layer = port(block)
+    assert_same(whole(layer, TIME), expected, "the whole sequence")
+    with jax.enable_x64(True):
+        y, state = jax.jit(layer.__call__)(X[:, :41])
+        step, outputs = jax.jit(layer.step), [y]
+        for t in range(41, TIME):
+            y_t, state = step(X[:, t], state)
+            outputs.append(y_t[:, None])
+    assert_same(np.concatenate(outputs, axis=1), expected, "the prompt, then steps")
+
+
+def test_what_is_exported_loads_in_the_package_and_in_the_twin(package):
+    block = built(package)
+    weights = {key: torch.from_numpy(a) for key, a in to_torch(port(block)).items()}
+    again = built(package)
+    again.load_state_dict(weights, strict=True)
+    for key, tensor in block.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+    twin = torch_ref.StripedHyenaBlock(FEATURES, MLP, **SIZES).double()
+    twin.load_state_dict(block.state_dict(), strict=True)
+    x = torch.from_numpy(X)
+    with torch.no_grad():
+        assert_same(twin(x)[0].numpy(), block(x)[0].numpy(), "the twin's outputs")
+
+
+def test_a_prefill_by_recurrence_is_wrong_in_the_package(package):
+    """It puts out Re R · Re s, not Re(R s), and computes Im s from the real part of a step later.
+
+    If this fails, the package has been mended; so the tests below.
+    """
+    block = built(package, prefill_style="recurrence")
+    expected, found = whole(port(block), TIME), in_pieces(block, 45, *[1] * 5)
+    for piece in (np.s_[:, :45], np.s_[:, 45:]):
+        assert np.abs(found - expected)[piece].max() > 0.1 * np.abs(expected).max()
+
+
+def test_a_prompt_of_one_step_is_wrong_in_the_package(package):
+    """Its short convolution then has one input for two taps: torch broadcasts it to both."""
+    block = built(package)
+    expected, found = whole(port(block), 3), in_pieces(block, 1, 1, 1)
+    assert_same(found[:, :1], expected[:, :1], "the first step")
+    assert np.abs(found - expected)[:, 1:].max() > 0.1 * np.abs(expected).max()
+
+
+def test_a_second_piece_is_its_last_step_in_the_package(package):
+    block = built(package)
+    cache = pytest.importorskip("stripedhyena.cache").RecurrentInferenceParams()
+    x = torch.from_numpy(X)
+    with torch.no_grad():
+        block(x[:, :40], inference_params=cache)
+        mixed, _ = block.filter(block.proj_norm(x[:, 40:]), inference_params=cache)
+    assert mixed.shape == (2, 1, FEATURES)

@@ -1,0 +1,153 @@
+"""The modal convolution by chunks, and what StripedHyena's layers are beside their twins."""
+
+from functools import partial
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_models import StripedHyenaBlock, StripedHyenaMixer, StripedHyenaState
+from jax_models.layers.striped_hyena import StripedHyenaNorm
+from jax_models.ops import ModalConvState, modal_conv
+from jax_models.ops.modal_conv import CHUNK
+from parity_tests.engine.bounds.tolerance import K, assert_same, rms, ulp
+
+BATCH, FEATURES, MODES = 3, 4, 5
+
+
+def problem(time: int, largest: float = 0.999):
+    """Inputs, a state and filters; one pole is 0, one 1, one −1."""
+    rng = np.random.default_rng(time)
+    size, angle = (
+        rng.uniform(low, high, (FEATURES, MODES)) for low, high in ((0, largest), (-np.pi, np.pi))
+    )
+    poles = size * np.exp(1j * angle)
+    poles[0, :3] = 0, 1, -1
+    parts = np.stack([poles.real, poles.imag], axis=-1)
+    v, modes = (
+        rng.standard_normal(shape)
+        for shape in ((BATCH, time, FEATURES), (BATCH, FEATURES, MODES, 2))
+    )
+    weights = {
+        "poles": parts,
+        "residues": rng.standard_normal((FEATURES, MODES, 2)),
+        "skip": rng.standard_normal(FEATURES),
+    }
+    return v, modes, weights
+
+
+def loop(v, modes, weights, lengths=None, reset=None):
+    """The recurrence in NumPy, float64."""
+    poles, residues, s = (
+        a[..., 0] + 1j * a[..., 1] for a in (weights["poles"], weights["residues"], modes)
+    )
+    y = np.zeros_like(v)
+    for t in range(v.shape[1]):
+        restart = np.zeros(len(v), bool) if reset is None else reset[:, t]
+        after = poles * np.where(restart[:, None, None], 0, s) + v[:, t, :, None]
+        y[:, t] = (residues * after).real.sum(-1) + weights["skip"] * v[:, t]
+        active = np.full(len(v), True) if lengths is None else t < lengths
+        s = np.where(active[:, None, None], after, s)
+        y[~active, t] = 0
+    return y, np.stack([s.real, s.imag], axis=-1)
+
+
+@pytest.mark.parametrize("form", ["_sequential", "_chunked"])
+@pytest.mark.parametrize("masks", ["", "lengths", "reset", "both"])
+@pytest.mark.parametrize("time", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 7])
+def test_steps_and_chunks_are_the_recurrence(x64, monkeypatch, time, masks, form):
+    module = import_module("jax_models.ops.modal_conv")
+    monkeypatch.setattr(module, "_modal_conv", getattr(module, form))
+    v, modes, weights = problem(time)
+    options = {}
+    if masks in ("lengths", "both"):
+        options["lengths"] = np.array([time, min(time, CHUNK), time // 2])
+    if masks in ("reset", "both"):
+        options["reset"] = np.random.default_rng(0).random((BATCH, time)) < 0.1
+    run = jax.jit(lambda v, modes: modal_conv(v, ModalConvState(modes), **weights, **options))
+    y, state = run(v, modes)
+    expected, last = loop(v, modes, weights, **options)
+    if "lengths" in options:
+        y = np.where((np.arange(time) < options["lengths"][:, None])[..., None], y, 0)
+    assert_same(y, expected, "y")
+    assert_same(state.modes, last, "the state")
+
+
+def test_float32_errs_as_the_plain_recurrence_does():
+    v, modes, weights = jax.tree.map(np.float32, problem(1000))
+    wide = jax.tree.map(np.float64, (v, modes, weights))
+    exact, _ = loop(*wide)
+    plain, _ = loop(v, modes, weights)
+    ours, _ = jax.jit(lambda v: modal_conv(v, ModalConvState(modes), **weights))(v)
+    bound = max(rms(plain - exact), ulp(np.float32) * rms(exact))
+    assert rms(np.asarray(ours) - exact) <= K * bound
+
+
+@pytest.mark.optimized
+def test_memory_of_whole_sequences_has_no_factor_for_the_modes():
+    """32 modes, forward and backward: a state of each step would take 64 times the inputs."""
+    mixer = StripedHyenaMixer(64, state_size=32, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(mixer)
+    x = jax.ShapeDtypeStruct((1, 8192, 64), jnp.float32)
+
+    def loss(params, x):
+        return jnp.sum(nnx.merge(graphdef, params)(x)[0] ** 2)
+
+    memory = jax.jit(jax.grad(loss)).lower(params, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 50 * x.size * 4
+
+
+def test_states_and_weights_are_real():
+    block = StripedHyenaBlock(6, 5, num_heads=2, rngs=nnx.Rngs(0))
+    state = block.init_state(2)
+    assert isinstance(state, StripedHyenaState)
+    assert state.modal.modes.shape == (2, 6, 8, 2)
+    for leaf in jax.tree.leaves((state, nnx.state(block))):
+        assert not jnp.iscomplexobj(leaf)
+
+
+def test_filters_at_first_have_energy_1_and_remember():
+    mixer = StripedHyenaMixer(512, rngs=nnx.Rngs(0))
+    impulse = jnp.zeros((1, 4096, 512)).at[:, 0].set(1)
+    state = ModalConvState(jnp.zeros((1, 512, 8, 2)))
+    weights = {"poles": mixer.poles[...], "residues": mixer.residues[...]}
+    h, _ = jax.jit(partial(modal_conv, skip=jnp.zeros(512), **weights))(impulse, state)
+    assert 0.8 < float(jnp.mean(jnp.sum(h**2, axis=1))) < 1.25
+    assert float(jnp.mean(h[:, 32:] ** 2)) > 0
+
+
+def test_the_norm_of_zeros_is_zero_and_its_gradient_finite():
+    norm = StripedHyenaNorm(4, 1e-3, dtype=None, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    y, gradient = norm(jnp.zeros((2, 4))), jax.grad(lambda x: norm(x).sum())(jnp.zeros((2, 4)))
+    np.testing.assert_array_equal(y, 0)
+    np.testing.assert_allclose(gradient, 1e3, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (partial(StripedHyenaMixer, 6, num_heads=4), "num_heads: expected a divisor of 6, got 4"),
+        (partial(StripedHyenaBlock, 6, 5, epsilon=0), "epsilon: expected a positive number, got"),
+        (partial(StripedHyenaBlock, 6, 5, activation="relu"), "activation: expected one of"),
+    ],
+)
+def test_constructors_refuse(build, message):
+    with pytest.raises(ValueError, match=message):
+        build(rngs=nnx.Rngs(0))
+
+
+def test_a_gradient_has_the_form_of_the_platform_that_it_is_lowered_for():
+    def loss(v, **weights):
+        state = ModalConvState(jnp.zeros((1, 3, 2, 2)))
+        return jnp.sum(modal_conv(v, state, **weights)[0])
+
+    weights = {name: jnp.ones((3, 2, 2)) for name in ("poles", "residues")}
+    traced = jax.jit(jax.grad(loss)).trace(jnp.ones((1, 64, 3)), skip=jnp.ones(3), **weights)
+    in_steps = {
+        platform: "stablehlo.while" in traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda")
+    }
+    assert in_steps == {"cpu": True, "cuda": False}

@@ -1,0 +1,178 @@
+"""Layers whose time is divided over devices are those whose time is not."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_models
+from jax_models import ops
+from jax_models.sequence import SequenceLayer
+from parity_tests.registry import CASES
+
+FEATURES, TIME, DEVICES = 8, 24, 4
+RWKV = {"head_size": 4, "hidden_features": 12}
+LAYERS = {
+    "CausalConv1D": {"kernel_size": 4},
+    "RGLRU": {},
+    "Hawk": {},
+    "HawkBlock": {"mlp_features": 12},
+    "LocalAttention": {"num_heads": 2, "window": 9},
+    "GriffinRecurrence": {"num_blocks": 2},
+    "GriffinBlock": {"mlp_features": 12, "num_heads": 2, "mixing": "attention", "window": 4},
+    "MinGRU": {"hidden_features": FEATURES, "num_layers": 2},
+    "MinLSTM": {"hidden_features": FEATURES},
+    "RWKVTimeMix": {},
+    "RWKVChannelMix": {"hidden_features": 12},
+    "RWKVBlock": {"hidden_features": 12},
+    "RWKV6TimeMix": {"head_size": 4},
+    "RWKV6ChannelMix": {"hidden_features": 12},
+    "RWKV6Block": RWKV,
+    "RWKV7TimeMix": {"head_size": 4},
+    "RWKV7ChannelMix": {"hidden_features": 12},
+    "RWKV7Block": RWKV,
+    "HyenaBlock": {"max_length": 32},
+    "AuthenticHyenaBlock": {"max_length": 32},
+    "HyenaDNAMixer": {"max_length": 32, "order": 3},
+    "HyenaDNABlock": {"mlp_features": 12, "max_length": 32},
+    "HippogriffHawk": {},
+    "HippogriffBlock": {"mlp_features": 12, "num_heads": 2, "window": 9},
+    "StripedHyenaMixer": {"num_heads": 2},
+    "StripedHyenaBlock": {"mlp_features": 12},
+}
+QUICK = {"HawkBlock"}
+
+ON_DEVICES = """
+import jax
+jax.config.update("jax_num_cpu_devices", {devices})
+jax.config.update("jax_enable_x64", True)
+from tests.layers.test_time_axis import check_divided
+check_divided({name!r})
+"""
+
+
+def built(name: str) -> SequenceLayer:
+    """A layer with random weights, none of them zero or one."""
+    layer = getattr(jax_models, name)(
+        FEATURES, **LAYERS[name], param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+    )
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: x + 0.1 * rng.standard_normal(x.shape), nnx.state(layer, nnx.Param)
+    )
+    nnx.update(layer, jax_models.project(params))
+    return layer
+
+
+def run_of(layer: SequenceLayer, of_device):
+    """Outputs, the last state, and the gradients of the weights and of x."""
+    graphdef, _, rest = nnx.split(layer, nnx.Param, ...)
+
+    def run(params, x, reset, start):
+        def loss(params, x):
+            y, state = nnx.merge(graphdef, params, rest)(x, start, reset=reset)
+            return jnp.sum(jnp.sin(y)), (y, state)
+
+        of_params, of_x = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)[0]
+        y, state = loss(params, x)[1]
+        return y, of_x, jax.tree.map(of_device, state), of_params
+
+    return run
+
+
+def check_divided(name: str) -> None:
+    """Compare a layer over devices with one on one, from no state and from some."""
+    layer = built(name)
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((3, TIME, FEATURES)))
+
+    def begun(s):  # positions count on
+        is_floating = jnp.issubdtype(s.dtype, jnp.floating)
+        return jnp.asarray(rng.uniform(0.5, 1.5, s.shape)) if is_floating else s + 5
+
+    start = jax.tree.map(begun, layer.init_state(3))
+    resets = [None]
+    if layer.resettable:
+        resets.append(jnp.asarray(rng.random((3, TIME)) < 0.15))
+    starts = [None] if layer.start(3) is None else [None, start]
+    whole = jax.jit(run_of(layer, lambda x: x))
+    divided = run_of(nnx.view(layer, time_axis="time"), lambda x: x[None])
+    mesh = jax.make_mesh((DEVICES,), ("time",), axis_types=(AxisType.Auto,))
+    of_time = P(None, "time")
+    mapped = jax.jit(
+        jax.shard_map(
+            divided,
+            mesh=mesh,
+            in_specs=(P(), of_time, of_time, P()),
+            out_specs=(of_time, of_time, P("time"), P()),
+        )
+    )
+    params = nnx.state(layer, nnx.Param)
+    for reset in resets:
+        for state in starts:
+            *expected, last, gradient = whole(params, x, reset, state)
+            *found, lasts, found_gradient = mapped(params, x, reset, state)
+            assert_close((found, found_gradient), (expected, gradient))
+            for device in range(DEVICES):
+                assert_close(jax.tree.map(lambda x, d=device: x[d], lasts), last)
+
+
+def assert_close(actual, expected) -> None:
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS]
+)
+def test_time_divided_over_devices_is_whole(name):
+    """Outputs, states and gradients, with and without `reset` and a state to start from."""
+    script = ON_DEVICES.format(devices=DEVICES, name=name)
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_layer_of_the_registry_that_divides_time_is_here():
+    layers = [type(case.abstract(jnp.float32)) for case in CASES.values()]
+    divides = {layer.__name__ for layer in layers if getattr(layer, "divides_time", False)}
+    assert divides <= {*LAYERS}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        jax_models.LSTM(3, 4, rngs=nnx.Rngs(0)),
+        jax_models.Stack(
+            [jax_models.RGLRU(4, rngs=nnx.Rngs(0)), jax_models.GRU(4, 4, rngs=nnx.Rngs(0))]
+        ),
+        jax_models.SelfAttentionBlock(4, 2, max_length=8, rngs=nnx.Rngs(0)),
+    ],
+)
+def test_a_step_that_needs_the_one_before_is_refused(layer):
+    with pytest.raises(NotImplementedError, match="time_axis: its time cannot be divided"):
+        nnx.view(layer, time_axis="time")
+
+
+def test_lengths_and_shapes_that_do_not_divide_are_refused():
+    def in_shard_map(function, *args):
+        mesh = jax.make_mesh((1,), ("time",), axis_types=(AxisType.Auto,))
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P())
+        return jax.eval_shape(mapped, *args)
+
+    layer = nnx.view(jax_models.RGLRU(4, rngs=nnx.Rngs(0)), time_axis="time")
+    with pytest.raises(NotImplementedError, match="lengths: expected None where time is divided"):
+        in_shard_map(lambda x: layer(x, lengths=[3, 3])[0], jnp.ones((2, 5, 4)))
+    with pytest.raises(ValueError, match="at least the 3 steps on each device"):
+        in_shard_map(
+            lambda x, s: ops.delayed(x, ops.CausalConv1DState(s), time_axis="time")[0],
+            jnp.ones((2, 2, 4)),
+            jnp.ones((2, 4, 3)),
+        )

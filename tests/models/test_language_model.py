@@ -1,0 +1,278 @@
+"""Language models and generation as a user calls them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, stream
+from jax_models.models import generation
+from jax_models.models.generation import Decoder, _keep_largest, sample
+
+KEY = jax.random.key(0)
+
+
+def model(**fields) -> RNNLanguageModel:
+    config = RNNLanguageModelConfig(**{"context_length": 8, **fields})
+    return RNNLanguageModel(config, rngs=nnx.Rngs(0))
+
+
+def tokens(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 20, shape)
+
+
+@pytest.mark.parametrize("context_length", [8, None])
+def test_generation_equals_recomputing_the_whole_text(context_length):
+    """Past the context length the model sees the last tokens alone, at the first positions."""
+    lm = model(context_length=context_length, cell="gru")
+    prompt = tokens(2, 5)
+    size = context_length or 17
+    forward = jax.jit(lambda window: lm(window)[0])
+    text = prompt
+    for _ in range(12):
+        window = text[:, -size:]
+        padded = np.pad(window, ((0, 0), (0, size - window.shape[1])))
+        logits = forward(padded)[:, window.shape[1] - 1]
+        text = np.concatenate([text, np.asarray(logits.argmax(axis=-1))[:, None]], axis=1)
+    greedy = generate(lm, prompt, 12, key=KEY, temperature=0)
+    np.testing.assert_array_equal(greedy, text[:, 5:])
+
+
+def test_the_key_decides_the_text():
+    lm = model(context_length=None)
+    prompt = tokens(1, 3)
+    first = generate(lm, prompt, 40, key=KEY)
+    np.testing.assert_array_equal(first, generate(lm, prompt, 40, key=KEY))
+    assert (first != generate(lm, prompt, 40, key=jax.random.key(1))).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_sampling_follows_the_distribution(dtype):
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05])).astype(dtype)
+    logits = jnp.broadcast_to(logits, (20_000, 4))
+
+    def frequencies(**options):
+        drawn = np.asarray(sample(logits, KEY, **options))
+        return np.bincount(drawn, minlength=4) / len(drawn)
+
+    np.testing.assert_allclose(frequencies(), [0.5, 0.3, 0.15, 0.05], atol=0.015)
+    np.testing.assert_allclose(frequencies(top_k=2), [0.625, 0.375, 0, 0], atol=0.015)
+    squared = np.array([0.25, 0.09, 0.0225, 0.0025])
+    np.testing.assert_allclose(frequencies(temperature=0.5), squared / squared.sum(), atol=0.015)
+    np.testing.assert_array_equal(frequencies(temperature=0), [1, 0, 0, 0])
+    hot = frequencies(temperature=3e38, top_k=2)
+    np.testing.assert_allclose(hot, [0.5, 0.5, 0, 0], atol=0.015)
+
+
+def test_sampling_keeps_the_tail_in_bfloat16():
+    """Gumbel noise in bfloat16 would give the last token a thirtieth of its share."""
+    logits = jnp.log(jnp.array([0.999, 0.001])).astype(jnp.bfloat16)
+    drawn = np.asarray(sample(jnp.broadcast_to(logits, (400_000, 2)), KEY))
+    assert 0.0007 < drawn.mean() < 0.0013
+
+
+def test_tokens_outside_the_vocabulary_are_nan_under_jit():
+    lm = model()
+    logits, _ = jax.jit(lambda tokens: lm(tokens))(np.array([[1, -1], [2, 20]]))
+    assert np.isfinite(logits[:, 0]).all()
+    assert np.isnan(logits[:, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("context_length", "num_tokens"), [(None, 9), (None, 1), (8, 3), (8, 9), (8, 4), (5, 3)]
+)
+@pytest.mark.parametrize("steps_per_call", ["auto", 1, 3])
+def test_a_text_in_one_call_is_the_streamed_one(context_length, num_tokens, steps_per_call):
+    lm = model(context_length=context_length)
+    prompt = tokens(2, 5)
+    text = generate(lm, prompt, num_tokens, key=KEY)
+    assert text.shape == (2, num_tokens)
+    streamed = list(stream(lm, prompt, num_tokens, key=KEY, steps_per_call=steps_per_call))
+    np.testing.assert_array_equal(text, np.stack(streamed, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "counts"),
+    [(1e-9, [1, 2, 4, 8, 16, 32, 64, 64]), (1e-3, [1, 2, 4, 8, 9, 9, 9]), (9e-3, [1, 1, 1])],
+)
+def test_a_call_takes_the_steps_that_make_ten_milliseconds(step_seconds, counts, monkeypatch):
+    """By a clock on which the call before is what takes time."""
+    made, steps, now = [1], Decoder.steps, [0.0]
+
+    def timed_steps(*args):
+        now[0] += made[-1] * step_seconds * 1.01
+        made.append(args[-1])
+        return steps(*args)
+
+    monkeypatch.setattr(Decoder, "steps", timed_steps)
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: now[0])
+    text = stream(model(context_length=None), tokens(1, 3), 1 + sum(counts), key=KEY)
+    assert len(list(text)) == 1 + sum(counts)
+    assert made[1:] == counts
+
+
+def test_a_call_takes_the_steps_that_it_is_told(monkeypatch):
+    made, steps = [], Decoder.steps
+    monkeypatch.setattr(Decoder, "steps", lambda *args: made.append(args[-1]) or steps(*args))
+    text = stream(model(context_length=None), tokens(1, 3), 10, key=KEY, steps_per_call=4)
+    assert len(list(text)) == 10
+    assert made == [4, 4, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context_length", [None, 100])
+def test_fifty_prompts_share_few_programs(context_length):
+    """Of all lengths and options, operations outside of the programs and keys included."""
+    compiled = []
+
+    def listen(event: str, seconds: float, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    random = np.random.default_rng(0)
+    lm = model(context_length=context_length, hidden_features=22)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for i in range(50):
+            prompt = random.integers(0, 20, (1, random.integers(1, 400)))
+            call = [generate, stream][i % 2]
+            text = call(
+                lm,
+                prompt if i % 4 < 2 else jax.device_put(prompt),
+                int(random.integers(1, 150)),
+                key=jax.random.key(i),
+                temperature=random.choice([0.0, 1.0, random.uniform(0.1, 2)]),
+                top_k=random.choice([None, int(random.integers(1, 30))]),
+            )
+            assert np.asarray(text if call is generate else [*text]).size > 0
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) <= 8
+
+
+def test_the_largest_are_kept():
+    """As sorting finds them, ties and rows with infinities included."""
+    logits = np.random.default_rng(0).normal(size=(4, 50)).round(1).astype(np.float32)
+    logits[1, :40] = -np.inf
+    logits[2] = 0
+    for k in (1, 2, 49, 50):
+        kth = np.sort(logits, axis=1)[:, -k, None]
+        kept = jax.jit(_keep_largest)(logits, k)
+        np.testing.assert_array_equal(kept, np.where(logits < kth, -np.inf, logits))
+
+
+def test_generation_under_jit_is_the_same():
+    """Past the context too, of a traced prompt, key and model; −1 in the place of an error."""
+    lm = model()
+    prompt = tokens(2, 5)
+    graphdef, weights = nnx.split(lm)
+
+    @jax.jit
+    def text(weights, prompt, key):
+        return generate(nnx.merge(graphdef, weights), prompt, 9, key=key)
+
+    np.testing.assert_array_equal(text(weights, prompt, KEY), generate(lm, prompt, 9, key=KEY))
+    assert (text(weights, prompt + 20, KEY) == -1).all()
+
+
+@pytest.mark.parametrize("call", [generate, lambda *args, **kwargs: list(stream(*args, **kwargs))])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_refuses_to_draw_from_logits_that_are_not_finite(call, bad, temperature):
+    lm = model(context_length=None)
+    lm.embedding.embedding[...] = lm.embedding.embedding[...].at[3].set(bad)
+    ok, fatal = [[1, 2], [1, 2]], [[1, 2], [1, 3]]
+    call(lm, ok, 1, key=KEY)
+    with pytest.raises(ValueError, match="model:"):
+        call(lm, fatal, 9, key=KEY, temperature=temperature)
+
+
+def test_streams_the_tokens_before_logits_that_are_not_finite():
+    lm = model(context_length=None)
+    lm.head.kernel[...] = jnp.zeros_like(lm.head.kernel[...])
+    lm.head.bias[...] = jnp.zeros(20).at[3].set(1e3)
+    lm.embedding.embedding[...] = lm.embedding.embedding[...].at[3].set(np.nan)
+    text = stream(lm, [[1, 2]], 9, key=KEY)
+    assert next(text).tolist() == [3]
+    with pytest.raises(ValueError, match="model:"):
+        next(text)
+
+
+@pytest.mark.parametrize("three", [3, np.int64(3), jnp.int32(3), np.uint8(3)])
+def test_counts_may_be_integers_of_any_kind(three):
+    lm = model()
+    everything = generate(lm, tokens(1, 4), 3, key=KEY)
+    beyond = generate(lm, tokens(1, 4), 3, key=KEY, top_k=10**12)
+    np.testing.assert_array_equal(beyond, everything)
+    expected = generate(lm, tokens(1, 4), 3, key=KEY, top_k=3)
+    np.testing.assert_array_equal(generate(lm, tokens(1, 4), three, key=KEY, top_k=three), expected)
+
+
+def test_a_key_may_be_of_the_old_kind():
+    of_new, of_old = (
+        generate(model(), tokens(1, 4), 9, key=key)
+        for key in (jax.random.key(5), jax.random.PRNGKey(5))
+    )
+    np.testing.assert_array_equal(of_new, of_old)
+
+
+def test_positions_restart_with_documents_and_end_with_the_context():
+    lm = model()
+    packed = tokens(1, 12)
+    reset = np.zeros((1, 12), bool)
+    reset[0, 7] = True
+    logits, state = lm(packed, reset=reset)
+    np.testing.assert_allclose(logits[:, 7:], lm(packed[:, 7:])[0], rtol=1e-5, atol=1e-6)
+    assert state.position.tolist() == [5]
+    _, state = lm(packed[:, :8])
+    beyond, _ = lm.step(packed[:, 8], state)
+    assert np.isnan(beyond).all()
+
+
+REFUSED = [
+    *(
+        ("steps_per_call:", lambda lm, n=n: stream(lm, tokens(1, 3), 3, key=KEY, steps_per_call=n))
+        for n in (0, 65, "all", True, 1.0)
+    ),
+    (
+        "state.position:",
+        lambda lm: lm(tokens(1, 3), lm.init_state(1)._replace(position=np.zeros(1, bool))),
+    ),
+    ("token:", lambda lm: lm.step(np.array([2**32 + 3]), lm.init_state(1))),
+    ("at most context_length=8 steps", lambda lm: lm(tokens(1, 9))),
+    ("tokens:", lambda lm: lm(np.zeros((1, 3)))),
+    ("tokens:", lambda lm: lm(tokens(3))),
+    ("tokens:", lambda lm: lm(np.array([[1, -1, 20]]))),
+    ("tokens:", lambda lm: lm([[1], [1, 2]])),
+    ("model:", lambda lm: generate(type(lm), tokens(1, 1), 3, key=KEY)),
+    ("token:", lambda lm: lm.step(tokens(1, 1), None)),
+    ("state:", lambda lm: lm(tokens(1, 3), (1, 2))),
+    ("prompt: expec", lambda lm: stream(lm, tokens(1, 0), 3, key=KEY)),
+    ("num_tokens: expec", lambda lm: stream(lm, tokens(1, 1), 0, key=KEY)),
+    ("temperature:", lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=-1.0)),
+    ("temperature:", lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature="hot")),
+    ("logits:", lambda lm: sample(jnp.zeros((2, 0)), KEY)),
+    ("num_tokens:", lambda lm: stream(lm, tokens(1, 1), 2**31, key=KEY)),
+    ("key:", lambda lm: generate(lm, tokens(1, 1), 3, key=0)),
+    ("key:", lambda lm: generate(lm, tokens(1, 1), 3, key=jax.random.split(KEY, 3))),
+    (
+        "model: its parameters have no values",
+        lambda lm: generate(nnx.eval_shape(lambda: lm), tokens(1, 1), 3, key=KEY),
+    ),
+    (
+        "stream: under jit its tokens have no values yet",
+        lambda lm: jax.jit(lambda p: next(stream(lm, p, 3, key=KEY)))(tokens(1, 1)),
+    ),
+    ("prompt:", lambda lm: generate(lm, tokens(3), 3, key=KEY)),
+    ("prompt:", lambda lm: generate(lm, np.zeros((1, 3)), 3, key=KEY)),
+    ("prompt:", lambda lm: generate(lm, [[1, 2], [1]], 3, key=KEY)),
+    ("prompt:", lambda lm: generate(lm, [[1, 20]], 3, key=KEY)),
+    ("top_k:", lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, top_k=0)),
+]
+
+
+@pytest.mark.parametrize(("argument", "call"), REFUSED)
+def test_refuses(argument, call):
+    with pytest.raises((TypeError, ValueError), match=argument):
+        call(model())

@@ -1,0 +1,403 @@
+"""Griffin beside transformers' RecurrentGemma and DeepMind's recurrentgemma, and their faults."""
+
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import torch_ref
+from jax_models import (
+    RGLRU,
+    GriffinLanguageModelConfig,
+    from_torch,
+    generate,
+    griffin_from_weights,
+    to_torch,
+)
+from jax_models.weights.keys import flattened
+from parity_tests import assert_parity
+from parity_tests.engine.bounds.tolerance import K, assert_same, floor, rms
+from parity_tests.engine.bounds.torch_rounding import InFloat64
+from parity_tests.engine.problem import in_every_dtype
+from train.pretrained import read_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+
+SIZES: dict[str, Any] = {"vocab_size": 50, "features": 32, "mlp_features": 40, "num_heads": 4}
+CONFIGS = {
+    "as RecurrentGemma": GriffinLanguageModelConfig(
+        **SIZES, num_layers=5, recurrent_features=32, window=8
+    ),
+    "other options": GriffinLanguageModelConfig(
+        **SIZES,
+        num_layers=4,
+        recurrent_features=48,
+        num_kv_heads=2,
+        window=5,
+        kernel_size=3,
+        block_types=("attention", "recurrent"),
+        rotary_fraction=1.0,
+        rope_theta=100.0,
+        attention_bias=True,
+        activation="gelu",
+        epsilon=1e-3,
+        logits_soft_cap=5.0,
+    ),
+}
+LIKE_DEEPMINDS = CONFIGS["as RecurrentGemma"]
+TIME, TEXT = 21, 64
+DTYPES = (jnp.float64, jnp.float32)
+TOKENS = np.random.default_rng(0).integers(1, 50, (2, TIME))
+OUTPUTS = ("linear_out.weight", "o_proj.weight", "down_proj.weight", "proj_final.weight")
+
+
+def randomise(module: torch.nn.Module) -> None:
+    """Matrices that keep the scale of what they are multiplied by, and biases that matter.
+
+    The last matrices of blocks are larger: else a greedy text soon repeats one token.
+    """
+    rng = np.random.default_rng(0)
+    for name, parameter in module.named_parameters():
+        fan_in = parameter.shape[-2] if "_gate_weight" in name else parameter.shape[-1]
+        scale = fan_in**-0.5 if parameter.ndim > 1 else 0.5
+        if name.endswith(OUTPUTS):
+            scale *= 4
+        draw = torch.from_numpy(in_every_dtype(scale * rng.standard_normal(parameter.shape)))
+        parameter.data = draw.to(parameter.dtype)
+
+
+def hf_config(config: GriffinLanguageModelConfig) -> Any:
+    transformers = pytest.importorskip("transformers")
+    activations = {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
+    return transformers.RecurrentGemmaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.features,
+        num_hidden_layers=config.num_layers,
+        intermediate_size=2 * config.mlp_features,
+        lru_width=config.recurrent_features,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        attention_window_size=config.window,
+        conv1d_width=config.kernel_size,
+        block_types=list(config.block_types),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": config.rope_theta,
+            "partial_rotary_factor": config.rotary_fraction,
+        },
+        attention_bias=config.attention_bias,
+        hidden_activation=activations[config.activation],
+        rms_norm_eps=config.epsilon,
+        logits_soft_cap=config.logits_soft_cap,
+        pad_token_id=None,
+    )
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def hf(request) -> tuple[GriffinLanguageModelConfig, torch.nn.Module]:
+    """A random RecurrentGemma in float64, the angles' frequencies, too."""
+    transformers = pytest.importorskip("transformers")
+    config = CONFIGS[request.param]
+    with InFloat64():
+        model = transformers.RecurrentGemmaForCausalLM(hf_config(config)).double().eval()
+    randomise(model)
+    return config, model
+
+
+def logits_of(model: torch.nn.Module, tokens: np.ndarray, **options: Any) -> np.ndarray:
+    """Of transformers' model in float64, in the places where it computes in float32, too."""
+    with InFloat64(), torch.no_grad():
+        return model(torch.as_tensor(tokens), **{"use_cache": False, **options}).logits.numpy()
+
+
+def loaded(weights, config: GriffinLanguageModelConfig, dtype):
+    narrow = {key: tensor.to(getattr(torch, dtype.__name__)) for key, tensor in weights.items()}
+    return griffin_from_weights(narrow, config, param_dtype=dtype)
+
+
+def ours(model: torch.nn.Module, config: GriffinLanguageModelConfig, dtype=jnp.float64):
+    return loaded(model.state_dict(), config, dtype)
+
+
+def assert_near_each_other(what: str, ours, theirs, exact) -> None:
+    """Of two computations in float32, neither errs by more than the bound that the other gives."""
+    exact = np.asarray(exact)
+    errors = [rms(np.asarray(a, np.float64) - exact) / rms(exact) for a in (ours, theirs)]
+    bound = max(floor(np.float32), K * min(errors))
+    assert max(errors) <= bound, f"{what}: ours and theirs err by {errors}"
+
+
+def test_logits_and_gradients_are_those_of_transformers(hf):
+    config, model = hf
+    for dtype in DTYPES:
+        with jax.enable_x64(True):
+            port = ours(model, config, dtype)
+        assert_parity(
+            model,
+            port,
+            TOKENS,
+            weights="hf",
+            call=lambda port, tokens: port(tokens)[0],
+            call_twin=lambda model, tokens: model(tokens, use_cache=False).logits,
+            dtypes=[dtype.__name__],
+        )
+
+
+def test_states_are_those_of_transformers(hf):
+    """After a prompt: the recurrences, the convolutions' inputs, and the keys of the window."""
+    from transformers import DynamicCache
+
+    config, model = hf
+    cache = DynamicCache(config=model.config)
+    logits_of(model, TOKENS, use_cache=True, past_key_values=cache)
+    with jax.enable_x64(True):
+        _, state = ours(model, config)(TOKENS)
+    for i, (layer, own) in enumerate(zip(model.model.layers, state.layers, strict=True)):
+        block = layer.temporal_block
+        if config.mixings[i] == "recurrent":
+            assert_same(own.rglru.h, block.rg_lru.recurrent_states.numpy(), "h")
+            assert_same(own.conv.inputs, block.conv1d_state.numpy(), "inputs")
+        else:
+            slots = np.arange(TIME - config.window + 1, TIME) % (config.window - 1)
+            for name in ("keys", "values"):
+                theirs = np.moveaxis(getattr(cache.layers[i], name).numpy(), 1, 2)
+                assert_same(getattr(own, name)[:, slots], theirs, name)
+
+
+def test_the_greedy_text_is_that_of_transformers(hf):
+    config, model = hf
+    prompt = torch.tensor(TOKENS)
+    with InFloat64(), torch.no_grad():
+        text = model.generate(
+            prompt, max_new_tokens=TEXT, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    with jax.enable_x64(True):
+        port = ours(model, config)
+        own = generate(port, TOKENS, TEXT, key=jax.random.key(0), temperature=0)
+    assert len({*text[0, TIME:].tolist()}) > 5
+    np.testing.assert_array_equal(own, text[:, TIME:].numpy())
+
+
+def test_what_is_exported_loads_in_transformers_and_in_the_twin(hf):
+    config, model = hf
+    with jax.enable_x64(True):
+        weights = {key: torch.from_numpy(a) for key, a in to_torch(ours(model, config)).items()}
+    again = type(model)(model.config).double().eval()
+    again.load_state_dict(weights, strict=True)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+    twin = torch_ref.GriffinLanguageModel.from_config(config).double()
+    twin.load_state_dict(model.state_dict(), strict=True)
+    logits = twin(torch.tensor(TOKENS))[0].detach().numpy()
+    assert_same(logits, logits_of(model, TOKENS), "the twin's logits")
+
+
+def test_a_folder_of_transformers_is_read(hf, tmp_path):
+    """In several files, without the tied head; its config.json tells all."""
+    config, model = hf
+    model.float().save_pretrained(tmp_path, max_shard_size="20KB")
+    model.double()
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    port = read_model(tmp_path)
+    assert port.config == config
+    again = type(model).from_pretrained(tmp_path)
+    with torch.no_grad():
+        theirs = again(torch.tensor(TOKENS), use_cache=False).logits.numpy()
+    assert_near_each_other("logits", port(TOKENS)[0], theirs, logits_of(model, TOKENS))
+
+
+SHORT = 12
+
+
+def wrong_by(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, of the largest logit."""
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+def left_padded(model):
+    """Zeros before the text, and a mask: the recurrences read them."""
+    padded = np.pad(TOKENS[:1, :SHORT], ((0, 0), (TIME - SHORT, 0)))
+    mask = torch.tensor(np.arange(TIME) >= TIME - SHORT)[None].long()
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    options = {"attention_mask": mask, "position_ids": positions}
+    return logits_of(model, padded, **options)[0, TIME - SHORT :]
+
+
+def right_padded(model):
+    """Zeros after the text, and a mask; the next token goes on from the state after the zeros."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    padded = np.pad(TOKENS[:1, : SHORT - 1], ((0, 0), (0, TIME - SHORT)))
+    mask = torch.tensor(np.arange(TIME) < SHORT - 1)[None].long()
+    options: dict[str, Any] = {"use_cache": True, "past_key_values": cache}
+    logits_of(model, padded, attention_mask=mask[:, :-1], **options)
+    mask[:, -1] = 1
+    position = torch.tensor([[SHORT - 1]])
+    last = TOKENS[:1, SHORT - 1 : SHORT]
+    return logits_of(model, last, attention_mask=mask, position_ids=position, **options)[0]
+
+
+def packed(model):
+    """Another text before it in the row, positions that begin anew."""
+    row = np.concatenate([TOKENS[1], TOKENS[0, :SHORT]])[None]
+    positions = torch.tensor(np.r_[:TIME, :SHORT])[None]
+    return logits_of(model, row, position_ids=positions)[0, TIME:]
+
+
+def in_pieces(model):
+    """A prompt in two pieces, by one cache: the convolution forgets the first."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    options: dict[str, Any] = {"use_cache": True, "past_key_values": cache}
+    pieces = [TOKENS[:1, : SHORT // 2], TOKENS[:1, SHORT // 2 : SHORT]]
+    return np.concatenate([logits_of(model, piece, **options)[0] for piece in pieces])
+
+
+@pytest.mark.parametrize("fault", [left_padded, right_padded, packed, in_pieces])
+def test_transformers_is_wrong(hf, fault):
+    """By a hundredth of the largest logit at least; `test_griffin.py` has ours, which is not."""
+    _, model = hf
+    alone = logits_of(model, TOKENS[:1, :SHORT])[0]
+    found = fault(model)
+    assert np.isfinite(found).all()
+    error = wrong_by(found, alone[-len(found) :])
+    assert error > 1e-2, f"{fault.__name__}: {error:.1e}: is it mended?"
+
+
+@pytest.fixture(scope="module")
+def deepminds() -> Any:
+    """recurrentgemma; its annotations, which only an old typeguard can check, are not checked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typeguard.typechecked", lambda function: function)
+        package = pytest.importorskip("recurrentgemma", exc_type=ImportError)
+        import_module("recurrentgemma.torch")
+    return package
+
+
+def deepminds_config(package: Any) -> Any:
+    config = LIKE_DEEPMINDS
+    kinds = package.common.TemporalBlockType
+    return package.common.GriffinConfig(
+        vocab_size=config.vocab_size,
+        width=config.features,
+        mlp_expanded_width=config.mlp_features,
+        num_heads=config.num_heads,
+        block_types=tuple(kinds[kind.upper()] for kind in config.mixings),
+        embeddings_scale_by_sqrt_dim=True,
+        attention_window_size=config.window - 1,
+        logits_soft_cap=config.logits_soft_cap,
+        lru_width=config.recurrent_features,
+    )
+
+
+RESTARTS = np.zeros(TOKENS.shape, bool)
+RESTARTS[0, 9] = RESTARTS[1, [2, 15]] = True
+POSITIONS = np.stack([np.r_[:9, :12], np.r_[:2, :13, :6]])
+
+
+def test_recurrentgemma_in_torch_agrees_on_packed_documents(deepminds):
+    """Logits and gradients, under the keys of its PyTorch checkpoints."""
+    model = deepminds.torch.Griffin(deepminds_config(deepminds), gradient_checkpointing=False)
+    randomise(model.double())
+    weights = dict(model.state_dict())
+    for dtype in DTYPES:
+        with jax.enable_x64(True):
+            port = loaded(weights, LIKE_DEEPMINDS, dtype)
+        assert_parity(
+            model,
+            port,
+            TOKENS,
+            weights="deepmind-torch",
+            call=lambda port, tokens: port(tokens, reset=RESTARTS)[0],
+            call_twin=lambda model, tokens: model(tokens, torch.tensor(POSITIONS))[0],
+            dtypes=[dtype.__name__],
+        )
+
+
+@pytest.mark.parametrize("reset", [None, RESTARTS])
+def test_the_rg_lru_from_zero_is_recurrentgemmas(deepminds, reset):
+    """Outputs, the last state and gradients; its first step is not scaled by √(1 − a²)."""
+    theirs = deepminds.torch.layers.RGLRU(width=6, num_heads=2)
+    randomise(theirs.double())
+    x = in_every_dtype(np.random.default_rng(1).standard_normal((*TOKENS.shape, 6)))
+    positions = np.tile(np.arange(TIME), (2, 1)) if reset is None else POSITIONS
+    with jax.enable_x64(True):
+        ours = RGLRU(
+            6, num_blocks=2, scale_first_step=False, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+        )
+        from_torch(ours, dict(theirs.state_dict()), "deepmind")
+    assert_parity(
+        theirs,
+        ours,
+        x,
+        weights="deepmind",
+        call=lambda layer, x: tuple(jax.tree.leaves(layer(x, reset=reset))[:2]),
+        call_twin=lambda layer, x: layer(x, torch.tensor(positions)),
+        dtypes=["float64"],
+    )
+
+
+def test_recurrentgemma_in_flax_agrees_and_has_our_state(deepminds):
+    """The tree of its parameters; it computes its softmax and its states in float32."""
+    model = deepminds.jax.Griffin(deepminds_config(deepminds), gradient_checkpointing=False)
+    positions = np.broadcast_to(np.arange(TIME), TOKENS.shape)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        params = model.init(jax.random.key(0), TOKENS, positions)
+        rng = np.random.default_rng(0)
+        params = jax.tree.map(
+            lambda p: jnp.asarray(p + 0.3 * rng.standard_normal(p.shape), jnp.float32), params
+        )
+        theirs, cache = model.apply(params, TOKENS, positions)
+        params = jax.device_get(params)
+        port = griffin_from_weights(jax.device_get(params))
+        assert port.config == GriffinLanguageModelConfig.from_state_dict(to_torch(port, "deepmind"))
+        port = griffin_from_weights(params, LIKE_DEEPMINDS)
+        logits, state = port(TOKENS)
+    with jax.enable_x64(True):
+        wide = griffin_from_weights(params, LIKE_DEEPMINDS, param_dtype=jnp.float64)
+        exact = wide(TOKENS)
+    assert_near_each_other("logits", logits, theirs, exact[0])
+    for i, (own, wide) in enumerate(zip(state.layers, exact[1].layers, strict=True)):
+        block = cache[f"blocks.{i}"]
+        if LIKE_DEEPMINDS.mixings[i] == "recurrent":
+            inputs = np.asarray(block.conv1d_state).mT
+            assert_near_each_other("inputs", own.conv.inputs, inputs, wide.conv.inputs)
+            assert_near_each_other("h", own.rglru.h, block.rg_lru_state, wide.rglru.h)
+        else:
+            assert_near_each_other("keys", own.keys, block.keys, wide.keys)
+            assert_near_each_other("values", own.values, block.values, wide.values)
+            np.testing.assert_array_equal(own.position, block.num_tokens)
+
+
+@pytest.mark.parametrize("size", ["2B", "9B"])
+def test_the_published_sizes_are_told_by_the_shapes(deepminds, size):
+    """Of all of recurrentgemma's parameters, none of which is drawn."""
+    preset = deepminds.common.Preset[f"RECURRENT_GEMMA_{size}_V1"]
+    theirs = deepminds.common.GriffinConfig.from_preset(preset)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        tree = jax.eval_shape(deepminds.jax.Griffin(theirs).init, jax.random.key(0), TOKENS, TOKENS)
+    leaves = flattened(tree["params"])
+    config = GriffinLanguageModelConfig.from_state_dict(leaves)
+    assert config == GriffinLanguageModelConfig(
+        vocab_size=theirs.vocab_size,
+        features=theirs.width,
+        num_layers=theirs.num_layers,
+        mlp_features=theirs.mlp_expanded_width,
+        recurrent_features=theirs.lru_width,
+        num_heads=theirs.num_heads,
+        window=theirs.attention_window_size + 1,
+    )
+    model = nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0)))
+    params = {".".join(map(str, path)): p for path, p in nnx.to_flat_state(nnx.state(model))}
+    found = {}
+    for row in model.torch_layouts()["deepmind"]:
+        empty = [np.broadcast_to(np.float32(0), params[path].shape) for path in row.params]
+        found |= {k: a.shape for k, a in zip(row.keys, row.to_torch(*empty), strict=True)}
+    assert found == {key: leaf.shape for key, leaf in leaves.items()}

@@ -1,0 +1,167 @@
+"""hippogriff's language model beside the package's own.
+
+The package takes its scan, its attention and its rotary positions from CUDA extensions. Here these
+are written out, as their documentation has them.
+"""
+
+import importlib
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jax_models import HippogriffLanguageModelConfig, from_torch, load_pretrained, to_torch
+from parity_tests import assert_parity
+from parity_tests.engine.bounds.tolerance import assert_same
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+
+WINDOW = 5
+SIZES: dict[str, Any] = {
+    "vocab_size": 23,
+    "num_layers": 2,
+    "dim": 16,
+    "smqa_head_dim": 4,
+    "smqa_window_size": WINDOW,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one head of keys": {},
+    "two heads of keys": {"smqa_head_dim": 2, "smqa_q_heads": 8, "smqa_kv_heads": 2},
+    "other widths": {
+        "hawk_expansion_factor": 1.3,
+        "hawk_kernel_size": 3,
+        "gmlp_expansion_factor": 1.5,
+    },
+}
+TOKENS = np.random.default_rng(0).integers(0, 23, (2, 40))
+
+
+def scan(gates: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`h_t = gates_t h_{t−1} + tokens_t`, of (batch, features, time)."""
+    h, states = torch.zeros_like(tokens[..., 0]), []
+    for gate, token in zip(gates.unbind(-1), tokens.unbind(-1), strict=True):
+        h = gate * h + token
+        states.append(h)
+    return torch.stack(states, dim=-1)
+
+
+def flash_attn_func(q, k, v, *, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
+    """Softmax attention of (batch, time, heads, size); a negative window is no window."""
+    assert (causal, window_size[1]) == (True, 0)
+    k, v = (each.repeat_interleave(q.shape[2] // each.shape[2], dim=2) for each in (k, v))
+    step = torch.arange(q.shape[1])
+    distance = step[:, None] - step
+    unseen = distance < 0
+    if window_size[0] >= 0:
+        unseen |= distance > window_size[0]
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
+    return torch.einsum("bhts,bshd->bthd", weights, v).contiguous()
+
+
+def as_meant(q, k, v, *, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
+    """With the window that hippogriff means, which it gives with the wrong sign."""
+    return flash_attn_func(q, k, v, causal=causal, window_size=(-window_size[0], window_size[1]))
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Turns the first and the second half of each head, of q and of the keys in kv."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, q, kv):
+        frequencies = 10_000.0 ** (-torch.arange(0, self.dim, 2, dtype=q.dtype) / self.dim)
+        angle = torch.arange(q.shape[1], dtype=q.dtype)[:, None] * frequencies
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+
+        def turned(x):
+            z = torch.complex(*x.chunk(2, dim=-1)) * turn
+            return torch.cat([z.real, z.imag], dim=-1)
+
+        return turned(q), torch.stack([turned(kv[:, :, 0]), kv[:, :, 1]], dim=2)
+
+
+@pytest.fixture(params=[flash_attn_func, as_meant])
+def package(request, monkeypatch):
+    """The package's file, and the window that its attention has."""
+    for name, contents in {
+        "accelerated_scan": {},
+        "accelerated_scan.warp": {"scan": scan},
+        "flash_attn": {"flash_attn_func": request.param},
+        "flash_attn.layers": {},
+        "flash_attn.layers.rotary": {"RotaryEmbedding": RotaryEmbedding},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "hippogriff", raising=False)
+    pytest.importorskip("hippogriff")
+    module = importlib.import_module("hippogriff")
+    monkeypatch.delitem(sys.modules, "hippogriff")
+    return module, WINDOW + 1 if request.param is as_meant else TOKENS.shape[1]
+
+
+def built(module: Any, **options: Any) -> torch.nn.Module:
+    """A model as its users build it, with random weights and biases."""
+    torch.manual_seed(0)
+    model = module.GriffinLM(module.GriffinConfig(**SIZES | options)).double()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def port(weights: Any, **options: Any) -> Any:
+    with jax.enable_x64(True):
+        config = HippogriffLanguageModelConfig.from_state_dict(weights, **options)
+        return from_torch(config.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0)), weights)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_logits_and_gradients_are_those_of_the_package(package, name):
+    module, window = package
+    model = built(module, **OPTIONS[name])
+    num_kv_heads = OPTIONS[name].get("smqa_kv_heads", 1)
+    ours = port(model.state_dict(), window=window, num_kv_heads=num_kv_heads)
+    assert_parity(
+        model,
+        ours,
+        TOKENS,
+        weights="hippogriff",
+        call=lambda model, tokens: model(tokens)[0],
+        dtypes=["float64"],
+    )
+
+
+def test_steps_go_on_as_the_package_does_with_the_whole_text(package):
+    module, window = package
+    model = built(module)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(TOKENS)).numpy()
+    ours = port(model.state_dict(), window=window)
+    with jax.enable_x64(True):
+        logits, state = jax.jit(ours.__call__)(TOKENS[:, :20])
+        pieces, step = [logits], jax.jit(ours.step)
+        for t in range(20, TOKENS.shape[1]):
+            logits, state = step(TOKENS[:, t], state)
+            pieces.append(logits[:, None])
+    assert_same(np.concatenate(pieces, axis=1), expected, "logits")
+
+
+def test_what_is_saved_is_read_and_goes_back(package, tmp_path):
+    module, _ = package
+    model = built(module).float()
+    torch.save(model.state_dict(), tmp_path / "hippogriff.pth")
+    ours = load_pretrained(tmp_path / "hippogriff.pth")
+    again = built(module).float()
+    again.load_state_dict({k: torch.from_numpy(a) for k, a in to_torch(ours).items()}, strict=True)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key

@@ -1,0 +1,231 @@
+"""HyenaDNA beside its standalone file, which the package `helical` has."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch.nn import functional as F
+
+import torch_ref
+from jax_models import (
+    HyenaDNALanguageModelConfig,
+    generate,
+    hyena_dna_from_weights,
+    to_torch,
+)
+from parity_tests import assert_parity
+from parity_tests.engine.bounds.tolerance import assert_same
+from parity_tests.engine.problem import in_every_dtype
+from train.pretrained import read_model
+from train.published_vocabulary import Nucleotides
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+
+SIZES: dict[str, Any] = {"context_length": 96, "features": 24, "mlp_features": 40}
+CONFIGS = {
+    "as HyenaDNA": HyenaDNALanguageModelConfig(**SIZES, num_layers=3, embed_features=5),
+    "of order 3": HyenaDNALanguageModelConfig(
+        **SIZES,
+        num_layers=2,
+        order=3,
+        embed_features=7,
+        filter_features=20,
+        num_filter_layers=3,
+    ),
+}
+TIME, TEXT = 21, 64
+DTYPES = (jnp.float64, jnp.float32)
+TOKENS = np.random.default_rng(0).integers(0, 12, (2, TIME))
+
+
+@pytest.fixture(scope="module")
+def standalone() -> Any:
+    """The one file of `helical`, with none of the package's other modules."""
+    package = importlib.util.find_spec("helical")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("helical is not installed")
+    pytest.importorskip("transformers")
+    folder = "helical.models.hyena_dna"
+    path = Path(package.submodule_search_locations[0], "models/hyena_dna/standalone_hyenadna.py")
+    names = ("helical", "helical.models", folder, f"{folder}.stochastic_depth")
+    others = {name: ModuleType(name) for name in names}
+    others[names[-1]].__dict__["StochasticDepth"] = NoDepth
+    spec = importlib.util.spec_from_file_location("standalone_hyenadna", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, other in others.items():
+            patch.setitem(sys.modules, name, other)
+        spec.loader.exec_module(module)
+    return module
+
+
+class NoDepth(torch.nn.Identity):
+    """`StochasticDepth`, which HyenaDNA has at probability 0."""
+
+    def __init__(self, p: float, mode: str):
+        super().__init__()
+        assert p == 0, mode
+
+
+def built(standalone: Any, config: HyenaDNALanguageModelConfig) -> torch.nn.Module:
+    """HyenaDNA's model, as its users build it, in float64."""
+    model = standalone.HyenaDNAModel(
+        d_model=config.features,
+        n_layer=config.num_layers,
+        d_inner=config.mlp_features,
+        vocab_size=12,
+        pad_vocab_size_multiple=8,
+        layer={
+            "l_max": config.context_length,
+            "order": config.order,
+            "filter_order": config.filter_features,
+            "emb_dim": config.embed_features,
+            "num_inner_mlps": config.num_filter_layers - 2,
+            "w": config.omega,
+        },
+        embed_dropout=0.1,
+    )
+    return model.double().eval()
+
+
+def randomise(module: torch.nn.Module) -> None:
+    """Matrices that keep the scale of what they are multiplied by, and biases that matter.
+
+    The positions, times and decays are moved a little from what the sizes would make them.
+    """
+    rng = np.random.default_rng(1)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        draw = rng.standard_normal(tuple(tensor.shape))
+        if "pos_emb" in name or name.endswith("deltas"):
+            draw = tensor.detach().numpy() * (1 + 0.05 * draw)
+        elif tensor.ndim == 2 and not name.endswith("freq"):
+            draw *= (4 if "mlp.fc2" in name or "out_proj" in name else 1) * tensor.shape[1] ** -0.5
+        else:
+            draw = (10 if name.endswith("freq") else 0) + 0.5 * draw
+        tensor.data = torch.from_numpy(in_every_dtype(draw))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def theirs(request, standalone) -> tuple[HyenaDNALanguageModelConfig, torch.nn.Module]:
+    config = CONFIGS[request.param]
+    model = built(standalone, config)
+    randomise(model)
+    return config, model
+
+
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """HyenaDNA is trained with its embedding as the head, which the file leaves away."""
+    return F.linear(model(tokens), model.backbone.embeddings.word_embeddings.weight)
+
+
+def test_logits_and_gradients_are_those_of_the_file(theirs):
+    config, model = theirs
+    for dtype in DTYPES:
+        weights = {k: a.to(getattr(torch, dtype.__name__)) for k, a in model.state_dict().items()}
+        with jax.enable_x64(True):
+            port = hyena_dna_from_weights(weights, param_dtype=dtype)
+        assert port.config == config
+        assert_parity(
+            model,
+            port,
+            TOKENS,
+            weights="hyena-dna",
+            call=lambda port, tokens: port(tokens)[0],
+            call_twin=logits_of,
+            dtypes=[dtype.__name__],
+        )
+
+
+def test_the_greedy_text_is_that_of_the_file(theirs):
+    """By steps, where the file computes the whole sequence again for each token."""
+    _, model = theirs
+    text = torch.tensor(TOKENS)
+    for _ in range(TEXT):
+        with torch.no_grad():
+            text = torch.cat([text, logits_of(model, text)[:, -1:].argmax(-1)], dim=1)
+    with jax.enable_x64(True):
+        port = hyena_dna_from_weights(model.state_dict(), param_dtype=jnp.float64)
+        own = generate(port, TOKENS, TEXT, key=jax.random.key(0), temperature=0)
+    assert len({*text[0, TIME:].tolist()}) > 5
+    np.testing.assert_array_equal(own, text[:, TIME:].numpy())
+
+
+def test_what_is_exported_loads_in_the_file_and_in_the_twin(theirs, standalone):
+    config, model = theirs
+    with jax.enable_x64(True):
+        port = hyena_dna_from_weights(model.state_dict(), param_dtype=jnp.float64)
+        weights = {key: torch.from_numpy(a) for key, a in to_torch(port).items()}
+    again = built(standalone, config)
+    again.load_state_dict(weights, strict=True)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+    twin = torch_ref.HyenaDNALanguageModel.from_config(config).double()
+    twin.load_state_dict(model.state_dict(), strict=True)
+    tokens = torch.tensor(TOKENS)
+    with torch.no_grad():
+        assert_same(twin(tokens)[0].numpy(), logits_of(model, tokens).numpy(), "logits")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_what_its_users_save_is_read(theirs, suffix, tmp_path):
+    config, model = theirs
+    path = tmp_path / f"hyenadna{suffix}"
+    model.float()
+    if suffix == ".pth":
+        torch.save(model.state_dict(), path)
+    else:
+        safetensors.torch.save_model(model, str(path))
+    port = read_model(path)
+    assert port.config == config
+    kept = to_torch(port)
+    for key, tensor in model.state_dict().items():
+        np.testing.assert_array_equal(kept[key], tensor.numpy(), err_msg=key)
+    model.double()
+
+
+def test_the_tokens_are_those_of_the_file(standalone):
+    tokenizer = standalone.CharacterTokenizer([*Nucleotides.letters], model_max_length=96)
+    text = "ACGTNNTGCA"
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert Nucleotides().encode(text).tolist() == expected
+    assert tokenizer.eos_token_id == Nucleotides.end
+
+
+def test_the_filters_of_the_file_depend_on_the_longest_sequence(standalone):
+    """The same network in a longer model is another filter. Ours keeps the positions of the file.
+
+    If this fails, the file's filters have been mended.
+    """
+    config = CONFIGS["as HyenaDNA"]
+    model, longer = (
+        built(standalone, HyenaDNALanguageModelConfig(**{**SIZES, "context_length": length}))
+        for length in (config.context_length, 2 * config.context_length)
+    )
+    of_positions = (".pos_emb.z", ".pos_emb.t")
+    weights = longer.state_dict() | {
+        key: tensor for key, tensor in model.state_dict().items() if not key.endswith(of_positions)
+    }
+    longer.load_state_dict(weights)
+    tokens = torch.tensor(TOKENS)
+    with torch.no_grad():
+        expected, found = (logits_of(m, tokens).numpy() for m in (model, longer))
+    assert np.abs(found - expected).max() > 1e-3 * np.abs(expected).max()
+    with pytest.raises(RuntimeError, match=r"pos_emb\.z: copying a param"):
+        longer.load_state_dict(model.state_dict())
+
+
+def test_the_file_does_not_say_that_a_sequence_is_too_long(standalone):
+    """It cuts what the Hyena returns, and fails where it adds it."""
+    model = built(standalone, CONFIGS["as HyenaDNA"])
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(96\) must match .* b \(97\)"):
+        model(torch.zeros(1, 97, dtype=torch.long))

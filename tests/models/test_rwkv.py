@@ -1,0 +1,178 @@
+"""RWKV-4 beyond parity: its checkpoints, its initialisation, its extremes."""
+
+import io
+import pickle
+import zipfile
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.numpy import save
+
+import torch_ref
+from jax_models import RWKV6TimeMix, RWKVBlock, RWKVLanguageModelConfig, RWKVTimeMix, read_pth
+
+SIZES = {"vocab_size": 11, "features": 6, "num_layers": 3, "hidden_features": 24}
+
+
+def checkpoint() -> dict[str, torch.Tensor]:
+    """A random RWKV-4's state_dict in bfloat16, as BlinkDL's are."""
+    twin = torch_ref.RWKVLanguageModel(*SIZES.values())
+    return {key: torch.randn_like(value).bfloat16() for key, value in twin.state_dict().items()}
+
+
+class Trap:
+    """A pickle that would run something."""
+
+    def __reduce__(self):
+        """Print instead of an object."""
+        return print, ("the pickle ran",)
+
+
+def test_a_pth_that_needs_more_than_weights_is_refused(tmp_path, capsys):
+    torch.save({"emb.weight": torch.zeros(2), "trap": Trap()}, tmp_path / "trap.pth")
+    with pytest.raises(ValueError, match=r"trap\.pth: refused, it holds more .*print"):
+        read_pth(tmp_path / "trap.pth")
+    (tmp_path / "old.pth").write_bytes(pickle.dumps(Trap(), protocol=2))
+    with pytest.raises(ValueError, match=r"old\.pth: refused"):
+        read_pth(tmp_path / "old.pth")
+    assert "the pickle ran" not in capsys.readouterr().out
+
+
+def test_a_pth_that_is_none(tmp_path):
+    torch.save([torch.zeros(2)], tmp_path / "list.pth")
+    with pytest.raises(ValueError, match=r"list\.pth:"):
+        read_pth(tmp_path / "list.pth")
+    for name, weights in {"empty": {}, "numbered": {1: torch.zeros(2)}}.items():
+        torch.save(weights, tmp_path / f"{name}.pth")
+        with pytest.raises(ValueError, match=rf"{name}\.pth: expected a state_dict, got a dict of"):
+            read_pth(tmp_path / f"{name}.pth")
+    weights = checkpoint()
+    torch.save(weights, tmp_path / "whole.pth")
+    whole = (tmp_path / "whole.pth").read_bytes()
+    damaged = {f"cut{end}": whole[:end] for end in (4, 100, 2000, len(whole) // 2, -1)}
+    place = whole.index(weights["emb.weight"].view(torch.uint8).numpy().tobytes())
+    damaged["flipped"] = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    for name, content in damaged.items():
+        (tmp_path / f"{name}.pth").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^{name}\.pth: not a whole file .*[^:]$"):
+            read_pth(tmp_path / f"{name}.pth")
+    with pytest.raises(FileNotFoundError):
+        read_pth(tmp_path / "none.pth")
+    with pytest.raises(TypeError, match="path:"):
+        read_pth(None)  # pyright: ignore[reportArgumentType]
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    with zipfile.ZipFile(archive := io.BytesIO(), "w") as writer:
+        for name, content in files.items():
+            writer.writestr(name, content)
+    return archive.getvalue()
+
+
+def test_the_state_of_an_optimizer_is_no_state_dict(tmp_path):
+    optimizer = torch.optim.Adam(torch.nn.Linear(2, 3).parameters())
+    torch.save(optimizer.state_dict(), tmp_path / "adam.pth")
+    with pytest.raises(ValueError, match="expected a state_dict of a model, got an optimizer's"):
+        read_pth(tmp_path / "adam.pth")
+
+
+OTHER_FILES = [
+    ("it is empty", b""),
+    (r"safetensors\.torch\.load_file", save({"a": np.zeros(3, np.float32)})),
+    ("it is a web page", b"\n<!doctype html>\n<html>"),
+    ("git lfs pull", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+    (r"numpy\.load", b"\x93NUMPY\x01\x00"),
+    ("unpack it first", b"BZh91AY"),
+    ("a zip archive", zipped({"weights.pth": b"..."})),
+    ("a pickle of another program", pickle.dumps({"a": 3})),
+    ("a text", b"hello world\n"),
+    ("a pickle of another program", pickle.dumps({"a": 3}, protocol=0)),
+]
+
+
+@pytest.mark.parametrize(("what", "content"), OTHER_FILES)
+def test_a_file_of_another_format_is_named(what, content, tmp_path):
+    (tmp_path / "other.pth").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^other\.pth: not a file of torch\.save, .*{what}"):
+        read_pth(tmp_path / "other.pth")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_module_is_refused_and_the_way_out_is_named(zipped, tmp_path):
+    torch.save(torch.nn.LSTM(2, 3), tmp_path / "m.pth", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match=r"rnn\.LSTM; save model\.state_dict\(\) alone"):
+        read_pth(tmp_path / "m.pth")
+
+
+@pytest.mark.parametrize("build", [RWKVTimeMix, partial(RWKV6TimeMix, head_size=4)])
+def test_a_decay_beyond_float32_forgets_at_once(build):
+    layer = build(4, rngs=nnx.Rngs(0))
+    layer.time_decay[...] = jnp.full(4, 1e4)
+    x = np.random.default_rng(0).standard_normal((1, 40, 4)).astype(np.float32)
+    graphdef, params = nnx.split(layer)
+    gradients = jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(x)[0] ** 2))(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+def blinkdl_start(features: int, layer: int, num_layers: int) -> dict[str, np.ndarray]:
+    """How RWKV-LM's code starts decays, bonuses and mixtures, channel by channel."""
+    up, down = layer / (num_layers - 1), 1 - layer / num_layers
+    channels, power = range(features), 0.7 + 1.3 * up
+    return {
+        "time_decay": np.array([8 * (h / (features - 1)) ** power - 5 for h in channels]),
+        "time_first": np.array([np.log(0.3) + ((h + 1) % 3 - 1) * 0.5 for h in channels]),
+        "time_mix_k": np.array([(h / features) ** down for h in channels]),
+        "time_mix_v": np.array([(h / features) ** down + 0.3 * up for h in channels]),
+        "time_mix_r": np.array([(h / features) ** (0.5 * down) for h in channels]),
+    }
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_starts_as_rwkv_4(layer):
+    block = RWKVBlock(16, layer_index=layer, num_layers=4, rngs=nnx.Rngs(0))
+    for name, expected in blinkdl_start(16, layer, 4).items():
+        np.testing.assert_allclose(getattr(block.att, name)[...], expected, rtol=1e-5, atol=1e-6)
+        if name in ("time_mix_k", "time_mix_r"):
+            np.testing.assert_allclose(
+                getattr(block.ffn, name)[...], blinkdl_start(16, layer, 4)["time_mix_k"], rtol=1e-5
+            )
+    for zero in (block.att.key, block.att.receptance, block.att.output, block.ffn.value):
+        assert not zero.kernel[...].any()
+    value, key = block.att.value.kernel[...], block.ffn.key.kernel[...]
+    np.testing.assert_allclose(value.T @ value, np.eye(16), atol=1e-5)
+    assert key.shape == (16, 64)
+    np.testing.assert_allclose(key @ key.T, 4 * np.eye(16), atol=1e-4)
+    assert (block.ln0 is None) == (layer > 0)
+
+
+def test_the_embedding_and_the_head_start_as_rwkv_4():
+    config = RWKVLanguageModelConfig(vocab_size=9, features=16, num_layers=2, hidden_features=64)
+    model = config.build(rngs=nnx.Rngs(0))
+    embedding, head = model.embedding.embedding[...], model.head.kernel[...]
+    np.testing.assert_allclose(embedding @ embedding.T, 1e-8 * 16 * np.eye(9), atol=1e-12)
+    np.testing.assert_allclose(head.T @ head, 0.25 * np.eye(9), atol=1e-5)
+
+
+def test_a_reset_starts_from_an_empty_state():
+    """Not from zeros: their exponent, 0, would drown keys of −200."""
+    layer = RWKVTimeMix(4, rngs=nnx.Rngs(0))
+    key = np.random.default_rng(0).standard_normal((4, 4))
+    layer.key.kernel[...] = jnp.asarray(-200 * np.abs(key), jnp.float32)
+    layer.output.kernel[...] = jnp.eye(4)
+    x = np.random.default_rng(1).uniform(0.5, 1, (1, 6, 4)).astype(np.float32)
+    reset = np.array([[False, False, False, True, False, False]])
+    y, state = layer(x, reset=reset)
+    alone, alone_state = layer(x[:, 3:])
+    assert np.abs(alone).min() > 0
+    np.testing.assert_allclose(y[:, 3:], alone, rtol=1e-5)
+    np.testing.assert_allclose(state.wkv.max, alone_state.wkv.max, rtol=1e-6)
+
+
+def test_a_layer_index_beyond_the_layers_is_refused():
+    with pytest.raises(ValueError, match="layer_index:"):
+        RWKVBlock(4, layer_index=3, num_layers=3, rngs=nnx.Rngs(0))

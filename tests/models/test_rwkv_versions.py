@@ -1,0 +1,287 @@
+"""RWKV-6 and RWKV-7 beyond parity: their checkpoints, layouts and initialisation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import torch_ref
+from jax_models import (
+    RWKV6Block,
+    RWKV6LanguageModelConfig,
+    RWKV7Block,
+    RWKV7LanguageModelConfig,
+    RWKV7TimeMix,
+    RWKVLanguageModelConfig,
+    from_torch,
+    read_pth,
+    rwkv_from_torch,
+    to_torch,
+)
+from parity_tests.engine.bounds.tolerance import assert_same
+
+SIZES = {"vocab_size": 11, "features": 12, "num_layers": 3, "head_size": 4}
+MODELS = {
+    "RWKV-4": (RWKVLanguageModelConfig(11, 6, 3, 24), torch_ref.RWKVLanguageModel),
+    "RWKV-6": (RWKV6LanguageModelConfig(**SIZES), torch_ref.RWKV6LanguageModel),
+    "RWKV-7": (RWKV7LanguageModelConfig(**SIZES), torch_ref.RWKV7LanguageModel),
+}
+VERSIONS = ("RWKV-6", "RWKV-7")
+ATT = "blocks.0.att"
+
+
+def checkpoint(version: str, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
+    """A random model's state_dict under BlinkDL's keys."""
+    config, twin = MODELS[version]
+    weights = twin.from_config(config).state_dict()
+    return {key: 0.4 * torch.randn(value.shape).to(dtype) for key, value in weights.items()}
+
+
+def logits_of(version, weights, tokens):
+    config, twin = MODELS[version]
+    module = twin.from_config(config).double()
+    module.load_state_dict(weights)
+    return module(torch.tensor(tokens))[0].detach().numpy()
+
+
+@pytest.mark.parametrize("version", MODELS)
+def test_the_keys_tell_the_model(version, tmp_path):
+    config, _ = MODELS[version]
+    weights = checkpoint(version)
+    torch.save(weights, tmp_path / "a.pth")
+    read = read_pth(tmp_path / "a.pth")
+    assert type(config).from_state_dict(read) == config
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 41))
+    with jax.enable_x64(True):
+        model = rwkv_from_torch(read, param_dtype=jnp.float64)
+        assert model.config == config
+        assert_same(model(tokens)[0], logits_of(version, weights, tokens), "logits")
+
+
+@pytest.mark.parametrize(
+    ("version", "layout"),
+    [("RWKV-4", "hf"), ("RWKV-6", "fla"), ("RWKV-6", "hf"), ("RWKV-7", "fla")],
+)
+def test_a_layout_is_read_and_written_bit_for_bit(version, layout):
+    weights = checkpoint(version, torch.float32)
+    config, _ = MODELS[version]
+    other = to_torch(rwkv_from_torch(weights), layout)
+    assert type(config).from_state_dict(other) == config
+    back = to_torch(rwkv_from_torch(other))
+    assert back.keys() == weights.keys()
+    for key, tensor in weights.items():
+        assert back[key].tobytes() == tensor.contiguous().numpy().tobytes(), key
+
+
+def test_what_fla_makes_of_rwkv6():
+    """By the words of fla's converter, key by key."""
+    weights = {k: v.numpy() for k, v in checkpoint("RWKV-6", torch.float32).items()}
+    theirs = to_torch(rwkv_from_torch(weights), "fla")
+    attn = "model.layers.0.attn"
+    w, k, v, r, g = np.split(weights[f"{ATT}.time_maa_w1"], 5, axis=1)
+    down = np.concatenate([r, w, k, v, g], axis=1).T
+    np.testing.assert_array_equal(theirs[f"{attn}.x_proj.0.linear.weight"], down)
+    w, k, v, r, g = weights[f"{ATT}.time_maa_w2"]
+    up = np.concatenate([r, w, k, v, g]).T
+    np.testing.assert_array_equal(theirs[f"{attn}.x_proj.2.weight"], up)
+    mixes = [weights[f"{ATT}.time_maa_{name}"][0, 0] for name in "rwkvg"]
+    np.testing.assert_array_equal(theirs[f"{attn}.x_bias"], mixes)
+    lora = f"{attn}.w_proj.linear.lora"
+    np.testing.assert_array_equal(theirs[f"{lora}.0.weight"], weights[f"{ATT}.time_decay_w1"].T)
+    np.testing.assert_array_equal(theirs[f"{lora}.2.weight"], weights[f"{ATT}.time_decay_w2"].T)
+    np.testing.assert_array_equal(theirs[f"{lora}.2.bias"], weights[f"{ATT}.time_decay"][0, 0])
+    mu = theirs["model.layers.0.ffn.receptance.mu"]
+    np.testing.assert_array_equal(mu, weights["blocks.0.ffn.time_maa_r"][0, 0])
+
+
+def test_what_fla_makes_of_rwkv7():
+    weights = {k: v.numpy() for k, v in checkpoint("RWKV-7", torch.float32).items()}
+    theirs = to_torch(rwkv_from_torch(weights), "fla")
+    for name in "wav":
+        ours, lora = f"blocks.1.att.{name}", f"model.layers.1.attn.{name}_lora.lora"
+        np.testing.assert_array_equal(theirs[f"{lora}.0.weight"], weights[f"{ours}1"].T)
+        np.testing.assert_array_equal(theirs[f"{lora}.2.weight"], weights[f"{ours}2"].T)
+        np.testing.assert_array_equal(theirs[f"{lora}.2.bias"], weights[f"{ours}0"][0, 0])
+    gate = [key for key in theirs if key.startswith("model.layers.1.attn.g_lora")]
+    assert sorted(key.rpartition("lora.")[2] for key in gate) == ["0.weight", "2.weight"]
+    assert theirs["model.layers.1.attn.x_r"].shape == (1, 1, 12)
+    assert theirs["model.layers.1.ffn.x_k"].shape == (12,)
+    assert "model.layers.0.pre_norm.weight" in theirs
+    assert not any("layers.0.attn.v_lora" in key for key in theirs)
+
+
+@pytest.mark.slow
+def test_the_lowest_layer_may_have_values_that_it_does_not_use():
+    weights = checkpoint("RWKV-7", torch.float32)
+    more = {f"{ATT}.v{i}": weights[f"blocks.1.att.v{i}"] + 1 for i in range(3)}
+    model, without = rwkv_from_torch(weights | more), rwkv_from_torch(weights)
+    back = to_torch(model)
+    assert back.keys() == weights.keys() | more.keys()
+    for key, tensor in more.items():
+        np.testing.assert_array_equal(back[key], tensor)
+    tokens = jnp.arange(11)[None]
+    np.testing.assert_array_equal(model(tokens)[0], without(tokens)[0])
+    trained = nnx.state(model.layers.layers[0].att, nnx.Param)
+    assert {"v0", "v1", "v2"}.isdisjoint(trained)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_model_of_one_layer(version):
+    config, _ = MODELS[version]
+    alone = type(config)(**{**SIZES, "num_layers": 1})
+    weights = to_torch(alone.build(rngs=nnx.Rngs(0)))
+    assert type(config).from_state_dict(weights) == alone
+    assert jnp.isfinite(rwkv_from_torch(weights)(jnp.zeros((1, 3), int))[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("RWKV-5", [f"{ATT}.ln_x.weight", f"{ATT}.time_decay"]),
+        ("RWKV-6a", [f"{ATT}.time_maa_x", f"{ATT}.gate_w1"]),
+        ("an early RWKV-7", [f"{ATT}.time_maa_r", f"{ATT}.time_aaaaa"]),
+        ("an early RWKV-7", [f"{ATT}.xx_r", f"{ATT}.kk_s"]),
+        ("an early RWKV-7", [f"{ATT}.x_r", f"{ATT}.w0"]),
+        ("RWKV-7a", [f"{ATT}.r_k", "blocks.0.ffn.s_emb.weight"]),
+        ("RWKV-7a", [f"{ATT}.r_k", "blocks.0.ffn.s0"]),
+        ("RWKV-7b", [f"{ATT}.r_k", "blocks.0.qkv.qq.weight"]),
+        ("RWKV-8", [f"{ATT}.r_k", "blocks.0.ffn.enn.weight"]),
+        (
+            "a hybrid of an RWKV and a transformer",
+            ["model.layers.0.self_attn.r_k", "model.layers.0.mlp.gate_proj.weight"],
+        ),
+        ("a file converted by the rwkv package", [f"{ATT}.r_k", "_strategy"]),
+        ("another model", ["lstm.weight_ih_l0"]),
+    ],
+)
+def test_what_there_is_no_model_of_is_refused_by_name(name, extra):
+    weights = {key: torch.zeros(6, 6) for key in ("emb.weight", *extra)}
+    with pytest.raises(ValueError, match=f"expected one of RWKV-4, RWKV-6, RWKV-7, got {name}"):
+        rwkv_from_torch(weights)
+
+
+@pytest.mark.parametrize("version", MODELS)
+@pytest.mark.parametrize("other", MODELS)
+def test_a_model_names_the_version_that_it_is_not(version, other):
+    if version == other:
+        return
+    config, _ = MODELS[version]
+    weights = checkpoint(other)
+    model = nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0)))
+    for call in (lambda: from_torch(model, weights), lambda: type(config).from_state_dict(weights)):
+        with pytest.raises(ValueError, match=rf"of {other} \(it has .*\), this model is {version}"):
+            call()
+
+
+def without(weights, start):
+    return {key: value for key, value in weights.items() if not key.startswith(start)}
+
+
+EDITS = [
+    ("key.weight:", lambda w: w | {"blocks.2.att.key.weight": torch.zeros(12, 13)}),
+    ("expected matrices, got emb", lambda w: w | {"emb.weight": torch.zeros(3)}),
+    ("it has no emb", lambda w: without(w, "emb.weight")),
+    ("give {k.removeprefix", lambda w: {f"module.{key}": value for key, value in w.items()}),
+    ('give state_dict."model"', lambda w: {"epoch": 3, "model": w}),
+    (r"from 0 on, got blocks\.\{0,2\}$", lambda w: without(w, "blocks.1.")),
+    (r"from 0 on, got .*blocks\.x", lambda w: w | {"blocks.x.att.key.weight": torch.zeros(3, 3)}),
+    ("it has no emb", lambda w: {0: torch.zeros(3, 3), f"{ATT}.r_k": torch.zeros(3, 3)}),
+    ("state_dict:", lambda w: None),
+    ("state_dict:", lambda w: []),
+]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("message", "edit"), EDITS)
+def test_weights_that_do_not_fit_are_refused(version, message, edit):
+    with pytest.raises((TypeError, ValueError), match=message):
+        rwkv_from_torch(edit(checkpoint(version)))
+
+
+@pytest.mark.parametrize("layer", [RWKV6Block, RWKV7Block])
+def test_the_head_size_divides_the_features(layer):
+    with pytest.raises(ValueError, match="head_size:"):
+        layer(6, head_size=4, rngs=nnx.Rngs(0))
+
+
+def singular_values(kernel):
+    return np.linalg.svd(np.asarray(kernel), compute_uv=False)
+
+
+def test_rwkv7_starts_as_the_official_code():
+    config = RWKV7LanguageModelConfig(vocab_size=32, features=64, num_layers=4, head_size=16)
+    model = config.build(rngs=nnx.Rngs(0))
+    n = np.arange(64)
+    f, lin, zz = n / 64, n / 63 - 0.5, ((n % 16) - 7.5) / 7.5
+    zz *= np.abs(zz)
+    for layer, block in enumerate(model.layers.layers):
+        att, ffn = block.att, block.ffn
+        rho, lam = 1 - layer / 4, layer / 3
+        powers = {"r": 0.2, "g": 0.2, "w": 0.9, "a": 0.9, "k": 0.7, "v": 0.7}
+        expected = {f"x_{name}": 1 - f ** (power * rho) for name, power in powers.items()}
+        expected |= {
+            "w0": -6 + 6 * (n / 63) ** (1 + lam**0.3) + 0.5 + 2.5 * zz,
+            "a0": -0.19 + 0.3 * zz + 0.4 * lin,
+            "k_k": 0.71 - 0.1 * lin,
+            "k_a": np.full(64, 1.02),
+            "r_k": np.full((4, 16), -0.04),
+            "w1": np.zeros((64, config.decay_rank)),
+        }
+        for name, value in expected.items():
+            np.testing.assert_allclose(getattr(att, name)[...], value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ffn.x_k[...], 1 - f ** (rho**4), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(att.ln_x.scale[...], ((1 + layer) / 4) ** 0.7, rtol=1e-5)
+        np.testing.assert_allclose(singular_values(att.receptance.kernel[...]), 1, rtol=1e-4)
+        np.testing.assert_allclose(singular_values(att.key.kernel[...]), 0.1, rtol=1e-4)
+        np.testing.assert_allclose(singular_values(ffn.key.kernel[...]), 1, rtol=1e-4)
+        np.testing.assert_allclose(singular_values(att.w2[...]), 0.1, rtol=1e-4)
+        assert not np.any(att.output.kernel[...])
+        assert not np.any(ffn.value.kernel[...])
+        if layer:
+            np.testing.assert_allclose(att.v0[...], 0.73 - 0.4 * lin, rtol=1e-5)
+    np.testing.assert_allclose(singular_values(model.head.kernel[...]), 0.5, rtol=1e-4)
+    emb = np.asarray(model.embedding.embedding[...])
+    assert 0.9e-4 < np.abs(emb).max() <= 1e-4
+    assert RWKV7TimeMix(64, rngs=nnx.Rngs(0)).w0[...].shape == (64,)  # one layer: no 0 / 0
+
+
+def test_rwkv6_starts_as_the_official_code():
+    config = RWKV6LanguageModelConfig(vocab_size=96, features=64, num_layers=4, head_size=16)
+    model = config.build(rngs=nnx.Rngs(0))
+    n = np.arange(64)
+    f = n / 64
+    for layer, block in enumerate(model.layers.layers):
+        att = block.att
+        rho, lam = 1 - layer / 4, layer / 3
+        expected = {
+            "time_maa_x": 1 - f**rho,
+            "time_maa_w": 1 - f**rho,
+            "time_maa_k": 1 - f**rho,
+            "time_maa_v": 1 - (f**rho + 0.3 * lam),
+            "time_maa_r": 1 - f ** (rho / 2),
+            "time_maa_g": 1 - f ** (rho / 2),
+            "time_decay": -6 + 5 * (n / 63) ** (0.7 + 1.3 * lam),
+            "time_faaaa": (lam * (1 - n / 63) + 0.1 * ((n + 1) % 3 - 1)).reshape(4, 16),
+            "time_maa_w1": np.zeros((64, 5 * 32)),
+            "time_decay_w1": np.zeros((64, 64)),
+        }
+        for name, value in expected.items():
+            np.testing.assert_allclose(getattr(att, name)[...], value, rtol=1e-5, atol=1e-6)
+        for draw in (att.time_maa_w2[...], att.time_decay_w2[...]):
+            assert 0.009 < np.abs(draw).max() <= 0.01
+            assert abs(float(draw.mean())) < 1e-3
+        np.testing.assert_allclose(singular_values(att.gate.kernel[...]), 0.1, rtol=1e-4)
+        np.testing.assert_allclose(singular_values(block.ffn.key.kernel[...]), 3.5**0.5, rtol=1e-4)
+    np.testing.assert_allclose(singular_values(model.head.kernel[...]), 0.5 * 1.5**0.5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("features", "ranks"),
+    [(768, (64, 64, 32, 128)), (2048, (128, 128, 64, 224)), (64, (32, 32, 32, 32))],
+)
+def test_ranks_grow_with_the_width(features, ranks):
+    config = RWKV7LanguageModelConfig(features=features)
+    found = (config.decay_rank, config.rate_rank, config.value_rank, config.gate_rank)
+    assert found == ranks

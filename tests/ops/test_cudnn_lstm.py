@@ -1,0 +1,262 @@
+"""LSTMs through cuDNN. Where there is no GPU, JAX's reference of cuDNN's LSTM stands in for it."""
+
+import sys
+import types
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import rnn
+from jax.interpreters import mlir
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jax_models import LSTM, ops
+from parity_tests.engine.bounds.tolerance import assert_same
+
+BATCH, TIME, FEATURES, HIDDEN = 4, 6, 3, 5
+LENGTHS = np.array([TIME, 0, 1, 4])
+PRIMITIVES = {"rnn_fwd", "rnn_bwd"}
+
+
+def stand_in_forward(
+    *operands, input_size, hidden_size, num_layers, dropout, bidirectional, cudnn_allow_tf32
+):
+    """CuDNN's results; no numbers if a row has no step."""
+    *primals, weights, ends = operands
+    sizes = (input_size, hidden_size, num_layers)
+    unpacked = rnn.unpack_lstm_weights(weights, *sizes, bidirectional)
+    y, h, c = rnn.lstm_ref(*primals, *unpacked, ends, *sizes, dropout, bidirectional)
+    return jnp.where((ends < 1).any(), jnp.nan, y), h, c, jnp.zeros(8, jnp.float32)
+
+
+def stand_in_backward(dy, dh, dc, x, h, c, weights, y, reserve, ends, **options):
+    """CuDNN's gradients; in the padding no numbers."""
+
+    def forward(*primals):
+        return stand_in_forward(*primals, ends, **options)[:3]
+
+    dx, *others = jax.vjp(forward, x, h, c, weights)[1]((dy, dh, dc))
+    padding = jnp.arange(x.shape[1], dtype=ends.dtype)[None, :, None] >= ends[:, None, None]
+    return jnp.where(padding, jnp.nan, dx), *others
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in():
+    """A CPU runs cuDNN's calls; a program for CUDA shows where they are."""
+    library = types.SimpleNamespace(compute_rnn_workspace_reserve_space_sizes=lambda *_: (8, 8))
+    functions = {rnn.rnn_fwd_p: stand_in_forward, rnn.rnn_bwd_p: stand_in_backward}
+    for primitive, function in functions.items():
+        options = ("input_size", "hidden_size", "num_layers", "dropout", "bidirectional")
+        compiled = jax.jit(function, static_argnames=(*options, "cudnn_allow_tf32"))
+        for platform in ("cpu", "cuda"):
+            rule = mlir.lower_fun(compiled, multiple_results=True)
+            mlir.register_lowering(primitive, rule, platform=platform)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rnn, "gpu_rnn", library)
+        yield
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """JAX seems to find a GPU."""
+    devices = jax.devices
+    monkeypatch.setattr(jax, "devices", lambda name=None: [0] if name == "cuda" else devices(name))
+
+
+@pytest.fixture
+def in_float64(monkeypatch, x64):
+    """What stands in for cuDNN serves every dtype."""
+    module = sys.modules["jax_models.ops.recurrent_stack"]  # the package has a function so named
+    monkeypatch.setattr(module, "cudnn_refusal", lambda *_: None)
+
+
+def build(method: str, dtype=jnp.float32, **options) -> LSTM:
+    return LSTM(
+        FEATURES,
+        HIDDEN,
+        **options,
+        method=method,
+        param_dtype=dtype,
+        rngs=nnx.Rngs(0),
+    )
+
+
+def arguments(layer: LSTM):
+    """Random inputs, a random state, and random gradients of the results."""
+    draw = np.random.default_rng(0).standard_normal
+    dtype = layer.param_dtype
+    x = jnp.asarray(draw((BATCH, TIME, FEATURES)), dtype)
+    state = jax.tree.map(lambda s: jnp.asarray(draw(s.shape), dtype), layer.init_state(BATCH))
+    directions = layer.num_directions
+    gradient = jnp.asarray(draw((BATCH, TIME, directions * HIDDEN)), dtype)
+    return (x, state), (gradient, jax.tree.map(lambda s: s[::-1] + 0.5, state))
+
+
+def pulled_back(layer: LSTM, lengths=None):
+    """The function of weights, arguments and gradients to the results and all gradients."""
+    graphdef, weights, rest = nnx.split(layer, nnx.Param, ...)
+
+    def function(weights, primals, gradients):
+        def forward(weights, x, state):
+            return nnx.merge(graphdef, weights, rest, copy=True)(x, state, lengths=lengths)
+
+        results, pull_back = jax.vjp(forward, weights, *primals)
+        return results, pull_back(gradients)
+
+    return function, weights
+
+
+def assert_same_trees(actual, expected):
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert_same(a, b, jax.tree_util.keystr(path))
+
+
+def primitives(jaxpr) -> set[str]:
+    """Of a jaxpr and all in it."""
+    inner = jax.tree.leaves(
+        [e.params for e in jaxpr.eqns], is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+    )
+    bodies = [getattr(p, "jaxpr", p) for p in inner if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
+    return {e.primitive.name for e in jaxpr.eqns}.union(*map(primitives, bodies))
+
+
+def primitives_of(layer: LSTM, x=None, **kwargs) -> set[str]:
+    x = jnp.ones((BATCH, TIME, FEATURES)) if x is None else x
+    return primitives(jax.make_jaxpr(lambda x: layer(x, **kwargs)[0])(x).jaxpr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "lengths"),
+    [
+        ({}, None),
+        ({"num_layers": 3, "use_bias": False}, LENGTHS),
+        ({"num_layers": 2, "bidirectional": True}, LENGTHS),
+        ({"num_layers": 2, "dropout_rate": 0.5}, None),
+    ],
+    ids=["1 layer", "3 layers, no bias", "2 layers, both ways", "dropout between 2 layers"],
+)
+def test_cudnn_equals_xla(options, lengths, in_float64):
+    results = []
+    for method in ("cudnn", "xla"):
+        layer = build(method, jnp.float64, **options)
+        function, weights = pulled_back(layer, lengths)
+        results.append(jax.jit(function)(weights, *arguments(layer)))
+    assert_same_trees(*results)
+
+
+@pytest.mark.slow
+def test_vmap_and_second_derivatives_equal_those_of_xla(in_float64):
+    results = []
+    for method in ("cudnn", "xla"):
+        layer = build(method, jnp.float64)
+        function, weights = pulled_back(layer, LENGTHS)
+        ensemble = jax.tree.map(lambda w: jnp.stack([w, 1.5 * w]), weights)
+
+        def sine(*args):
+            return sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(function(*args)))  # noqa: B023
+
+        second = jax.vmap(jax.grad(sine, argnums=(0, 1, 2)), in_axes=(0, None, None))
+        results.append(jax.jit(second)(ensemble, *arguments(layer)))
+    assert_same_trees(*results)
+
+
+def test_auto_is_xla_where_there_is_no_gpu():
+    programs = []
+    for method in ("auto", "xla"):
+        layer = build(method, num_layers=2, bidirectional=True)
+        function, weights = pulled_back(layer, LENGTHS)
+        programs.append(str(jax.make_jaxpr(function)(weights, *arguments(layer))))
+    assert programs[0] == programs[1]
+
+
+@pytest.mark.slow
+def test_auto_is_cudnn_where_the_program_runs_on_a_gpu(one_gpu):
+    def program(method: str, platform: str) -> str:
+        layer = build(method, num_layers=2)
+        function, weights = pulled_back(layer, LENGTHS)
+        traced = jax.jit(function).trace(weights, *arguments(layer))
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    for platform, method in {"cpu": "xla", "tpu": "xla", "cuda": "cudnn"}.items():
+        chosen, expected = (program(name, platform) for name in ("auto", method))
+        for part in ("stand_in_forward", "stand_in_backward"):
+            assert (part in chosen) == (part in expected) == (platform == "cuda")
+        assert chosen.count("stablehlo.while") == expected.count("stablehlo.while")
+
+
+def test_auto_leaves_what_cudnn_cannot_or_should_not_do_to_xla(one_gpu, monkeypatch):
+    x = jnp.ones((BATCH, TIME, FEATURES))
+    assert "rnn_fwd" in primitives_of(build("auto"))
+    assert "rnn_fwd" not in primitives_of(build("xla"))
+    assert "rnn_fwd" not in primitives_of(build("auto", proj_features=2))
+    assert "rnn_fwd" not in primitives_of(build("auto"), reset=jnp.zeros((BATCH, TIME), bool))
+    assert "rnn_fwd" not in primitives_of(build("auto"), x=x[:, :1])
+    assert "rnn_fwd" not in primitives_of(build("auto", dtype=jnp.bfloat16), x=x.astype("bfloat16"))
+    monkeypatch.setattr(jax, "devices", lambda name: [0, 1])
+    assert "rnn_fwd" not in primitives_of(build("auto"))
+    assert "rnn_fwd" in primitives_of(build("cudnn"))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_each_device_of_a_shard_map_has_its_cudnn(check_vma, one_gpu, monkeypatch):
+    """But not where JAX checks what varies over the devices: cuDNN's call cannot tell."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    monkeypatch.setattr(jax, "devices", lambda name: [0, 1])
+    cells, served = [cell.arrays() for cell in build("auto").cells], []
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma)
+    def forward(x):
+        served.append(ops.cudnn_refusal(x, cells, None) is None and ops.cudnn_pays(x))
+        return ()
+
+    jax.eval_shape(forward, jnp.ones((BATCH, TIME, FEATURES)))
+    assert served == [not check_vma]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [None, "tensorfloat32", "bfloat16", "highest", "float32"])
+def test_products_are_as_precise_as_was_asked_for(setting, one_gpu):
+    """Also in a backward pass that is traced after the setting has ended."""
+    layer = build("cudnn")
+    primals, gradients = arguments(layer)
+    with jax.default_matmul_precision(setting):
+        forward = jax.make_jaxpr(layer)(*primals)
+        _, pull_back = jax.vjp(layer, *primals)
+    backward = jax.make_jaxpr(pull_back)(gradients)
+    tf32 = setting not in ("highest", "float32")
+    for program, name in ((forward, "rnn_fwd"), (backward, "rnn_bwd")):
+        assert name in str(program)
+        assert f"cudnn_allow_tf32={tf32}" in str(program)
+
+
+@pytest.mark.parametrize(
+    ("reason", "options", "kwargs"),
+    [
+        ("needs an NVIDIA GPU, and JAX finds none", {}, {}),
+        ("computes in float32, not in bfloat16", {"dtype": jnp.bfloat16}, {}),
+        ("no projection", {"proj_features": 2}, {}),
+        ("cannot restart a row", {}, {"reset": np.zeros((BATCH, TIME), bool)}),
+        ("no empty batches", {}, {"x": np.zeros((BATCH, 0, FEATURES), np.float32)}),
+        ("65,535 steps, not 65,536", {}, {"x": np.zeros((1, 65_536, FEATURES), np.float32)}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refuses_with_the_reason_and_the_way_out(reason, options, kwargs):
+    layer = build("cudnn", **options)
+    x = kwargs.pop("x", np.ones((BATCH, TIME, FEATURES), np.float32))
+    with pytest.raises(NotImplementedError, match=f"{reason}.*method='xla'"):
+        layer(jnp.asarray(x, options.get("dtype")), **kwargs)
+    with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(lambda x: layer(x, **kwargs), jnp.asarray(x, options.get("dtype")))
+
+
+def test_refuses_an_unknown_method():
+    with pytest.raises(ValueError, match=r"method: expected one of .*, got 'cuda'"):
+        build("cuda")

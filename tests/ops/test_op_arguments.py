@@ -1,0 +1,313 @@
+"""Every operator with one wrong argument at a time: an error of one line that says which."""
+
+import re
+from functools import partial
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jax_models import ops
+
+BATCH, TIME, IN, HIDDEN, OUT, HYPER, EMBEDDING, TAPS, MAX_LENGTH = 2, 3, 5, 6, 4, 7, 8, 3, 40
+SIZES = dict(zip("BTIHOYEK", (BATCH, TIME, IN, HIDDEN, OUT, HYPER, EMBEDDING, TAPS), strict=True))
+MASKS = {"lengths": np.array([3, 1], np.int32), "reset": np.zeros((BATCH, TIME), bool)}
+POSITIONS = np.arange(BATCH * TIME, dtype=np.int32).reshape(BATCH, TIME)
+
+
+def array(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).uniform(0.1, 0.9, shape), jnp.float32)
+
+
+def arrays(**shapes: str) -> dict[str, jax.Array]:
+    """By name; an axis is a letter of `SIZES` or several of them."""
+    return {
+        name: array(*(eval(axis, {}, SIZES) for axis in shape.split()))
+        for name, shape in shapes.items()
+    }
+
+
+def norms(size: str) -> ops.LSTMNorms:
+    return ops.LSTMNorms(**arrays(
+        gate_scale=f"4*{size}", gate_bias=f"4*{size}", cell_scale=size, cell_bias=size
+    ))  # fmt: skip
+
+
+def gated(gates: int) -> dict[str, jax.Array]:
+    width = f"{gates}*H"
+    return arrays(
+        kernel_ih=f"I {width}", kernel_hh=f"H {width}", bias_ih=width, bias_hh=width, x="B T I"
+    )
+
+
+CONV = {
+    "taps": lambda params, length: params[:, :length],
+    "params": array(IN, MAX_LENGTH),
+    "max_length": MAX_LENGTH,
+}
+OPS = {
+    "rnn": gated(1) | MASKS | {"state": ops.RNNState(array(BATCH, HIDDEN))},
+    "gru": gated(3) | MASKS | {"state": ops.GRUState(array(BATCH, HIDDEN))},
+    "lstm": MASKS | arrays(
+        x="B T I", kernel_ih="I 4*H", kernel_hh="O 4*H", bias_ih="4*H", bias_hh="4*H",
+        kernel_hr="H O", bias_hr="O", peephole="3*H",
+    ) | {"state": ops.LSTMState(array(BATCH, OUT), array(BATCH, HIDDEN))},
+    "layer_norm_lstm": MASKS
+    | arrays(x="B T I", kernel_ih="I 4*H", kernel_hh="H 4*H", bias="4*H")
+    | {"state": ops.LSTMState(*array(2, BATCH, HIDDEN)), "norms": norms("H")},
+    "hyper_lstm": MASKS | arrays(
+        x="B T I", kernel_ih="I 4*H", kernel_hh="H 4*H", hyper_kernel_ih="H+I 4*Y",
+        hyper_kernel_hh="Y 4*Y", hyper_bias="4*Y", z_kernel="Y 12*E", z_bias="8*E",
+        d_kernel="E 12*H", d_bias="4*H",
+    ) | {
+        "state": ops.HyperLSTMState(*array(2, BATCH, HIDDEN), *array(2, BATCH, HYPER)),
+        "norms": norms("H"), "hyper_norms": norms("Y"),
+    },
+    "rg_lru": MASKS
+    | arrays(x="B T H", a="H", input_kernel="H H", recurrence_kernel="H H")
+    | {"state": ops.RGLRUState(array(BATCH, HIDDEN))},
+    "rg_lru in blocks": MASKS | arrays(
+        x="B T 2*I", a_param="2*I", input_kernel="2 I I", input_bias="2 I",
+        recurrence_kernel="2 I I", recurrence_bias="2 I",
+    ) | {"state": ops.RGLRUState(array(BATCH, 2 * IN)), "first": MASKS["reset"]},
+    "decay": arrays(a="H", exponent="B T H"),
+    "softplus_decay": arrays(a_param="H", exponent="B T H"),
+    "rotary": {"x": array(BATCH, TIME, 2, 4), "positions": POSITIONS, "rotated": 4},
+    "local_attention": MASKS | {
+        "q": array(BATCH, TIME, 4, IN), "k": array(BATCH, TIME, 2, IN),
+        "v": array(BATCH, TIME, 2, IN),
+        "state": ops.LocalAttentionState(POSITIONS[:, 0], *array(2, BATCH, 3, 2, IN)),
+    },
+    "linear_recurrence": MASKS | arrays(a="B T H", b="B T H", h0="B H"),
+    "modal_conv": MASKS
+    | arrays(v="B T H", poles="H O 2", residues="H O 2", skip="H")
+    | {"state": ops.ModalConvState(array(BATCH, HIDDEN, OUT, 2))},
+    "wkv": MASKS
+    | arrays(k="B T H", v="B T H", w="H", u="H")
+    | {"state": ops.WKVState(*array(3, BATCH, HIDDEN))},
+    "causal_conv": MASKS
+    | arrays(x="B T H", kernel="K H", bias="H")
+    | {"state": ops.CausalConv1DState(array(BATCH, HIDDEN, TAPS - 1))},
+    "delayed": MASKS
+    | arrays(x="B T H")
+    | {"state": ops.CausalConv1DState(array(BATCH, HIDDEN, TAPS - 1))},
+    "long_conv": arrays(v="B I T", h="I T", skip="I"),
+    "long_conv_state": arrays(v="B I T") | CONV | {"lengths": MASKS["lengths"]},
+    "online_conv": arrays(v="B I T", skip="I") | CONV | {
+        "lengths": MASKS["lengths"], "state": ops.empty_long_conv_state(BATCH, IN, MAX_LENGTH),
+    },
+    "attention": arrays(q="B T O E", k="B H O E", v="B H O E")
+    | {"mask": np.ones((BATCH, TIME, HIDDEN), bool)},
+    "affine": arrays(x="B I", kernel="I H", bias="H"),
+    "affine in blocks": arrays(x="B 2*I", kernel="2 I H", bias="2*H"),
+    "document_ends": {"reset": MASKS["reset"]},
+}  # fmt: skip
+FAULTS = {
+    "another kind of dtype": lambda a: a.astype(np.float32 if a.dtype != np.float32 else np.int32),
+    "a complex dtype": lambda a: a.astype(np.complex64),
+    "an axis more": lambda a: a[None],
+    "no axis": lambda a: a.ravel()[0],
+    "one more along the last axis": lambda a: jnp.concatenate([a, a[..., :1]], -1),
+    "one along the last axis": lambda a: a[..., :1],
+    "a list": lambda a: a.tolist(),
+    "a tensor of torch": lambda a: torch.from_numpy(np.array(a)),
+    "a shape alone": lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
+}
+ALLOWED = {
+    ("affine", "x", "an axis more"), ("affine in blocks", "x", "an axis more"),
+    ("affine", "kernel", "an axis more"), ("affine in blocks", "kernel", "an axis more"),
+    ("decay", "exponent", "an axis more"), ("softplus_decay", "exponent", "an axis more"),
+    ("rotary", "x", "one more along the last axis"),
+    ("linear_recurrence", "a", "a complex dtype"), ("linear_recurrence", "b", "a complex dtype"),
+    ("document_ends", "reset", "one more along the last axis"),
+    ("document_ends", "reset", "one along the last axis"),
+    ("long_conv_state", "v", "one more along the last axis"),
+    ("long_conv_state", "v", "one along the last axis"),
+    ("online_conv", "v", "one more along the last axis"),
+    ("online_conv", "v", "one along the last axis"),
+    ("delayed", "state.inputs", "one more along the last axis"),
+    ("delayed", "state.inputs", "one along the last axis"),
+}  # fmt: skip
+"""No faults: the sizes are free, or there may be more axes."""
+ONE_LINE = r"[\w.]+:"
+
+
+def operator(name: str):
+    return getattr(ops, name.removesuffix(" in blocks"))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_arguments_are_right_before_one_is_made_wrong(name):
+    arrays = {k: v for k, v in OPS[name].items() if k not in ("taps", "max_length", "rotated")}
+    others = {k: v for k, v in OPS[name].items() if k not in arrays}
+    jax.eval_shape(partial(operator(name), **others), **arrays)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", OPS)
+def test_an_operator_refuses(name, fault):
+    arrays = {
+        k: v for k, v in OPS[name].items() if k not in ("taps", "params", "max_length", "rotated")
+    }
+    others = {k: v for k, v in OPS[name].items() if k not in arrays}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(arrays)
+    for wrong, (path, leaf) in enumerate(leaves):
+        argument = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+        if (name, argument, fault) in ALLOWED:
+            continue
+        values = [FAULTS[fault](leaf) if i == wrong else a for i, (_, a) in enumerate(leaves)]
+        with pytest.raises((TypeError, ValueError)) as error:  # noqa: PT012
+            operator(name)(**jax.tree.unflatten(structure, values), **others)
+            pytest.fail(f"{argument}: {fault}: accepted")
+        assert re.fullmatch(ONE_LINE, str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("lstm", {"lengths": np.array([4, -1])}, "lengths:"),
+        ("lstm", {"state": ops.RNNState(array(2, 4))}, "state:"),
+        ("lstm", {"params": array(4)}, "multiple values for keyword argument 'params'"),
+        ("gru", {"inputs": array(4)}, "multiple values for keyword argument 'inputs'"),
+        ("lstm", {"reverse": "no"}, "reverse:"),
+        ("rnn", {"nonlinearity": "gelu"}, "nonlinearity:"),
+        ("rg_lru", {"a": None}, "a, a_param:"),
+        ("rotary", {"rotated": 3}, "rotated:"),
+        ("local_attention", {"q": array(BATCH, TIME, 3, IN)}, "k:"),
+        ("attention", {"q": array(BATCH, TIME, 4, 0)}, "q:"),
+        ("causal_conv", {"kernel": array(0, HIDDEN)}, "kernel:"),
+        ("rg_lru", {"c": -1}, "c:"),
+        ("lstm", {"kernel_hr": None, "bias_hr": array(4)}, "bias_hr:"),
+        ("attention", {"dropout": 0.5}, "dropout:"),
+        ("online_conv", {"taps": None}, "taps:"),
+        ("online_conv", {"params": array(IN + 1, MAX_LENGTH)}, r"taps\(.*:"),
+        ("long_conv_state", {"params": array(IN, 9)}, r"taps\(params, length\):"),
+        ("wkv", {"method": "chunked"}, "method:"),
+        ("causal_conv", {"kernel": array(2, 6)}, "state.inputs:"),
+        ("online_conv", {"max_length": 0}, "max_length:"),
+    ],
+)  # fmt: skip
+def test_the_message_names_the_argument(name, change, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        operator(name)(**OPS[name] | change)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument"),
+    [((-1, 3, "float32"), "batch_size"), ((1, 2.5, "float32"), "features"), ((1, 3, int), "dtype")],
+)
+def test_an_empty_state_names_the_argument(arguments, argument):
+    batch_size, features, dtype = arguments
+    for call in (
+        lambda: ops.empty_wkv_state(batch_size, features, dtype),
+        lambda: ops.empty_long_conv_state(batch_size, features, 16, dtype),
+    ):
+        with pytest.raises(ValueError, match=f"{argument}: expected"):
+            call()
+
+
+def tanh_step(state, now):
+    return ops.RNNState(jnp.tanh(now.product("z", state.h)))
+
+
+RECURRENCE = {
+    "step": tanh_step,
+    "state": ops.RNNState(array(2, 4)),
+    "products": {"z": ops.Product(array(4, 4), kernel_x=array(5, 4))},
+    "x": array(BATCH, TIME, 5),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": None}, "step:"),
+        ({"products": [ops.Product(array(4, 4))]}, "products:"),
+        ({"products": {"z": ops.Product(array(4, 4), bias_x=array(4))}}, r"products\['z'\].bias_x"),
+        ({"products": {"z": array(4, 4)}}, r"products\['z'\]:"),
+        ({"products": {}}, "products:"),
+        ({"products": {"q": ops.Product(array(4, 4))}}, r"products \['q'\] once, .* for \['z'\]"),
+        (
+            {"products": {"z": ops.Product(array(4, 4), kernel_x=array(6, 4))}},
+            r"products\['z'\].kernel_x:",
+        ),
+        ({"state": (array(2, 4),)}, "state:"),
+        ({"state": ops.RNNState(array(3, 4))}, "state.h:"),
+        ({"state": ops.LSTMState(array(2, 4), array(2, 4))}, "step:"),
+        ({"inputs": array(TIME, BATCH)}, "inputs:"),
+        ({"params": "tanh"}, "params:"),
+    ],
+)
+def test_recurrence_names_the_argument(change, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ops.recurrence(**RECURRENCE | change)
+
+
+def test_a_state_is_taken_in_the_dtype_of_the_loop():
+    narrow = ops.RNNState(RECURRENCE["state"].h.astype(jnp.bfloat16))
+    wide = ops.RNNState(narrow.h.astype(jnp.float32))
+    found, expected = (ops.recurrence(**RECURRENCE | {"state": s}) for s in (narrow, wide))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "cuda"}, "method:"),
+        ({"num_directions": 3}, "num_directions:"),
+        ({"cells": []}, "cells:"),
+        ({"state": ops.LSTMState(array(3, BATCH, 4), array(3, BATCH, 4))}, r"cells: .*\[3, 3\]"),
+    ],
+)
+def test_a_stack_names_the_argument(change, message):
+    cell = {"kernel_ih": array(4, 16), "kernel_hh": array(4, 16)}
+    state = ops.LSTMState(array(2, BATCH, 4), array(2, BATCH, 4))
+    given = {"x": array(BATCH, TIME, 4), "state": state, "cells": [cell, cell], "num_directions": 1}
+    with pytest.raises(ValueError, match=message):
+        ops.lstm_stack(**given | change)
+
+
+def test_documents_of_no_steps_end_nowhere():
+    assert ops.document_ends(jnp.zeros((2, 0), bool)).shape == (2, 0)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if "lengths" in OPS[name]])
+def test_rows_of_traced_lengths_outside_are_nan(name):
+    given = {k: v for k, v in OPS[name].items() if k != "lengths"}
+    call = jax.jit(lambda lengths: operator(name)(**given, lengths=lengths))
+    expected = call(np.array([TIME, 0]))
+    for outside, (wrong, right) in (([300, 0], (0, 1)), ([TIME, -5], (1, 0))):
+        for found, array in zip(
+            *map(jax.tree.leaves, (call(np.array(outside)), expected)), strict=True
+        ):
+            np.testing.assert_array_equal(found[right], array[right])
+            if array.dtype == jnp.int32:
+                np.testing.assert_array_equal(found[wrong], array[wrong])
+            else:
+                assert jnp.isnan(found[wrong]).all()
+
+
+@pytest.mark.parametrize("method", get_args(ops.LinearRecurrenceMethod))
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_a_size_of_0(shape, method):
+    batch, _, features = shape
+    if method != "pallas":
+        h, last = ops.linear_recurrence(array(*shape), array(*shape), method=method)
+        assert h.shape == shape and last.shape == (batch, features)  # noqa: PT018
+    y = ops.affine(array(*shape), array(features, 5), array(5))
+    np.testing.assert_array_equal(y, jnp.broadcast_to(array(5), y.shape) + 0 * y)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_attention_without_a_key_is_zero(dtype):
+    q, k, v = (array(1, 3, 2, 4).astype(dtype) for _ in range(3))
+    mask = jnp.tri(3, k=-1, dtype=bool)[None]  # the first step sees nothing
+    attend = jax.jit(lambda q, k, v: ops.attention(q, k, v, mask))
+    y, gradients = attend(q, k, v), jax.grad(lambda *a: attend(*a).sum(), (0, 1, 2))(q, k, v)
+    assert jnp.all(y[:, 0] == 0)
+    np.testing.assert_array_equal(y[:, 1], v[:, 0])
+    for gradient in gradients:
+        assert jnp.isfinite(gradient).all()

@@ -1,0 +1,432 @@
+"""The operators by themselves: every method, every length, every extreme."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_models.ops import WKVState, decay, linear_recurrence, wkv
+from parity_tests.engine.bounds.tolerance import FLOAT64, K, assert_same, rms, ulp
+
+METHODS = ("sequential", "associative", "chunked")
+WKV_METHODS = ("sequential", "associative")
+COMPLEX_METHODS = ("auto", *METHODS)
+KERNEL = "pallas_interpreted"
+"""Slow where the steps are many."""
+
+
+def recurrence_inputs(batch: int, time: int, features: int):
+    """Factors of 0, 1, next to 1, and in between; inputs; an initial state."""
+    rng = np.random.default_rng(0)
+    a = rng.uniform(0, 1, (batch, time, features))
+    kinds = rng.integers(0, 4, a.shape)
+    a = np.choose(kinds, [a, np.where(rng.uniform(size=a.shape) < 0.3, 0.0, a), 1.0, 1 - 1e-7 * a])
+    return a, rng.standard_normal(a.shape), rng.standard_normal((batch, features))
+
+
+def loop(a, b, h0, *, reverse=False):
+    """The recurrence and, for random gradients of h, those of a, b and h0: numpy, float64."""
+    steps = range(a.shape[1])[:: -1 if reverse else 1]
+    h, before, last = np.empty_like(b), np.empty_like(b), h0
+    for t in steps:
+        before[:, t] = last
+        last = h[:, t] = a[:, t] * last + b[:, t]
+    cotangent = np.random.default_rng(1).standard_normal(h.shape)
+    g, carried = np.empty_like(h), np.zeros_like(h0)
+    for t in reversed(steps):
+        g[:, t] = cotangent[:, t] + carried
+        carried = a[:, t] * g[:, t]
+    return cotangent, h, (g * before, g, carried)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*METHODS, KERNEL])
+@pytest.mark.parametrize(("time", "reverse"), [(1, False), (2, True), (13, False), (64, True)])
+def test_linear_recurrence_is_the_loop(x64, method, time, reverse):
+    inputs = recurrence_inputs(3, time, 5)
+    cotangent, h, gradients = loop(*inputs, reverse=reverse)
+
+    @jax.jit
+    def both(*inputs):
+        (h, last), pullback = jax.vjp(
+            lambda *x: linear_recurrence(*x, reverse=reverse, method=method), *inputs
+        )
+        return h, last, pullback((cotangent, jnp.zeros_like(last)))
+
+    ours, last, our_gradients = both(*inputs)
+    assert_same(ours, h, "h")
+    assert_same(last, h[:, 0 if reverse else -1], "last h")
+    for ours, expected in zip(our_gradients, gradients, strict=True):
+        assert_same(ours, expected, "gradient")
+
+
+def turning(a, b, h0):
+    """Factors turned by random angles, and complex inputs and states."""
+    rng = np.random.default_rng(2)
+    b, h0 = (x + 1j * rng.standard_normal(x.shape) for x in (b, h0))
+    return a * np.exp(1j * rng.uniform(-np.pi, np.pi, a.shape)), b, h0
+
+
+@pytest.mark.parametrize("method", COMPLEX_METHODS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_linear_recurrence_of_complex_numbers_is_the_loop(x64, method, reverse):
+    inputs = turning(*recurrence_inputs(3, 13, 5))
+    cotangent, h, gradients = loop(*inputs, reverse=reverse)
+    cotangent = cotangent.astype(complex)
+
+    @jax.jit
+    def both(*inputs):
+        run = partial(linear_recurrence, reverse=reverse, method=method)
+        (h, last), pullback = jax.vjp(run, *inputs)
+        return h, pullback((cotangent, jnp.zeros_like(last)))
+
+    ours, our_gradients = both(*inputs)
+    assert_same(ours, h, "h")
+    for ours, expected in zip(our_gradients, gradients, strict=True):
+        assert_same(ours, expected, "gradient")
+
+
+@pytest.mark.parametrize("method", COMPLEX_METHODS)
+def test_masks_of_complex_numbers(x64, method):
+    a, b, h0 = turning(*recurrence_inputs(2, 9, 3))
+    reset, lengths = np.zeros((2, 9), bool), np.array([9, 4])
+    reset[0, 5] = True
+    h, last = linear_recurrence(a, b, h0, lengths=lengths, reset=reset, method=method)
+    zero = np.zeros_like(h0)
+    for row, part, start in ((0, np.s_[:5], h0), (0, np.s_[5:], zero), (1, np.s_[:4], h0)):
+        _, expected, _ = loop(a[row : row + 1, part], b[row : row + 1, part], start[row : row + 1])
+        assert_same(h[row, part], expected[0], f"row {row}, steps {part}")
+    assert_same(last, np.stack([h[0, -1], h[1, 3]]), "the last")
+
+
+def test_complex_numbers_meet_others():
+    a, b, h0 = (jnp.asarray(x, jnp.float32) for x in recurrence_inputs(2, 5, 3))
+    z, half = a.astype(jnp.complex64), b.astype(jnp.bfloat16)
+    for x, y, start in ((z, half, h0), (a, b.astype(jnp.complex64), None), (z, b, None)):
+        h, last = linear_recurrence(x, y, start)
+        assert h.dtype == last.dtype == jnp.complex64
+        expected, _ = linear_recurrence(a, y.real.astype(jnp.float32), start)
+        np.testing.assert_allclose(h.real, expected, rtol=K * ulp(np.float32), atol=1e-6)
+    for gradient, like in zip(
+        jax.grad(lambda *x: jnp.sum(linear_recurrence(*x)[0].real), (0, 1))(z, b),
+        (z, b),
+        strict=True,
+    ):
+        assert gradient.dtype == like.dtype
+    with pytest.raises(TypeError, match="h0: expected a floating dtype, as a and b have, got comp"):
+        linear_recurrence(a, b, h0.astype(jnp.complex64))
+    for method in ("pallas", KERNEL):
+        with pytest.raises(
+            NotImplementedError, match='method: expected "auto" or "associative" fo'
+        ):
+            linear_recurrence(z, b, method=method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_linear_recurrence_over_65536_steps(method):
+    """In float32, where memories last for a million steps: as exact as the plain loop is."""
+    rng = np.random.default_rng(0)
+    a = np.float32(1 - 10 ** rng.uniform(-6, -1, (1, 65536, 8)))
+    b, h0 = np.float32(rng.standard_normal(a.shape)), np.ones((1, 8), np.float32)
+    _, exact, _ = loop(*(x.astype(np.float64) for x in (a, b, h0)))
+    _, plain, _ = loop(a, b, h0)
+    ours, _ = jax.jit(lambda *x: linear_recurrence(*x, method=method))(a, b, h0)
+    assert rms(np.asarray(ours) - exact) <= K * rms(plain - exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["auto", "chunked"])
+def test_memory_of_65536_steps(method):
+    """Forward and backward need at most 8 times the inputs' size."""
+    shape = jax.ShapeDtypeStruct((1, 65536, 256), jnp.float32)
+
+    def gradients(a, b, cotangent):
+        return jax.vjp(lambda a, b: linear_recurrence(a, b, method=method)[0], a, b)[1](cotangent)
+
+    memory = jax.jit(gradients).lower(shape, shape, shape).compile().memory_analysis()
+    total = sum(getattr(memory, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
+    assert total <= 8 * 2 * 4 * 65536 * 256
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("method", METHODS)
+def test_linear_recurrence_of_bfloat16_accumulates_in_float32(method):
+    a, b, h0 = (jnp.asarray(x, jnp.bfloat16) for x in recurrence_inputs(2, 50, 4))
+    run = jax.jit(partial(linear_recurrence, method=method))
+    h, last = run(a, b, h0)
+    exact, _ = run(*(x.astype(jnp.float32) for x in (a, b, h0)))
+    assert h.dtype == last.dtype == jnp.float32
+    np.testing.assert_array_equal(h, exact)
+    gradient = jax.grad(lambda b: jnp.sum(run(a, b, h0)[0]))(b)
+    assert gradient.dtype == jnp.bfloat16
+
+
+def test_auto_is_sequential_on_a_cpu_a_kernel_on_a_tpu_and_associative_elsewhere():
+    a, v = jnp.full((1, 9, 4), 0.5), jnp.ones(4)
+    turned = jax.jit(lambda a: linear_recurrence(1j * a, a)[0].real).trace(a)
+    assert "tpu_custom_call" not in turned.lower(lowering_platforms=("tpu",)).as_text()
+    for call in (lambda a: linear_recurrence(a, a)[0], lambda a: wkv(a, a, w=v, u=v)[0]):
+        lowered = {
+            platform: jax.jit(call).trace(a).lower(lowering_platforms=(platform,)).as_text()
+            for platform in ("cpu", "tpu", "cuda", "rocm")
+        }
+        loops = {platform: text.count("stablehlo.while") for platform, text in lowered.items()}
+        kernels = {platform: text.count("@tpu_custom_call") for platform, text in lowered.items()}
+        assert loops == {"cpu": 1, "tpu": 0, "cuda": 0, "rocm": 0}
+        assert kernels == {"cpu": 0, "tpu": 1, "cuda": 0, "rocm": 0}
+
+
+def test_what_the_operators_refuse():
+    a = jnp.ones((2, 3, 4))
+    with pytest.raises(ValueError, match=r"b: expected shape \(2, 3, 4\), got \(2, 4, 4\)"):
+        linear_recurrence(a, jnp.ones((2, 4, 4)))
+    with pytest.raises(ValueError, match=r"h0: expected shape \(2, 4\), got \(4,\)"):
+        linear_recurrence(a, a, jnp.ones(4))
+    with pytest.raises(ValueError, match=r"method: expected one of .*'chunked'.*, got 'fast'"):
+        linear_recurrence(a, a, method="fast")
+    with pytest.raises(ValueError, match=r"v: expected shape \(2, 3, 4\), got \(2, 1, 4\)"):
+        wkv(a, a[:, :1], w=jnp.ones(4), u=jnp.ones(4))
+    with pytest.raises(ValueError, match="method: expected one of"):
+        wkv(a, a, w=jnp.ones(4), u=jnp.ones(4), method="chunked")
+    with pytest.raises(TypeError, match="a: expected a floating or complex dtype, got int32"):
+        linear_recurrence(a.astype(jnp.int32), a)
+    with pytest.raises(ValueError, match=r"w: expected shape \(4,\), got \(1,\)"):
+        wkv(a, a, w=jnp.ones(1), u=jnp.ones(4))
+    with pytest.raises(ValueError, match=r"state\.num: expected shape \(2, 4\), got \(1, 4\)"):
+        wkv(a, a, WKVState(*jnp.ones((3, 1, 4))), w=jnp.ones(4), u=jnp.ones(4))
+
+
+def test_no_steps_leave_the_state_alone():
+    empty, state = jnp.ones((2, 0, 4)), jnp.ones((2, 4))
+    h, last = linear_recurrence(empty, empty, state)
+    assert h.shape == (2, 0, 4)
+    np.testing.assert_array_equal(last, state)
+    y, last = wkv(empty, empty, WKVState(state, state, state), w=jnp.ones(4), u=jnp.ones(4))
+    assert y.shape == (2, 0, 4)
+    np.testing.assert_array_equal(last.max, state)
+
+
+def direct_wkv(k, v, w, u):
+    """RWKV's formula as it is printed: a sum over the past at every step."""
+    y = np.empty_like(v)
+    for t in range(k.shape[1]):
+        age = np.arange(t - 1, -1, -1)[None, :, None]
+        weights = np.concatenate([np.exp(-age * w + k[:, :t]), np.exp(u + k[:, t : t + 1])], axis=1)
+        y[:, t] = (weights * v[:, : t + 1]).sum(axis=1) / weights.sum(axis=1)
+    return y
+
+
+def wkv_inputs(batch: int, time: int, features: int, scale: float = 1.0):
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, batch, time, features))
+    return (
+        scale * k,
+        v,
+        scale * rng.uniform(0.01, 2, features),
+        scale * rng.standard_normal(features),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
+@pytest.mark.parametrize("time", [1, 2, 17])
+def test_wkv_is_the_printed_formula(x64, method, time):
+    k, v, w, u = wkv_inputs(3, time, 5)
+    y, state = jax.jit(partial(wkv, method=method))(k, v, w=w, u=u)
+    assert_same(y, direct_wkv(k, v, w, u), "y")
+    age = np.arange(time - 1, -1, -1)[None, :, None]
+    assert_same(
+        state.den * np.exp(state.max), np.exp(k - age * w).sum(axis=1), "the sum of the weights"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", WKV_METHODS)
+def test_wkv_gradient_is_that_of_the_printed_formula(x64, method):
+    """By central differences of the formula, along random directions."""
+    inputs = wkv_inputs(2, 9, 3)
+    rng = np.random.default_rng(1)
+    cotangent = rng.standard_normal(inputs[0].shape)
+    gradients = jax.jit(
+        jax.grad(
+            lambda k, v, w, u: jnp.sum(wkv(k, v, w=w, u=u, method=method)[0] * cotangent),
+            argnums=(0, 1, 2, 3),
+        )
+    )(*inputs)
+    for index, gradient in enumerate(gradients):
+        direction = rng.standard_normal(inputs[index].shape)
+        ends = []
+        for step in (1e-5, -1e-5):
+            moved = [x + step * direction if i == index else x for i, x in enumerate(inputs)]
+            ends.append(np.sum(direct_wkv(*moved) * cotangent))
+        slope = (ends[0] - ends[1]) / 2e-5
+        assert np.sum(np.asarray(gradient) * direction) == pytest.approx(slope, rel=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
+def test_wkv_is_finite_at_the_extremes(method):
+    """For k, w and u anywhere in ±10⁴, in float32, forward and backward; y within v's range."""
+
+    @jax.jit
+    @partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
+    def gradients_and_results(k, v, w, u):
+        y, state = wkv(k, v, w=w, u=u, method=method)
+        return jnp.sum(jnp.sin(y)), (y, state)
+
+    rng = np.random.default_rng(0)
+    for scale in (1.0, 100.0, 1e4):
+        k, v = (np.float32(rng.uniform(-scale, scale, (4, 70, 16))) for _ in range(2))
+        v /= scale
+        w, u = (np.float32(rng.uniform(-scale, scale, 16)) for _ in range(2))
+        k[0], k[1], k[2, ::2], w[:2], u[:2] = (
+            scale,
+            -scale,
+            -scale,
+            (scale, -scale),
+            (-scale, scale),
+        )
+        gradients, (y, state) = gradients_and_results(k, v, w, u)
+        for leaf in jax.tree.leaves((gradients, y, state)):
+            assert np.isfinite(leaf).all()
+        assert np.abs(y).max() <= 1 + 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):
+    """One step outweighs all others, so y is its v, however k + u and the aged sums overflow."""
+    with jax.enable_x64(dtype == "float64"):
+        largest = float(jnp.finfo(dtype).max)
+        k = largest * np.array([-0.99, -0.5, -0.9, -1, -0.2, 0.1, 1, 0.9, -1])
+        v = np.arange(9.0)
+        lengths, reset = np.array([9, 9, 6, 0]), np.zeros((4, 9), bool)
+        reset[1, 3] = True
+
+        @jax.jit
+        @partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
+        def gradients_and_results(k, v, w, u):
+            y, state = wkv(k, v, w=w, u=u, lengths=lengths, reset=reset, method=method)
+            active = np.arange(9)[:, None] < lengths[:, None, None]
+            return jnp.sum(jnp.where(active, jnp.sin(y), 0)), (y, state)
+
+        k, v = (jnp.asarray(np.broadcast_to(a[:, None], (4, 9, 6)), dtype) for a in (k, v))
+        w = jnp.asarray([0, 0, largest, -largest, 1, 0], dtype)
+        u = jnp.asarray([0, -largest, 0, 0, largest, 1], dtype)
+        gradients, (y, state) = gradients_and_results(k, v, w, u)
+        for leaf in jax.tree.leaves((gradients, y[0], y[1], y[2, :6], state)):
+            assert np.isfinite(leaf).all()
+        expected = {0: [0, 1, 1, 1, 4, 5, 6, 6, 6], 1: [0, 0, 1, 1, 1, 4, 5, 6, 6]}
+        for feature, values in expected.items():
+            np.testing.assert_array_equal(y[0, :, feature], values)
+        np.testing.assert_array_equal(y[1, 3:, 0], [3, 4, 5, 6, 6, 6])
+        np.testing.assert_array_equal(y[0, :7, 4], v[0, :7, 4])
+        empty = jax.tree.map(lambda s: s[3, 0].astype(float), state)
+        assert empty == WKVState(0, 0, float(jnp.asarray(-1e38, state.max.dtype)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", WKV_METHODS)
+def test_wkv_gradients_stay_small_over_4000_growing_steps(method):
+    """Exponents of 10⁷ are known to ±1 only in float32: rounding must not be raised to a power."""
+    rng = np.random.default_rng(0)
+    k, v = (np.float32(rng.uniform(-1, 1, (1, 4000, 4))) for _ in range(2))
+    w, u = np.full(4, -9999.7, np.float32), np.zeros(4, np.float32)
+    gradients = jax.jit(
+        jax.grad(lambda k, v: jnp.sum(jnp.sin(wkv(k, v, w=w, u=u, method=method)[0])), (0, 1))
+    )(k, v)
+    assert np.abs(gradients[0]).max() < 1e2
+    assert np.abs(gradients[1]).max() <= 4000 * K, "the first v reaches every y, by its share ≤ 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
+def test_a_step_that_outweighs_all_keeps_its_whole_gradient(method):
+    """Each y is the first v, to the last bit: so is the gradient, however its max ages by w."""
+    k, v = jnp.full((1, 33, 8), -200.0).at[:, 0].set(200.3), jnp.ones((1, 33, 8))
+
+    def total(v, log_w):
+        return jnp.sum(wkv(k, v, w=jnp.exp(log_w), u=jnp.zeros(8), method=method)[0])
+
+    gradient = jax.jit(jax.grad(total))(v, jnp.linspace(-3, 0, 8))
+    np.testing.assert_allclose(gradient[0, 0], 33, rtol=K * ulp(np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*METHODS, KERNEL])
+def test_a_nan_does_not_cross_a_reset(method):
+    x = np.random.default_rng(0).standard_normal((2, 6, 3)).astype(np.float32)
+    x[0, 1] = np.nan
+    reset = np.zeros((2, 6), bool)
+    reset[0, 3] = True
+    runs = [lambda x: linear_recurrence(jnp.full_like(x, 0.5), x, reset=reset, method=method)]
+    if method in (*WKV_METHODS, KERNEL):
+        vectors = {"w": jnp.ones(3), "u": jnp.ones(3)}
+        runs.append(lambda x: wkv(x, x, **vectors, reset=reset, method=method))
+    for run in runs:
+        y, last = jax.jit(run)(x)
+        assert np.isnan(y[0, 1:3]).all()
+        for leaf in (y[0, :1], y[0, 3:], y[1], *jax.tree.leaves(last)):
+            assert np.isfinite(leaf).all()
+        gradient = jax.jit(jax.grad(lambda x: jnp.sum(run(x)[0][:, 3:])))(x)  # noqa: B023
+        assert np.isfinite(np.delete(gradient, np.s_[:3], axis=1)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", WKV_METHODS)
+def test_wkv_in_float32_is_as_exact_as_the_plain_scan(method):
+    inputs = [np.float32(x) for x in wkv_inputs(2, 400, 8)]
+    exact = direct_wkv(*(x.astype(np.float64) for x in inputs))
+    k, v, w, u = inputs
+    y, _ = jax.jit(partial(wkv, method=method))(k, v, w=w, u=u)
+    assert rms(np.asarray(y) - exact) <= K * ulp(np.float32) * rms(exact)
+
+
+def test_decay_at_both_ends_and_in_between(x64):
+    exponent = np.array([0.0, 1e-12, 0.3, 1.0, 8.0])
+    for a in (0.0, 1e-300, 0.5, 1 - 1e-7, 1 - 1e-12, 1.0):
+        p, m = decay(jnp.full(5, a), exponent)
+        assert_same(p, a**exponent, f"{a} to the power")
+        if a not in (0.0, 1.0):
+            with np.errstate(divide="ignore"):
+                z = -np.expm1(
+                    2 * exponent * np.log1p(a - 1) if a > 0.5 else np.log(a) * 2 * exponent
+                )
+            assert_same(m, np.sqrt(z), f"√(1 − {a}²)")
+    np.testing.assert_array_equal(decay(jnp.zeros(5), exponent)[1], [0, 1, 1, 1, 1])
+    np.testing.assert_array_equal(decay(jnp.ones(5), exponent)[1], np.zeros(5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_decay_has_finite_gradients_and_exact_ones_inside(x64, dtype):
+    epsilon = np.finfo(dtype).eps
+    a = np.array([0, np.finfo(dtype).tiny, epsilon, 0.3, 0.9, 1 - 1e-3, 1 - 1e-6, 1 - epsilon, 1])
+    exponent = np.array([0, np.finfo(dtype).tiny, 1e-3, 0.5, 1.0, 4.0, 8.0])
+    a, exponent = (x.astype(dtype).ravel() for x in np.meshgrid(a, exponent))
+    inside = (a > 2 * epsilon) & (a < 1 - 2 * epsilon) & (exponent >= 0.5)
+    log = np.log(a[inside].astype(np.float64))
+    slope = exponent[inside] * np.exp((exponent[inside] - 1) * log)
+    ratio = np.exp(exponent[inside] * log) / np.sqrt(-np.expm1(2 * exponent[inside] * log))
+    tolerance = FLOAT64 if dtype == np.float64 else 100 * epsilon
+    for output, expected in enumerate((slope, -ratio * slope)):
+        outputs, pullback = jax.vjp(decay, a, exponent)
+        cotangents = [jnp.full_like(y, i == output) for i, y in enumerate(outputs)]
+        for gradient in pullback(tuple(cotangents)):
+            assert gradient.dtype == dtype
+            assert np.isfinite(gradient).all()
+        np.testing.assert_allclose(pullback(tuple(cotangents))[0][inside], expected, rtol=tolerance)
+
+
+def test_decay_outside_is_the_nearest_end():
+    exponent = jnp.full(4, 2.0)
+    outside, ends = jnp.array([-0.5, 1.5, -1e-9, 1 + 1e-6]), jnp.array([0.0, 1.0, 0.0, 1.0])
+    for ours, expected in zip(decay(outside, exponent), decay(ends, exponent), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    gradient = jax.grad(lambda a: jnp.sum(decay(a, exponent)[1]))(outside)
+    assert np.isfinite(gradient).all()
+    assert (gradient[np.array([1, 3])] < 0).all(), "nothing leads back from beyond 1"

@@ -1,0 +1,78 @@
+"""Every check over every row of the registry, the costliest left to `make test-all`."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_models import LanguageModel
+from parity_tests.checks import CHECKS, Subject
+from parity_tests.engine.problem import available_platforms
+from parity_tests.engine.references.torch_reference import measure_twin
+from parity_tests.engine.report import Report
+from parity_tests.registry import CASES, TIME
+
+
+@functools.lru_cache(maxsize=1)
+def subject(name: str) -> Subject:
+    return Subject(CASES[name])
+
+
+def assert_within_bounds(report: Report) -> None:
+    assert report.passed, f"\n{report}"
+
+
+def rows(names):
+    """A test parameter for each row; the tests of one row share a process, and what it compiled."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+    )
+
+
+def platform_here(name) -> str:
+    """The first of the row's platforms that this machine has."""
+    platforms = CASES[name].platforms
+    here = [platform for platform in platforms if platform in available_platforms()]
+    return here[0] if here else pytest.skip(f"no {' or '.join(platforms)} on this machine")
+
+
+@rows(CASES)
+def test_agrees_with_twin(name):
+    dtypes = ("float64", "float32")
+    assert_within_bounds(measure_twin(CASES[name].problem(), dtypes, platform_here(name)))
+
+
+@pytest.mark.optimized
+@rows(CASES)
+def test_agrees_with_twin_as_compiled_for_users(name):
+    assert_within_bounds(measure_twin(CASES[name].problem(), platform=platform_here(name)))
+
+
+@rows(name for name, case in CASES.items() if case.packs)
+def test_agrees_with_twin_on_rows_of_several_lengths(name):
+    lengths = np.array([3, TIME, 1])
+    padded = CASES[name].problem(given_state=False, lengths=lengths)
+    assert_within_bounds(measure_twin(padded, CASES[name].dtypes[:1], platform_here(name)))
+
+
+FIRST = {case.architecture: name for name, case in reversed(CASES.items())}
+"""The first row of each architecture. `make test` runs the checks on it, unless it is a model."""
+LATE = ("jit equals eager", "vmap equals loop", "optimiser follows the same trajectory")
+
+
+def checks():
+    """A test parameter for each row and check."""
+    for name, case in CASES.items():
+        layer = case.abstract(jnp.float32)
+        is_first = name in FIRST.values() and not isinstance(layer, LanguageModel)
+        for check in CHECKS if "float64" in case.dtypes else ():
+            is_quick = is_first and check not in LATE
+            group = pytest.mark.xdist_group(name)
+            marks = [group] if is_quick else [group, pytest.mark.slow]
+            yield pytest.param(name, check, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "check"), [*checks()])
+def test_holds(name, check):
+    CHECKS[check](subject(name))

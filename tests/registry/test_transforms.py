@@ -1,0 +1,141 @@
+"""What JAX does with a program beside running it: exports, and programs divided over devices."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from parity_tests.registry import CASES
+
+pytestmark = pytest.mark.slow
+BATCH = 8
+PLATFORMS = ("cpu", "cuda", "tpu")
+OF_ONE_METHOD = ("by associative", "in chunks", "by kernel")
+NAMES = [
+    name
+    for name, case in CASES.items()
+    if "cpu" in case.platforms and not any(method in name for method in OF_ONE_METHOD)
+]
+rows = pytest.mark.parametrize("name", NAMES)
+
+
+def functions(name: str):
+    """The outputs, the gradient of the weights, and what both take."""
+    case = CASES[name]
+    graphdef, params, rest = nnx.split(case.build_layer(case.build_twin()), nnx.Param, ...)
+    x = jnp.asarray(case.inputs(batch=BATCH))
+
+    def outputs(params, x, lengths=None):
+        return nnx.merge(graphdef, params, rest)(x, lengths=lengths)[0]
+
+    def gradient(params, x, lengths=None):
+        return jax.grad(lambda params: jnp.sum(outputs(params, x, lengths) ** 2))(params)
+
+    return outputs, gradient, params, x
+
+
+def assert_close(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+@rows
+def test_is_exported_for_all_platforms_together(name):
+    outputs, gradient, params, x = functions(name)
+    for function in (outputs, gradient):
+        exported = export.export(jax.jit(function), platforms=PLATFORMS)(params, x)
+        assert exported.platforms == PLATFORMS
+
+
+@rows
+@pytest.mark.parametrize("size", ["batch", "time"])
+def test_is_exported_for_any(size, name):
+    outputs, gradient, params, x = functions(name)
+    shape = f"b, {x.shape[1]}" if size == "batch" else f"{BATCH}, t"
+    limit = CASES[name].max_length
+    constraints = [f"t <= {limit}"] if limit and size == "time" else []
+    sizes = export.symbolic_shape(shape, constraints=constraints)
+    symbolic = jax.ShapeDtypeStruct((*sizes, *x.shape[2:]), x.dtype)
+    for function in (outputs, gradient):
+        exported = export.export(jax.jit(function), platforms=PLATFORMS)
+        if CASES[name].mixes_steps and size == "time":
+            with pytest.raises(NotImplementedError, match="v: expected a known number of steps"):
+                exported(params, symbolic)
+        else:
+            exported(params, symbolic)
+
+
+@rows
+def test_a_stored_program_runs_with_states_at_any_size(name):
+    """Nothing of ours has to be registered before."""
+    pytest.importorskip("flatbuffers")
+    case = CASES[name]
+    layer, x = case.build_layer(case.build_twin()), jnp.asarray(case.inputs(batch=3))
+    time = x.shape[1] if case.mixes_steps else "t"
+    constraints = [f"t <= {case.max_length}"] if case.max_length and time == "t" else []
+    sizes = export.symbolic_shape(f"b, {time}", constraints=constraints)
+    shapes = (
+        jax.ShapeDtypeStruct((*sizes, *x.shape[2:]), x.dtype),
+        jax.eval_shape(lambda: layer.init_state(sizes[0])),
+    )
+    stored = export.export(jax.jit(lambda x, state: layer(x, state)))(*shapes).serialize()
+    call = export.deserialize(stored).call
+    result = call(x, layer.init_state(3))
+    assert_close(result, layer(x, layer.init_state(3)))
+    assert jax.tree.structure(result[1]) == jax.tree.structure(layer.init_state(3))
+
+
+@rows
+def test_is_checked_inside_shard_map(name):
+    """Traced only: which arrays vary over the devices is a matter of types."""
+    outputs, gradient, params, x = functions(name)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    lengths = jnp.arange(BATCH) % x.shape[1]
+    in_specs = (P(), P("data"), P("data"))
+    for function, spec in ((outputs, P("data")), (gradient, P())):
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=spec)
+        jax.eval_shape(mapped, params, x, lengths)
+
+
+ON_EIGHT_DEVICES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_x64", True)
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec as P
+from tests.registry.test_transforms import BATCH, assert_close, functions
+
+for name in {names}:
+    outputs, gradient, params, x = functions(name)
+    args = params, x, jnp.arange(BATCH) % x.shape[1]
+    expected = jax.jit(outputs)(*args), jax.jit(gradient)(*args)
+    in_specs = (P(), P("data"), P("data"))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    for function, spec, value in zip((outputs, gradient), (P("data"), P()), expected):
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=spec)
+        assert_close(jax.jit(mapped)(*args), value)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
+        divided = jax.device_put(args, in_specs)
+        for function, spec, value in zip((outputs, gradient), (P("data"), P()), expected):
+            automatic = jax.sharding.auto_axes(function, out_sharding=spec)
+            assert_close(jax.jit(automatic)(*divided), value)
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["LSTMScratch", "Hawk, kernel 2", "RWKVBlock", "HyenaBlock, order 1, kernel 4"]
+)
+def test_equals_one_device_on_eight(name):
+    """By `jax.shard_map`, and by the compiler under the Explicit axes of `jax.make_mesh`."""
+    script = ON_EIGHT_DEVICES.format(names=[name])
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr

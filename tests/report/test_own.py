@@ -1,0 +1,106 @@
+"""A person's own reports, as JSON and as a page."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from parity_tests import Report, compare, save
+from parity_tests.engine.bounds.tolerance import Error
+from parity_tests.engine.logits import LogitsError
+from parity_tests.report.own import record_of
+from parity_tests.report.record import Record, merged
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+NAN = LogitsError(math.nan, math.inf, 1e-3, 2e-3, 0.5, 0.75)
+FAILING = Report(
+    {"float32": {"outputs": {"y": Error(1e-6, 1e-8, 1e-7, False, "y")}}},
+    ("outputs, z: <b>empty</b>",),
+    ("weight gradients are not compared",),
+    "float32 …\nfirst to depart: norm",
+    {"float32": {"JAX": NAN}},
+    "GPT",
+    "gpu",
+)
+
+
+def report() -> Report:
+    return compare(
+        torch.nn.Linear(3, 4),
+        lambda weights, x: x @ weights["weight"].T + weights["bias"],
+        np.random.default_rng(0).standard_normal((2, 3)),
+        weights=dict,
+        logits=True,
+    )
+
+
+def test_a_report_is_saved_as_json(tmp_path):
+    found = report()
+    save(found, tmp_path / "x.json")
+    record = Record.from_json((tmp_path / "x.json").read_text())
+    assert record == record_of({"Linear": found})
+    assert record.cases == {"Linear": "Linear"}
+    assert [m.error for m in record.tensors] == [
+        error
+        for groups in found.tensors.values()
+        for named in groups.values()
+        for error in named.values()
+    ]
+    assert {(m.dtype, m.side) for m in record.logits} == {
+        (dtype, side) for dtype in ("float64", "float32") for side in ("torch", "JAX")
+    }
+    assert record.passed
+
+
+def test_reports_are_saved_as_a_page(tmp_path):
+    save({"mine": report(), "gpt <2>": FAILING}, str(tmp_path / "x.html"))
+    page = (tmp_path / "x.html").read_text()
+    assert "1 pair agrees; 1 fails" in page
+    for text in (
+        "gpt &lt;2&gt;, gpu: outputs, z: &lt;b&gt;empty&lt;/b&gt;",
+        "note: gpt &lt;2&gt;, gpu: weight gradients are not compared",
+        "first to depart: norm",
+        "errors of every tensor",
+        "logits against the float64 torch twin",
+        "nan",
+        "75.00%",
+    ):
+        assert text in page
+
+
+def test_what_is_not_finite_comes_back(tmp_path):
+    save({"gpt": FAILING}, tmp_path / "x.json")
+    record = Record.from_json((tmp_path / "x.json").read_text())
+    assert np.isnan([record.logits[0].error.kl_mean, record.logits[0].error.kl_max]).all()
+    assert record.failing == {"gpt"}
+    assert record.locations == {"gpt": "float32 …\nfirst to depart: norm"}
+    assert not record.passed
+
+
+def test_records_are_merged():
+    both = {"a": report(), "b": FAILING}
+    assert merged([record_of({name: each}) for name, each in both.items()]) == record_of(both)
+    assert merged([]).passed
+    assert not merged([]).cases
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "at least one$"),
+        ({"a": 1}, "or a dict of them, got {'a': 1}"),
+        ("x", "got 'x'"),
+    ],
+)
+def test_what_is_no_report_is_refused(given, message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=f"^reports: expected .*{message}"):
+        save(given, tmp_path / "x.json")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "json", ""])
+def test_a_file_of_no_form_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=r"^path: expected a name in \.html or \.json, got"):
+        save(report(), tmp_path / name)
+    assert not [*tmp_path.iterdir()]

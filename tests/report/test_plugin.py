@@ -1,0 +1,142 @@
+"""The pytest plugin, in a folder of somebody else."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from parity_tests.report.record import Record
+
+TESTS = """
+import numpy as np
+import pytest
+import torch
+from parity_tests import assert_parity, compare
+
+twin = torch.nn.Linear(3, 4)
+x = np.random.default_rng(0).standard_normal((2, 3))
+
+
+def model(factor):
+    return lambda weights, x: factor * (x @ weights["weight"].T + weights["bias"])
+
+
+def options():
+    return {"weights": dict, "dtypes": ["float64"]}
+
+
+compare(twin, model(1.0), x, **options())  # in no test
+
+
+@pytest.fixture
+def report():
+    return compare(twin, model(1.0), x, **options())
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("factor", [1.0, 1.001])
+def test_map(factor):
+    assert_parity(twin, model(factor), x, **options())
+
+
+def test_several(report):
+    assert report.passed
+    compare(twin, model(1.0), x, logits=True, **options())
+
+
+def test_nothing():
+    pass
+"""
+CASES = {
+    "test_port.py::test_map[1.0]",
+    "test_port.py::test_map[1.001]",
+    "test_port.py::test_several",
+    "test_port.py::test_several (2)",
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run pytest in the folder; its exit code and lines."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_NUMPY", "PYTEST"))}
+
+    def run(*args: str) -> tuple[int, list[str]]:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-W", "error", "--strict-markers", *args],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, (done.stdout + done.stderr).splitlines()
+
+    (tmp_path / "test_port.py").write_text(TESTS)
+    return run
+
+
+def read(path) -> Record:
+    return Record.from_json(path.read_text())
+
+
+@pytest.mark.slow
+def test_every_report_is_kept_under_its_test(run, tmp_path):
+    code, lines = run("--parity-json", "all.json", "--parity-html", "all.html")
+    assert code == 1
+    record = read(tmp_path / "all.json")
+    assert record.cases == dict.fromkeys(CASES, "Linear")
+    assert record.failing == {"test_port.py::test_map[1.001]"}
+    assert {m.case for m in record.logits} == {"test_port.py::test_several (2)"}
+    assert {m.error.tensor for m in record.tensors} == {"y", "input 0", "weight", "bias"}
+    page = (tmp_path / "all.html").read_text()
+    assert all(case in page for case in CASES)
+    assert any("parity: all.html" in line for line in lines)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        "all.html",
+        "all.json",
+        "test_port.py",
+    ]
+
+
+def test_the_message_is_the_short_report(run):
+    code, lines = run("-m", "parity")
+    assert code == 1
+    shown = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
+    assert shown[0] == "AssertionError: the two sides differ"
+    assert [row.split()[0] for row in shown[2:5]] == ["float64"] * 3
+    assert all("FAIL, worst in" in row for row in shown[2:5])
+    assert "compare.py" not in "\n".join(lines), "a frame of the package is shown"
+    assert "array(" not in "\n".join(lines)
+    assert "1 failed, 1 passed, 2 deselected" in lines[-1]
+
+
+@pytest.mark.slow
+def test_workers_send_their_reports(run, tmp_path):
+    code, _ = run("-n", "2", "--parity-json", "all.json")
+    assert code == 1
+    record = read(tmp_path / "all.json")
+    assert record.cases.keys() == CASES
+    assert record.failing == {"test_port.py::test_map[1.001]"}
+    assert not [*tmp_path.glob("*.partial")]
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(run, tmp_path):
+    code, lines = run("--parity-html", "no/all.html")
+    assert code == 4
+    assert "ERROR: --parity-html: no/all.html: No such file or directory" in lines
+
+
+def test_who_does_not_compare_pays_nothing(run, tmp_path):
+    """The plugin of jaxtyping, which imports NumPy, is left out."""
+    (tmp_path / "test_port.py").write_text(
+        """
+import sys
+
+def test_light(pytestconfig):
+    assert pytestconfig.pluginmanager.hasplugin("twinscan")
+    assert not pytestconfig.pluginmanager.hasplugin("twinscan-collector")
+    assert not {"jax", "torch", "numpy", "parity_tests.engine.compare"} & sys.modules.keys()
+"""
+    )
+    code, lines = run("-p", "no:jaxtyping")
+    assert code == 0, lines

@@ -1,0 +1,125 @@
+"""What a report keeps, and what has moved between two."""
+
+import dataclasses
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from parity_tests.engine.bounds.tolerance import Error
+from parity_tests.report.html import page
+from parity_tests.report.record import (
+    ErrorOverTime,
+    Measurement,
+    MutationResult,
+    PrecisionError,
+    Record,
+    moved,
+)
+from parity_tests.report.terminal import print_record
+
+
+def measurement(jax: float, dtype: str = "float32", group: str = "outputs") -> Measurement:
+    return Measurement("LSTM", "cpu", dtype, group, Error(jax, 1e-7, 4.8e-7, False, "y"))
+
+
+def record(*measurements: Measurement, jax: str = "0.10.2") -> Record:
+    platforms = {"cpu": "ran", "gpu": "not on this machine"}
+    return Record({"jax": jax}, platforms, measurements, cases={"LSTM": "lstm"})
+
+
+def test_a_record_comes_back():
+    before = record(measurement(1e-7), measurement(1e-6))
+    after = Record.from_json(before.to_json())
+    assert after == before
+    assert not after.passed
+    assert record(measurement(1e-7)).passed
+    assert not dataclasses.replace(record(measurement(1e-7)), faults=("y: empty",)).passed
+    rounded = PrecisionError("LSTM", "cpu", "bfloat16", True, "outputs", 3e-3, 1e-7)
+    missed = MutationResult("head forgotten", "LSTM", "weights", None, False)
+    assert not dataclasses.replace(record(measurement(1e-7)), mutations=(missed,)).passed
+    before = dataclasses.replace(before, precision=(rounded,), mutations=(missed,))
+    assert Record.from_json(before.to_json()) == before
+    errors = ErrorOverTime("LSTM", "cpu", "float32", (1e-7, 2e-7), (math.nan, 0.0))
+    before = dataclasses.replace(before, cases={"LSTM": "lstm"}, over_time=(errors,))
+    assert Record.from_json(before.to_json()) == before
+    before = dataclasses.replace(before, not_run={"LSTM by cuDNN": ("gpu",)})
+    assert Record.from_json(before.to_json()) == before
+
+
+def test_what_fails():
+    cases = {"LSTM": "lstm", "LSTM, 2": "lstm", "GRU": "gru"}
+    good = dataclasses.replace(record(measurement(1e-7)), cases=cases)
+    assert good.failing == set()
+    assert dataclasses.replace(good, faults=("LSTM, 2, cpu: y: empty",)).failing == {"LSTM, 2"}
+    bad = dataclasses.replace(good, measurements=(measurement(1e-6),), faults=("GRU, gpu: no",))
+    assert (bad.failing, bad.faulty) == ({"LSTM", "GRU"}, {"GRU"})
+
+
+def test_what_did_not_run_is_named():
+    ran = dataclasses.replace(record(measurement(1e-7)), cases={"LSTM": "lstm", "GRU": "gru"})
+    elsewhere = Record({"jax": "0.10.2"}, ran.platforms, (), not_run={"LSTM": ("gpu",)})
+    print_record(elsewhere, Console(file=(printed := io.StringIO()), width=160))
+    assert "not run: LSTM, which runs on gpu only\n" in printed.getvalue()
+    assert "not run: LSTM, which runs on gpu only" in page(elsewhere)
+    assert moved(ran, elsewhere) == ["LSTM, cpu, float32, outputs: not measured any more"]
+
+
+def test_json_has_no_nan():
+    text = record(measurement(math.nan)).to_json()
+    fields = json.loads(text, parse_constant=pytest.fail)
+    assert fields["measurements"][0]["jax_error"] is None
+    assert fields["measurements"][0]["verdict"] == "FAIL"
+    assert not Record.from_json(text).passed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a record of --json"),
+        ("[]", "not a record of --json"),
+        ("{}", "not a record of --json .KeyError: 'schema'"),
+        ('{"schema": 7}', "expected schema 2, got 7"),
+        ('{"schema": 2, "versions": [1]}', "not a record of --json"),
+        (200_000 * "[", "not a record of --json .RecursionError"),
+        (json.dumps({**record().to_dict(), "cases": 5}), "not a record of --json"),
+        (json.dumps({**record().to_dict(), "over_time": [{"torch": ["x"]}]}), "not a record of"),
+        (record(dataclasses.replace(measurement(1e-7), case=[3])).to_json(), "case: expected"),
+        (record(measurement(1e-7)).to_json()[:-20], "not a record of --json .JSONDecodeError"),
+    ],
+)
+def test_what_is_no_record(text, message):
+    with pytest.raises(ValueError, match=message):
+        Record.from_json(text)
+
+
+def test_what_has_moved():
+    old = record(measurement(1e-7), measurement(1e-16, "float64"), measurement(1e-7, group="gone"))
+    new = record(measurement(6e-7), measurement(9e-16, "float64"), measurement(1e-7, group="came"))
+    assert sorted(moved(old, dataclasses.replace(new, versions={"jax": "0.11.0"}))) == [
+        "LSTM, cpu, float32, came: new, pass",
+        "LSTM, cpu, float32, gone: not measured any more",
+        "LSTM, cpu, float32, outputs: 1.0e-07 → 6.0e-07, pass → FAIL",
+        "jax: 0.10.2 → 0.11.0",
+    ]
+    assert moved(old, old) == []
+    assert moved(record(measurement(2e-7)), record(measurement(0.9e-7))) == [
+        "LSTM, cpu, float32, outputs: 2.0e-07 → 9.0e-08, pass"
+    ]
+    caught = MutationResult("head forgotten", "LSTM", "weights", None, True)
+    old = dataclasses.replace(old, mutations=(caught,))
+    new = dataclasses.replace(
+        old,
+        platforms={"cpu": "ran", "gpu": "ran"},
+        faults=("LSTM, gpu: y: empty",),
+        mutations=(dataclasses.replace(caught, caught=False),),
+    )
+    assert moved(old, new) == [
+        "gpu: not on this machine → ran",
+        "new: LSTM, gpu: y: empty",
+        "LSTM, head forgotten: not caught any more",
+    ]
+    others = dataclasses.replace(record(measurement(1e-7)), cases={"GRU": "gru"})
+    assert moved(old, others) == []

@@ -1,0 +1,259 @@
+"""Checkpoints against what happens to disks: every damage is named, and the one before is used."""
+
+import asyncio
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore
+
+from train.checkpoints import Checkpoints, _compare
+from train.digest import array_digest
+
+NEWEST = 3
+
+
+def state(step: int) -> dict:
+    x = np.random.default_rng(step).standard_normal((40, 30), np.float32)
+    return {"weights": jnp.asarray(x), "moments": [jnp.asarray(x[0]), jnp.int32(step)]}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """Three checkpoints; the first has the least loss."""
+    folder = tmp_path_factory.mktemp("written")
+    checkpoints = Checkpoints(folder)
+    for step in range(NEWEST + 1):
+        checkpoints.save(step, state(step), loss=abs(step - 1.0))
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def folder(written, tmp_path) -> Path:
+    return shutil.copytree(written, tmp_path / "copy")
+
+
+def test_keeps_the_newest_and_the_best(written):
+    assert Checkpoints(written).steps == [1, 2, 3]
+
+
+def flipped(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "lost": Path.unlink,
+    "flipped": lambda path: flipped(path, random.Random(0).randrange(8 * path.stat().st_size)),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "foreign": lambda path: path.with_name("foreign").write_bytes(b"foreign"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(damage, folder, written):
+    files = [path for path in (folder / str(NEWEST)).rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for path in files:
+        if path.stat().st_size == 0 and damage in ("cut", "emptied", "flipped"):
+            continue
+        if path.name == "manifest.json" and damage == "foreign":
+            continue
+        DAMAGES[damage](path)
+        checkpoints = Checkpoints(folder)
+        assert checkpoints.latest_step == NEWEST - 1, path
+        name = "foreign" if damage == "foreign" else path.name
+        assert name in checkpoints.damaged[NEWEST]
+        chex.assert_trees_all_equal(checkpoints.restore(state(0)), state(NEWEST - 1))
+        shutil.rmtree(folder)
+        shutil.copytree(written, folder)
+
+
+def test_files_of_another_checkpoint_are_noticed(folder):
+    for path in (folder / str(NEWEST)).rglob("*"):
+        other = folder / str(NEWEST - 1) / path.relative_to(folder / str(NEWEST))
+        if path.is_file() and other.is_file() and path.read_bytes() != other.read_bytes():
+            kept = path.read_bytes()
+            shutil.copy(other, path)
+            assert Checkpoints(folder).latest_step == NEWEST - 1, path
+            path.write_bytes(kept)
+    assert Checkpoints(folder).latest_step == NEWEST
+    shutil.rmtree(folder / str(NEWEST))
+    shutil.copytree(folder / str(NEWEST - 1), folder / str(NEWEST))
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest_step == NEWEST - 1
+    assert checkpoints.damaged == {NEWEST: "step: expected 3, got 2"}
+
+
+def test_the_checkpoint_of_another_run_is_noticed(folder, tmp_path):
+    (tmp_path / "another").mkdir()
+    another = Checkpoints(tmp_path / "another", "another")
+    another.save(NEWEST, state(NEWEST), loss=0.5)
+    another.close()
+    shutil.rmtree(folder / str(NEWEST))
+    shutil.copytree(another.folder / str(NEWEST), folder / str(NEWEST))
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest_step == NEWEST - 1
+    assert checkpoints.damaged == {NEWEST: "run: expected , got another"}
+
+
+def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
+    """It takes the newer ones that came instead, and calls nothing damaged."""
+    reader, restore, compare = Checkpoints(folder), ocp.StandardCheckpointer.restore, _compare
+
+    def save(*steps: int) -> None:
+        monkeypatch.undo()
+        writer = Checkpoints(folder)
+        for step in steps:
+            writer.save(step, state(step), loss=0.0)
+        writer.close()
+
+    def save_and_compare(*args):  # the manifest, before the files
+        save(4, 5, 6)
+        monkeypatch.setattr(reader._orbax, "restore", save_and_restore)
+        return compare(*args)
+
+    def save_and_restore(*args):
+        save(7, 8, 9)
+        return restore(reader._orbax, *args)
+
+    monkeypatch.setattr("train.checkpoints._compare", save_and_compare)
+    chex.assert_trees_all_equal(reader.restore(state(0)), state(9))
+    assert not reader.damaged
+
+
+def test_where_none_is_intact_nothing_is_read(folder):
+    for step in (1, 2, 3):
+        (folder / str(step) / "manifest.json").unlink()
+    checkpoints = Checkpoints(folder)
+    with pytest.raises(FileNotFoundError):
+        checkpoints.restore(state(0))
+    assert checkpoints.damaged == dict.fromkeys((1, 2, 3), "manifest.json is missing")
+
+
+def test_arrays_that_orbax_reads_otherwise_are_noticed(folder, monkeypatch):
+    """As it lost those of paths with brackets, and casts those of another dtype."""
+    checkpoints = Checkpoints(folder)
+    restore = checkpoints._orbax.restore
+
+    def lose(path, abstract):
+        read = restore(path, abstract)
+        return read | {"weights": jnp.zeros_like(read["weights"])} if "3" in path.parts else read
+
+    monkeypatch.setattr(checkpoints._orbax, "restore", lose)
+    chex.assert_trees_all_equal(checkpoints.restore(state(0)), state(NEWEST - 1))
+    assert checkpoints.damaged[NEWEST].startswith("weights: expected ")
+
+
+@pytest.mark.parametrize(
+    ("other", "fault"),
+    [
+        (lambda s: s | {"weights": s["weights"][:3]}, "weights:"),
+        (lambda s: s | {"weights": s["weights"].astype(jnp.bfloat16)}, "weights:"),
+        (lambda s: s | {"more": s["weights"]}, "more is missing"),
+        (lambda s: {"weights": s["weights"]}, r"moments\.0 does not belong to it"),
+    ],
+)
+def test_a_state_of_another_model_is_refused(other, fault, written):
+    checkpoints = Checkpoints(written)
+    with pytest.raises(FileNotFoundError):
+        checkpoints.restore(other(state(0)))
+    assert re.match(fault, checkpoints.damaged[NEWEST])
+
+
+def test_a_damaged_checkpoint_is_written_again(folder):
+    (folder / str(NEWEST) / "manifest.json").unlink()
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest_step == NEWEST - 1
+    checkpoints.save(NEWEST, state(NEWEST), loss=0.5)
+    checkpoints.close()
+    assert Checkpoints(folder).latest_step == NEWEST
+    assert Checkpoints(folder).steps == [1, 2, 3]
+
+
+STRANGERS = {
+    "a file": lambda path: path.touch(),
+    "an empty folder": lambda path: path.mkdir(),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_what_is_no_checkpoint_is_named_and_replaced(stranger, folder):
+    for name in ("7", "4.partial", "x.partial", "0099"):
+        STRANGERS[stranger](folder / name)
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.latest_step == NEWEST
+    assert checkpoints.damaged.keys() == {7}
+    checkpoints.clean()
+    for step in (4, 7):
+        checkpoints.save(step, state(step), loss=9.0)
+    checkpoints.close()
+    assert Checkpoints(folder).steps == [1, 4, 7]
+    assert not [*folder.glob("*.partial")]
+
+
+def test_a_write_that_ends_after_orbax_gave_up_is_not_told(folder, monkeypatch):
+    """Of a full disk: orbax raises the first fault, the others find its event loop closed."""
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
+    def end_late() -> None:
+        promise, write = tensorstore.Promise.new()
+        loop = asyncio.new_event_loop()
+        loop.call_soon(lambda: asyncio.ensure_future(write, loop=loop))
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+        promise.set_result(None)
+
+    end_late()
+    assert [str(each.exc_value) for each in told] == ["Event loop is closed"]
+    Checkpoints(folder).restore(state(0))
+    end_late()
+    assert len(told) == 1
+    sys.unraisablehook(another := SimpleNamespace(exc_value=RuntimeError("another")))  # pyright: ignore[reportArgumentType]
+    assert told[1:] == [another]
+
+
+DTYPES = ("bool", "int8", "uint8", "int16", "bfloat16", "float16", "int32", "float32", "uint32")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int64"])
+def test_the_digest_of_every_bit(dtype, x64):
+    """Each single bit changes both sums; so do two elements that change their places."""
+    rng = np.random.default_rng(0)
+    size = jnp.dtype(dtype).itemsize
+    content = rng.integers(0, 2 if dtype == "bool" else 256, 6 * size, np.uint8)
+    view = np.dtype(jnp.dtype(dtype))
+    of = lambda raw: np.asarray(array_digest(raw.view(view).reshape(2, 3)))  # noqa: E731
+    whole = of(content)
+    for bit in range(0, 8 * len(content), 8 if dtype == "bool" else 1):
+        raw = content.copy()
+        raw[bit // 8] ^= 1 << bit % 8
+        assert (of(raw) != whole).all()
+    elements = content.reshape(6, size)
+    distinct = np.flatnonzero((elements != elements[0]).any(1))[0]
+    moved = elements.copy()
+    moved[[0, distinct]] = moved[[distinct, 0]]
+    assert (of(moved.reshape(-1)) != whole).all()
+
+
+def test_the_digest_of_a_shape():
+    x = jnp.arange(6.0)
+    assert (array_digest(x) != array_digest(x.at[5].set(-0.0))).all()
+    assert (array_digest(jnp.float32(0)) != array_digest(jnp.float32(-0.0))).all()
+    assert jax.eval_shape(array_digest, jnp.zeros(())).shape == (2,)

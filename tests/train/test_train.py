@@ -1,0 +1,363 @@
+"""Runs from the command line to the folder and back."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from safetensors.torch import load_file
+
+import parity_tests.report.command as parity_command
+import torch_ref
+import train.__main__ as train_command
+from parity_tests.engine.bounds.tolerance import FLOOR_ULPS, K, group_error, ulp
+from parity_tests.registry import MUTATIONS
+from train import evaluate, export, generate
+from train import run as run_module
+from train.config import TrainConfig
+from train.run import Run, build_trainer
+from train.text import ALL_WORK
+from train.vocabulary import Characters
+from twinscan.command_line import CommandLineError, one_line_errors
+
+
+def start(folder: Path, *args: str) -> Run:
+    train_command.main(["--out", str(folder), "--eval-batches", "20", *args])
+    return Run.open(folder)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "input.txt"
+    path.write_text("Füße, naïve café — the quick brown fox.\n" * 60, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def unreported(monkeypatch):
+    """Training without the sample, the plot and the export at its end."""
+    monkeypatch.setattr(train_command, "report", lambda *_: None)
+
+
+def small(text: Path, *args: str, length: str = "--num-steps 10") -> list[str]:
+    """A small LSTM on a text."""
+    options = "--preset lstm --model.hidden-features 16 --window 12 --batch-size 8 --eval-every 5"
+    return [*options.split(), *length.split(), "--text", str(text), *args]
+
+
+BY_ROWS = ["--val-rows", "30", "--model.num-layers", "2", "--model.dropout-rate", "0.5"]
+CONSTANT = ["--optimizer.schedule", "constant"]
+
+
+@pytest.fixture(scope="session")
+def by_rows(text_file, tmp_path_factory) -> Path:
+    """The folder of half an epoch over rows drawn from the whole text, with dropout."""
+    folder = tmp_path_factory.mktemp("by_rows") / "run"
+    start(folder, *small(text_file, *BY_ROWS, *CONSTANT, length="--num-epochs 0.5"))
+    return folder
+
+
+@pytest.mark.parametrize("length", ["--num-steps 30", "--num-epochs 0.1"])
+def test_a_run_shorter_than_its_presets_warmup(length, text_file, tmp_path, capsys, unreported):
+    """The warm-up is shortened, unless somebody asked for it; the same command goes on."""
+    options = "--preset hawk --model.features 8 --model.num-layers 1 --window 12 --batch-size 8"
+    args = [*options.split(), *length.split(), "--text", str(text_file)]
+    run = start(tmp_path / "run", *args)
+    steps = run.config.num_steps
+    assert run.config.optimizer.warmup_steps == steps // 10
+    line = (
+        f"the warm-up is shortened from 40 to {steps // 10} steps, because the run has only {steps}"
+    )
+    assert line in capsys.readouterr().out
+    assert start(tmp_path / "run", *args).config == run.config
+    with pytest.raises(CommandLineError, match=r"^--optimizer.warmup-steps: expected fewer"):
+        start(tmp_path / "other", *args, "--optimizer.warmup-steps", "40")
+    kept = start(tmp_path / "kept", *args, "--optimizer.warmup-steps", "2")
+    assert kept.config.optimizer.warmup_steps == 2
+
+
+def test_seed_experiment_reaches_the_seeds_loss(finished):
+    metrics = Run.open(finished).metrics()
+    assert [record["step"] for record in metrics] == list(range(0, 2001, 100))
+    assert 2.8 < metrics[0]["train"] < 3.6
+    assert metrics[-1]["train"] < 0.18
+    assert metrics[-1]["val"] < 0.19
+    assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_generates_the_sentence(finished, capsys):
+    generate.main(
+        ["--run", str(finished), "--greedy", "--prompt", "All work", "--num-tokens", "60"]
+    )
+    assert "All work and no play makes Jack a doll boy." in capsys.readouterr().out
+
+
+def test_generation_repeats_with_its_seed(finished, capsys):
+    texts = []
+    for seed in ("1", "1", "2"):
+        generate.main(["--run", str(finished), "--seed", seed, "--top-k", "5"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_evaluates_on_the_whole_text(finished, capsys):
+    evaluate.main(["--run", str(finished)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["train", "val"]
+    assert all(0.1 < float(line.split()[1]) < 0.3 for line in lines)
+
+
+@pytest.mark.slow
+def test_evaluates_as_the_seed_does(by_rows, text_file, capsys):
+    """Token by token from each prefix, over the first 29 tokens of the rows that it drew."""
+    evaluate.main(["--run", str(by_rows), "--num-tokens", "29"])
+    line = capsys.readouterr().out.splitlines()[1]
+    found = re.fullmatch(r"val: (.*) nats .*, mean probability (.*), over 29 characters", line)
+    assert found is not None
+
+    run = Run.open(by_rows)
+    model = nnx.view(run.model(), deterministic=True)
+    tokens = run.vocabulary.encode(text_file.read_text(encoding="utf-8"))
+    order = np.random.default_rng(0).permutation((len(tokens) - 1) // 12)
+    forward = jax.jit(lambda prefix: model(prefix)[0])
+    p = []
+    for t in range(29):
+        row, length = order[t // 12] * 12, t % 12 + 1
+        prefix = np.zeros((1, 12), int)
+        prefix[0, :length] = tokens[row : row + length]
+        p.append(float(jax.nn.softmax(forward(prefix)[0, length - 1])[tokens[row + length]]))
+    expected = [-np.mean(np.log(p)), np.mean(p)]
+    np.testing.assert_allclose([float(n) for n in found.groups()], expected, rtol=0, atol=6e-5)
+
+
+@pytest.mark.optimized
+def test_exported_weights_are_the_twins(finished, tmp_path, capsys):
+    path = tmp_path / "weights.safetensors"
+    export.main(["--run", str(finished), "--out", str(path)])
+    assert_errs_as_the_twin(capsys.readouterr().out)
+    twin = torch_ref.RNNLanguageModel()
+    twin.load_state_dict(load_file(path))
+    tokens = Characters.of(ALL_WORK).encode("All work")
+    ours, _ = Run.open(finished).model()(tokens[None])
+    with torch.no_grad():
+        of_twin, oracle = (
+            {"logits": twin.to(dtype)(torch.tensor(tokens)[None].long())[0].numpy()}
+            for dtype in (torch.float32, torch.float64)
+        )
+    error = group_error(
+        np.float32,
+        oracle=oracle,
+        torch=of_twin,
+        jax={"logits": np.asarray(ours)},
+        torch32=of_twin,
+        rounded=(),
+    )
+    assert error.passed
+
+
+def assert_errs_as_the_twin(printed: str) -> None:
+    """Assert what the tolerance asks of float32, by the errors that are printed."""
+    jax_error, twin_error = map(
+        float, re.findall(r"JAX (\S+), the torch twin itself (\S+)", printed)[0]
+    )
+    assert jax_error <= K * max(twin_error, FLOOR_ULPS * ulp(np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru", "min-gru"])
+def test_every_cell_trains_and_exports(text_file, tmp_path, capsys, cell):
+    start(tmp_path / "run", *small(text_file, "--preset", cell, "--model.num-layers", "2"))
+    assert_errs_as_the_twin(capsys.readouterr().out)
+    generate.main(["--run", str(tmp_path / "run"), "--prompt", "naïve café"])
+    assert capsys.readouterr().out.startswith("naïve café")
+
+
+BY_THE_SEED = "--model.features 12 --val-rows 30 --eval-batches 3 --dtype float32"
+SIZES = {
+    "hawk": "--model.features 12 --model.mlp-features 16 --model.kernel-size 2",
+    "griffin": "--model.features 12 --model.mlp-features 16 --model.num-heads 2 --model.window 4",
+    "hippogriff": "--model.features 12 --model.hidden-features 18 --model.num-heads 2",
+    "rwkv": "--model.features 12 --model.hidden-features 16",
+    "rwkv6": "--model.features 12 --model.head-size 6 --model.hidden-features 16",
+    "rwkv7": "--model.features 12 --model.head-size 6 --model.hidden-features 16",
+    "hyena-dna": "--model.features 12 --model.mlp-features 16 --model.filter-features 8",
+    "annotated-hyena": BY_THE_SEED,
+    "annotated-attention-small": f"{BY_THE_SEED} --model.num-heads 2",
+    "authentic-hyena": f"{BY_THE_SEED} --model.mlp-features 8",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "sizes"), SIZES.items())
+def test_every_other_preset_trains_and_exports(text_file, tmp_path, capsys, preset, sizes):
+    start(tmp_path / "run", *small_preset(text_file, preset, sizes))
+    assert_errs_as_the_twin(capsys.readouterr().out)
+
+
+def small_preset(text: Path, preset: str, sizes: str) -> list[str]:
+    steps = "--window 12 --batch-size 8 --eval-every 5 --num-steps 10"
+    constant = "--optimizer.schedule constant --optimizer.warmup-steps 0"
+    options = f"{sizes} --model.num-layers 2 {steps} {constant}"
+    return ["--preset", preset, "--text", str(text), *options.split()]
+
+
+@pytest.mark.usefixtures("unreported")
+def test_resuming_gives_the_weights_of_one_run(text_file, tmp_path):
+    options = small(text_file, *BY_ROWS, *CONSTANT)
+    whole = start(tmp_path / "whole", *options)
+    start(tmp_path / "cut", *options, "--num-steps", "6")
+    with_start = (tmp_path / "cut" / "metrics.jsonl").read_text()
+    train_command.main(["--resume", str(tmp_path / "cut"), "--num-steps", "10"])
+    resumed = Run.open(tmp_path / "cut")
+    assert resumed.config.num_steps == 10
+    assert (tmp_path / "cut" / "metrics.jsonl").read_text().startswith(with_start)
+    chex.assert_trees_all_equal(params(whole), params(resumed))
+
+
+def test_steps_in_one_call_are_the_single_ones():
+    """Bit for bit, masks of dropout included; batches from `count` on are not read."""
+    rnn = dataclasses.replace(TrainConfig().model, num_layers=2, dropout_rate=0.5)
+    trainer = build_trainer(dataclasses.replace(TrainConfig(), model=rnn))
+    batches = np.random.default_rng(0).integers(0, 20, (4, 4, 9))
+    singly, measures = trainer.initial_state(), []
+    for batch in batches[:3]:
+        singly, measured = trainer.step(singly, trainer.put(batch))
+        measures.append(measured)
+    at_once, at_once_measures = trainer.steps(trainer.initial_state(), trainer.put(batches), 3)
+    assert int(at_once.step) == 3
+    chex.assert_trees_all_equal(at_once, singly)
+    for of_all, singles in zip(at_once_measures, zip(*measures, strict=True), strict=True):
+        np.testing.assert_array_equal(of_all, [*singles, 0])
+
+
+def explodes_at(step: int):
+    """An optimiser whose weights are NaN after so many steps."""
+
+    def build(config, num_steps):
+        return optax.sgd(lambda count: jnp.where(count == step - 1, jnp.nan, 1e-3))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("nan_after", "failed", "latest"),
+    [
+        (8, "step 8: the weights are", 5),
+        (23, "step 23: the weights are", 20),
+        (15, "step 15: the weights or their losses are", 10),
+        (30, "step 30: the weights or their losses are", 25),
+    ],
+)
+def test_a_run_ends_where_its_numbers_are_not_finite(
+    nan_after, failed, latest, text_file, tmp_path, monkeypatch, capsys
+):
+    """Weights of NaN: at the first loss, or before they become a checkpoint."""
+    folder = tmp_path / "run"
+    args = small(text_file, *CONSTANT, length="--num-steps 30")
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "build_optimizer", explodes_at(nan_after))
+        with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
+            start(folder, *args)
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"prog: error: {failed} not finite; the last finite checkpoint is of ")
+    assert f"step {latest}, in {folder} " in error
+    assert error.count("\n") == 1
+    assert not (folder / "twin.safetensors").exists()
+    run = Run.open(folder)
+    assert run.metrics()[-1]["step"] == run.checkpoints.latest_step == latest
+    run.checkpoints.close()
+    monkeypatch.setattr(run_module, "build_optimizer", explodes_at(99))
+    monkeypatch.setattr(train_command, "report", lambda *_: None)
+    train_command.main(["--resume", str(folder)])
+    assert Run.open(folder).metrics()[-1]["step"] == 30
+
+
+@pytest.mark.usefixtures("unreported")
+def test_epochs_become_steps(by_rows, text_file, tmp_path):
+    """169 of 199 rows are to train on: half of them, eight a step, are 11 steps."""
+    whole = Run.open(by_rows)
+    assert (whole.config.num_steps, whole.config.num_epochs) == (11, None)
+    start(tmp_path / "cut", *small(text_file, *BY_ROWS, *CONSTANT, length="--num-steps 6"))
+    train_command.main(["--resume", str(tmp_path / "cut"), "--num-epochs", "0.5"])
+    resumed = Run.open(tmp_path / "cut")
+    assert resumed.config == whole.config
+    chex.assert_trees_all_equal(params(whole), params(resumed))
+
+
+def params(run: Run) -> nnx.State:
+    return nnx.state(run.model(), nnx.Param)
+
+
+def test_half_a_line_costs_no_other(tmp_path):
+    run = Run.create(tmp_path / "run", TrainConfig(), Characters.of(ALL_WORK), "")
+    run.log({"step": 0})
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": ')
+    run.log({"step": 1})
+    run.log({"step": 2})
+    assert run.metrics() == [{"step": 0}, {"step": 1}, {"step": 2}]
+    assert (run.folder / "metrics.jsonl").read_text().count("\n") == 4
+
+
+@pytest.mark.usefixtures("unreported")
+def test_bfloat16_trains_with_the_seeds_optimizer(text_file, tmp_path):
+    optimizer = {"clip-norm": "0.2", "betas": "0.9 0.98", "weight-decay": "0.4"}
+    options = " ".join(f"--optimizer.{name} {value}" for name, value in optimizer.items())
+    args = small(text_file, *options.split(), *BY_ROWS, "--dtype", "bfloat16")
+    metrics = start(tmp_path / "run", *args, "--num-steps", "60").metrics()
+    assert metrics[-1]["train"] < metrics[0]["train"] - 0.3
+
+
+def test_every_row_has_a_dropout_mask_of_its_own():
+    """`test_mesh.py` shows that the number of devices changes no mask."""
+    model = dataclasses.replace(TrainConfig().model, num_layers=2, dropout_rate=0.5)
+
+    def loss(rows: int) -> float:
+        trainer = build_trainer(dataclasses.replace(TrainConfig(), model=model, batch_size=rows))
+        batch = trainer.put(np.tile(np.arange(9), (rows, 1)))
+        return float(trainer.step(trainer.initial_state(), batch)[1].loss)
+
+    assert abs(loss(2) - loss(1)) > 1e-2
+
+
+def test_parity_report(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    arguments = ["--case", "RNNScratch tanh", "--json", str(path)]
+    assert parity_command.main(arguments) == 0
+    record = json.loads(path.read_text())
+    assert len(record["measurements"]) == 12
+    assert all(m["verdict"] == "pass" and m["jax_error"] > 0 for m in record["measurements"])
+    assert {"cpu: ran", "tpu: not on this machine"} <= {*capsys.readouterr().out.splitlines()}
+    assert parity_command.main([*arguments, "--compare", str(path)]) == 0
+    assert "report.json: nothing moved" in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.slow
+def test_parity_report_fails_where_a_case_fails(capsys):
+    fault = next(m for m in MUTATIONS if m.case == "RNNScratch tanh" and m.check is None)
+    with fault.plant():
+        assert parity_command.main(["--case", "RNNScratch tanh"]) == 1
+    assert "FAIL RNNScratch tanh, cpu, float64, outputs: worst in y" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_parity_report_counts_the_planted_faults(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    arguments = ["--case", "CausalConv1D, kernel 4", "--mutations", "--json", str(path)]
+    assert parity_command.main(arguments) == 0
+    assert "planted faults: 3 of 3 caught" in capsys.readouterr().out
+    assert all(m["caught"] for m in json.loads(path.read_text())["mutations"])
+    monkeypatch.setattr(parity_command, "is_caught", lambda mutation: mutation.check is None)
+    assert parity_command.main(arguments) == 1
+    output = capsys.readouterr().out
+    assert "FAIL CausalConv1D, kernel 4: lengths forgotten: not caught by padding has no" in output
+    assert "planted faults: 1 of 3 caught" in output

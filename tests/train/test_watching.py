@@ -1,0 +1,292 @@
+"""What a run shows of itself, and what it does where a step is not finite."""
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import train.__main__ as train_command
+import train.step
+from train.config import TrainConfig
+from train.curve import draw_curve
+from train.monitor import peak
+from train.run import Run, build_trainer
+from train.step import Trainer
+from train.text import ALL_WORK
+from train.vocabulary import Characters
+from train.windows import Batches, split
+from twinscan.command_line import CommandLineError, NonFiniteError, one_line_errors
+
+ARGS = ["--num-steps", "30", "--eval-every", "10", "--eval-batches", "2", "--log-every", "6"]
+TRAINING = split(Characters.of(ALL_WORK).encode(ALL_WORK), 8)["train"]
+BATCHES = Batches(TRAINING, batch_size=4, seed=2001)
+
+
+@pytest.fixture(autouse=True)
+def unreported(monkeypatch):
+    monkeypatch.setattr(train_command, "report", lambda *_: None)
+
+
+def command(folder: Path, *args: str) -> Run:
+    train_command.main(["--out", str(folder), *ARGS, *args])
+    return Run.open(folder)
+
+
+def lines(folder: Path) -> list[dict]:
+    """Those of the metrics, strictly JSON."""
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    text = (folder / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+@pytest.fixture
+def fails_at(monkeypatch):
+    """Gives the batches of some steps a gradient of NaN; their losses are as before."""
+    token_losses = train.step.token_losses
+
+    def fail(*steps: int) -> None:
+        bad = np.stack([BATCHES[step] for step in steps])
+
+        def failing(model, inputs, targets, **options):
+            losses = token_losses(model, inputs, targets)
+            if inputs.shape != bad[0, :, :-1].shape:
+                return losses
+            is_bad = (inputs[None] == bad[..., :-1]).all((1, 2)).any()
+            inner = jnp.where(is_bad, 0 * losses, 1.0)
+            return losses + jnp.sqrt(inner) - jnp.where(is_bad, 0.0, 1.0)
+
+        monkeypatch.setattr(train.step, "token_losses", failing)
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [jnp.nan, jnp.inf])
+def test_a_step_that_is_not_finite_changes_the_steps_number_only(number, monkeypatch):
+    token_losses = train.step.token_losses
+
+    def failing(model, inputs, targets, **options):
+        return token_losses(model, inputs, targets) + jnp.where(inputs[0, 0] == 7, number, 0.0)
+
+    monkeypatch.setattr(train.step, "token_losses", failing)
+    trainer = build_trainer(TrainConfig())
+    good, bad, *_ = tokens = np.random.default_rng(0).integers(0, 7, (4, 4, 9))
+    bad[0, 0] = 7
+    of_all, measures = trainer.steps(trainer.initial_state(), trainer.put(tokens), 3)
+    of_good, _ = trainer.steps(
+        trainer.initial_state(), trainer.put(np.stack([good, *tokens[2:], good])), 2
+    )
+    assert int(of_all.step) == 3
+    np.testing.assert_array_equal(np.isfinite(measures.loss), [True, False, True, True])
+    chex.assert_trees_all_equal(of_all[1:], of_good[1:])
+    assert trainer.is_finite(of_all)
+
+
+@pytest.mark.slow
+def test_the_gradients_norm_is_that_before_clipping():
+    trainer = build_trainer(TrainConfig())
+    state, batch = trainer.initial_state(), trainer.put(BATCHES[0])
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    gradient = jax.grad(
+        lambda p: train.step.token_losses(trainer.model(p), inputs, targets).mean()
+    )(trainer.initial_params)
+    leaves = jax.tree.leaves(gradient)
+    expected = np.sqrt(sum(np.sum(np.square(np.asarray(leaf))) for leaf in leaves))
+    _, measures = trainer.step(state, batch)
+    np.testing.assert_allclose(measures.gradient_norm, expected, rtol=1e-5)
+
+
+def test_skipped_steps_are_told_with_their_rows(fails_at, tmp_path, capsys):
+    fails_at(3, 14, 15)
+    folder = tmp_path / "run"
+    run = command(folder)
+    skipped = run.metrics("skipped")
+    assert [line["step"] for line in skipped] == [3, 14, 15]
+    for line in skipped:
+        assert line.keys() == {"step", "skipped", "rows"}
+        windows = [TRAINING.tokens[start : start + 9] for start in line["rows"]]
+        np.testing.assert_array_equal(windows, BATCHES[line["step"]])
+    printed = capsys.readouterr().out
+    assert "      3  not applied: its loss is 3." in printed
+    assert "gradient's norm nan (2 in a row)" in printed
+    assert run.metrics()[-1]["step"] == 30
+
+
+@pytest.mark.parametrize("step", [9, 14, 15])
+def test_skipped_steps_and_an_interruption(step, fails_at, tmp_path, monkeypatch):
+    """The same weights, skipped steps and lines as of a run that nothing interrupts."""
+    fails_at(13, 14, 15, 27)
+    whole = command(tmp_path / "whole")
+    steps = Trainer.steps
+
+    def interrupt(self, state, batches, count):
+        if int(state.step) <= step < int(state.step) + count:
+            monkeypatch.setattr(Trainer, "steps", steps)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return steps(self, state, batches, count)
+
+    monkeypatch.setattr(Trainer, "steps", interrupt)
+    with pytest.raises(SystemExit), one_line_errors("prog"):
+        command(tmp_path / "cut")
+    cut = command(tmp_path / "cut")
+    restored = [run.restore(build_trainer(run.config)) for run in (whole, cut)]
+    chex.assert_trees_all_equal(*restored)
+    assert cut.metrics("skipped") == whole.metrics("skipped")
+    without_time = lambda run: [{**line, "seconds": 0} for line in run.metrics()]  # noqa: E731
+    assert without_time(cut) == without_time(whole)
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(fails_at, tmp_path, capsys):
+    """Also where an interruption came between; a step that is applied begins a new count."""
+    fails_at(8, 9, 11, 12, 13)
+    folder = tmp_path / "run"
+    args = ["--max-skipped", "3"]
+    with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
+        command(folder, *args)
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "prog: error: step 13: the losses or gradients of 3 steps in a row are not finite; "
+        f"the last finite checkpoint is of step 10, in {folder} "
+    )
+    assert error.count("\n") == 1
+    with pytest.raises(NonFiniteError, match=r"^step 13: .* of step 10, "):
+        command(folder, *args)
+
+
+def test_the_lines_of_a_run(tmp_path, capsys):
+    run = command(tmp_path / "run", "--optimizer.schedule", "cosine")
+    start, *_ = all_lines = lines(run.folder)
+    assert start == {"start": 0, "device": "cpu", "devices": 1, "parameters": 1380}
+    assert [line for line in all_lines if "compile_seconds" in line]
+    training = run.metrics("training")
+    assert [line["step"] for line in training] == [6, 10, 12, 18, 20, 24, 30]
+    assert [line["step"] for line in run.metrics()] == [0, 10, 20, 30]
+    trainer = build_trainer(run.config)
+    state, losses, norms = trainer.initial_state(), [], []
+    for step in range(30):
+        state, measures = trainer.step(state, trainer.put(BATCHES[step]))
+        losses.append(float(measures.loss))
+        norms.append(float(measures.gradient_norm))
+    since = 0
+    for line in training:
+        step = line["step"]
+        np.testing.assert_allclose(line["loss"], np.mean(losses[since:step]), rtol=1e-6)
+        np.testing.assert_allclose(line["gradient_norm"], norms[step - 1], rtol=1e-5)
+        rate = 1e-3 * (1 + np.cos(np.pi * (step - 1) / 30)) / 2
+        np.testing.assert_allclose(line["learning_rate"], rate, rtol=1e-5)
+        assert line["tokens_per_second"] > 0
+        assert "mfu" not in line
+        since = step
+    assert training[-1]["seconds_left"] == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 × cpu, 1,380 parameters\n")
+    assert "compiled in " in printed
+
+
+def test_the_curve_leaves_out_what_it_cannot_draw(tmp_path):
+    odd = [{"step": 0}, {"step": 1, "train": None, "val": "x"}, {"step": 2, "val": float("nan")}]
+    for training, evaluations in (([], []), ([], odd), (odd, [{"step": 9, "val": 2.0}])):
+        path = tmp_path / "curve.png"
+        draw_curve(training, evaluations, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def drawn(monkeypatch, *records):
+    """The axes of the curve of these records."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    monkeypatch.setattr("train.curve.whole", lambda path: contextlib.nullcontext(path))
+    draw_curve(*records, Path("runs/hawk/curve.png"))
+    return figures[0].axes[0]
+
+
+def test_the_curve_is_redrawn_while_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.monitor.FIRST_DRAWING", 0.0)
+    drawn = []
+    monkeypatch.setattr(Run, "draw_curve", lambda run: drawn.append(run.metrics()[-1]["step"]))
+    command(tmp_path / "run")
+    assert drawn[0] == 0
+
+
+def test_lines_of_before_and_odd_ones_are_read(tmp_path):
+    run = Run.create(tmp_path / "run", TrainConfig(), Characters.of(ALL_WORK), "")
+    old = {"step": 0, "train": 3.0, "val": 3.1, "seconds": 0.1}
+    huge = f'{{"step": 9, "loss": {"9" * 400}}}'
+    odd = [
+        "[1]",
+        "null",
+        '{"step": "x"}',
+        '{"step": 3',
+        "NaN",
+        "",
+        huge,
+        '{"start": "x"}',
+        '{"step": true}',
+        '{"skipped": 1}',
+        '{"loss": 2}',
+        "{",
+    ]
+    (run.folder / "metrics.jsonl").write_text("\n".join([json.dumps(old), *odd]) + "\n")
+    run.log({"step": 7, "skipped": True, "rows": [1]})
+    run.log({"step": 9, "loss": 2.0})
+    assert run.metrics() == [old]
+    assert [line["step"] for line in run.metrics("skipped")] == [7]
+    run.log({"start": 7})
+    assert run.metrics("skipped") == run.metrics("training") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "expected"),
+    [
+        ("TPU v5 lite", "bfloat16", 197e12),
+        ("NVIDIA H100 80GB HBM3", "float32", 67e12),
+        ("cpu", "float32", None),
+    ],
+)
+def test_peaks_are_known_by_the_devices_kind(kind, dtype, expected):
+    assert peak(kind, dtype) == expected
+
+
+def test_utilisation_where_the_peak_is_known(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("train.monitor.peak", lambda *_: 1e12)
+    for line in command(tmp_path / "run").metrics("training"):
+        expected = 6 * 1380 * line["tokens_per_second"] / 1e12
+        np.testing.assert_allclose(line["mfu"], expected, rtol=0, atol=6e-5)
+    assert "MFU" in capsys.readouterr().out
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    run = command(tmp_path / "run", "--tensorboard")
+    [path] = run.folder.glob("events.out.tfevents.*")
+    content, scalars, place = path.read_bytes(), {}, 0
+    while place < len(content):
+        size = int.from_bytes(content[place : place + 8], "little")
+        event = Event.FromString(content[place + 12 : place + 12 + size])
+        place += size + 16
+        for value in event.summary.value:
+            scalars[event.step, value.tag] = value.simple_value
+    for line in run.metrics() + run.metrics("training"):
+        for name in line.keys() - {"step"}:
+            np.testing.assert_allclose(scalars.pop((line["step"], name)), line[name], rtol=1e-6)
+    assert not scalars
+
+
+def test_tensorboard_names_its_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CommandLineError, match=r"--tensorboard: .* pip install tensorboardX$"):
+        command(tmp_path / "run", "--tensorboard")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,535 @@
+"""Recurrent layers of ONNX and Keras, beside ONNX's test vectors, its evaluator, and Keras."""
+
+import itertools
+import os
+import warnings
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_models import (
+    GRU,
+    LSTM,
+    RNN,
+    Bidirectional,
+    MinGRU,
+    Reversed,
+    Stack,
+    from_keras,
+    from_onnx,
+    from_torch,
+    keras_table,
+    onnx_table,
+    to_torch,
+)
+from parity_tests.engine.bounds.tolerance import assert_same, floor, relative_errors
+from parity_tests.engine.candidates.table_gradients import gradients_by_table
+
+os.environ["KERAS_BACKEND"] = "jax"
+onnx = pytest.importorskip("onnx")
+with jax.numpy_dtype_promotion("standard"):
+    keras = pytest.importorskip("keras")
+helper = onnx.helper
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
+
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+TIME, BATCH, IN, HIDDEN = 7, 3, 4, 5
+
+
+def vectors() -> dict[str, Any]:
+    """ONNX's test cases of the three operators."""
+    with warnings.catch_warnings(action="ignore"):
+        from onnx.backend.test.case.node import collect_testcases
+
+        cases = collect_testcases()
+    return {case.name: case for case in cases if case.model.graph.node[0].op_type in GATES}
+
+
+VECTORS = vectors()
+
+
+def run(model: Any, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A model of one node by our layer, in ONNX's shapes."""
+    [node] = model.graph.node
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    batch_first = attributes.get("layout", 0) == 1
+    keys = ("X", "W", "R", "B", "sequence_lens", "h", "c", "P")
+    names = dict(zip(keys, node.input, strict=False))
+    given = {key: inputs[name] for key, name in names.items() if name}
+    layer = from_onnx(model, weights=inputs)
+
+    state = layer.init_state(given["X"].shape[0 if batch_first else 1])
+    for field in set(state._fields) & given.keys():
+        h = given[field].swapaxes(0, 1) if batch_first else given[field]
+        state = state._replace(**{field: jnp.asarray(h)})
+    y, last = layer(given["X"], state, lengths=given.get("sequence_lens"))
+    y = y.reshape(*y.shape[:2], len(given["W"]), -1)
+    results = {"Y": y if batch_first else y.swapaxes(1, 2)}
+    for field, array in last._asdict().items():
+        results[f"Y_{field}"] = array.swapaxes(0, 1) if batch_first else array
+    return {name: np.asarray(array) for name, array in results.items()}
+
+
+def test_there_are_vectors_of_all_attributes():
+    assert len(VECTORS) >= 18
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_the_vectors_of_onnx(name, x64):
+    case = VECTORS[name]
+    [node] = case.model.graph.node
+    for inputs, outputs in case.data_sets:
+        inputs = [a.astype(float) if a.dtype == np.float32 else a for a in inputs]
+        results = run(case.model, dict(zip(filter(None, node.input), inputs, strict=True)))
+        for key, expected in zip(filter(None, node.output), outputs, strict=True):
+            [error] = relative_errors({key: results[key]}, {key: expected}).values()
+            assert error <= floor(np.float32)
+
+
+CONFIGURATIONS = [
+    (op, direction, options)
+    for op, variants in {
+        "RNN": [{}],
+        "GRU": [{"linear_before_reset": 0}, {"linear_before_reset": 1}],
+        "LSTM": [{}, {"peepholes": True}],
+    }.items()
+    for direction, options in itertools.product(("forward", "reverse", "bidirectional"), variants)
+]
+
+
+def random_node(op: str, direction: str, *, bias: bool = True, peepholes: bool = False, **options):
+    """A model of one node with random weights and states in float64, and its inputs."""
+    rng = np.random.default_rng(0)
+    directions = 2 if direction == "bidirectional" else 1
+    layout = options.get("layout", 0)
+    gates = GATES[op] * HIDDEN
+    state = (directions, BATCH, HIDDEN)
+    shapes = {
+        "X": (TIME, BATCH, IN),
+        "W": (directions, gates, IN),
+        "R": (directions, gates, HIDDEN),
+        "B": (directions, 2 * gates) if bias else None,
+        "sequence_lens": None,
+        "initial_h": state,
+        "initial_c": state if op == "LSTM" else None,
+        "P": (directions, 3 * HIDDEN) if peepholes else None,
+    }
+    inputs = {name: rng.standard_normal(shape) for name, shape in shapes.items() if shape}
+    names = [name if shape else "" for name, shape in shapes.items()]
+    names = names[: 8 if op == "LSTM" else 6]
+    if layout == 1:
+        for name in {"X", "initial_h", "initial_c"} & inputs.keys():
+            inputs[name] = inputs[name].swapaxes(0, 1).copy()
+    outputs = ["Y", "Y_h", "Y_c"][: 3 if op == "LSTM" else 2]
+    node = helper.make_node(op, names, outputs, hidden_size=HIDDEN, direction=direction, **options)
+    double = onnx.TensorProto.DOUBLE
+    graph = helper.make_graph(
+        [node],
+        op,
+        [helper.make_tensor_value_info(name, double, a.shape) for name, a in inputs.items()],
+        [helper.make_tensor_value_info(name, double, None) for name in outputs],
+    )
+    return helper.make_model(graph), inputs
+
+
+@pytest.mark.parametrize(("op", "direction", "options"), CONFIGURATIONS)
+@pytest.mark.parametrize("layout", [0, 1])
+def test_random_nodes_are_those_of_onnx_reference_evaluator(op, direction, options, layout, x64):
+    for bias in (True, False):
+        model, inputs = random_node(op, direction, bias=bias, layout=layout, **options)
+        evaluator = onnx.reference.ReferenceEvaluator(model)
+        results = run(model, inputs)
+        for name, expected in zip(evaluator.output_names, evaluator.run(None, inputs), strict=True):
+            assert_same(results[name], expected, name)
+
+
+@pytest.mark.parametrize(("op", "direction", "options"), CONFIGURATIONS)
+def test_sequence_lens_make_each_row_as_alone(op, direction, options, x64):
+    """Onnx 1.23's reference evaluator does not mind them."""
+    model, inputs = random_node(op, direction, **options)
+    lengths = np.array([TIME, 4, 1], np.int32)
+    model.graph.node[0].input[4] = "sequence_lens"
+    results = run(model, inputs | {"sequence_lens": lengths})
+    evaluator = onnx.reference.ReferenceEvaluator(random_node(op, direction, **options)[0])
+    for row, length in enumerate(lengths):
+        alone = {
+            name: a[:, [row]] if name.startswith("initial") else a for name, a in inputs.items()
+        }
+        alone["X"] = inputs["X"][:length, [row]]
+        expected = dict(zip(evaluator.output_names, evaluator.run(None, alone), strict=True))
+        assert_same(results["Y"][:length, :, [row]], expected.pop("Y"), "Y")
+        assert (results["Y"][length:, :, row] == 0).all()
+        for name, array in expected.items():
+            assert_same(results[name][:, [row]], array, name)
+
+
+@pytest.mark.parametrize(("op", "direction", "options"), CONFIGURATIONS)
+def test_weights_go_back_to_onnx_bit_for_bit(op, direction, options, x64):
+    model, inputs = random_node(op, direction, **options)
+    layer = from_onnx(model, weights=inputs)
+    layer = layer.layer if isinstance(layer, Reversed) else layer
+    back = to_torch(layer, onnx_table(layer))
+    assert back.keys() == inputs.keys() & {"W", "R", "B", "P"}
+    for name, array in back.items():
+        np.testing.assert_array_equal(array, inputs[name])
+
+
+def test_a_node_is_found_by_name_in_a_branch_with_weights_in_the_graph():
+    model, inputs = random_node("GRU", "forward")
+    [node] = model.graph.node
+    node.name = "encoder"
+    held = [onnx.numpy_helper.from_array(inputs[name], name) for name in ("W", "R")]
+    bias = onnx.numpy_helper.from_array(inputs["B"])
+    constant = helper.make_node("Constant", [], ["B"], value=bias)
+    branch = helper.make_graph([constant, node], "branch", [], [], held)
+    other = random_node("LSTM", "forward")[0]
+    choice = helper.make_node("If", ["x"], ["y"], then_branch=branch, else_branch=other.graph)
+    whole = helper.make_model(helper.make_graph([choice], "whole", [], []))
+    with jax.enable_x64(True):
+        layer = from_onnx(whole, "encoder")
+        np.testing.assert_array_equal(to_torch(layer, onnx_table(layer))["B"], inputs["B"])
+    with pytest.raises(ValueError, match=r"node: expected one of \['Y', 'encoder'\], got None"):
+        from_onnx(whole)
+
+
+def test_other_weights_of_the_graph_are_not_read():
+    """Here they are in a file that is not there."""
+    model, inputs = random_node("GRU", "forward")
+    elsewhere = onnx.TensorProto(name="huge", data_type=onnx.TensorProto.FLOAT, dims=[2**40])
+    elsewhere.data_location = onnx.TensorProto.EXTERNAL
+    elsewhere.external_data.add(key="location", value="missing.bin")
+    model.graph.initializer.append(elsewhere)
+    with jax.enable_x64(True):
+        assert from_onnx(model, weights=inputs).in_features == IN
+
+
+def test_the_reference_evaluator_does_not_mind_sequence_lens(x64):
+    """A fault of onnx 1.23."""
+    model, inputs = random_node("GRU", "forward")
+    expected = onnx.reference.ReferenceEvaluator(model).run(None, inputs)
+    model.graph.node[0].input[4] = "sequence_lens"
+    lengths = onnx.helper.make_tensor_value_info("sequence_lens", onnx.TensorProto.INT32, [BATCH])
+    model.graph.input.append(lengths)
+    inputs["sequence_lens"] = np.array([TIME, 4, 1], np.int32)
+    found = onnx.reference.ReferenceEvaluator(model).run(None, inputs)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_a_node_with_relu(direction, x64):
+    """Which onnx's evaluator does not have."""
+    model, inputs = random_node("RNN", direction)
+    names = ["Relu"] * (2 if direction == "bidirectional" else 1)
+    model.graph.node[0].attribute.append(helper.make_attribute("activations", names))
+    layer = from_onnx(model, weights=inputs)
+    assert layer.nonlinearity == "relu"
+    assert (layer(inputs["X"])[0] >= 0).all()
+
+
+def constant_state(model, inputs):
+    initial = onnx.numpy_helper.from_array(inputs["initial_h"], "initial_h")
+    model.graph.initializer.append(initial)
+
+
+def attribute(**values):
+    def add(model, _):
+        model.graph.node[0].attribute.extend(helper.make_attribute(k, v) for k, v in values.items())
+
+    return add
+
+
+REFUSED = {
+    "clip": (attribute(clip=3.0), "GRU Y: no layer has its clip=3.0"),
+    "activations": (
+        attribute(activations=["HardSigmoid", "Tanh"]),
+        "GRU Y: no layer has its activations ['hardsigmoid', 'tanh']",
+    ),
+    "constant state": (constant_state, "GRU Y: initial_h is a constant of the graph, which no "),
+    "missing weight": (
+        lambda model, inputs: inputs.pop("R"),
+        "GRU Y: the graph does not hold R (R): give `weights`, or fold the graph's constants first",
+    ),
+    "weight of another shape": (
+        lambda model, inputs: inputs.update(B=inputs["B"][:, 1:]),
+        "B: expected shape (1, 30), got (1, 29)",
+    ),
+    "weight of another rank": (
+        lambda model, inputs: inputs.update(W=inputs["W"][0]),
+        "W: expected 3 axes, the first of 1 for direction forward, got shape (15, 4)",
+    ),
+    "no node": (
+        lambda model, inputs: model.graph.ClearField("node"),
+        "node: expected a model with an LSTM, a GRU or an RNN, got None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_node_is_refused(name, x64):
+    spoil, message = REFUSED[name]
+    model, inputs = random_node("GRU", "forward")
+    spoil(model, inputs)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        from_onnx(model, weights=inputs)
+    assert message in str(error.value)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match=r"model: expected an onnx\.ModelProto, got NodeProto"):
+        from_onnx(random_node("GRU", "forward")[0].graph.node[0])
+
+
+@pytest.fixture
+def keras64(x64, monkeypatch):
+    """Keras in float64, even its tanh, which it takes in float32; JAX as users have it."""
+    narrowed = import_module("keras.src.backend.common.dtypes").BIT64_TO_BIT32_DTYPE
+    monkeypatch.setitem(narrowed, "float64", "float64")
+    set_float = (keras.config.set_floatx, keras.config.set_dtype_policy)
+    for to in set_float:
+        to("float64")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+    for to in set_float:
+        to("float32")
+
+
+KERAS = {
+    "LSTM": {},
+    "LSTM without biases": {"use_bias": False},
+    "GRU": {},
+    "GRU reset before": {"reset_after": False},
+    "GRU without biases": {"use_bias": False},
+    "SimpleRNN": {},
+    "SimpleRNN by relu": {"activation": "relu"},
+}
+
+
+def of_keras(name: str, seed: int = 0, **options) -> Any:
+    """A layer with random weights, biases too."""
+    kind = name.split()[0]
+    layer = getattr(keras.layers, kind)(
+        HIDDEN, return_sequences=True, return_state=True, **KERAS[name], **options
+    )
+    return with_random_weights(layer)
+
+
+def with_random_weights(layer: Any) -> Any:
+    layer.build((BATCH, TIME, IN))
+    rng = np.random.default_rng(0)
+    layer.set_weights([0.5 * rng.standard_normal(w.shape) for w in layer.get_weights()])
+    return layer
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal(shape)
+
+
+@pytest.mark.parametrize("name", KERAS)
+@pytest.mark.parametrize("go_backwards", [False, True])
+def test_layers_are_those_of_keras_with_masks_and_states(name, go_backwards, keras64):
+    theirs = of_keras(name, go_backwards=go_backwards)
+    ours = from_keras(theirs)
+    assert isinstance(ours, Reversed) == go_backwards
+    lengths = np.array([TIME, 4, 1])
+    mask = np.arange(TIME) < lengths[:, None]
+    x, state = drawn(BATCH, TIME, IN), ours.init_state(BATCH)
+    state = type(state)(*drawn(len(state), 1, BATCH, HIDDEN))
+    for given, masks in ((state, False), (None, True)):
+        initial = None if given is None else [np.asarray(s[0]) for s in given]
+        y, *last = theirs(x, initial_state=initial, mask=mask if masks else None)
+        y_ours, last_ours = ours(x, given, lengths=mask.sum(axis=1) if masks else None)
+        y = np.flip(y, axis=1) if go_backwards else np.asarray(y)
+        real = mask if masks else np.ones_like(mask)
+        assert_same(y_ours[real], y[real], "outputs")
+        for a, b in zip(last_ours, last, strict=True):
+            assert_same(a[0], b, "state")
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_bidirectional_layers_are_those_of_keras(name, keras64):
+    theirs = with_random_weights(keras.layers.Bidirectional(of_keras(name)))
+    ours = from_keras(theirs)
+    assert isinstance(ours, Bidirectional)
+    x, state = drawn(BATCH, TIME, IN), ours.init_state(BATCH)
+    leaves, structure = jax.tree.flatten(state)
+    leaves = [*drawn(len(leaves), 1, BATCH, HIDDEN)]
+    y, *last = theirs(x, initial_state=[leaf[0] for leaf in leaves])
+    y_ours, last_ours = ours(x, jax.tree.unflatten(structure, leaves))
+    assert_same(y_ours, np.asarray(y), "outputs")
+    for a, b in zip(jax.tree.leaves(last_ours), last, strict=True):
+        assert_same(a[0], b, "state")
+
+
+def cells_of_keras():
+    """Of different kinds and sizes."""
+    kinds = keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.SimpleRNNCell
+    return [kind(HIDDEN + i) for i, kind in enumerate(kinds)]
+
+
+def rnn_of_keras(**options):
+    return with_random_weights(
+        keras.layers.RNN(cells_of_keras(), return_sequences=True, return_state=True, **options)
+    )
+
+
+@pytest.mark.parametrize("go_backwards", [False, True])
+def test_an_rnn_of_cells_is_a_stack(go_backwards, keras64):
+    theirs = rnn_of_keras(go_backwards=go_backwards)
+    ours = from_keras(theirs)
+    assert isinstance(ours.layer if go_backwards else ours, Stack)
+    lengths = np.array([TIME, 4, 1])
+    mask = np.arange(TIME) < lengths[:, None]
+    x = drawn(BATCH, TIME, IN)
+    y, *last = theirs(x, mask=mask)
+    y_ours, last_ours = ours(x, lengths=lengths)
+    y = np.flip(y, axis=1) if go_backwards else np.asarray(y)
+    assert_same(y_ours[mask], y[mask], "outputs")
+    for a, b in zip(jax.tree.leaves(last_ours), jax.tree.leaves(last), strict=True):
+        assert_same(a[0], np.asarray(b), "state")
+
+
+WITH_KERAS = {
+    **{name: lambda name=name: of_keras(name) for name in KERAS},
+    "go_backwards": lambda: of_keras("GRU", go_backwards=True),
+    "Bidirectional": lambda: with_random_weights(keras.layers.Bidirectional(of_keras("LSTM"))),
+    "RNN of a cell": lambda: with_random_weights(keras.layers.RNN(keras.layers.GRUCell(HIDDEN))),
+    "RNN of cells": rnn_of_keras,
+    "Bidirectional RNN": lambda: with_random_weights(keras.layers.Bidirectional(rnn_of_keras())),
+}
+
+
+@pytest.mark.parametrize("name", WITH_KERAS)
+def test_weights_go_back_to_keras(name, keras64):
+    theirs = WITH_KERAS[name]()
+    layer = from_keras(theirs)
+    weights = to_torch(layer, keras_table(layer))
+    for array, expected in zip(weights.values(), theirs.get_weights(), strict=True):
+        np.testing.assert_array_equal(array, expected)
+    again = from_torch(from_keras(theirs), weights, keras_table(layer))
+    for a, b in zip(*map(jax.tree.leaves, map(nnx.state, (again, layer))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_each_layer_of_ours_is_one_of_keras(bidirectional, keras64):
+    """One after the other, import and export leave the rest alone."""
+    sizes = {"bidirectional": bidirectional, "param_dtype": jnp.float64}
+    layer = LSTM(IN, HIDDEN, num_layers=2, **sizes, rngs=nnx.Rngs(0))
+    x = y = drawn(BATCH, TIME, IN)
+    names = "kernel", "recurrent_kernel", "bias"
+    for i in range(2):
+        theirs = keras.layers.LSTM(HIDDEN, return_sequences=True)
+        theirs = keras.layers.Bidirectional(theirs) if bidirectional else theirs
+        theirs.build(y.shape)
+        rng = np.random.default_rng(i)
+        theirs.set_weights([0.5 * rng.standard_normal(w.shape) for w in theirs.get_weights()])
+        y = np.asarray(theirs(y))
+        both = [theirs.forward_layer, theirs.backward_layer] if bidirectional else [theirs]
+        for index, one in enumerate(both, start=i * len(both)):
+            weights = dict(zip(names, one.get_weights(), strict=True))
+            table = keras_table(layer, index)
+            layer = from_torch(layer, weights, table)
+            back = to_torch(layer, table)
+            assert back.keys() == weights.keys()
+            for key, array in back.items():
+                np.testing.assert_array_equal(array, weights[key])
+    assert_same(layer(x)[0], y, "outputs")
+    with pytest.raises(ValueError, match=r"^index: expected less than the \d layers, got 4$"):
+        keras_table(layer, 4)
+    abstract = nnx.eval_shape(lambda: LSTM(IN, HIDDEN, num_layers=2, **sizes, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"kernel_ih: it has no value to keep"):
+        from_torch(abstract, weights, keras_table(abstract, index))
+
+
+REFUSED_OF_KERAS = {
+    "layer": (lambda: keras.layers.Dense(3), "layer: expected SimpleRNN, LSTM, GRU, RNN or Bid"),
+    "unbuilt": (lambda: keras.layers.GRU(3, name="a"), "layer: a has no weights yet: build it, or"),
+    "activation": (
+        lambda: with_random_weights(keras.layers.LSTM(3, activation="relu")),
+        "layer: expected activation 'tanh', got 'relu'",
+    ),
+    "gates": (
+        lambda: with_random_weights(keras.layers.LSTM(3, recurrent_activation="hard_sigmoid")),
+        "layer: expected recurrent_activation 'sigmoid', got 'hard_sigmoid'",
+    ),
+    "cell": (
+        lambda: with_random_weights(
+            keras.layers.RNN([keras.layers.StackedRNNCells([keras.layers.GRUCell(3)])])
+        ),
+        "layer: expected cells of SimpleRNNCell, LSTMCell, GRUCell, got StackedRNNCells",
+    ),
+    "sum of directions": (
+        lambda: keras.layers.Bidirectional(keras.layers.GRU(3), merge_mode="sum"),
+        "layer: expected merge_mode 'concat', got 'sum'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_OF_KERAS)
+def test_a_layer_of_keras_is_refused(name, keras64):
+    build, message = REFUSED_OF_KERAS[name]
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        from_keras(build())
+    assert message in str(error.value)
+
+
+WITH_TABLES = [
+    (table, kind, options)
+    for table, kinds in (
+        (onnx_table, [(RNN, {}), (GRU, {"bidirectional": True}), (LSTM, {"use_peepholes": True})]),
+        (keras_table, [(RNN, {}), (GRU, {}), (GRU, {"reset_after": False}), (LSTM, {})]),
+    )
+    for kind, options in kinds
+]
+
+
+@pytest.mark.parametrize(("table", "kind", "options"), WITH_TABLES)
+def test_gradients_go_by_the_tables(table, kind, options, x64):
+    """The loss as a function of the others' weights has the gradients that export writes."""
+    layer = kind(IN, HIDDEN, **options, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    rows, x = table(layer), drawn(BATCH, TIME, IN)
+    graph, params = nnx.split(layer)
+    paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(params)}
+
+    def loss_of_params(params):
+        return nnx.merge(graph, params)(x)[0].sum()
+
+    def loss(weights):
+        flat = {
+            paths[path]: value
+            for row in rows
+            for path, value in zip(
+                row.params, row.to_jax(*(weights[k] for k in row.keys)), strict=True
+            )
+        }
+        return loss_of_params(nnx.from_flat_state(jax.tree.map(nnx.Param, flat)))
+
+    weights = to_torch(layer, rows)
+    expected = jax.grad(loss)(weights)
+    gradient = nnx.merge(graph, jax.grad(loss_of_params)(params))
+    gradients = gradients_by_table(rows, weights, {key: key for key in weights}, gradient)
+    assert gradients.keys() == expected.keys()
+    for key, array in gradients.items():
+        assert_same(array, expected[key], key)
+
+
+def test_a_layer_that_the_others_do_not_have_is_refused():
+    rngs = nnx.Rngs(0)
+    deep, projected = RNN(3, 4, num_layers=2, rngs=rngs), LSTM(3, 4, proj_features=2, rngs=rngs)
+    for layer in (deep, projected):
+        with pytest.raises(ValueError, match="layer: expected one layer"):
+            onnx_table(layer)
+    with pytest.raises(ValueError, match="layer: expected no projection and no peepholes"):
+        keras_table(projected)
+    with pytest.raises(TypeError, match="layer: expected RecurrentStack, got a Reversed"):
+        onnx_table(Reversed(GRU(3, 4, rngs=rngs)))
+    for layer in (MinGRU(3, 4, rngs=rngs), Stack([MinGRU(3, 4, rngs=rngs)])):
+        with pytest.raises(TypeError, match=r"layer: expected .*, got a MinGRU"):
+            keras_table(layer)

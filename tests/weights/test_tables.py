@@ -1,0 +1,426 @@
+"""The weight tables of the layers that both frameworks have: same function, same bits back."""
+
+import inspect
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+from jax_models import from_torch, to_torch, weights
+from jax_models.weights import (
+    added,
+    batch_norm,
+    conv,
+    conv_transpose,
+    dense,
+    embedding,
+    expanded,
+    gates,
+    group_norm,
+    layer_norm,
+    linear,
+    linear_general,
+    linear_of_image,
+    loader,
+    multi_head_attention,
+    parts,
+    rms_norm,
+    squeezed,
+    stacked,
+    tied,
+    transposed,
+    unused,
+)
+from parity_tests import compare, compare_training
+from parity_tests.engine.bounds.tolerance import assert_same
+
+pytestmark = pytest.mark.usefixtures("x64", "standard_promotion")
+
+
+def image(*size: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(size)
+
+
+def channels_last(module, x):
+    """The torch module on an image whose channels come last."""
+    return module(x.movedim(-1, 1)).movedim(1, -1)
+
+
+def attended(module, x):
+    return module(x, x, x, need_weights=False)[0]
+
+
+def cross_attended(module, x, y):
+    return module(x, y, y, need_weights=False)[0]
+
+
+def attention(q, k, v, **_):
+    """Flax's own has its softmax in float32."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def plain(module, *inputs):
+    return module(*inputs)
+
+
+def in_groups(kernel, bias, x):
+    """A transposed convolution in two groups."""
+    y = jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        (1, 1),
+        ((2, 2), (1, 1)),
+        lhs_dilation=(2, 2),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=2,
+    )
+    return y + bias
+
+
+class Grouped(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jnp.zeros((3, 2, 2, 6)))
+        self.bias = nnx.Param(jnp.zeros(6))
+
+    def __call__(self, x):
+        return in_groups(self.kernel[...], self.bias[...], x)
+
+
+nn = torch.nn
+LAYERS = {
+    "Linear": (nn.Linear(3, 4), partial(nnx.Linear, 3, 4), linear("", ""), (image(2, 3),), plain),
+    "Linear from heads": (
+        nn.Linear(6, 4),
+        partial(nnx.LinearGeneral, (3, 2), 4, axis=(-2, -1)),
+        linear_general("", "", in_shape=(3, 2), out_shape=(4,)),
+        (image(5, 3, 2),),
+        lambda module, x: module(x.flatten(-2)),
+    ),
+    "Linear to heads": (
+        nn.Linear(4, 6, bias=False),
+        partial(nnx.LinearGeneral, 4, (3, 2), use_bias=False),
+        linear_general("", "", in_shape=(4,), out_shape=(3, 2), bias=False),
+        (image(5, 4),),
+        lambda module, x: module(x).unflatten(-1, (3, 2)),
+    ),
+    "Linear of an image": (
+        nn.Linear(3 * 4 * 5, 2),
+        partial(nnx.Linear, 3 * 4 * 5, 2),
+        linear_of_image("", "", shape=(3, 4, 5)),
+        (image(2, 4 * 5 * 3),),
+        lambda module, x: module(x.unflatten(-1, (4, 5, 3)).movedim(-1, 1).flatten(1)),
+    ),
+    "Conv1d": (
+        nn.Conv1d(3, 4, 3),
+        partial(nnx.Conv, 3, 4, 3, padding="VALID"),
+        conv("", ""),
+        (image(2, 7, 3),),
+        channels_last,
+    ),
+    "Conv2d in groups": (
+        nn.Conv2d(4, 6, (3, 2), groups=2, bias=False),
+        partial(nnx.Conv, 4, 6, (3, 2), feature_group_count=2, padding="VALID", use_bias=False),
+        conv("", "", bias=False),
+        (image(2, 7, 6, 4),),
+        channels_last,
+    ),
+    "Conv3d": (
+        nn.Conv3d(3, 4, (1, 2, 3)),
+        partial(nnx.Conv, 3, 4, (1, 2, 3), padding="VALID"),
+        conv("", ""),
+        (image(2, 3, 4, 5, 3),),
+        channels_last,
+    ),
+    "ConvTranspose2d": (
+        nn.ConvTranspose2d(3, 4, (3, 2), stride=2),
+        partial(nnx.ConvTranspose, 3, 4, (3, 2), 2, padding="VALID"),
+        conv_transpose("", ""),
+        (image(2, 3, 4, 3),),
+        channels_last,
+    ),
+    "ConvTranspose1d, transposed kernel": (
+        nn.ConvTranspose1d(3, 4, 3, stride=2),
+        partial(nnx.ConvTranspose, 3, 4, 3, 2, padding="VALID", transpose_kernel=True),
+        conv_transpose("", "", transpose_kernel=True),
+        (image(2, 5, 3),),
+        channels_last,
+    ),
+    "ConvTranspose2d in groups": (
+        nn.ConvTranspose2d(4, 6, (3, 2), stride=2, groups=2),
+        Grouped,
+        conv_transpose("", "", groups=2),
+        (image(2, 3, 4, 4),),
+        channels_last,
+    ),
+    "LayerNorm": (
+        nn.LayerNorm(5),
+        partial(nnx.LayerNorm, 5, epsilon=1e-5),
+        layer_norm("", ""),
+        (image(2, 5),),
+        plain,
+    ),
+    "LayerNorm without bias": (
+        nn.LayerNorm(5, bias=False),
+        partial(nnx.LayerNorm, 5, epsilon=1e-5, use_bias=False),
+        layer_norm("", "", bias=False),
+        (image(2, 5),),
+        plain,
+    ),
+    "RMSNorm": (
+        nn.RMSNorm(5, eps=1e-6),
+        partial(nnx.RMSNorm, 5),
+        rms_norm("", ""),
+        (image(2, 5),),
+        plain,
+    ),
+    "GroupNorm": (
+        nn.GroupNorm(2, 6),
+        partial(nnx.GroupNorm, 6, 2, epsilon=1e-5),
+        group_norm("", ""),
+        (image(2, 5, 6),),
+        channels_last,
+    ),
+    "BatchNorm2d": (
+        nn.BatchNorm2d(5),
+        partial(nnx.BatchNorm, 5, use_running_average=True),
+        batch_norm("", ""),
+        (image(2, 3, 4, 5),),
+        channels_last,
+    ),
+    "BatchNorm1d without scale": (
+        nn.BatchNorm1d(5, affine=False),
+        partial(nnx.BatchNorm, 5, use_running_average=True, use_scale=False, use_bias=False),
+        batch_norm("", "", affine=False),
+        (image(7, 5),),
+        plain,
+    ),
+    "Embedding": (
+        nn.Embedding(7, 5),
+        partial(nnx.Embed, 7, 5),
+        embedding("", ""),
+        (np.array([[3, 1, 6]]),),
+        plain,
+    ),
+    "MultiheadAttention": (
+        nn.MultiheadAttention(6, 2, batch_first=True),
+        partial(nnx.MultiHeadAttention, 2, 6, decode=False, attention_fn=attention),
+        multi_head_attention("", "", num_heads=2, features=6),
+        (image(3, 4, 6),),
+        attended,
+    ),
+    "MultiheadAttention without biases": (
+        nn.MultiheadAttention(6, 3, bias=False, batch_first=True),
+        partial(nnx.MultiHeadAttention, 3, 6, decode=False, attention_fn=attention, use_bias=False),
+        multi_head_attention("", "", num_heads=3, features=6, bias=False),
+        (image(3, 4, 6),),
+        attended,
+    ),
+    "MultiheadAttention of other keys": (
+        nn.MultiheadAttention(6, 2, kdim=5, vdim=5, batch_first=True),
+        partial(
+            nnx.MultiHeadAttention, 2, 6, in_kv_features=5, decode=False, attention_fn=attention
+        ),
+        multi_head_attention("", "", num_heads=2, features=6, kv_features=5),
+        (image(3, 4, 6), image(3, 7, 5)),
+        cross_attended,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_computes_the_same_and_gives_its_weights_back(name):
+    module, build, table, inputs, call = LAYERS[name]
+    torch.manual_seed(0)
+    for weight in module.state_dict().values():
+        if weight.is_floating_point():
+            weight.copy_(torch.rand_like(weight) + 0.5)
+    module = module.double().eval()
+    layer = build(rngs=nnx.Rngs(0))
+    nnx.update(
+        layer, jax.tree.map(lambda a: a.astype(float), nnx.state(layer, (nnx.Param, nnx.BatchStat)))
+    )
+    from_torch(layer, module.state_dict(), table)
+    with torch.no_grad():
+        expected = call(module, *map(torch.tensor, inputs)).numpy()
+    assert_same(layer(*map(jnp.asarray, inputs)), expected, "outputs")
+    back = to_torch(layer, table)
+    assert back.keys() == module.state_dict().keys()
+    for key, weight in module.state_dict().items():
+        np.testing.assert_array_equal(back[key], weight.numpy())
+
+
+@pytest.mark.parametrize("name", ["ConvTranspose2d in groups", "MultiheadAttention", "BatchNorm2d"])
+def test_gradients_go_by_a_table(name):
+    module, build, table, inputs, call = LAYERS[name]
+    report = compare(
+        module, build(rngs=nnx.Rngs(0)), *inputs, weights=table, call_twin=call, dtypes="float64"
+    )
+    assert report.passed, str(report)
+    assert "weight gradients" in report.errors["float64"]
+
+
+class Cell(nnx.Module):
+    """torch's LSTMCell with one bias, as in Flax's and Equinox's cells."""
+
+    def __init__(self, rngs):
+        self.cell = nnx.OptimizedLSTMCell(3, 4, rngs=rngs)
+
+    def __call__(self, x, h, c):
+        return self.cell((c, h), x)[1]
+
+
+CELL = [
+    transposed("cell.dense_i.kernel", "weight_ih"),
+    transposed("cell.dense_h.kernel", "weight_hh"),
+    added("cell.dense_h.bias", ("bias_ih", "bias_hh")),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_a_key_that_no_parameter_holds_has_no_gradient(dtype):
+    """It fails if PyTorch's results depend on the key. The key's dtype does not matter."""
+    twin = torch.nn.Module()
+    twin.linear, twin.scale = torch.nn.Linear(3, 4), torch.nn.Parameter(torch.ones(4))
+    port = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    table = [*linear("", "linear"), unused("scale", np.ones(4, dtype))]
+    for call, expected in ((lambda twin, x: twin.linear(x), True), (scaled, False)):
+        report = compare(twin, port, image(2, 3), weights=table, call_twin=call)
+        assert report.passed is expected, str(report)
+    state_dict = {**twin.state_dict(), "scale": torch.full((4,), 2.0, dtype=torch.float64)}
+    exported = to_torch(from_torch(port, state_dict, table), table)["scale"]
+    assert (exported.dtype, exported.tolist()) == (dtype, [1] * 4)
+    with pytest.raises(ValueError, match=r"scale: expected shape \(4,\), got \(5,\)"):
+        from_torch(port, state_dict | {"scale": torch.ones(5)}, table)
+
+
+def scaled(twin, x):
+    return twin.linear(x) * twin.scale
+
+
+def test_two_biases_in_one():
+    """Their gradients are equal, and each step of torch moves their sum twice."""
+    cell, inputs = nn.LSTMCell(3, 4), (image(2, 3), image(2, 4), image(2, 4))
+
+    def call(cell, x, h, c):
+        return cell(x, (h, c))[0]
+
+    report = compare(cell, Cell(nnx.Rngs(0)), *inputs, weights=CELL, call_twin=call)
+    assert report.passed, str(report)
+    back = to_torch(from_torch(Cell(nnx.Rngs(0)), cell.state_dict(), CELL), CELL)
+    total = (cell.bias_ih + cell.bias_hh).detach().numpy()
+    np.testing.assert_array_equal(back["bias_ih"], total)
+    assert not back["bias_hh"].any()
+    for factor in (1.0, 2.0):
+        trained = compare_training(
+            cell,
+            Cell(nnx.Rngs(0)),
+            [inputs] * 3,
+            loss=lambda model, batch: (model(*batch) ** 2).mean(),
+            loss_twin=lambda twin, batch: call(twin, *batch).square().mean(),
+            optimizer=optax.chain(
+                optax.masked(
+                    optax.scale(factor),
+                    lambda params: jax.tree.map(lambda p: p.ndim == 1, params),
+                ),
+                optax.sgd(0.1),
+            ),
+            optimizer_twin=lambda twin: torch.optim.SGD(twin.parameters(), lr=0.1),
+            weights=CELL,
+        )
+        assert trained.passed == (factor == 2), str(trained)
+
+
+TREE_ROWS = {
+    "parts": (parts(["a", "b"], "k"), {"k": image(6, 2)}, {"a": (2, 3), "b": (2, 3)}),
+    "parts as they are": (
+        parts(["a", "b"], "k", transpose=False),
+        {"k": image(6)},
+        {"a": (3,), "b": (3,)},
+    ),
+    "stacked": (
+        stacked(("a", "b"), "k", (1,)),
+        {"k": image(2, 1, 3)},
+        {"a": (3,), "b": (3,)},
+    ),
+    "gates": (gates("a", ["k", "l"]), {"k": image(3, 2), "l": image(3, 2)}, {"a": (2, 6)}),
+    "expanded": (expanded("a", "k", (-2, -1)), {"k": image(3)}, {"a": (3, 1, 1)}),
+    "squeezed": (squeezed("a", "k", (0,)), {"k": image(1, 3)}, {"a": (3,)}),
+    "tied": (tied("a", ("k", "l")), {"k": image(3), "l": image(3)}, {"a": (3,)}),
+}
+
+
+@pytest.mark.parametrize("name", TREE_ROWS)
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_row_in_a_tree_and_back(name, traced):
+    row, state_dict, shapes = TREE_ROWS[name]
+    load = loader({path: jnp.zeros(shape) for path, shape in shapes.items()}, [row])
+    tree = (jax.jit(load) if traced else load)(state_dict)
+    assert {path: a.shape for path, a in tree.items()} == shapes
+    back = row.to_torch(*(tree[path] for path in row.params))
+    for array, key in zip(back, row.keys, strict=True):
+        np.testing.assert_array_equal(array, state_dict[key])
+
+
+def test_what_does_not_fit_a_tree():
+    tree = {"out": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}, "steps": jnp.array(3)}
+    with pytest.raises(ValueError, match=r"^table: no row for the parameter out\.bias$"):
+        loader(tree, linear("out", "head", bias=False))
+    load = loader(tree, linear("out", "head"))
+    with pytest.raises(ValueError, match="does not fit a tree of 2 arrays") as error:
+        load({"head.weight": image(2, 4), "b": image(2)})
+    assert str(error.value).splitlines()[1:] == [
+        "  missing key head.bias, shape (2,): the unexpected b has it",
+        "  head.weight: expected shape (2, 3), got (2, 4)",
+        "  unexpected key b",
+    ]
+
+
+def test_keys_that_all_differ_are_told_one_by_one():
+    with pytest.raises(ValueError, match="does not fit Linear") as error:
+        from_torch(
+            nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nn.Linear(3, 2).state_dict(), linear("", "head")
+        )
+    assert "missing key head.weight, shape (2, 3): the unexpected weight has it" in str(error.value)
+
+
+FUNCTIONS = {name: value for name, value in vars(weights).items() if inspect.isfunction(value)}
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"from_torch", "to_torch", "loader"}))
+def test_the_page_shows_the_signatures(name):
+    parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
+    bare = inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
+    page = Path(__file__).parents[2] / "docs" / "weights.md"
+    assert f"| `{name}{bare}` |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        partial(function, **options)
+        for function, options in {
+            linear: {},
+            dense: {},
+            linear_general: {"in_shape": (2,), "out_shape": (3,)},
+            linear_of_image: {"shape": (1, 2, 3)},
+            conv: {},
+            conv_transpose: {},
+            layer_norm: {},
+            multi_head_attention: {"num_heads": 2, "features": 4},
+        }.items()
+    ],
+)
+def test_a_bias_has_both_names(table):
+    def keys(**options):
+        return [row.keys for row in table("param", "key", **options)]
+
+    assert keys(bias=False) == keys(use_bias=False) == [k for k in keys() if "bias" not in str(k)]
+    with pytest.raises(ValueError, match=r"^bias, use_bias: .* got bias=True and use_bias=False"):
+        keys(bias=True, use_bias=False)

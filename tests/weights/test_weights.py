@@ -1,0 +1,299 @@
+"""What weight tables refuse, and how they say so."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import torch_ref
+from jax_models import GRU, LSTM, RNN, RWKVLanguageModelConfig, from_torch, to_torch
+from jax_models.weights import Weight, linear, nested, same, transposed
+from parity_tests import compare
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def lstm(**kwargs) -> LSTM:
+    return LSTM(5, 6, rngs=nnx.Rngs(0), **kwargs)
+
+
+def snapshot(layer) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(nnx.state(layer))]
+
+
+def test_all_faults_are_listed_and_the_layer_is_left_alone():
+    weights = torch.nn.LSTM(5, 6).state_dict()
+    weights["weight_ih_l0"] = weights["weight_ih_l0"].T
+    weights["bias_hh_l0"] = weights["bias_hh_l0"].double()
+    del weights["weight_hh_l0"]
+    weights["extra"] = torch.zeros(1)
+    layer = lstm()
+    before = snapshot(layer)
+    with pytest.raises(
+        ValueError, match=r"state_dict does not fit LSTM in layout 'torch\.nn'"
+    ) as e:
+        from_torch(layer, weights)
+    for line in (
+        "weight_ih_l0:",
+        "missing key weight_hh_l0, shape (24, 6)",
+        "bias_hh_l0: float64 does not fit into float32 exactly",
+        "unexpected key extra",
+    ):
+        assert line in str(e.value)
+    chex.assert_trees_all_equal(snapshot(layer), before)
+
+
+def test_a_foreign_module_needs_a_table():
+    module, layer = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="Linear has no layouts"):
+        from_torch(layer, module.state_dict())
+    table = [transposed("kernel", "weight"), same("bias", "bias")]
+    weights = to_torch(from_torch(layer, module.state_dict(), table), table)
+    for key, tensor in module.state_dict().items():
+        np.testing.assert_array_equal(weights[key], tensor.numpy())
+    with pytest.raises(ValueError, match=r"^table: no row for the parameter bias$"):
+        to_torch(layer, table[:1])
+    for row, fault in {
+        same("scale", "scale"): "Linear has no parameter scale",
+        same("bias", "other"): "two rows for the parameter bias",
+        same("extra", "bias"): "Linear has no parameter extra; two rows for the key bias",
+    }.items():
+        with pytest.raises(ValueError, match=rf"^table: {fault}$"):
+            to_torch(layer, [*table, row])
+
+
+def test_rows_of_a_submodule_with_layouts_are_proposed():
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.lstm, self.out = lstm(), nnx.Linear(6, 2, rngs=rngs)
+            self.layers = nnx.List([LSTM(6, 6, rngs=rngs)])
+
+        def __call__(self, x):
+            return self.out(self.layers[0](self.lstm(x)[0])[0])
+
+    class Twin(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.LSTM(5, 6, batch_first=True)
+            self.second = torch.nn.LSTM(6, 6, batch_first=True)
+            self.fc = torch.nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.fc(self.second(self.first(x)[0])[0])
+
+    model, x = Model(), np.zeros((2, 3, 5))
+    with pytest.raises(ValueError, match=r"no row for the parameter lstm\.") as found:
+        compare(Twin(), model, x, weights=linear("out", "fc"))
+    rows = str(found.value).partition("jax_models.weights: ")[2]
+    proposed = eval(f"[{rows}]", {"nested": nested, "model": model})
+    assert compare(Twin(), model, x, weights=[*linear("out", "fc"), *proposed]).passed
+    with pytest.raises(ValueError, match=r"no row for the parameter out\.kernel") as found:
+        compare(Twin(), model, x, weights=proposed)
+    assert "nested" not in str(found.value)
+
+
+REFUSED = [
+    ("none of its keys fits LSTM", lambda: from_torch(lstm(), {"kernel": np.zeros(3)})),
+    ("state_dict: it has no keys", lambda: from_torch(lstm(), {})),
+    ("got LSTM", lambda: from_torch(lstm(), torch.nn.LSTM(5, 6))),
+    ("not 'keras'", lambda: to_torch(lstm(), layout="keras")),
+    ("not 'scratch'", lambda: to_torch(lstm(num_layers=2), layout="scratch")),
+    ("^layout:", lambda: to_torch(lstm(), ["torch.nn"])),
+    ("^prefix:", lambda: to_torch(lstm(), prefix=None)),
+    ("^prefix: no key", lambda: from_torch(lstm(), {"rnn.cell": np.zeros(3)}, prefix="encoder")),
+    ("^layer:", lambda: to_torch(LSTM)),
+    ("^layer:", lambda: from_torch(torch.nn.LSTM(5, 6), {})),
+    ("^layer:", lambda: to_torch(nnx.eval_shape(lstm))),
+    ("^layer:", lambda: jax.jit(lambda parts: to_torch(nnx.merge(*parts)))(nnx.split(lstm()))),
+    ("no torch module has the options", lambda: to_torch(lstm(proj_features=3, proj_bias=True))),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED)
+def test_refuses(message, call):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def in_bias(change) -> dict:
+    weights = torch.nn.LSTM(5, 6).state_dict()
+    return {**weights, "bias_ih_l0": change(weights["bias_ih_l0"])}
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (torch.zeros(24, dtype=torch.bool), "expected floating numbers, got bool"),
+        (torch.zeros(24, dtype=torch.int8), "expected floating numbers, got int8"),
+        (torch.zeros(24, dtype=torch.int64), "expected floating numbers, got int64"),
+        (torch.zeros(24, dtype=torch.complex64), "expected floating numbers, got complex64"),
+        (np.array([None] * 24), "expected floating numbers, got object"),
+        (np.zeros(24, [("a", "f4")]), r"expected floating numbers, got \[\('a', '<f4'\)\]"),
+        (None, "expected a tensor or an array, got NoneType"),
+        ([0.0] * 24, "expected a tensor or an array, got list"),
+        (torch.zeros(24).to_sparse(), "it cannot be read: .*Sparse layout"),
+        (torch.zeros(24, device="meta"), "it cannot be read: .*meta tensor"),
+        (torch.zeros(24, dtype=torch.float8_e4m3fn), "expected at least 16 bits .*float8_e4m3fn"),
+        (np.ma.masked_less(np.zeros(24, np.float32), 1), "expected a whole array, got a masked"),
+    ],
+)
+def test_what_is_no_weight(value, fault):
+    with pytest.raises(ValueError, match=f"bias_ih_l0: {fault}"):
+        from_torch(lstm(param_dtype=jnp.float32), in_bias(lambda _: value))
+
+
+def test_numbers_that_are_not_finite_are_warned_of():
+    weights = torch.nn.LSTM(5, 6).state_dict()
+    weights["bias_ih_l0"][3] = torch.nan
+    weights["weight_hh_l0"][1, 2] = -torch.inf
+    with pytest.warns(UserWarning, match="not finite in weight_hh_l0, bias_ih_l0$") as warned:
+        layer = from_torch(lstm(), weights)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    np.testing.assert_array_equal(to_torch(layer)["bias_ih_l0"], weights["bias_ih_l0"].numpy())
+
+
+SLIPS = {
+    "to_jax gives 2 arrays for 1": Weight(("bias",), ("bias",), lambda a: (a, a), lambda a: (a,)),
+    "to_torch gives 2 arrays for 1": Weight(("bias",), ("bias",), lambda a: (a,), lambda a: (a, a)),
+    "to_torch gives a ndarray, expected a tuple": same("bias", "bias")._replace(
+        to_torch=lambda a: a
+    ),
+    "to_jax gives a list, expected an array": same("bias", "bias")._replace(
+        to_jax=lambda a: (a.tolist(),)
+    ),
+    "cannot reshape": same("bias", "bias")._replace(to_torch=lambda a: (a.reshape(3, 9),)),
+    r"to_jax gives shape \(1, 4\), the parameter has \(4,\)": same("bias", "bias")._replace(
+        to_jax=lambda a: (a[None],)
+    ),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_row_whose_transforms_do_not_fit(slip):
+    layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    table = [transposed("kernel", "weight"), SLIPS[slip]]
+    with pytest.raises(ValueError, match=f"bias: {slip}"):
+        from_torch(layer, torch.nn.Linear(3, 4).state_dict(), table)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.lstm."])
+@pytest.mark.parametrize("given", ["", "model.", "head"])
+@pytest.mark.parametrize("entry", [None, "state_dict"])
+@pytest.mark.parametrize("layout", [None, "torch.nn"])
+def test_weights_in_another_place_are_found(prefix, given, entry, layout):
+    """The arguments that the error names are the ones to give."""
+    module = torch.nn.LSTM(5, 6)
+    state_dict = {prefix + key: value for key, value in module.state_dict().items()}
+    state_dict |= {"head.weight": torch.zeros(2, 6)}
+    code = ""
+    if entry is not None:
+        state_dict = {entry: state_dict, "epoch": 3}
+        code = f'state_dict["{entry}"] and '
+    with pytest.raises(ValueError, match=": give ") as error:
+        from_torch(lstm(), state_dict, layout, prefix=given)
+    start = f'prefix: got "{given.rstrip(".")}.", but' if given else "state_dict:"
+    assert str(error.value) == f'{start} its weights are under "{prefix}": give {code}' + (
+        f'prefix="{prefix}"'
+    )
+    found = state_dict[entry] if entry else state_dict
+    assert to_torch(from_torch(lstm(), found, prefix=prefix)).keys() == module.state_dict().keys()
+
+
+@pytest.mark.parametrize("prefix", ["encoder.lstm.", "encoder.lstm"])
+def test_a_layer_of_a_larger_model_is_loaded_and_put_back(prefix):
+    def model() -> torch.nn.Module:
+        encoder = {"lstm": torch.nn.LSTM(5, 6), "lstm_head": torch.nn.LSTM(5, 6)}
+        return torch.nn.ModuleDict({"encoder": torch.nn.ModuleDict(encoder)})
+
+    theirs, others = model().state_dict(), model()
+    weights = to_torch(from_torch(lstm(), theirs, prefix=prefix), prefix=prefix)
+    assert weights.keys() == {key for key in theirs if key.startswith("encoder.lstm.")}
+    whole = {**others.state_dict(), **{k: torch.from_numpy(a) for k, a in weights.items()}}
+    others.load_state_dict(whole)
+    for key, number in others.state_dict().items():
+        assert torch.equal(number, theirs[key]) == (key in weights)
+
+
+def test_weights_in_an_entry_and_in_several_places():
+    weights = torch.nn.LSTM(5, 6).state_dict()
+    with pytest.raises(ValueError, match=r'^state_dict: .*: give state_dict\["model"\]$'):
+        from_torch(lstm(), {"model": weights, "optimizer": {"state": {}}})
+    two = {
+        f"{name}.{key}": value for name in ("encoder", "decoder") for key, value in weights.items()
+    }
+    both = r'under "encoder\.", "decoder\.": give prefix="encoder\." or prefix="decoder\."$'
+    with pytest.raises(ValueError, match=both):
+        from_torch(lstm(), two)
+    wide = {f"a.{key}": value for key, value in torch.nn.LSTM(7, 6).state_dict().items()}
+    with pytest.raises(ValueError, match=both):
+        from_torch(lstm(), wide | two)
+    with pytest.raises(ValueError, match=r'in the entry "b": give state_dict\["b"\]$'):
+        from_torch(lstm(), {"a": torch.nn.LSTM(7, 6).state_dict(), "b": weights})
+    misfit = (
+        r'its keys are under "a\.", but their shapes do not fit: a\.weight_ih_l0: expected shape '
+        r"\(24, 5\), got \(24, 7\)$"
+    )
+    with pytest.raises(ValueError, match=misfit):
+        from_torch(lstm(), wide)
+    stack = {f"layers.{i}.{key}": value for i in range(6) for key, value in weights.items()}
+    some = r'under "layers\.{0-5}\.": give prefix="layers\.0\." or .* or prefix="layers\.3\." or …$'
+    with pytest.raises(ValueError, match=some):
+        from_torch(lstm(), stack)
+    model = RWKVLanguageModelConfig(7, 4, 2, 8).build(rngs=nnx.Rngs(0))
+    wrapped = {f"module.{key}": value for key, value in to_torch(model).items()}
+    with pytest.raises(ValueError, match=r'give {k.removeprefix\("module\."\)'):
+        RWKVLanguageModelConfig.from_state_dict(wrapped)
+
+
+def test_an_error_of_many_keys_can_be_read():
+    """Keys that differ in one number share a line."""
+    config = RWKVLanguageModelConfig(7, 4, 12, 8)
+    model = config.build(rngs=nnx.Rngs(0))
+    weights = to_torch(RWKVLanguageModelConfig(7, 4, 10, 16).build(rngs=nnx.Rngs(0)))
+    del weights["blocks.3.ln1.bias"]
+    weights |= {f"blocks.{i}.att.gates.weight": np.zeros(3, np.float32) for i in (0, 1, 5)}
+    with pytest.raises(ValueError, match="state_dict does not fit") as error:
+        from_torch(model, weights)
+    assert len(str(error.value).splitlines()) < 25
+    assert "  missing key blocks.{3,10-11}.ln1.bias, shape (4,)\n" in str(error.value)
+
+
+def test_weights_of_a_narrower_dtype_are_widened_exactly():
+    module = torch.nn.GRU(5, 6).bfloat16()
+    layer = from_torch(GRU(5, 6, rngs=nnx.Rngs(0)), module.state_dict())
+    weights = to_torch(layer)
+    for key, tensor in module.state_dict().items():
+        assert weights[key].dtype == np.float32
+        np.testing.assert_array_equal(weights[key], tensor.float().numpy())
+
+
+def test_one_bias_goes_into_two_and_their_sum_comes_back():
+    twin = torch_ref.RNN(5, 6)
+    with torch.no_grad():
+        twin.b.normal_()
+        twin.b[0], twin.b[1] = 0.0, -0.0
+    layer = from_torch(RNN(5, 6, rngs=nnx.Rngs(0)), twin.state_dict())
+    assert to_torch(layer, "cell")["b"].tobytes() == twin.b.detach().numpy().tobytes()
+    cell = layer.cells[0]
+    cell.bias_hh[...] = jnp.full(6, 0.25)
+    np.testing.assert_array_equal(to_torch(layer, "cell")["b"], twin.b.detach().numpy() + 0.25)
+
+
+def test_neither_side_shares_memory():
+    module = torch.nn.RNN(5, 6)
+    layer = from_torch(RNN(5, 6, rngs=nnx.Rngs(0)), module.state_dict())
+    before = to_torch(layer)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    for array in before.values():
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        assert array.any()
+        array[...] = 0
+    assert all(array.any() for array in to_torch(layer).values())

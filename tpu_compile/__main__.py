@@ -1,0 +1,147 @@
+"""`python -m tpu_compile`: what the TPU compiler makes of the layers."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Literal
+from unittest import mock
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from parity_tests.registry import CASES
+from tpu_compile import libtpu
+from tpu_compile.outcome import Outcome, compile_program, counts
+from tpu_compile.programs import Program, kernel_programs, layer_programs, train_step
+from tpu_compile.sharded import sharded_programs
+from train.config import PRESETS
+from twinscan.command_line import CommandLineError, parse, run_command
+
+PROG = "python -m tpu_compile"
+CHIPS = ("v5e", "v6e")
+SHAPES = ("1x1", "2x4", "16x16")
+SCHEMA = 1
+"""The version of the JSON; `docs/tpu-compile.md` describes it."""
+ON_TPU = mock.patch("jax_models.ops.causal_attention.default_backend", return_value="tpu")
+"""Attention in the tiles that a machine with a TPU would choose."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Compile every layer, kernel and a training step for TPUs, with products in full float32.
+
+    Needs no TPU. A layer is compiled forward, and with its weights' gradients; the training step
+    for 1, 8 and 256 chips; that of a billion parameters for 256, of a million tokens for 16.
+    """
+
+    case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Only the cases with this in their names ("train step" is one); may be given several times."""
+    chip: Annotated[tuple[Literal["v5e", "v6e"], ...], tyro.conf.UseAppendAction] = ()
+    """Only this kind of chip; may be given several times."""
+    preset: Literal[tuple(PRESETS)] = "lstm"  # pyright: ignore[reportInvalidTypeForm]
+    """The preset of `python -m train` whose training step is compiled."""
+    rows: int | None = None
+    """Rows of a batch on each chip; by default as many as the preset's batch has."""
+    json: Path | None = None
+    """Write the figures to this file, too (docs/tpu-compile.md)."""
+
+
+def programs(arguments: Arguments) -> Iterator[Program]:
+    """The programs that the arguments ask for."""
+
+    def asked_for(name: str) -> bool:
+        parts = arguments.case
+        return not parts or any(part.lower() in name.lower() for part in parts)
+
+    for chip in arguments.chip or CHIPS:
+        one, *several = (libtpu.topology(f"{chip}:{shape}") for shape in SHAPES)
+        for name, case in CASES.items():
+            if asked_for(name) and "tpu" in case.platforms:
+                yield from layer_programs(case, one)
+        yield from (kernel for kernel in kernel_programs(one) if asked_for(kernel.name))
+        if asked_for(f"train step of {arguments.preset}"):
+            for topology in (one, *several):
+                yield train_step(arguments.preset, arguments.rows, topology)
+    if not arguments.chip or "v5e" in arguments.chip:
+        yield from (each for each in sharded_programs(libtpu.topology) if asked_for(each.name))
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """A row a program."""
+    result = Table(
+        title="compiled for TPUs, not run",
+        caption="code, peak memory and operations (a loop's once) are those of one chip",
+    )
+    result.add_column("case", overflow="fold")
+    for column in ("part", "chips"):
+        result.add_column(column, no_wrap=True)
+    for column in ("seconds", "code, KiB", "peak, KiB", "kflop"):
+        result.add_column(column, no_wrap=True, justify="right")
+    result.add_column("collectives")
+    for column in ("precision", "verdict"):
+        result.add_column(column, no_wrap=True)
+    for outcome in outcomes:
+        program = outcome.program
+        result.add_row(
+            program.name,
+            program.part,
+            program.topology,
+            number(outcome.seconds, 1),
+            number(outcome.code_bytes, 2**10),
+            number(outcome.peak_bytes, 2**10),
+            number(outcome.flops, 1e3),
+            counts(outcome.collectives),
+            counts(outcome.precisions),
+            "[red]FAIL" if outcome.faults else "[green]pass",
+        )
+    return result
+
+
+def number(value: float | None, unit: float) -> str:
+    """A figure in a unit."""
+    return "–" if value is None else f"{value / unit:,.1f}"
+
+
+def main(args: Sequence[str], prog: str = PROG) -> int:
+    """Print the table; 1 if a program fails."""
+    arguments = parse(Arguments, args, prog=prog)
+    if arguments.rows is not None and arguments.rows < 1:
+        raise CommandLineError(f"--rows: expected at least 1, got {arguments.rows}")
+    versions = {"jax": version("jax"), "libtpu": libtpu.load()}
+    asked_for = [*programs(arguments)]
+    if not asked_for:
+        raise CommandLineError(f"--case: no case has {' or '.join(arguments.case)} in its name")
+    if arguments.json is not None:
+        arguments.json.open("a").close()  # fails before the work, not after it
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    with ON_TPU, ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(compile_program, asked_for)
+        progress = Console(stderr=True)
+        outcomes = [*track(compiled, "compiling", len(asked_for), console=progress, transient=True)]
+    console.print(table(outcomes))
+    for outcome in outcomes:
+        for fault in outcome.faults:
+            console.print(f"[red]FAIL[/] {escape(outcome.program.title)}: {escape(fault)}")
+    console.print(", ".join(f"{name} {number}" for name, number in versions.items()))
+    if arguments.json is not None:
+        record = {
+            "schema": SCHEMA,
+            "versions": versions,
+            "programs": [outcome.to_dict() for outcome in outcomes],
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(outcome.faults for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    run_command(main, sys.argv[1:], PROG)

@@ -1,0 +1,115 @@
+"""What became of a program in the compiler."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from tpu_compile.hlo import (
+    collectives,
+    entry,
+    exchanges,
+    memory_needed,
+    precisions,
+)
+from tpu_compile.programs import Program
+
+PRECISION = "highest"
+"""The products' precision, the one that parity is measured with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Figures of a compiled program, for each chip, and what is wrong with it."""
+
+    program: Program
+    faults: tuple[str, ...]
+    seconds: float | None = None
+    """How long compiling took."""
+    code_bytes: int | None = None
+    """Size of the instructions."""
+    peak_bytes: int | None = None
+    """The most memory of the chip that is in use at once, arguments included."""
+    flops: float | None = None
+    """Operations, a loop's once."""
+    collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    collective_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The results of all collectives of each kind."""
+    largest_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Those of the largest."""
+    precisions: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Products of each precision."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome for JSON."""
+        program = self.program
+        of_program = {"name": program.name, "part": program.part, "topology": program.topology}
+        own = {name: value for name, value in vars(self).items() if name != "program"}
+        return of_program | {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in own.items()
+        }
+
+
+def compile_program(program: Program) -> Outcome:
+    """Lower the program and compile it."""
+    try:
+        with jax.default_matmul_precision(None if program.exchange_faults else PRECISION):
+            lowered = program.lower()
+        start = time.perf_counter()
+        compiled: Any = lowered.compile()
+    except Exception as error:  # of whatever kind, it is this program's and not the others'
+        return Outcome(program, (reason(error),))
+    seconds = time.perf_counter() - start
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
+    found = exchanges(hlo)
+    nbytes: dict[str, list[int]] = {}
+    for each in found:
+        nbytes.setdefault(each.kind, []).append(each.nbytes)
+    if program.exchange_faults:
+        faults = [*program.exchange_faults(found)]
+    else:
+        faults = [*hlo_faults(hlo, program.collectives)]
+        if not all(s.is_fully_replicated for s in jax.tree.leaves(compiled.output_shardings)):
+            faults.append("expected the results whole on every chip, some are divided")
+    return Outcome(
+        program,
+        tuple(faults),
+        seconds,
+        memory.generated_code_size_in_bytes,
+        memory.peak_memory_in_bytes,
+        compiled.cost_analysis().get("flops"),
+        {kind: len(sizes) for kind, sizes in nbytes.items()},
+        {kind: sum(sizes) for kind, sizes in nbytes.items()},
+        {kind: max(sizes) for kind, sizes in nbytes.items()},
+        precisions(hlo),
+    )
+
+
+def hlo_faults(hlo: str, expected: Mapping[str, int]) -> Iterator[str]:
+    """What a compiled program has that it should not, or has not that it should."""
+    found, outside = collectives(hlo), collectives(entry(hlo))
+    if found != expected:
+        yield f"expected {counts(expected)}, got {counts(found)}"
+    if repeated := found - outside:
+        yield f"{counts(repeated)} in a loop or a branch"
+    of_precision = precisions(hlo)
+    total = of_precision.total()
+    if coarser := total - of_precision["highest"]:
+        yield f"{coarser} of {total} products are coarser than float32: {counts(of_precision)}"
+
+
+def reason(error: Exception) -> str:
+    """An error in one line; GiB where it is the chip's memory."""
+    if memory := memory_needed(str(error)):
+        needed, available = memory
+        return f"too large for a chip: needs {needed:.2f} GiB of {available:.2f} GiB"
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"does not compile: {type(error).__name__}: {first}"
+
+
+def counts(number: Mapping[str, int]) -> str:
+    """`all-reduce 1, all-to-all 2`."""
+    return ", ".join(f"{name} {n}" for name, n in number.items()) or "none"

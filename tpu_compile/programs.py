@@ -1,0 +1,184 @@
+"""What is compiled: the registry's layers, the operators' kernels, and the training step."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jax_models.ops import delta_rule, linear_recurrence, wkv
+from parity_tests.registry import BATCH, Case
+from tpu_compile.hlo import Collective
+from tpu_compile.libtpu import Topology
+from train.config import PRESETS, TrainConfig
+from train.run import build_trainer
+from train.step import Trainer
+
+KERNEL_SHAPES = ((8, 2048, 1024), (3, 1000, 130), (1, 127, 5))
+"""Batch, time and features of each."""
+DELTA_RULE_SHAPES = ((8, 2048, 16, 64), (3, 1000, 3, 128), (1, 127, 1, 5))
+"""Batch, time, heads, and features of a head's keys and values."""
+
+Lower = Callable[[], jax.stages.Lowered]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program for a topology of chips, and what the chips should exchange."""
+
+    name: str
+    part: str
+    topology: str
+    lower: Lower
+    collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """How many of each it should have, none in a loop; the results are then whole on every chip."""
+    exchange_faults: Callable[[Sequence[Collective]], Iterator[str]] | None = None
+    """What is wrong with its collectives, instead, in a program whose results are in parts and
+    whose products are as coarse as when it trains."""
+
+    @property
+    def title(self) -> str:
+        """Which program it is, in a line."""
+        return f"{self.name}, {self.part}, {self.topology}"
+
+
+def layer_programs(case: Case, topology: Topology) -> Iterator[Program]:
+    """A row's layer on one chip, forward, and with the gradients of its weights."""
+    for part, lower in (("forward", lower_forward), ("and backward", lower_backward)):
+        sharding = SingleDeviceSharding(*topology.chips)
+        yield Program(case.name, part, topology.name, partial(lower, case, sharding))
+
+
+def kernel_programs(topology: Topology) -> Iterator[Program]:
+    """The operators' own kernels, forward and backward, in blocks that divide the arrays and in
+    blocks that do not.
+    """
+    sharding = SingleDeviceSharding(*topology.chips)
+    for operator in (linear_recurrence_by_kernel, wkv_by_kernel):
+        for shape in KERNEL_SHAPES:
+            for dtype in ("float32", "bfloat16"):
+                sequence = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+                vector = jax.ShapeDtypeStruct(shape[2:], jnp.float32, sharding=sharding)
+                part = f"{' × '.join(map(str, shape))}, {dtype}"
+                lower = partial(jax.jit(operator).lower, sequence, sequence, vector)
+                yield Program(operator.__name__.replace("_", " "), part, topology.name, lower)
+    for operator in (delta_rule_by_kernel, without_correction_by_kernel):
+        for shape in DELTA_RULE_SHAPES:
+            sequence = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+            part = " × ".join(map(str, shape))
+            lower = partial(jax.jit(operator).lower, *[sequence] * 4)
+            yield Program(operator.__name__.replace("_", " "), part, topology.name, lower)
+
+
+def linear_recurrence_by_kernel(a, b, h0):
+    """h, and the gradients of its sum."""
+    h0 = jnp.broadcast_to(h0, (a.shape[0], a.shape[2]))
+    h, pullback = jax.vjp(lambda *x: linear_recurrence(*x, method="pallas")[0], a, b, h0)
+    return h, pullback(jnp.ones_like(h))
+
+
+def wkv_by_kernel(k, v, w):
+    """y, and the gradients of its sum."""
+    y, pullback = jax.vjp(lambda k, v, w: wkv(k, v, w=w, u=w, method="pallas")[0], k, v, w)
+    return y, pullback(jnp.ones_like(y))
+
+
+def delta_rule_by_kernel(r, log_w, k, v):
+    """Y and the last state, and the gradients of their sum; the decay bounded, as RWKV-7's is."""
+
+    def forward(r, log_w, k, v):
+        return delta_rule(r, log_w, k, v, -k, k, min_log_w=-1, method="pallas")
+
+    results, pullback = jax.vjp(forward, r, log_w, k, v)
+    return results, pullback(jax.tree.map(jnp.ones_like, results))
+
+
+def without_correction_by_kernel(r, log_w, k, v):
+    """The same of RWKV-6's case, with a bonus."""
+
+    def forward(r, log_w, k, v):
+        return delta_rule(r, log_w, k, v, u=jnp.ones(k.shape[2:]), method="pallas")
+
+    results, pullback = jax.vjp(forward, r, log_w, k, v)
+    return results, pullback(jax.tree.map(jnp.ones_like, results))
+
+
+def train_step(preset: str, rows: int | None, topology: Topology) -> Program:
+    """A preset's step in float32, data-parallel: all that the chips need exchange is the gradient,
+    all at once.
+    """
+    rows = rows or PRESETS[preset].batch_size
+    return Program(
+        f"train step of {preset}",
+        f"{rows} rows a chip",
+        topology.name,
+        partial(lower_preset_step, preset, rows, topology.chips),
+        {"all-reduce": 1} if len(topology.chips) > 1 else {},
+    )
+
+
+def lower_forward(case: Case, sharding: Sharding) -> jax.stages.Lowered:
+    """Outputs and state of whole sequences from a given state."""
+    forward, arguments = _layer(case)
+    return jax.jit(forward).lower(*_placed(arguments, sharding))
+
+
+def lower_backward(case: Case, sharding: Sharding) -> jax.stages.Lowered:
+    """The same, and the weights' gradients that given gradients of the outputs and state make."""
+    forward, arguments = _layer(case)
+
+    def forward_and_backward(cotangents, params, *others):
+        def floating_and_all(params):
+            results = forward(params, *others)
+            return _floating(results), results
+
+        _, pullback, results = jax.vjp(floating_and_all, params, has_aux=True)
+        return results, pullback(cotangents)
+
+    cotangents = _floating(jax.eval_shape(forward, *arguments))
+    return jax.jit(forward_and_backward).lower(*_placed((cotangents, *arguments), sharding))
+
+
+def lower_preset_step(preset: str, rows: int, chips: Sequence[Any]) -> jax.stages.Lowered:
+    """A preset's step in float32, with so many rows a chip."""
+    batch_size = rows * len(chips)
+    config = dataclasses.replace(PRESETS[preset], batch_size=batch_size, dtype="float32")
+    return lower_train_step(config, chips)
+
+
+def lower_train_step(config: TrainConfig, chips: Sequence[Any]) -> jax.stages.Lowered:
+    """The step of `python -m train`."""
+    trainer = build_trainer(config, devices=chips, abstract=True)
+    state = jax.eval_shape(trainer.initial_state)
+    state = jax.tree.map(_placed, state, trainer.shardings(state))
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.window + 1), jnp.int32)
+    return Trainer.step.lower(trainer, state, _placed(tokens, trainer.sharding(tokens.ndim)))
+
+
+def _layer(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A layer as a function, and the shapes of its arguments."""
+    layer = case.abstract(jnp.float32)
+    graphdef, params, others = nnx.split(layer, nnx.Param, ...)
+
+    def forward(params, others, x, state):
+        return nnx.merge(graphdef, params, others)(x, state)
+
+    with jax.enable_x64(True):
+        x = case.inputs()
+    x = jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    return forward, (params, others, x, jax.eval_shape(lambda: layer.init_state(BATCH)))
+
+
+def _floating(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def _placed(tree: Any, sharding: Sharding) -> Any:
+    """The shapes, where the arrays will be."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )

@@ -1,0 +1,189 @@
+"""Training steps that only a mesh of chips can hold, and what their chips may exchange."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jax_models import HawkLanguageModelConfig
+from tpu_compile.hlo import Array, Collective
+from tpu_compile.libtpu import Topology
+from tpu_compile.programs import Program, lower_train_step
+from train.config import TrainConfig
+from train.digest import by_path
+from train.mesh import BATCH_AXES, MODEL, SEQUENCE, MeshConfig, gathered_axis
+from train.optimizer import OptimizerConfig
+from train.run import build_trainer
+from train.step import Trainer
+
+LARGE = TrainConfig(
+    model=HawkLanguageModelConfig(
+        vocab_size=32_000,
+        features=2048,
+        num_layers=16,
+        mlp_features=6144,
+        remat="full",
+        scan_layers=True,
+    ),
+    optimizer=OptimizerConfig(clip_norm=1.0),
+    mesh=MeshConfig(data=32, model=8, fully_sharded=True),
+    batch_size=128,
+    window=1024,
+    dtype="bfloat16",
+)
+"""1.07 billion parameters on 256 chips. No array of a batch has the sizes of a parameter."""
+LONG = TrainConfig(
+    model=HawkLanguageModelConfig(
+        features=1024, num_layers=12, mlp_features=3072, remat="full", scan_layers=True
+    ),
+    optimizer=OptimizerConfig(clip_norm=1.0),
+    mesh=MeshConfig(data=1, sequence=16),
+    batch_size=1,
+    window=2**20,
+    dtype="bfloat16",
+)
+"""One row of a million tokens on 16 chips."""
+PADDING = 0.01
+"""The share by which the compiler may round up what the chips exchange."""
+
+
+def sharded_programs(topology: Callable[[str], Topology]) -> Iterator[Program]:
+    """Both, each for the chips that it needs."""
+    for name, chips, config, faults in (
+        ("Hawk of 1.07 billion parameters", "v5e:16x16", LARGE, parameter_faults),
+        ("Hawk on a million tokens", "v5e:4x4", LONG, time_faults),
+    ):
+        mesh, devices = config.mesh, topology(chips).chips
+        yield Program(
+            name,
+            f"mesh {mesh.data} × {mesh.model} × {mesh.sequence}",
+            chips,
+            partial(lower_train_step, config, devices),
+            exchange_faults=partial(faults, config, devices),
+        )
+
+
+def parameter_faults(
+    config: TrainConfig, chips: Sequence[Any], found: Sequence[Collective]
+) -> Iterator[str]:
+    """What is wrong where parameters are fully sharded, and `model` divides the wide ones.
+
+    Over the axes of the batch, a chip gathers its part of each parameter and reduces that of each
+    gradient, once. Over `model`, no parameter and no gradient is gathered.
+    """
+    trainer = build_trainer(config, devices=chips, abstract=True)
+    whole = _whole_over_model(trainer)
+    for each in found:
+        for array in each.results if MODEL in _axes(each, trainer) else ():
+            if path := whole.get(_sizes(array.shape)):
+                yield f"{each.kind} of {_described(array)} over model, the size of {path}"
+    yield from _gradient_faults(trainer, found)
+    parts = _size_on_chip(trainer, lambda spec: gathered_axis(spec) is not None)
+    gathered = _numbers(_over_batch(trainer, found, "all-gather"))
+    if not _near(gathered, parts):
+        yield f"{gathered:,} numbers are gathered, a chip's part of the parameters has {parts:,}"
+
+
+def time_faults(
+    config: TrainConfig, chips: Sequence[Any], found: Sequence[Collective]
+) -> Iterator[str]:
+    """What is wrong where chips divide time, and each has all parameters.
+
+    They exchange what the steps of each chip leave to the next one's, and reduce each gradient,
+    once.
+    """
+    trainer = build_trainer(config, devices=chips, abstract=True)
+    yield from _gradient_faults(trainer, found)
+    model = trainer.model(trainer.initial_params)
+    states = jax.eval_shape(lambda: model.init_state(config.batch_size))
+    largest = max(state.size for state in jax.tree.leaves(states))
+    carries = largest * trainer.mesh.shape[SEQUENCE]
+    of_params = {_sizes(param.shape) for param in jax.tree.leaves(trainer.initial_params)}
+    for each in found:
+        for array in each.results:
+            is_gradient = each.kind in REDUCING and _sizes(array.shape) in of_params
+            if math.prod(array.shape) > carries and not is_gradient:
+                yield f"{each.kind} of {_described(array)}, the chips' carries have {carries:,}"
+
+
+REDUCING = ("all-reduce", "reduce-scatter")
+
+
+def _gradient_faults(trainer: Trainer, found: Sequence[Collective]) -> Iterator[str]:
+    reduced = _numbers(_over_batch(trainer, found, *REDUCING))
+    gradients = _size_on_chip(trainer, lambda _: True)
+    if not _near(reduced, gradients):
+        yield f"{reduced:,} numbers are reduced, a chip's part of the gradients has {gradients:,}"
+
+
+def _whole_over_model(trainer: Trainer) -> dict[tuple[int, ...], str]:
+    """The paths of the matrices that `model` divides, by the sizes that they have without it.
+
+    They may be in parts for the axes of the batch, and those of equal layers in one array.
+    """
+    found, parts = {}, math.prod(trainer.mesh.shape[axis] for axis in BATCH_AXES)
+    params = by_path(trainer.initial_params)
+    alike = Counter(re.sub(r"\d+", "", path) for path in params)
+    for path, param in params.items():
+        spec, shape = trainer.specs[path], [*param.shape]
+        if MODEL not in spec or len(shape) == 1:
+            continue
+        part = shape.copy()
+        if (axis := gathered_axis(spec)) is not None:
+            part[axis] //= parts
+        layers = alike[re.sub(r"\d+", "", path)]
+        found |= {_sizes((n, *x)): path for x in (shape, part) for n in (1, layers)}
+    return found
+
+
+def _axes(collective: Collective, trainer: Trainer) -> set[str]:
+    """The axes of the mesh along which chips exchange."""
+    mesh = trainer.mesh
+    groups = collective.groups or (range(mesh.size),)
+    places = [np.unravel_index(np.array(group), [*mesh.shape.values()]) for group in groups]
+    return {
+        name
+        for i, name in enumerate(mesh.axis_names)
+        if any(np.ptp(place[i]) > 0 for place in places)
+    }
+
+
+def _over_batch(trainer: Trainer, found: Sequence[Collective], *kinds: str) -> Iterator[Collective]:
+    """The collectives of these kinds along the axes of the batch alone."""
+    for each in found:
+        axes = _axes(each, trainer)
+        if each.kind in kinds and axes and axes <= {*BATCH_AXES}:
+            yield each
+
+
+def _numbers(collectives: Iterable[Collective]) -> int:
+    return sum(math.prod(array.shape) for each in collectives for array in each.results)
+
+
+def _size_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> int:
+    """How many numbers the parameters have that count, where `model` divides them."""
+    model = trainer.mesh.shape[MODEL]
+    return sum(
+        param.size // (model if MODEL in trainer.specs[path] else 1)
+        for path, param in by_path(trainer.initial_params).items()
+        if counts(trainer.specs[path])
+    )
+
+
+def _near(number: int, expected: int) -> bool:
+    return abs(number - expected) <= PADDING * expected
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape in any order of its axes."""
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+def _described(array: Array) -> str:
+    return f"{array.dtype}{[*array.shape]}"
