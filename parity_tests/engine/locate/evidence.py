@@ -1,16 +1,15 @@
 """What is known of the arrays of torch's calls: does JAX compute them, or others?"""
 
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import rms
-from parity_tests.engine.locate.match import Pairs, arrays_of_both
+from parity_tests.engine.locate.match import Pairs, assigned, stacked
 from parity_tests.engine.locate.record import Call, Trace
 from parity_tests.engine.locate.reference_trace import ReferenceTrace
 from parity_tests.engine.locate.run import Run
-from parity_tests.engine.locate.search import Wanted
+from parity_tests.engine.locate.search import Search, Wanted
 from parity_tests.engine.locate.values import Difference, difference, identity, is_telling
 
 MATCHED, DEPARTS, UNKNOWN = "matched", "departs", "unknown"
@@ -136,27 +135,44 @@ class Evidence:
             self._compare_weight_gradients()
 
     def _compare(self, call: Call, slot: str) -> None:
-        both = [*arrays_of_both(call, self.pairs[call], slot)]
-        is_gradient = self.direction is BACKWARD
-        largest = max((rms(each) for each in call.slots[slot].values()), default=0.0)
-        for label, expected, actual in both:
-            d = difference(actual, expected, self.least, largest * is_gradient)
-            if d is None or (slot == "inputs" and actual.size > expected.size):
+        calls, expected = self.pairs[call], call.slots[slot]
+        if len({each.name for each in calls}) > 1:
+            self._compare_parts(call, slot)
+            return
+        largest = max((rms(each) for each in expected.values()), default=0.0)
+        largest *= self.direction is BACKWARD
+        for label, actual in assigned(expected, stacked(calls, slot)):
+            d = difference(actual, expected[label], self.least, largest)
+            if d is None or (slot == "inputs" and actual.size > expected[label].size):
                 continue  # padded, say, before JAX's module, where torch's pads within
             bound = self.reference.bound(call, slot, label, d.error, self.least)
             if bound > d.error or d.layout:
-                d = difference(actual, expected, bound, largest * is_gradient) or d
-            self.differences.setdefault((call, slot), {})[label] = d
-            self.states[call, slot][label] = MATCHED if d.error <= bound else DEPARTS
+                d = difference(actual, expected[label], bound, largest) or d
+            self._judge(call, slot, label, d, bound)
+
+    def _compare_parts(self, call: Call, slot: str) -> None:
+        """Several modules, where a port splits a joint projection, have its features together."""
+        for label, array in call.slots[slot].items() if slot != BACKWARD.given else ():
+            search = Search([Wanted(array)])
+            for each in self.pairs[call]:
+                for part in each.slots[slot].values():
+                    search.see(part)
+            search.finish()
+            error = search.wanted[0].error
+            bound = self.reference.bound(call, slot, label, error, self.least)
+            self._judge(call, slot, label, Difference(error), bound)
+
+    def _judge(self, call: Call, slot: str, label: str, found: Difference, bound: float) -> None:
+        self.differences.setdefault((call, slot), {})[label] = found
+        self.states[call, slot][label] = MATCHED if found.error <= bound else DEPARTS
 
     def _note_stopped(self, call: Call) -> None:
         """JAX stops a gradient where torch does not: after a module, or in it or before it."""
-        counterpart = self.pairs[call][0]
-        if not counterpart.slots["inputs"]:
-            return  # a tap takes nothing
-        if not call.slots[BACKWARD.given] or counterpart.slots[BACKWARD.given]:
+        counterpart = self.pairs[call][0].slots
+        is_tap = not counterpart["inputs"]
+        if is_tap or not call.slots[BACKWARD.given] or counterpart[BACKWARD.given]:
             return
-        if counterpart.slots[BACKWARD.taken] or "weight gradients" not in self.jax_run.results:
+        if counterpart[BACKWARD.taken] or "weight gradients" not in self.jax_run.results:
             self.stopped.add(call)
         else:
             self.states[call, BACKWARD.taken] = dict.fromkeys(call.slots[BACKWARD.taken], DEPARTS)
@@ -189,16 +205,22 @@ class Evidence:
         So is what a layer gives whose counterpart gives something else, if the layer takes what is
         right: an activation, say, may belong to JAX's module and not to torch's.
         """
-        matched = {identity(*place) for place in self._places() if self._state(*place) == MATCHED}
-        bounds: dict[bytes, float] = {}
-        for call, slot, label in self._places():
-            each = identity(call, slot, label)
-            if self._state(call, slot, label) != MATCHED and each not in bounds and each in wanted:
+        places = [
+            (call, slot, label, identity(call, slot, label))
+            for call in self.trace.calls
+            for slot in (self.direction.taken, self.direction.given)
+            for label in call.slots[slot]
+        ]
+        matched = {each for c, s, label, each in places if self.states[c, s][label] == MATCHED}
+        tried = {*matched}
+        for call, slot, label, each in places:
+            if each in wanted and each not in tried:
                 error = wanted[each].error
-                bounds[each] = self.reference.bound(call, slot, label, error, self.least)
-        matched |= {each for each, bound in bounds.items() if wanted[each].error <= bound}
-        for call, slot, label in self._places():
-            if self._state(call, slot, label) == UNKNOWN and identity(call, slot, label) in matched:
+                if error <= self.reference.bound(call, slot, label, error, self.least):
+                    matched.add(each)
+                tried.add(each)
+        for call, slot, label, each in places:
+            if self.states[call, slot][label] == UNKNOWN and each in matched:
                 self.states[call, slot][label] = MATCHED
         if self.direction is FORWARD:
             self._set_straight(matched)
@@ -216,13 +238,3 @@ class Evidence:
                 if states[label] == DEPARTS and each in matched:
                     states[label] = MATCHED
                     self.pairs.pop(call, None)
-
-    def _state(self, call: Call, slot: str, label: str) -> str:
-        return self.states[call, slot][label]
-
-    def _places(self) -> Iterator[tuple[Call, str, str]]:
-        """Where the direction has arrays."""
-        for call in self.trace.calls:
-            for slot in (self.direction.taken, self.direction.given):
-                for label in call.slots[slot]:
-                    yield call, slot, label

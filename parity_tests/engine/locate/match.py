@@ -175,59 +175,19 @@ def _last_name(call: Call) -> str | None:
     return call.name.rpartition(".")[2].lower() or None
 
 
-def arrays_of_both(
-    call: Call, jax_calls: list[Call], slot: str
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Label, torch's array and JAX's, of what a call and its counterparts have in a slot.
-
-    The counterparts are several modules where a port splits a joint projection, and several calls
-    of one module where it calls it once a step.
-    """
-    expected = call.slots[slot]
-    if len({each.name for each in jax_calls}) > 1:
-        if slot in ("outputs", "output gradients"):
-            expected = {label: _in_order(array) for label, array in expected.items() if array.ndim}
-        actual = _of_parts(jax_calls, slot)
-    else:
-        actual = _stacked(jax_calls, slot)
-    for label, array in assigned(expected, actual):
-        yield label, expected[label], array
-
-
-def _stacked(calls: list[Call], slot: str) -> Rows:
+def stacked(calls: list[Call], slot: str) -> Rows:
     """The arrays of a module's calls, the calls as an axis if they are more than one."""
-    if len(calls) == 1:
-        return calls[0].slots[slot]
-    return {
-        label: np.stack(arrays)
-        for label, arrays in _common(calls, slot)
-        if len({array.shape for array in arrays}) == 1
+    first, *others = (call.slots[slot] for call in calls)
+    if not others:
+        return first
+    arrays = {
+        label: [array, *(other[label] for other in others)]
+        for label, array in first.items()
+        if all(label in other for other in others)
     }
-
-
-def _of_parts(calls: list[Call], slot: str) -> Rows:
-    """What several modules take and give together, the features `_in_order`."""
-    if slot == "inputs":
-        return calls[0].slots[slot]
-    if slot == "input gradients":
-        return {label: each.sum(axis=0) for label, each in _stacked(calls, slot).items()}
     return {
-        label: _in_order(np.concatenate(arrays, axis=-1))
-        for label, arrays in _common(calls, slot)
-        if len({array.shape[:-1] for array in arrays}) == 1 and all(a.ndim for a in arrays)
+        label: np.stack(each) for label, each in arrays.items() if len({a.shape for a in each}) == 1
     }
-
-
-def _in_order(array: np.ndarray) -> np.ndarray:
-    """The features of each place by their size, since nobody says which part gives which."""
-    return np.sort(array, axis=-1)
-
-
-def _common(calls: list[Call], slot: str) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """The arrays that all calls have, by label."""
-    for label in calls[0].slots[slot]:
-        if all(label in call.slots[slot] for call in calls):
-            yield label, [call.slots[slot][label] for call in calls]
 
 
 def assigned(expected: Rows, actual: Rows) -> Iterator[tuple[str, np.ndarray]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ PLAIN = 1e3
 """An error in float64 of so many bounds is plain to see, whatever random rounding explains."""
 
 
-RunAgain = Callable[[int, Any, str, Sequence[np.ndarray]], list[Rows]]
-"""What a call gives, by its number, where it takes other arrays under a label in a direction."""
+RunAgain = Callable[[int, Any, Collection[str], Sequence[np.ndarray]], list[Rows]]
+"""What the call of a number gives in a direction, where it takes each of some other arrays."""
 
 
 class OwnRun(NamedTuple):

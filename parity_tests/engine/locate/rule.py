@@ -78,18 +78,24 @@ class Rule:
         """What calls take or give that lead to what is right, whether JAX has it or not."""
 
     def culprit(self, frame: Call) -> Culprit:
+        """The culprit in a call, unless JAX stops a gradient there: that may be before it, too."""
+        found = self._descend(frame)
+        stopped = [c for c in self.evidence.stopped if found.call in (c, *c.ancestors)]
+        return self._unsure(found, *stopped) if stopped else found
+
+    def _descend(self, frame: Call) -> Culprit:
         """The culprit in a call that takes what is right and gives what is not."""
         evidence, children = self.evidence, self.children.get(frame, [])
         suspects = [c for c in children if self._is_suspect(c)]
         after = next((c for c in reversed(children) if evidence.is_right(c)), None)
         if not suspects:
-            return self._sure(frame, Culprit(frame, frame, after))
+            return Culprit(frame, frame, after)
         first, *others = suspects
         earlier = [c for c in children if self.begins[c] < self.begins[first]]
         after = next((c for c in reversed(earlier) if evidence.is_right(c)), None)
         here = Culprit(frame, frame, after, first)
         if not self.takes_right(first):
-            return self._sure(frame, here)
+            return here
         if not self._is_certain(first):
             taken = self.numbers(first)
             rivals = [c for c in others if c.weights and taken and self.numbers(c) == taken]
@@ -97,14 +103,12 @@ class Rule:
                 is_from_here = not taken <= self.numbers(frame)
                 return here if is_from_here else self._unsure(here, first, *rivals)
         if first in self.children:
-            return self.culprit(first)
+            return self._descend(first)
         return self._leaf(here, first)
 
     def _leaf(self, here: Culprit, leaf: Call) -> Culprit:
         """A call without others in it, or the code around that hands it what it takes."""
         alone = Culprit(leaf, leaf)
-        if leaf in self.evidence.stopped:
-            return self._unsure(here, leaf)
         if self._is_certain(leaf) or not self.evidence.states[leaf, self.direction.taken]:
             return alone
         taken, given = self.numbers(leaf), self.evidence.numbers(leaf, self.direction.given)
@@ -130,10 +134,6 @@ class Rule:
         if compared:
             return Culprit(compared[0], compared[0], before=leaf)
         return self._unsure(here, leaf) if around else alone
-
-    def _sure(self, frame: Call, culprit: Culprit) -> Culprit:
-        stopped = [c for c in self.evidence.stopped if frame in (c, *c.ancestors)]
-        return self._unsure(culprit, *stopped) if stopped else culprit
 
     def _unsure(self, culprit: Culprit, *others: Call) -> Culprit:
         return dataclasses.replace(culprit, call=None, candidates=(*others, culprit.within))

@@ -89,6 +89,7 @@ class Search:
     """
 
     def __init__(self, wanted: Sequence[Wanted]):
+        self.wanted = wanted
         self._by_size: dict[int, list[tuple[Wanted, np.ndarray, float]]] = {}
         self._by_rows: dict[int, list[Wanted]] = {}
         self._features: dict[int, list[tuple[int, np.ndarray]]] = {}

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,16 +80,20 @@ def observe(trace: Trace, call: Call, forward: str, backward: str, tree: Any) ->
 
 
 def run_again(
-    problem: Problem, number: int, direction: Direction, label: str, others: Sequence[np.ndarray]
+    problem: Problem,
+    number: int,
+    direction: Direction,
+    labels: Collection[str],
+    others: Sequence[np.ndarray],
 ) -> list[Rows]:
-    """What the call of this number gives, in float64, where it takes other arrays under a label."""
+    """What the call of this number gives, in float64, where it takes each of these instead."""
     found: list[Rows] = []
     number_of = itertools.count(1)  # 0 is the run
 
     def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         if next(number_of) == number:
             for other in map(torch.from_numpy, map(np.ascontiguousarray, others)):
-                found.append(_given(module, (args, kwargs), direction, label, other))
+                found.append(_given(module, (args, kwargs), direction, labels, other))
 
     def prepare(twin: torch.nn.Module) -> None:
         for module in twin.modules():
@@ -101,15 +105,19 @@ def run_again(
 
 
 def _given(
-    module: torch.nn.Module, inputs: Any, direction: Direction, label: str, other: torch.Tensor
+    module: torch.nn.Module,
+    inputs: Any,
+    direction: Direction,
+    labels: Collection[str],
+    other: torch.Tensor,
 ) -> Rows:
-    """What a module gives for inputs of which one is another, or for another gradient."""
+    """What a module gives where it takes another array under some labels."""
     is_forward = direction is FORWARD
     leaves: dict[str, torch.Tensor] = {}
     results: dict[str, torch.Tensor] = {}
 
     def leaf(name: str, x: torch.Tensor) -> torch.Tensor:
-        x = other if is_forward and name == label else x.detach()
+        x = other if is_forward and name in labels else x.detach()
         leaves[name] = x.clone().requires_grad_(x.is_floating_point() and not is_forward)
         return leaves[name]
 
@@ -120,7 +128,10 @@ def _given(
         return {name: as_array(x) for name, x in results.items()}
     differentiated = {name: x for name, x in leaves.items() if x.requires_grad}
     gradients = torch.autograd.grad(
-        results[label], [*differentiated.values()], other, allow_unused=True
+        [results[label] for label in labels],
+        [*differentiated.values()],
+        [other] * len(labels),
+        allow_unused=True,
     )
     given = zip(differentiated, gradients, strict=True)
     return {name: as_array(gradient) for name, gradient in given if gradient is not None}
