@@ -1,5 +1,7 @@
 """How malloc treats the memory that a process frees."""
 
+__all__ = ["tune_allocator"]
+
 import ctypes
 import sys
 

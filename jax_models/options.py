@@ -4,17 +4,19 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Required, TypedDict, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
 from jax_models.ops.checks import SCALARS, Scope, checked, checked_count, checked_size, described
 from jax_models.ops.checks import FloatingDtype as FloatingDtype
 from jax_models.ops.keywords import refuse_unknown, suggests_arguments
+from jax_models.ops.rows import Default
 
 Result = TypeVar("Result")
 Index = Annotated[int, "at least 0"]
@@ -22,6 +24,60 @@ Index = Annotated[int, "at least 0"]
 
 Initializer = Callable[..., Array]
 """A function `(key, shape, dtype)` that draws a parameter, as Flax's layers take it."""
+
+
+class NormOptions(TypedDict, total=False):
+    """The keyword arguments that layers and norms take."""
+
+    dtype: FloatingDtype | None
+    """The computation's dtype. None: from x and the parameters. States are carried, and norms,
+    softmaxes, filters and transforms computed, in at least float32."""
+    param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
+    """The parameters' dtype, by default float32."""
+    rngs: Required[nnx.Rngs]
+    """Draws the parameters (`params`) and the masks of dropout (`dropout`)."""
+
+
+class MatrixOptions(NormOptions, total=False):
+    """The keyword arguments that layers without biases take."""
+
+    kernel_init: Initializer | None
+    """Draws the matrices and the kernels of convolutions. None: as the layer says."""
+
+
+class LayerOptions(MatrixOptions, total=False):
+    """The keyword arguments that layers take."""
+
+    bias_init: Initializer | None
+    """Draws the biases. None: as the layer says, or else zero."""
+
+
+Options = TypeVar("Options")
+
+
+def only(kind: type[Options], options: Any) -> Options:
+    """Of some options, those that a TypedDict has."""
+    known: Any = {name: value for name, value in options.items() if name in kind.__annotations__}
+    return known
+
+
+norm_options: Callable[[Any], NormOptions] = partial(only, NormOptions)
+
+
+def with_inits(
+    options: Any,
+    kernel_init: Initializer,
+    bias_init: Initializer | None = nnx.initializers.zeros,
+    **others: Any,
+) -> dict[str, Any]:
+    """The options of a `Linear`, with a layer's own initializers where the caller gave none.
+
+    Without a `bias_init`, they are of a part that has no bias.
+    """
+    others |= norm_options(options)
+    if bias_init is not None:
+        others["bias_init"] = options.get("bias_init") or bias_init
+    return {**others, "kernel_init": options.get("kernel_init") or kernel_init}
 
 
 def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:

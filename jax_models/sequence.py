@@ -1,5 +1,8 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
+__all__ = ["SequenceLayer", "state_batch_axes"]
+
+import inspect
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import jax
@@ -9,7 +12,8 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops import carry_dtype
+from jax_models.explicit_axes import with_auto_axes
+from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import (
     as_array,
     checked_array,
@@ -19,7 +23,6 @@ from jax_models.ops.checks import (
     nan_rows,
     wrong_shape,
 )
-from jax_models.ops.segments import mask_padding
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts
 
@@ -62,16 +65,25 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         "own, and its `lengths`; between steps, replace a row's state with that of init_state"
     )
 
+    def __init_subclass__(cls, **kwargs: Any):
+        """Refuse a `sequence` of earlier versions, which took lengths and reset by themselves."""
+        super().__init_subclass__(**kwargs)
+        if "lengths" in inspect.signature(cls.sequence).parameters:
+            raise TypeError(
+                f"{cls.__name__}.sequence: expected (self, x, state, rows), got lengths and reset: "
+                "they are rows.lengths and rows.reset"
+            )
+
     def __init__(
         self,
         in_features: int,
         *,
-        time_major: bool = False,
         dtype: FloatingDtype | None = None,
         param_dtype: FloatingDtype = jnp.float32,
+        **others: Any,
     ):
+        """Keep the options that all layers have; the others are for the parameters."""
         self.in_features = in_features
-        self.time_major = time_major
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.param_dtype = jnp.dtype(param_dtype)
 
@@ -118,16 +130,27 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         self,
         x: Float[Array, "batch time in"],
         state: State,
-        lengths: Int[Array, " batch"] | None,
-        reset: Bool[Array, "batch time"] | None,
+        rows: Rows,
     ) -> tuple[Float[Array, "batch time out"], State]:
-        """The layer on checked, batch-major arguments. Inputs beyond `lengths` are zero."""
+        """The layer on checked, batch-major arguments. Inputs beyond a row's length are zero."""
         raise NotImplementedError
+
+    def split(self, x: Float[Array, "batch time in"]) -> Any:
+        """What `sequence` gets: x, or a tuple of the streams that stand side by side in x."""
+        return x
+
+    def joined_sequence(
+        self, x: Float[Array, "batch time in"], state: State, rows: Rows
+    ) -> tuple[Float[Array, "batch time out"], State]:
+        """`sequence`, where several streams come in and go out as one array."""
+        y, state = self.sequence(self.split(x), state, rows)
+        return jnp.concatenate(y, axis=-1) if isinstance(y, tuple) else y, state
 
     def torch_layouts(self) -> Layouts:
         """The weight tables of this layer, by layout name; the first is the one to export to."""
         raise NotImplementedError
 
+    @with_auto_axes
     def __call__(
         self,
         x: Float[ArrayLike, "batch time in"],
@@ -140,7 +163,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
 
         Args:
             x: (batch, time, features), or (time, batch, features) where the layer was built with
-                `time_major=True`, or one unbatched sequence (time, features).
+                `time_major=True` (an RNN, LSTM or GRU), or one unbatched sequence (time, features).
             state: the state to start from, as `init_state` shapes it (an unbatched sequence's has
                 no batch axis); zeros when None.
             lengths: how many steps of each row are real, 0 … time. Outputs beyond are zero, the
@@ -175,8 +198,9 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         lengths, outside = checked_lengths(lengths, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
 
-        y, last_state = self.sequence(mask_padding(x, lengths), start, lengths, reset)
-        y = mask_padding(y, lengths)
+        rows = Rows.of(time, lengths, reset, self.time_axis)
+        y, last_state = self.joined_sequence(rows.masked(x), start, rows)
+        y = rows.masked(y)
         if outside is not None:
             y, last_state = nan_rows(outside, (y, last_state), (0, state_batch_axes(self)))
         if not batched:
@@ -245,6 +269,15 @@ def state_batch_axes(layer: HasState) -> Any:
     return jax.tree.map(
         lambda a, b: next(i for i in range(a.ndim) if a.shape[i] != b.shape[i]), one, two
     )
+
+
+def refuse_time_major(name: str, layer: SequenceLayer) -> None:
+    """Refuse a layer with `time_major` inside of another."""
+    if layer.time_major:
+        raise ValueError(
+            f"{name}: expected a layer with time_major=False, got True: swap the axes of x around "
+            "the whole instead, as jnp.swapaxes(x, 0, 1) does"
+        )
 
 
 def check_time(name: str, time: int, max_length: int) -> None:

@@ -30,12 +30,6 @@ def test_memory_is_kept_from_the_call_on_and_not_from_the_import():
     assert done.stdout == "False True True\n"
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_systems_are_left_alone(monkeypatch, platform):
-    monkeypatch.setattr(sys, "platform", platform)
-    assert not jax_models.tune_allocator()
-
-
 def test_a_preloaded_malloc_is_left_alone(monkeypatch):
     monkeypatch.setattr(allocator, "library_of", {"malloc": "jemalloc.so.2"}.get)
     assert not jax_models.tune_allocator()
@@ -51,3 +45,9 @@ def test_commands_tune_before_anything_else(monkeypatch, capsys, command):
     with pytest.raises(SystemExit):
         runpy.run_module(command, run_name="__main__")
     assert calls == [command]
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_are_left_alone(monkeypatch, platform):
+    monkeypatch.setattr(sys, "platform", platform)
+    assert not jax_models.tune_allocator()

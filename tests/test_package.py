@@ -8,9 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 BLOCKED = """
 import sys
@@ -49,25 +47,22 @@ print(time.perf_counter() - start)
     assert float(run(code)) < 2
 
 
-def test_exported_arrays_survive_safetensors(tmp_path):
-    """Version 0.8.0 scrambles arrays that are not C-contiguous."""
-    from flax import nnx
-
-    from jax_models import LSTM, to_torch
-
-    weights = to_torch(LSTM(3, 4, rngs=nnx.Rngs(0)))
-    save_file(weights, tmp_path / "weights.safetensors")
-    for name, array in load_file(tmp_path / "weights.safetensors").items():
-        np.testing.assert_array_equal(array, weights[name])
-
-
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
     "jax_models/ops": ["jax_models.ops"],
     "jax_models/weights": ["jax_models.ops.keywords", "jax_models.weights"],
     "jax_models/options.py": ["jax_models.ops"],
-    "jax_models/sequence.py": ["jax_models.ops", "jax_models.options", "jax_models.weights"],
+    "jax_models/explicit_axes.py": [],
+    "jax_models/sequence.py": [
+        "jax_models.explicit_axes",
+        "jax_models.ops",
+        "jax_models.options",
+        "jax_models.weights",
+    ],
+    "jax_models/mesh_axes.py": [],
     "jax_models/layers": [
+        "jax_models.explicit_axes",
+        "jax_models.mesh_axes",
         "jax_models.ops",
         "jax_models.options",
         "jax_models.sequence",
@@ -198,10 +193,28 @@ except SystemExit as stop:
     assert run(BLOCKED + code) == needed
 
 
-def test_the_version_is_the_distributions():
-    import jax_models
+@pytest.mark.parametrize("package", ["jax_models", "torch_ref"])
+def test_the_package_gathers_the_public_names_of_its_modules(package):
+    """A new module needs a line `from … import *` in the package, and no list of its names."""
+    import pkgutil
+    from importlib import import_module
 
-    assert jax_models.__version__ == importlib.metadata.version("twinscan")
+    package = import_module(package)
+    modules = [
+        import_module(module.name)
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        if not module.ispkg and ".ops." not in module.name
+    ]
+    listed = {name for module in modules for name in getattr(module, "__all__", ())}
+    assert listed == {*package.__all__}
+    forgotten = {
+        f"{module.__name__}: {name}"
+        for module in modules
+        if module.__name__.split(".")[-2] in ("layers", "models") and not hasattr(module, "__all__")
+        for name, value in vars(module).items()
+        if name.endswith(("Block", "LanguageModel")) and value.__module__ == module.__name__
+    }
+    assert not forgotten
 
 
 def test_every_state_can_be_exported():

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
-from unittest import mock
 
 import tyro
 from rich.console import Console
@@ -30,8 +29,6 @@ CHIPS = ("v5e", "v6e")
 SHAPES = ("1x1", "2x4", "16x16")
 SCHEMA = 1
 """The version of the JSON; `docs/tpu-compile.md` describes it."""
-ON_TPU = mock.patch("jax_models.ops.causal_attention.default_backend", return_value="tpu")
-"""Attention in the tiles that a machine with a TPU would choose."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +121,7 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    with ON_TPU, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(compile_program, asked_for)
         progress = Console(stderr=True)
         outcomes = [*track(compiled, "compiling", len(asked_for), console=progress, transient=True)]

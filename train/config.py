@@ -3,42 +3,21 @@
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast
 
 import tyro
 
-from jax_models import (
-    GPModelConfig,
-    GriffinLanguageModelConfig,
-    HawkLanguageModelConfig,
-    HippogriffLanguageModelConfig,
-    HyenaDNALanguageModelConfig,
-    LanguageModelConfig,
-    RNNLanguageModelConfig,
-    RWKV6LanguageModelConfig,
-    RWKV7LanguageModelConfig,
-    RWKVLanguageModelConfig,
-)
+from jax_models import LanguageModelConfig, RNNLanguageModelConfig
+from jax_models.models.architecture import architectures
+from jax_models.models.language_model import Preset
 from jax_models.options import CheckedFields
 from train.checks import Paths, Positive, Seed
 from train.mesh import MeshConfig
 from train.optimizer import OptimizerConfig
 
-MODEL_CONFIGS = {
-    config.__name__: config
-    for config in (
-        RNNLanguageModelConfig,
-        HawkLanguageModelConfig,
-        GriffinLanguageModelConfig,
-        HippogriffLanguageModelConfig,
-        RWKVLanguageModelConfig,
-        RWKV6LanguageModelConfig,
-        RWKV7LanguageModelConfig,
-        GPModelConfig,
-        HyenaDNALanguageModelConfig,
-    )
-}
+MODEL_CONFIGS = {config.__name__: config for config in architectures(LanguageModelConfig)}
 """The language models, by the name that a run's config.json keeps."""
 ModelConfig = Union[tuple(MODEL_CONFIGS.values())]  # noqa: UP007
 
@@ -130,115 +109,82 @@ class TrainConfig(CheckedFields):
         return dataclasses.replace(self, num_steps=num_steps, num_epochs=None)
 
 
-_SHAKESPEARE = TrainConfig(
-    model=RNNLanguageModelConfig(cell="lstm", embedding_features=64, hidden_features=256),
-    optimizer=OptimizerConfig(learning_rate=4e-3, schedule="cosine"),
-    num_steps=1000,
-    batch_size=32,
-    window=128,
-    eval_every=200,
-    eval_batches=20,
-)
+def changed(config: Any, options: Mapping[str, Any]) -> Any:
+    """The config with other values of some fields, which are named as on the command line.
 
-_SHAKESPEARE_WARM = dataclasses.replace(
-    _SHAKESPEARE,
-    optimizer=dataclasses.replace(_SHAKESPEARE.optimizer, warmup_steps=40),
-    num_steps=600,
-)
+    Raises:
+        TypeError: there is no such field.
 
-_SHAKESPEARE_SMALL_BATCHES = dataclasses.replace(
-    _SHAKESPEARE_WARM,
-    optimizer=dataclasses.replace(
-        _SHAKESPEARE_WARM.optimizer, learning_rate=2e-3, betas=(0.9, 0.99)
-    ),
-    num_steps=2300,
-    batch_size=8,
-    eval_every=460,
-)
+    """
+    for name, value in options.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            value = changed(getattr(config, outer), {inner: value})
+        config = dataclasses.replace(config, **{outer: value})
+    return config
 
-_ANNOTATED_HYENA = TrainConfig(
-    model=GPModelConfig(embedding_dropout_rate=0.2),
-    optimizer=OptimizerConfig(
-        learning_rate=6e-4, betas=(0.9, 0.98), weight_decay=0.4, clip_norm=0.2
-    ),
-    num_epochs=40.0,
-    val_rows=3200,
-    batch_size=64,
-    window=128,
-    eval_every=100,
-    eval_batches=50,
-    dtype="bfloat16",
-)
 
-_ANNOTATED = {
-    "annotated-hyena": _ANNOTATED_HYENA,
-    "annotated-attention": dataclasses.replace(
-        _ANNOTATED_HYENA,
-        model=dataclasses.replace(
-            _ANNOTATED_HYENA.model, block="attention", features=384, block_dropout_rate=0.2
-        ),
-        optimizer=dataclasses.replace(
-            _ANNOTATED_HYENA.optimizer, learning_rate=3e-4, weight_decay=0.1
-        ),
-    ),
-    "authentic-hyena": dataclasses.replace(
-        _ANNOTATED_HYENA,
-        model=dataclasses.replace(_ANNOTATED_HYENA.model, block="authentic-hyena", num_layers=2),
-        optimizer=dataclasses.replace(_ANNOTATED_HYENA.optimizer, weight_decay=1.0),
-        num_epochs=10.0,
-    ),
+_SHAKESPEARE = {
+    "optimizer.learning_rate": 4e-3,
+    "optimizer.schedule": "cosine",
+    "num_steps": 1000,
+    "batch_size": 32,
+    "window": 128,
+    "eval_every": 200,
+    "eval_batches": 20,
 }
+_WARMUP = _SHAKESPEARE | {"optimizer.warmup_steps": 40, "num_steps": 600}
+_ANNOTATED_HYENA = {
+    "optimizer.betas": (0.9, 0.98),
+    "optimizer.clip_norm": 0.2,
+    "num_epochs": 40.0,
+    "val_rows": 3200,
+    "batch_size": 64,
+    "window": 128,
+    "eval_every": 100,
+    "eval_batches": 50,
+    "dtype": "bfloat16",
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "all-work": {},
+    "shakespeare": _SHAKESPEARE,
+    "shakespeare-warmup": _WARMUP,
+    "shakespeare-small-batches": _WARMUP
+    | {
+        "optimizer.learning_rate": 2e-3,
+        "optimizer.betas": (0.9, 0.99),
+        "num_steps": 2300,
+        "batch_size": 8,
+        "eval_every": 460,
+    },
+    "annotated-hyena": _ANNOTATED_HYENA,
+    "annotated-hyena-small": _ANNOTATED_HYENA  # two cores finish it in ten minutes
+    | {
+        "optimizer.schedule": "cosine",
+        "optimizer.warmup_steps": 40,
+        "num_epochs": 3.0,
+        "batch_size": 32,
+        "eval_every": 200,
+        "eval_batches": 20,
+        "dtype": "float32",
+    },
+}
+"""The options of a run, apart from its model, that several presets have in common."""
 
 
-def _small(config: TrainConfig, num_layers: int) -> TrainConfig:
-    """A run of the Annotated Hyena that two cores finish in ten minutes."""
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, features=192, num_layers=num_layers),
-        optimizer=dataclasses.replace(
-            config.optimizer,
-            learning_rate=5 * config.optimizer.learning_rate,
-            schedule="cosine",
-            warmup_steps=40,
-        ),
-        num_epochs=3.0,
-        batch_size=32,
-        eval_every=200,
-        eval_batches=20,
-        dtype="float32",
-    )
+def _run_of(name: str, preset: Preset) -> TrainConfig:
+    if preset.recipe not in RECIPES:
+        expected = ", ".join(RECIPES)
+        raise ValueError(f"preset {name}: expected a recipe of {expected}, got {preset.recipe}")
+    return changed(TrainConfig(preset.model), {**RECIPES[preset.recipe], **preset.options})
 
 
 PRESETS = {
-    "all-work": TrainConfig(),
-    "lstm": _SHAKESPEARE,
-    "gru": dataclasses.replace(
-        _SHAKESPEARE, model=dataclasses.replace(_SHAKESPEARE.model, cell="gru")
-    ),
-    "rnn": dataclasses.replace(
-        _SHAKESPEARE,
-        model=dataclasses.replace(_SHAKESPEARE.model, cell="rnn"),
-        optimizer=dataclasses.replace(_SHAKESPEARE.optimizer, learning_rate=1e-3, clip_norm=1.0),
-    ),
-    "min-gru": dataclasses.replace(
-        _SHAKESPEARE, model=dataclasses.replace(_SHAKESPEARE.model, cell="min_gru", num_layers=3)
-    ),
-    "hawk": dataclasses.replace(
-        _SHAKESPEARE_WARM, model=HawkLanguageModelConfig(parameterization="softplus")
-    ),
-    "griffin": dataclasses.replace(_SHAKESPEARE_WARM, model=GriffinLanguageModelConfig()),
-    "hippogriff": dataclasses.replace(_SHAKESPEARE_WARM, model=HippogriffLanguageModelConfig()),
-    "rwkv": dataclasses.replace(_SHAKESPEARE_WARM, model=RWKVLanguageModelConfig()),
-    "rwkv6": dataclasses.replace(_SHAKESPEARE_SMALL_BATCHES, model=RWKV6LanguageModelConfig()),
-    "rwkv7": dataclasses.replace(_SHAKESPEARE_SMALL_BATCHES, model=RWKV7LanguageModelConfig()),
-    "hyena-dna": dataclasses.replace(
-        _SHAKESPEARE_WARM, model=HyenaDNALanguageModelConfig(context_length=128)
-    ),
-    **_ANNOTATED,
-    "annotated-hyena-small": _small(_ANNOTATED["annotated-hyena"], num_layers=3),
-    "annotated-attention-small": _small(_ANNOTATED["annotated-attention"], num_layers=3),
-    "authentic-hyena-small": _small(_ANNOTATED["authentic-hyena"], num_layers=2),
+    name: _run_of(name, preset)
+    for config in MODEL_CONFIGS.values()
+    for name, preset in config.presets().items()
 }
+"""The presets that the config classes of the architectures declare."""
 
 
 def to_fields(config: TrainConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`python -m train.export`: a run's weights for its torch twin, and proof that they fit."""
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,10 +52,9 @@ def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
     import torch
     from safetensors.torch import load_file
 
-    import torch_ref
-
     config = model.config
-    twin = getattr(torch_ref, type(config).__name__.removesuffix("Config")).from_config(config)
+    twins = importlib.import_module(config.twin)
+    twin = getattr(twins, type(config).__name__.removesuffix("Config")).from_config(config)
     twin.load_state_dict(load_file(path))
     tokens = np.random.default_rng(0).integers(
         0, config.vocab_size, (8, min(model.context_length or 128, 128))

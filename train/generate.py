@@ -28,8 +28,8 @@ class Arguments(CheckedFields):
     run: Path | None = None
     """The folder of the run."""
     weights: Path | None = None
-    """A published checkpoint instead of a run: a .pth or .safetensors file of RWKV-4, 6 or 7 or
-    HyenaDNA, or a folder with transformers' RecurrentGemma."""
+    """A published checkpoint instead of a run: a file or a folder as load_pretrained takes it, such
+    as a .pth of RWKV or transformers' folder of a RecurrentGemma."""
     prompt: str | None = None
     """The text to continue. By default, a run's model continues its end-of-text token, or else the
     first token of its vocabulary."""

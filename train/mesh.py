@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jax_models.mesh_axes import VOCABULARY, declared_mesh_axes
 from jax_models.options import CheckedFields
+from train.digest import by_path
 
 DATA, SEQUENCE, MODEL = "data", "sequence", "model"
 BATCH_AXES = (DATA, SEQUENCE)
@@ -26,47 +27,6 @@ HOST_DEVICES = "xla_force_host_platform_device_count"
 THREADS_OF_DEVICE = 4
 """XLA's devices on a CPU share a pool of `NPROC` threads, in which collectives wait for each other.
 With one thread a device they wait forever, with two they did not."""
-
-COLUMNS, ROWS, UNITS = P(None, MODEL), P(MODEL, None), P(MODEL)
-WIDE = (
-    # Hawk: the recurrence's features
-    (r"hawk\.(gate|recurrent)_proj\.kernel", COLUMNS),
-    (r"hawk\.conv\.kernel", COLUMNS),
-    (r"hawk\.conv\.bias", UNITS),
-    (r"hawk\.rglru\.(input|recurrence)_gate\.kernel", COLUMNS),
-    (r"hawk\.rglru\.a(_param)?", UNITS),
-    (r"hawk\.out_proj\.kernel", ROWS),
-    # Griffin: the recurrence's features, by blocks of its gates, or the queries' heads
-    (r"temporal_block\.(recurrent|q)_proj\.kernel", COLUMNS),
-    (r"temporal_block\.(recurrent|q)_proj\.bias", UNITS),
-    (r"temporal_block\.conv\.kernel", COLUMNS),
-    (r"temporal_block\.conv\.bias", UNITS),
-    (r"temporal_block\.rglru\.(input|recurrence)_gate\.(kernel|bias)", UNITS),
-    (r"temporal_block\.rglru\.a_param", UNITS),
-    (r"temporal_block\.out_proj\.kernel", ROWS),
-    # the MLPs of Hawk, Griffin and attention: the hidden units
-    (r"(gate|up)_proj\.kernel", COLUMNS),
-    (r"(gate|up)_proj\.bias", UNITS),
-    (r"down_proj\.kernel", ROWS),
-    # RWKV's time mix: the features, or the heads
-    (r"att\.(receptance|key|value|gate)\.kernel", COLUMNS),
-    (r"att\.(time_decay|time_first|w0|a0|v0|k_k|k_a)", UNITS),
-    (r"att\.(time_decay_w2|w2|a2|v2|g2)", COLUMNS),
-    (r"att\.(time_faaaa|r_k)", ROWS),
-    (r"att\.ln_x\.(scale|bias)", UNITS),
-    (r"att\.output\.kernel", ROWS),
-    # RWKV's channel mix: the hidden units
-    (r"ffn\.key\.kernel", COLUMNS),
-    (r"ffn\.value\.kernel", ROWS),
-)
-"""The parameters that the axis `model` divides, by the end of their paths; others are whole."""
-
-VOCABULARY = (
-    (r"embedding\.embedding", ROWS),
-    (r"head\.kernel", COLUMNS),
-    (r"head\.bias", UNITS),
-)
-"""Those that it divides as well where it divides the vocabulary, whose size is the text's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,36 +115,60 @@ def build_mesh(config: MeshConfig, *, rows: int, window: int, devices: Sequence[
     )
 
 
+def places(model: nnx.Module, mesh: Mesh | AbstractMesh, *, fully_sharded: bool) -> dict[str, P]:
+    """Where each parameter of a model is, by its path.
+
+    The axis `model` divides what the model's layers declare as their `mesh_axes`.
+
+    Raises:
+        ValueError: the layers declare nothing that the axis `model` could divide, or it does not
+            divide it evenly.
+
+    """
+    declared = declared_mesh_axes(model)
+    names = {axis[0] for axis in declared.values() if axis is not None}
+    if mesh.shape[MODEL] > 1 and not names - {VOCABULARY}:
+        raise ValueError(
+            f"mesh.model: expected 1, since no layer of {type(model).__name__} declares mesh_axes "
+            f"that devices could divide, got {mesh.shape[MODEL]}"
+        )
+    specs = {}
+    for path, param in by_path(nnx.state(model, nnx.Param)).items():
+        name = path.removesuffix(".value")
+        specs[path] = place(name, param.shape, declared.get(name), mesh, fully_sharded)
+    return specs
+
+
 def place(
-    path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, fully_sharded: bool
+    path: str,
+    shape: tuple[int, ...],
+    declared: tuple[str, int] | None,
+    mesh: Mesh | AbstractMesh,
+    fully_sharded: bool,
 ) -> P:
     """Where a parameter is: which of its axes the mesh divides.
 
     Raises:
-        ValueError: the axis `model` does not divide it.
+        ValueError: the axis `model` does not divide the declared axis.
 
     """
     model = mesh.shape[MODEL]
-    spec = [*(divided_by_model(path, WIDE) or ())] if model > 1 else []
-    for size, axis in zip(shape, spec, strict=False):
-        if axis == MODEL and size % model:
-            raise ValueError(f"mesh.model: expected a divisor of the {size} of {path}, got {model}")
-    of_vocabulary = divided_by_model(path, VOCABULARY)
-    if of_vocabulary and model > 1 and shape[of_vocabulary.index(MODEL)] % model == 0:
-        spec = [*of_vocabulary]
-    spec += [None] * (len(shape) - len(spec))
+    spec: list[Any] = [None] * len(shape)
+    if declared is not None and model > 1:
+        name, axis = declared
+        if shape[axis] % model == 0:
+            spec[axis] = MODEL
+        elif name != VOCABULARY:
+            raise ValueError(
+                f"mesh.model: expected a divisor of {shape[axis]}, the size of axis {name!r} of "
+                f"{path}, got {model}"
+            )
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if fully_sharded and parts > 1:
         free = [i for i, axis in enumerate(spec) if axis is None and shape[i] % parts == 0]
         if free:
             spec[max(free, key=lambda i: shape[i])] = BATCH_AXES
     return P(*spec)
-
-
-def divided_by_model(path: str, table: Sequence[tuple[str, P]]) -> P | None:
-    """Which of a parameter's axes `model` divides, by a table."""
-    found = (spec for pattern, spec in table if re.search(rf"(^|\.){pattern}$", path))
-    return next(found, None)
 
 
 def only(spec: P, *axes: Any) -> P:

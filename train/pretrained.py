@@ -8,14 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jax_models import (
-    HyenaDNALanguageModelConfig,
-    LanguageModel,
-    LanguageModelConfig,
-    load_pretrained,
-)
+from jax_models import LanguageModel, LanguageModelConfig, load_pretrained
 from jax_models.weights.checkpoint import json_object
-from train.published_vocabulary import PUBLISHED, Nucleotides, World
+from train.published_vocabulary import PUBLISHED, World
 from train.tokens import Tokens, until_end
 from train.vocabulary import Subwords
 from twinscan.command_line import CommandLineError, in_one_line
@@ -62,7 +57,7 @@ class OwnTokens(Subwords):
 
 
 def read_model(path: Path) -> LanguageModel:
-    """The model in a file of torch's or of safetensors, or the RecurrentGemma in a folder.
+    """The language model in a file or a folder.
 
     Raises:
         CommandLineError: there is no such file, or no such model in it.
@@ -77,8 +72,8 @@ def read_model(path: Path) -> LanguageModel:
 
 def tokenizer_of(config: LanguageModelConfig, path: Path) -> str | None:
     """The vocabulary of the model in a file or a folder, by `--tokenizer`; None if unknown."""
-    if isinstance(config, HyenaDNALanguageModelConfig):
-        return Nucleotides.name
+    if config.tokenizer is not None:
+        return config.tokenizer
     if (path / TOKENIZER).exists():
         return str(path / TOKENIZER)
     return World.name if config.vocab_size == World.size else None

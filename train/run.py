@@ -24,6 +24,7 @@ from train.files import faults_of, whole
 from train.hosts import is_first
 from train.mesh import MeshConfig, build_mesh
 from train.optimizer import build_optimizer, forms, reformed
+from train.renamed import with_new_paths, with_old_paths
 from train.step import Trainer, TrainState
 from train.vocabulary import Vocabulary
 from train.vocabulary import from_fields as vocabulary_from_fields
@@ -130,11 +131,12 @@ class Run:
 
         """
         like = trainer.initial_state()
-        others = [
-            like._replace(optimizer_state=form) for form in forms(like.optimizer_state, like.params)
-        ]
+        likes = [like]
+        for form in forms(like.optimizer_state, like.params):
+            likes.append(like._replace(optimizer_state=form))
+        earlier = [old for each in likes for old in with_old_paths(each)]
         try:
-            state = self.checkpoints.restore(like, *others)
+            state = with_new_paths(self.checkpoints.restore(*likes, *earlier))
         except FileNotFoundError:
             state = None
         faults = [

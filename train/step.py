@@ -18,19 +18,16 @@ from jax_models.ops import carry_dtype
 from jax_models.options import Index, checked_options
 from train.accumulation import accumulated
 from train.checks import Seed
-from train.digest import by_path
 from train.mesh import (
     BATCH_AXES,
     DATA,
     MODEL,
     SEQUENCE,
-    WIDE,
-    divided_by_model,
     gathered_axis,
     in_layers,
     only,
-    place,
     placed,
+    places,
 )
 from train.optimizer import AveragedState, apply_gradient
 from train.windows import Windows
@@ -83,7 +80,7 @@ class Trainer:
 
     Raises:
         NotImplementedError: the model's time cannot be divided, or its state not be reset.
-        ValueError: the model has nothing that the axis `model` divides, or not evenly.
+        ValueError: no layer declares what the axis `model` could divide, or it does not divide it.
 
     """
 
@@ -105,16 +102,7 @@ class Trainer:
         self.graphdef, self.initial_params, self.rest = nnx.split(model, nnx.Param, ...)
         self.optimizer = optimizer
         self.dropout_key = jax.random.key(seed)
-        self.specs = {
-            path: place(path.removesuffix(".value"), x.shape, mesh, fully_sharded=fully_sharded)
-            for path, x in by_path(self.initial_params).items()
-        }
-        paths = {path.removesuffix(".value"): spec for path, spec in self.specs.items()}
-        if mesh.shape[MODEL] > 1 and not any(divided_by_model(path, WIDE) for path in paths):
-            raise ValueError(
-                f"mesh.model: expected 1, since {type(model).__name__} has no projections that "
-                f"devices can divide, got {mesh.shape[MODEL]}"
-            )
+        self.specs = places(model, mesh, fully_sharded=fully_sharded)
         view = nnx.view(model, batch_axis=DATA, raise_if_not_found=False)
         if (count := mesh.shape[SEQUENCE]) > 1:
             try:
@@ -123,7 +111,7 @@ class Trainer:
                 raise NotImplementedError(
                     f"mesh.sequence: expected 1, got {count}: {error}"
                 ) from None
-        placed(view, {path: in_layers(spec, mesh) for path, spec in paths.items()})
+        placed(view, {p.removesuffix(".value"): in_layers(s, mesh) for p, s in self.specs.items()})
         self.local_graphdef, local_params, _ = nnx.split(view, nnx.Param, ...)
         self.local_structure = jax.tree.structure(local_params)
         if end_of_text is not None:

@@ -1,5 +1,7 @@
 """LSTM, GRU, SimpleRNN, RNN and Bidirectional layers of Keras."""
 
+__all__ = ["from_keras", "keras_table"]
+
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -116,7 +118,10 @@ def _tables(layer: Any) -> Iterator[Table]:
     elif isinstance(layer, Reversed):
         parts = {"layer": layer.layer}
     else:
-        raise TypeError(f"layer: expected LSTM, GRU or RNN, got a {type(layer).__name__}")
+        raise TypeError(
+            "layer: expected an LSTM, GRU or RNN, or a Stack, Reversed or Bidirectional of them, "
+            f"got a {type(layer).__name__}"
+        )
     for name, part in parts.items():
         yield from (nested(table, name, "") for table in _tables(part))
 
@@ -186,14 +191,16 @@ def _of_cell(cell: Any, dtype: Any) -> RecurrentStack:
         expected = ", ".join(f"{name}Cell" for name in KINDS)
         raise ValueError(f"layer: expected cells of {expected}, got {type(cell).__name__}")
     config = cell.get_config()
+    activations = ("tanh", "relu") if kind == "SimpleRNN" else ("tanh",)
+    for name, expected in (("activation", activations), ("recurrent_activation", ("sigmoid",))):
+        if config.get(name, expected[0]) not in expected:
+            raise ValueError(
+                f"layer: {type(cell).__name__} {cell.name}: expected {name} "
+                f"{' or '.join(map(repr, expected))}, got {config[name]!r}"
+            )
     options: dict[str, Any] = {}
-    if kind == "SimpleRNN" and config["activation"] == "relu":
-        options["nonlinearity"] = "relu"
-    elif config["activation"] != "tanh":
-        raise ValueError(f"layer: expected activation 'tanh', got {config['activation']!r}")
-    of_gates = config.get("recurrent_activation", "sigmoid")
-    if of_gates != "sigmoid":
-        raise ValueError(f"layer: expected recurrent_activation 'sigmoid', got {of_gates!r}")
+    if kind == "SimpleRNN":
+        options["nonlinearity"] = config["activation"]
     if kind == "GRU":
         options["reset_after"] = config["reset_after"]
     names = ["kernel", "recurrent_kernel", "bias"]

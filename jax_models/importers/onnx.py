@@ -1,5 +1,7 @@
 """LSTM, GRU and RNN nodes of ONNX models."""
 
+__all__ = ["from_onnx", "onnx_table"]
+
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -100,7 +102,7 @@ def from_onnx(
 
 
 @checked_options
-def onnx_table(layer: RecurrentStack) -> Table:
+def onnx_table(layer: LSTM | GRU | RNN) -> Table:
     """The weights of a layer as ONNX's `W`, `R`, `B` and `P`: a `layout` of `to_torch`.
 
         >>> layer = LSTM(5, 6, bidirectional=True, rngs=nnx.Rngs(0))
@@ -111,6 +113,8 @@ def onnx_table(layer: RecurrentStack) -> Table:
         ValueError: the layer has what no node has: several layers, a projection, one of two biases.
 
     """
+    if not isinstance(layer, tuple(ORDERS)):
+        raise TypeError(f"layer: expected an LSTM, GRU or RNN, got a {type(layer).__name__}")
     first = layer.cells[0]
     if (
         layer.num_layers > 1

@@ -20,7 +20,7 @@ Kind = type[RNN] | type[LSTM] | type[GRU]
 def loaded(
     kind: Kind,
     weights: Mapping[str, np.ndarray],
-    table: Callable[[RecurrentStack], Table],
+    table: Callable[[Any], Table],
     dtype: Any,
     **options: Any,
 ) -> RecurrentStack:

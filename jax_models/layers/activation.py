@@ -18,7 +18,7 @@ MixerActivation = Literal["identity", "gelu", "relu", "sigmoid", "silu", "softpl
 
 ACTIVATIONS: dict[GateActivation | MixerActivation, Callable[[Array], Array]] = {
     "identity": lambda x: x,
-    "gelu": ops.gelu,
+    "gelu": lambda x: ops.gelu(x),
     "gelu_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
     "sigmoid": jax.nn.sigmoid,

@@ -1,17 +1,20 @@
 """The pre-norm transformer block with which The Annotated Hyena compares Hyena."""
 
-from typing import NamedTuple
+__all__ = ["SelfAttentionBlock", "SelfAttentionState"]
+
+from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jax_models import ops
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
-from jax_models.ops.segments import active_steps, at_end, positions_after
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.mesh_axes import first_axis, last_axis
+from jax_models.ops.rows import Rows, at_end
+from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, layer_norm, linear, same, transposed
 
@@ -44,13 +47,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         num_heads: number of heads, each of size features / num_heads.
         max_length: the longest sequence, and the slots of the state.
         dropout_rate: dropout, in training, of the attention weights and of the MLP's output.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. The softmax and the
-            state are in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices. None: as torch does.
-        bias_init: draws their biases. None: zero.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        **options: as in `LayerOptions`. Matrices start as in torch, biases at zero.
 
     Raises:
         ValueError: a size is not positive, the heads do not divide the features, or (at the call)
@@ -67,32 +64,24 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         *,
         max_length: int = 1024,
         dropout_rate: float = 0.0,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(features, **options)
         self.num_heads = num_heads
         if features % num_heads:
             raise ValueError(
                 f"num_heads: expected a divisor of features={features}, got {num_heads}"
             )
         self.max_length = max_length
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.ln1 = LayerNorm(features, **options)
-        self.ln3 = LayerNorm(features, **options)
-        options["bias_init"] = bias_init or nnx.initializers.zeros
-        xavier = kernel_init or nnx.initializers.xavier_uniform()
-        narrow = kernel_init or torch_uniform(features)
-        wide = kernel_init or torch_uniform(4 * features)
-        self.in_proj = Linear(features, 3 * features, kernel_init=xavier, **options)
-        self.out_proj = Linear(features, features, kernel_init=narrow, **options)
-        self.up_proj = Linear(features, 4 * features, kernel_init=narrow, **options)
-        self.down_proj = Linear(4 * features, features, kernel_init=wide, **options)
-        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        self.ln1 = LayerNorm(features, **norm_options(options))
+        self.ln3 = LayerNorm(features, **norm_options(options))
+        narrow, wide = (with_inits(options, torch_uniform(n)) for n in (features, 4 * features))
+        xavier = with_inits(options, nnx.initializers.xavier_uniform())
+        self.in_proj = Linear(features, 3 * features, **xavier)
+        self.out_proj = Linear(features, features, **narrow)
+        self.up_proj = Linear(features, 4 * features, **narrow)
+        self.down_proj = Linear(4 * features, features, **wide)
+        self.dropout = Dropout(dropout_rate, rngs=options["rngs"])
 
     def init_state(self, batch_size: int) -> SelfAttentionState:
         """No keys yet, in at least float32."""
@@ -105,7 +94,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         """None: at the beginning there is nothing to attend to but x."""
         return None
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """Attention, then the MLP, each added to what it reads."""
         x = x.astype(self.computation_dtype(x))
         heads = (self.num_heads, self.in_features // self.num_heads)
@@ -113,7 +102,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
             part.reshape(*part.shape[:2], *heads)
             for part in jnp.split(self.in_proj(self.ln1(x)), 3, axis=-1)
         )
-        attended, state = self.attend(q, k, v, state, lengths, reset)
+        attended, state = self.attend(q, k, v, state, rows)
         z = x + self.out_proj(attended.reshape(x.shape).astype(x.dtype))
         mlp = self.down_proj(ops.gelu(self.up_proj(self.ln3(z))))
         return z + self.dropout(mlp), state
@@ -124,19 +113,20 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         k: Float[Array, "batch time heads head_features"],
         v: Float[Array, "batch time heads head_features"],
         state: SelfAttentionState | None,
-        lengths: Int[Array, " batch"] | None,
-        reset: Bool[Array, "batch time"] | None,
+        rows: Rows,
     ) -> tuple[Float[Array, "batch time heads head_features"], SelfAttentionState]:
         """Attention over the state's keys and those of the sequence, and the state after it."""
         batch_size, time = q.shape[:2]
-        if reset is None:
+        if rows.reset is None:
             check_time("x", time, self.max_length)
         before = self.init_state(batch_size) if state is None else state
-        positions = positions_after(before.position, time, reset)
-        document = None if reset is None else jnp.cumsum(reset, axis=1, dtype=jnp.int32)
-        after = _written(before, k, v, positions, document, lengths)
+        positions, end = rows.positions(before.position, time)
+        document = None
+        if rows.reset is not None:
+            document = jnp.cumsum(rows.reset, axis=1, dtype=jnp.int32)
+        after = _written(before, k, v, positions, end, document, rows)
         slots = jnp.arange(self.max_length, dtype=jnp.int32)[None, None]
-        if state is not None and time == 1 and reset is None and lengths is None:
+        if state is not None and time == 1 and rows == Rows():
             k, v = after.keys, after.values
             mask = slots <= positions[..., None]
         else:
@@ -156,6 +146,13 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         y = ops.attention(q, k, v, mask, dropout=self.dropout if drops else None)
         return jnp.where((positions < self.max_length)[..., None, None], y, jnp.nan), after
+
+    mesh_axes = (
+        last_axis("heads", "in_proj")
+        | first_axis("heads", "out_proj.kernel")
+        | last_axis("hidden", "up_proj")
+        | first_axis("hidden", "down_proj.kernel")
+    )
 
     def torch_layouts(self) -> Layouts:
         """`annotated-hyena`: the keys of torch_ref.SelfAttentionBlock."""
@@ -177,22 +174,22 @@ def _written(
     k: Float[Array, "batch time heads head_features"],
     v: Float[Array, "batch time heads head_features"],
     positions: Int[Array, "batch time"],
+    end: Int[Array, " batch"],
     document: Int[Array, "batch time"] | None,
-    lengths: Int[Array, " batch"] | None,
+    rows: Rows,
 ) -> SelfAttentionState:
     """The state with the keys and values of each row's last document in their slots."""
     batch_size, time = positions.shape
     cache = {"keys": state.keys, "values": state.values}
-    active = active_steps(time, lengths)
-    kept = jnp.ones((batch_size, time), bool) if active is None else active
+    kept = jnp.ones((batch_size, time), bool) if rows.active is None else rows.active
     if document is not None:
-        last = at_end(jnp.zeros(batch_size, jnp.int32), document, lengths)
+        last = at_end(jnp.zeros(batch_size, jnp.int32), document, rows.lengths)
         kept = kept & (document == last[:, None])
         carried = (last == 0)[:, None, None, None]
         cache = {name: jnp.where(carried, array, 0) for name, array in cache.items()}
-    rows = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
+    row = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
     slots = jnp.where(kept, positions, state.keys.shape[1])
     for name, new in {"keys": k, "values": v}.items():
         new = new.astype(cache[name].dtype)
-        cache[name] = cache[name].at[rows, slots].set(new, mode="drop")
-    return SelfAttentionState(at_end(state.position, positions + 1, lengths), **cache)
+        cache[name] = cache[name].at[row, slots].set(new, mode="drop")
+    return SelfAttentionState(end, **cache)

@@ -1,11 +1,13 @@
 """Two whole stacks, one of which runs on reversed time."""
 
+__all__ = ["Bidirectional", "BidirectionalState"]
+
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from jax_models.layers.reversed import run_reversed
-from jax_models.sequence import SequenceLayer
+from jax_models.sequence import SequenceLayer, refuse_time_major
 from jax_models.weights import Layouts, nested
 
 
@@ -25,7 +27,7 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
 
     The two stacks meet at the end only. With one layer each, this is the network that
     `bidirectional=True` makes. With more, each layer reads its own direction of the layer below,
-    where `bidirectional=True` lets it read both. Both stacks have the same `time_major`; the
+    where `bidirectional=True` lets it read both. The
     `dtype` and `param_dtype` are the forward stack's.
 
     Args:
@@ -34,7 +36,7 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
 
     Raises:
         TypeError: one of the two is not a `SequenceLayer`.
-        ValueError: the two differ in `in_features` or `time_major`, or one is bidirectional.
+        ValueError: the two differ in `in_features`, or one is bidirectional or has `time_major`.
 
     Layouts: those that both layers have; keys begin with `rnn_f.` and `rnn_b.`. `deep` has the keys
     of torch_ref.RNNBidirectional.
@@ -45,17 +47,18 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
     noncausal_reason = "the backward stack needs the whole sequence: call the layer itself"
 
     def __init__(self, forward: SequenceLayer, backward: SequenceLayer):
-        for name in ("in_features", "time_major"):
-            f, b = getattr(forward, name), getattr(backward, name)
-            if f != b:
-                raise ValueError(f"backward: expected {name}={f} as forward has, got {b}")
+        if forward.in_features != backward.in_features:
+            raise ValueError(
+                f"backward: expected in_features={forward.in_features} as forward has, "
+                f"got {backward.in_features}"
+            )
         for name, layer in (("forward", forward), ("backward", backward)):
+            refuse_time_major(name, layer)
             if not layer.causal:
                 raise ValueError(f"{name}: expected a layer of one direction, got two")
         self.forward = forward
         self.backward = backward
         self.in_features = forward.in_features
-        self.time_major = forward.time_major
         self.dtype, self.param_dtype = forward.dtype, forward.param_dtype
         self.resettable = forward.resettable and backward.resettable
 
@@ -65,10 +68,10 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
             self.forward.init_state(batch_size), self.backward.init_state(batch_size)
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """Both stacks, batch-major."""
-        y_forward, forward = self.forward.sequence(x, state.forward, lengths, reset)
-        y_backward, backward = run_reversed(self.backward, x, state.backward, lengths, reset)
+        y_forward, forward = self.forward.joined_sequence(x, state.forward, rows)
+        y_backward, backward = run_reversed(self.backward, x, state.backward, rows)
         y = jnp.concatenate([y_forward, y_backward], axis=-1)
         return y, BidirectionalState(forward, backward)
 

@@ -1,21 +1,31 @@
 """The blocks of Griffin, as RecurrentGemma has them (arXiv 2402.19427 and 2404.07839)."""
 
-from typing import Any, Literal, NamedTuple
+__all__ = [
+    "GriffinBlock",
+    "GriffinRecurrence",
+    "GriffinRecurrenceState",
+    "LocalAttention",
+    "LocalAttentionState",
+]
+
+from functools import partial
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_models import ops
-from jax_models.layers.activation import ACTIVATIONS, Gelu
-from jax_models.layers.hawk import RGLRU, CausalConv1D, GatedMLP, normal_of_fan_in
-from jax_models.layers.linear import Linear
+from jax_models.layers.activation import Gelu
+from jax_models.layers.hawk import GatedRecurrence
+from jax_models.layers.linear import Linear, normal_of_fan_in
+from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import ZeroCenteredRMSNorm
+from jax_models.layers.residual import ResidualBlock
+from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
 from jax_models.ops.checks import checked_positive
 from jax_models.ops.rotary import checked_rotated
-from jax_models.ops.segments import positions_and_end
-from jax_models.options import FloatingDtype, Initializer, refuse_unused
+from jax_models.options import Initializer, LayerOptions, norm_options, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, dense, linear, nested, parts, rms_norm, transposed
 
@@ -44,14 +54,9 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         rope_theta: θ of `ops.rotary`.
         use_bias: queries, keys and values have biases.
         out_bias: the last projection has a bias.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. The softmax and the
-            state are in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices. None: normal, with the variance 1 / inputs.
         out_init: draws the last projection's matrix. None: as the others.
-        bias_init: draws the biases. None: zero.
-        rngs: draws the parameters.
+        **options: as in `LayerOptions`. The matrices start normal, with the variance 1 / inputs,
+            the biases at zero.
 
     Raises:
         ValueError: a size is not positive, num_heads does not divide the features, num_kv_heads
@@ -77,15 +82,10 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         rope_theta: float = 10_000.0,
         use_bias: bool = False,
         out_bias: bool = True,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
         out_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(features, **options)
         for name, count, whole in (
             ("num_heads", num_heads, features),
             ("num_kv_heads", num_kv_heads, num_heads),
@@ -99,24 +99,17 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         self.rope_theta = checked_positive("rope_theta", rope_theta)
         refuse_unused(
             "bias_init",
-            bias_init,
+            options.get("bias_init"),
             unless=use_bias or out_bias,
             because="with use_bias=False and out_bias=False",
         )
-        init = kernel_init or normal_of_fan_in()
-        options: dict[str, Any] = {
-            "bias_init": bias_init or nnx.initializers.zeros,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
+        matrix = with_inits(options, normal_of_fan_in())
         of_keys = num_kv_heads * self.head_features
-        self.q_proj = Linear(features, features, use_bias=use_bias, kernel_init=init, **options)
-        self.k_proj = Linear(features, of_keys, use_bias=use_bias, kernel_init=init, **options)
-        self.v_proj = Linear(features, of_keys, use_bias=use_bias, kernel_init=init, **options)
-        self.out_proj = Linear(
-            features, features, use_bias=out_bias, kernel_init=out_init or init, **options
-        )
+        self.q_proj = Linear(features, features, use_bias=use_bias, **matrix)
+        self.k_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
+        self.v_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
+        matrix["kernel_init"] = out_init or matrix["kernel_init"]
+        self.out_proj = Linear(features, features, use_bias=out_bias, **matrix)
 
     def init_state(self, batch_size: int) -> LocalAttentionState:
         """No keys yet, in at least float32."""
@@ -124,11 +117,11 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         keys, values = jnp.zeros((2, *shape), self.state_dtype)
         return LocalAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """`ops.local_attention` between projections."""
         x = x.astype(self.computation_dtype(x))
         batch_size, time, _ = x.shape
-        positions, _ = positions_and_end(state.position, time, lengths, reset, self.time_axis)
+        positions, _ = rows.positions(state.position, time)
 
         def heads(projection: Linear) -> Array:
             count = projection.out_features // self.head_features
@@ -137,16 +130,14 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         rotary = {"rotated": self.rotated, "theta": self.rope_theta}
         q = ops.rotary(heads(self.q_proj), positions, **rotary)
         k = ops.rotary(heads(self.k_proj), positions, **rotary)
-        y, state = ops.local_attention(
-            q,
-            k,
-            heads(self.v_proj),
-            state,
-            lengths=lengths,
-            reset=reset,
-            time_axis=self.time_axis,
-        )
+        y, state = ops.local_attention(q, k, heads(self.v_proj), state, rows=rows)
         return self.out_proj(y.reshape(x.shape)), state
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """Heads. The keys and values that several heads share are whole."""
+        of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
+        return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; those of packages, where they have such a layer."""
@@ -182,7 +173,7 @@ class GriffinRecurrenceState(NamedTuple):
     rglru: RGLRUState
 
 
-class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
+class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
     """The recurrent block of RecurrentGemma.
 
         >>> layer = GriffinRecurrence(64, num_blocks=4, rngs=nnx.Rngs(0))
@@ -200,13 +191,9 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
         hidden_features: width of the recurrence. None: `features`.
         kernel_size: taps of the causal convolution.
         activation: which gelu.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices and the convolution's kernel. None: as recurrentgemma does.
         out_init: draws W_out. None: as the other matrices.
-        bias_init: draws the biases. None: zero.
-        rngs: draws the parameters.
+        **options: as in `LayerOptions`. Matrices and kernels start as in recurrentgemma, normal,
+            with the variance 1 / inputs, the biases at zero.
 
     Raises:
         ValueError: a size is not positive, or num_blocks does not divide hidden_features.
@@ -216,8 +203,6 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
 
     """
 
-    divides_time = True
-
     def __init__(
         self,
         features: int,
@@ -226,58 +211,30 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
         hidden_features: int | None = None,
         kernel_size: int = 4,
         activation: Gelu = "gelu_tanh",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
         out_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        hidden = features if hidden_features is None else hidden_features
-        self.activation: Gelu = activation
-        init = kernel_init or normal_of_fan_in()
-        options: dict[str, Any] = {
-            "bias_init": bias_init or nnx.initializers.zeros,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
-        self.gate_proj = Linear(features, hidden, kernel_init=init, **options)
-        self.recurrent_proj = Linear(features, hidden, kernel_init=init, **options)
-        self.conv = CausalConv1D(
-            hidden,
+        super().__init__(
+            features,
+            features if hidden_features is None else hidden_features,
             kernel_size,
-            kernel_init=kernel_init or normal_of_fan_in(CONV_VARIANCE),
-            **options,
+            matrix=with_inits(options, normal_of_fan_in()),
+            conv=with_inits(options, normal_of_fan_in(CONV_VARIANCE)),
+            rglru={**options, "num_blocks": num_blocks, "scale_first_step": False},
+            out_init=out_init,
+            activation=activation,
         )
-        self.rglru = RGLRU(
-            hidden,
-            num_blocks=num_blocks,
-            scale_first_step=False,
-            kernel_init=kernel_init,
-            **options,
-        )
-        self.out_proj = Linear(hidden, features, kernel_init=out_init or init, **options)
 
     def init_state(self, batch_size: int) -> GriffinRecurrenceState:
         """Zeros, in at least float32."""
-        return GriffinRecurrenceState(
-            jnp.zeros(batch_size, jnp.int32),
-            self.conv.init_state(batch_size),
-            self.rglru.init_state(batch_size)._replace(position=None),
-        )
+        conv, (h, position) = super().init_state(batch_size)
+        return GriffinRecurrenceState(position, conv, RGLRUState(h))
 
-    def sequence(self, x, state, lengths, reset):
-        """The gate times the recurrence of the convolution, projected."""
-        x = x.astype(self.computation_dtype(x))
-        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
-        u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
-        rglru = state.rglru._replace(position=state.position)
-        h, (last, position) = self.rglru.sequence(u, rglru, lengths, reset)
-        state = state._replace(position=position, conv=conv, rglru=RGLRUState(last))
-        return self.out_proj(gate * h), state
+    def recurrence(self, u, state, rows):
+        """The RG-LRU at the block's position, and the block's state after it."""
+        before = state.rglru._replace(position=state.position)
+        h, (last, position) = self.rglru.sequence(u, before, rows)
+        return h, state._replace(position=position, rglru=RGLRUState(last))
 
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; recurrentgemma's."""
@@ -294,8 +251,7 @@ class GriffinRecurrence(SequenceLayer[GriffinRecurrenceState]):
         ):
             layouts[layout] = [
                 *(row for param, key in projections.items() for row in rows(param, key)),
-                *nested(self.conv.torch_layouts()[of_parts], "conv", "conv_1d"),
-                *nested(self.rglru.torch_layouts()[of_parts], "rglru", "rg_lru"),
+                *self.part_rows(of_parts, "conv_1d", "rg_lru"),
             ]
         return layouts
 
@@ -304,7 +260,7 @@ GriffinMixing = Literal["recurrent", "attention"]
 """What a block mixes the steps by."""
 
 
-class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
+class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
     """The residual block of RecurrentGemma.
 
         >>> layer = GriffinBlock(64, 96, num_heads=4, mixing="attention", rngs=nnx.Rngs(0))
@@ -332,12 +288,7 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
         epsilon: ε of the norms.
         out_variance: the variance of W_out and W_down at first, times their inputs;
             2 / layers in recurrentgemma.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices and the convolution's kernel. None: as recurrentgemma does.
-        bias_init: draws the biases. None: zero.
-        rngs: draws the parameters.
+        **options: as in `LayerOptions`; parameters start as in recurrentgemma.
 
     Raises:
         ValueError: as `GriffinRecurrence` and `LocalAttention`, or `out_variance` is given with
@@ -348,7 +299,7 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
 
     """
 
-    divides_time = True
+    parts = ("temporal_pre_norm", "temporal_block", "channel_pre_norm", "mlp")
 
     def __init__(
         self,
@@ -367,25 +318,20 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
         activation: Gelu = "gelu_tanh",
         epsilon: float = 1e-6,
         out_variance: float = 1.0,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(features, **options)
         self.mixing: GriffinMixing = mixing
         checked_positive("out_variance", out_variance)
+        kernel_init = options.get("kernel_init")
         if kernel_init is not None and out_variance != 1:
             raise ValueError(
                 "out_variance: expected 1 with a kernel_init, which draws W_out and W_down, too, "
                 f"got {out_variance}"
             )
         out_init = kernel_init or normal_of_fan_in(out_variance)
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        init: dict[str, Any] = {"kernel_init": kernel_init, "bias_init": bias_init}
-        self.temporal_pre_norm = ZeroCenteredRMSNorm(features, epsilon=epsilon, **options)
+        norm = partial(ZeroCenteredRMSNorm, features, epsilon=epsilon, **norm_options(options))
+        self.temporal_pre_norm = norm()
         self.temporal_block: SequenceLayer[Any]
         if mixing == "recurrent":
             self.temporal_block = GriffinRecurrence(
@@ -395,7 +341,6 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
                 kernel_size=kernel_size,
                 activation=activation,
                 out_init=out_init,
-                **init,
                 **options,
             )
         else:
@@ -408,31 +353,17 @@ class GriffinBlock(SequenceLayer[GriffinRecurrenceState | LocalAttentionState]):
                 rope_theta=rope_theta,
                 use_bias=attention_bias,
                 out_init=out_init,
-                **init,
                 **options,
             )
-        self.channel_pre_norm = ZeroCenteredRMSNorm(features, epsilon=epsilon, **options)
-        init["kernel_init"] = kernel_init or normal_of_fan_in()
+        self.channel_pre_norm = norm()
         self.mlp = GatedMLP(
             features,
             mlp_features,
             use_bias=True,
             activation=activation,
             down_init=out_init,
-            **init,
-            **options,
+            **with_inits(options, normal_of_fan_in()),
         )
-
-    def init_state(self, batch_size: int) -> GriffinRecurrenceState | LocalAttentionState:
-        """The state of the mixing."""
-        return self.temporal_block.init_state(batch_size)
-
-    def sequence(self, x, state, lengths, reset):
-        """The mixing, then the gated MLP, each after a norm and added to its input."""
-        x = x.astype(self.computation_dtype(x))
-        y, state = self.temporal_block.sequence(self.temporal_pre_norm(x), state, lengths, reset)
-        x = x + y
-        return x + self.mlp(self.channel_pre_norm(x)), state
 
     def torch_layouts(self) -> Layouts:
         """`hf`: transformers' keys; recurrentgemma's, where the mixing has them."""

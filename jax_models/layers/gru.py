@@ -1,5 +1,9 @@
 """The GRU, as torch.nn.GRU has it."""
 
+__all__ = ["GRU", "GRUState"]
+
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -98,9 +102,9 @@ class GRU(RecurrentStack[GRUState]):
         )
         self.reset_after = reset_after
 
-    def recurrence(self, x, state, **weights_and_masks):
+    def operator(self):
         """`ops.gru`."""
-        return ops.gru(x, state, reset_after=self.reset_after, **weights_and_masks)
+        return partial(ops.gru, reset_after=self.reset_after)
 
     def torch_layouts(self) -> Layouts:
         """As for every stack; torch.nn.GRU has its reset gate after the product."""

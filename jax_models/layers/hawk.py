@@ -1,43 +1,37 @@
 """Hawk, its RG-LRU and its block, from the Griffin paper (arXiv 2402.19427)."""
 
-from typing import Literal, NamedTuple
+__all__ = ["RGLRU", "Hawk", "HawkBlock", "HawkState", "RGLRUState"]
+
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_models import ops
-from jax_models.layers.activation import ACTIVATIONS, GateActivation
-from jax_models.layers.linear import BlockDiagonal, Linear, torch_uniform
-from jax_models.layers.norm import RMSNorm, checked_rows
+from jax_models.layers.activation import ACTIVATIONS, Gelu
+from jax_models.layers.conv import CausalConv1D
+from jax_models.layers.linear import BlockDiagonal, Linear, lecun_normal, normal_of_fan_in
+from jax_models.layers.mlp import GatedMLP
+from jax_models.layers.norm import RMSNorm
+from jax_models.layers.residual import ResidualBlock
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import CausalConv1DState, RGLRUState, carry_dtype
 from jax_models.ops.checks import checked_positive
-from jax_models.ops.segments import positions_and_end
-from jax_models.options import CheckedOptions, FloatingDtype, Initializer, refuse_unused
-from jax_models.sequence import SequenceLayer
-from jax_models.weights import (
-    Layouts,
-    Weight,
-    dense,
-    linear,
-    nested,
-    parts,
-    rms_norm,
-    same,
-    stacked,
-    transposed,
+from jax_models.options import (
+    Initializer,
+    LayerOptions,
+    MatrixOptions,
+    norm_options,
+    only,
+    refuse_unused,
+    with_inits,
 )
-
-lecun_normal = nnx.initializers.lecun_normal()
-"""How Flax's Linear draws its kernel."""
+from jax_models.sequence import SequenceLayer, State
+from jax_models.weights import Layouts, Table, linear, nested, rms_norm, same
 
 Parameterization = Literal["direct", "softplus"]
 """What an RG-LRU trains: its decay `a` itself, or `a_param` with a = e^{−softplus(a_param)}."""
-
-
-def normal_of_fan_in(variance: float = 1.0) -> Initializer:
-    """How recurrentgemma draws matrices: normal, with this variance over the inputs' number."""
-    return nnx.initializers.variance_scaling(variance, "fan_in", "normal")
 
 
 class RGLRU(SequenceLayer[RGLRUState]):
@@ -76,15 +70,10 @@ class RGLRU(SequenceLayer[RGLRUState]):
         c: a_t lies between a^c (r_t = 1) and 1 (r_t = 0).
         epsilon: added under the square root, only with "softplus"; 1e-6 in hippogriff.
         method: how `ops.linear_recurrence` runs.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. The gates and the state
-            are computed in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws W_i and W_r. None: `lecun_normal`; the blocks normal, with the variance
-            1 / features.
-        bias_init: draws the biases that blocks have. None: zero.
-        rngs: draws the parameters; a^c starts uniform in [0.9, 0.999]. With "softplus", a² starts
-            uniform in [0.81, 0.998], as in recurrentgemma.
+        **options: as in `LayerOptions`. W_i and W_r start as `lecun_normal`; blocks start normal,
+            with the variance 1 / features, and their biases at zero. a^c starts uniform in
+            [0.9, 0.999]. With "softplus", a² starts uniform in [0.81, 0.998], as in recurrentgemma.
+            The gates and the state are computed in at least float32.
 
     Raises:
         ValueError: a size or c is not positive, there is no such method, num_blocks does not
@@ -109,14 +98,9 @@ class RGLRU(SequenceLayer[RGLRUState]):
         c: float = 8.0,
         epsilon: float = 0.0,
         method: ops.LinearRecurrenceMethod = "auto",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(features, **options)
         self.c = checked_positive("c", c)
         default = "direct" if num_blocks is None else "softplus"
         self.parameterization: Parameterization = parameterization or default
@@ -135,24 +119,15 @@ class RGLRU(SequenceLayer[RGLRUState]):
         self.scale_first_step = scale_first_step
         self.method: ops.LinearRecurrenceMethod = method
         self.num_blocks = num_blocks
-        refuse_unused(
-            "bias_init",
-            bias_init,
-            unless=num_blocks is not None,
-            because="without num_blocks, because only blocks have biases",
-        )
+        rngs, param_dtype = options["rngs"], self.param_dtype
         if num_blocks is None:
-            options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-            matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
+            because = "without num_blocks, because only blocks have biases"
+            refuse_unused("bias_init", options.get("bias_init"), unless=False, because=because)
+            matrix = with_inits(options, lecun_normal, None, use_bias=False)
             self.input_gate = Linear(features, features, **matrix)
             self.recurrence_gate = Linear(features, features, **matrix)
         else:
-            blocks = {
-                "param_dtype": param_dtype,
-                "kernel_init": kernel_init or normal_of_fan_in(),
-                "bias_init": bias_init or nnx.initializers.zeros,
-                "rngs": rngs,
-            }
+            blocks = with_inits(options, normal_of_fan_in())
             self.input_gate = BlockDiagonal(features, num_blocks, **blocks)
             self.recurrence_gate = BlockDiagonal(features, num_blocks, **blocks)
         # The initial a, raised to this power, is uniform between low and high.
@@ -173,36 +148,34 @@ class RGLRU(SequenceLayer[RGLRUState]):
         h = jnp.zeros((batch_size, self.in_features), self.state_dtype)
         return RGLRUState(h, None if self.scale_first_step else jnp.zeros(batch_size, jnp.int32))
 
-    def sequence(self, x, state, lengths, reset, c=None):
+    def sequence(self, x, state, rows, c=None):
         """`ops.rg_lru`; `c` replaces the option c, because hippogriff stores c as a weight."""
         dtype = self.computation_dtype(x)
         first = end = None
         if state.position is not None:
-            positions, end = positions_and_end(
-                state.position, x.shape[1], lengths, reset, self.time_axis
-            )
+            positions, end = rows.positions(state.position, x.shape[1])
             first = positions == 0
-        gates = {
+        weights: dict[str, Any] = {
             f"{name}_{part}": param[...].astype(dtype)
             for name, gate in (("input", self.input_gate), ("recurrence", self.recurrence_gate))
             for part, param in (("kernel", gate.kernel), ("bias", gate.bias))
             if param is not None
         }
         decay = "a" if self.parameterization == "direct" else "a_param"
+        weights[decay] = getattr(self, decay)[...]
         y, state = ops.rg_lru(
             x.astype(dtype),
             state,
-            **{decay: getattr(self, decay)[...]},
-            **gates,
+            **weights,
             first=first,
             c=self.c if c is None else c,
             epsilon=self.epsilon,
             method=self.method,
-            lengths=lengths,
-            reset=reset,
-            time_axis=self.time_axis,
+            rows=rows,
         )
         return y.astype(dtype), state._replace(position=end)
+
+    mesh_axes = last_axis("features", "input_gate", "recurrence_gate", "a", "a_param")
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the keys of torch_ref.RGLRU; with blocks, those of RecurrentGemma."""
@@ -223,95 +196,6 @@ class RGLRU(SequenceLayer[RGLRUState]):
         }
 
 
-class CausalConv1D(SequenceLayer[CausalConv1DState]):
-    """A depthwise convolution that sees the current and the last kernel_size − 1 inputs.
-
-        >>> layer = CausalConv1D(64, kernel_size=4, rngs=nnx.Rngs(0))
-        >>> y, state = layer(jnp.ones((8, 100, 64)))
-
-        y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias,    j = 0 … K−1
-
-    x and y are (batch, time, features), the state `CausalConv1DState(inputs)` with the last K − 1
-    inputs, (batch, features, K − 1), zeros at first. An input from before a `reset` counts as zero.
-
-    Args:
-        features: size of x_t and y_t.
-        kernel_size: K, the number of taps.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the (kernel_size, features) kernel. None: uniform in ±1/√K, as in torch.
-        bias_init: draws the bias. None: uniform in ±1/√K, as in torch.
-        rngs: draws the parameters.
-
-    Raises:
-        ValueError: a size is not positive.
-
-    Layouts: `hawk` (torch_ref.CausalConv1d), `hf` (a torch.nn.Conv1d) and `deepmind`
-    (recurrentgemma's Conv1D).
-
-    """
-
-    divides_time = True
-
-    def __init__(
-        self,
-        features: int,
-        kernel_size: int,
-        *,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.kernel_size = kernel_size
-        uniform = torch_uniform(kernel_size)
-
-        def param(init: Initializer | None, *shape: int) -> nnx.Param:
-            return nnx.Param((init or uniform)(rngs.params(), shape, param_dtype))
-
-        self.kernel = param(kernel_init, kernel_size, features)
-        self.bias = param(bias_init, features)
-
-    def init_state(self, batch_size: int) -> CausalConv1DState:
-        """Zeros, (batch, features, kernel_size − 1), in at least float32."""
-        dtype = self.state_dtype
-        shape = (batch_size, self.in_features, self.kernel_size - 1)
-        return CausalConv1DState(jnp.zeros(shape, dtype))
-
-    def sequence(self, x, state, lengths, reset):
-        """`ops.causal_conv`."""
-        dtype = self.computation_dtype(x)
-        return ops.causal_conv(
-            x.astype(dtype),
-            state,
-            kernel=self.kernel[...].astype(dtype),
-            bias=self.bias[...].astype(dtype),
-            lengths=lengths,
-            reset=reset,
-            time_axis=self.time_axis,
-        )
-
-    def torch_layouts(self) -> Layouts:
-        """`hawk` and `hf`: a `torch.nn.Conv1d` of one input channel a group; `deepmind`."""
-        layouts = {"hawk": "conv.", "hf": ""}
-        return {
-            layout: [
-                Weight(
-                    ("kernel",),
-                    (f"{prefix}weight",),
-                    lambda a: (a[:, 0].T,),
-                    lambda a: (a.T[:, None],),
-                ),
-                same("bias", f"{prefix}bias"),
-            ]
-            for layout, prefix in layouts.items()
-        } | {"deepmind": [same("kernel", "w"), same("bias", "b")]}
-
-
 class HawkState(NamedTuple):
     """What a Hawk block carries: the convolution's inputs and the recurrence's state."""
 
@@ -319,7 +203,79 @@ class HawkState(NamedTuple):
     rglru: RGLRUState
 
 
-class Hawk(SequenceLayer[HawkState]):
+class GatedRecurrence(SequenceLayer[State]):
+    """What the recurrent blocks of Griffin, in all its versions, have in common.
+
+        y = (activation(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
+
+    A subclass chooses the options of the parts. Without a `kernel_size`, there is no convolution.
+    """
+
+    divides_time = True
+
+    mesh_axes = last_axis("features", "gate_proj", "recurrent_proj", "conv") | first_axis(
+        "features", "out_proj.kernel"
+    )
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        kernel_size: int | None,
+        *,
+        matrix: dict[str, Any],
+        conv: dict[str, Any],
+        rglru: dict[str, Any],
+        out_init: Initializer | None = None,
+        activation: Gelu = "gelu",
+    ):
+        """Make the parts, each with its options."""
+        super().__init__(features, **norm_options(matrix))
+        self.activation: Gelu = activation
+        self.gate_proj = Linear(features, hidden_features, **matrix)
+        self.recurrent_proj = Linear(features, hidden_features, **matrix)
+        has_conv = kernel_size is not None
+        self.conv = CausalConv1D(hidden_features, kernel_size, **conv) if has_conv else None
+        self.rglru = RGLRU(hidden_features, **rglru)
+        matrix = {**matrix, "kernel_init": out_init or matrix["kernel_init"]}
+        self.out_proj = Linear(hidden_features, features, **matrix)
+
+    def init_state(self, batch_size: int) -> Any:
+        """Zeros, in at least float32; no inputs where there is no convolution."""
+        rglru = self.rglru.init_state(batch_size)
+        if self.conv is None:
+            no_inputs = jnp.zeros((*rglru.h.shape, 0), rglru.h.dtype)
+            return HawkState(CausalConv1DState(no_inputs), rglru)
+        return HawkState(self.conv.init_state(batch_size), rglru)
+
+    def sequence(self, x, state: Any, rows):
+        """The gate times the recurrence of the convolution, projected."""
+        x = x.astype(self.computation_dtype(x))
+        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
+        u = self.recurrent_proj(x)
+        if self.conv is not None:
+            u, conv = self.conv.sequence(u, state.conv, rows)
+            state = state._replace(conv=conv)
+        h, state = self.recurrence(u, state, rows)
+        return self.out_proj(gate * h), state
+
+    def recurrence(self, u, state, rows):
+        """The RG-LRU, and the block's state after it."""
+        h, rglru = self.rglru.sequence(u, state.rglru, rows)
+        return h, state._replace(rglru=rglru)
+
+    def part_rows(self, layout: str, conv: str, rglru: str) -> Table:
+        """The tables of the convolution and the RG-LRU, whose keys begin with these names."""
+        parts = {"conv": (self.conv, conv), "rglru": (self.rglru, rglru)}
+        return [
+            row
+            for name, (part, key) in parts.items()
+            if part is not None
+            for row in nested(part.torch_layouts()[layout], name, key)
+        ]
+
+
+class Hawk(GatedRecurrence[HawkState]):
     """The recurrent block of Griffin.
 
         >>> layer = Hawk(64, parameterization="softplus", rngs=nnx.Rngs(0))
@@ -337,13 +293,8 @@ class Hawk(SequenceLayer[HawkState]):
             a = e^{−softplus(a_param)} ("softplus").
         c: the RG-LRU's c: a_t lies between a^c and 1.
         method: how `ops.linear_recurrence` runs, as in `RGLRU`.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices and the convolution's kernel. None: the matrices as
-            `lecun_normal`, the kernel as `CausalConv1D` does.
-        bias_init: draws the convolution's bias. None: as `CausalConv1D` does.
-        rngs: draws the parameters.
+        **options: as in `LayerOptions`. The matrices start as `lecun_normal`, the convolution as
+            `CausalConv1D` says; there are no other biases.
 
     Raises:
         ValueError: a size or c is not positive.
@@ -353,8 +304,6 @@ class Hawk(SequenceLayer[HawkState]):
 
     """
 
-    divides_time = True
-
     def __init__(
         self,
         features: int,
@@ -363,42 +312,21 @@ class Hawk(SequenceLayer[HawkState]):
         parameterization: Parameterization = "direct",
         c: float = 8.0,
         method: ops.LinearRecurrenceMethod = "auto",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        matrix = {"use_bias": False, "kernel_init": kernel_init or lecun_normal, **options}
-        self.gate_proj = Linear(features, features, **matrix)
-        self.recurrent_proj = Linear(features, features, **matrix)
-        self.conv = CausalConv1D(
-            features, kernel_size, kernel_init=kernel_init, bias_init=bias_init, **options
-        )
-        self.rglru = RGLRU(
+        super().__init__(
             features,
-            parameterization=parameterization,
-            c=c,
-            method=method,
-            kernel_init=kernel_init,
-            **options,
+            features,
+            kernel_size,
+            matrix=with_inits(options, lecun_normal, None, use_bias=False),
+            conv={**options},
+            rglru={
+                **only(MatrixOptions, options),
+                "parameterization": parameterization,
+                "c": c,
+                "method": method,
+            },
         )
-        self.out_proj = Linear(features, features, **matrix)
-
-    def init_state(self, batch_size: int) -> HawkState:
-        """Zeros, in at least float32."""
-        return HawkState(self.conv.init_state(batch_size), self.rglru.init_state(batch_size))
-
-    def sequence(self, x, state, lengths, reset):
-        """The gate times the recurrence of the convolution, projected."""
-        x = x.astype(self.computation_dtype(x))
-        gate = ops.gelu(self.gate_proj(x))
-        u, conv = self.conv.sequence(self.recurrent_proj(x), state.conv, lengths, reset)
-        h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset)
-        return self.out_proj(gate * h), HawkState(conv, rglru)
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the keys of torch_ref.Hawk."""
@@ -406,102 +334,12 @@ class Hawk(SequenceLayer[HawkState]):
         return {
             "hawk": [
                 *(row for p in projections for row in linear(p, p, bias=False)),
-                *nested(self.conv.torch_layouts()["hawk"], "conv", "conv"),
-                *nested(self.rglru.torch_layouts()["hawk"], "rglru", "rglru"),
+                *self.part_rows("hawk", "conv", "rglru"),
             ]
         }
 
 
-class GatedMLP(CheckedOptions, nnx.Module):
-    """The gated MLP of Griffin.
-
-        >>> mlp = GatedMLP(64, 192, rngs=nnx.Rngs(0))
-        >>> y = mlp(jnp.ones((8, 100, 64)))
-
-        y = (gelu(x W_gate) ⊙ x W_up) W_down
-
-    x and y are (…, features). gelu is the exact one, with erf, or the one by tanh, or else silu.
-
-    Args:
-        features: size of x and y.
-        mlp_features: width of the MLP.
-        use_bias: the three projections have biases.
-        activation: which gelu, or silu.
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices. None: `lecun_normal`.
-        down_init: draws W_down. None: as the others.
-        bias_init: draws the biases. None: zero.
-        rngs: draws the parameters.
-
-    Raises:
-        ValueError: a size is not positive, or `bias_init` is given without biases.
-
-    Layouts: `hawk` (torch_ref.GatedMLP), and those of the packages `stripedhyena` and `hippogriff`.
-    With biases: `hf` (transformers' RecurrentGemma), `deepmind` (recurrentgemma in Flax) and
-    `deepmind-torch`.
-
-    """
-
-    def __init__(
-        self,
-        features: int,
-        mlp_features: int,
-        *,
-        use_bias: bool = False,
-        activation: GateActivation = "gelu",
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        down_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
-    ):
-        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
-        init = kernel_init or lecun_normal
-        options = {
-            "use_bias": use_bias,
-            "bias_init": bias_init or nnx.initializers.zeros,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
-        self.activation: GateActivation = activation
-        self.gate_proj = Linear(features, mlp_features, kernel_init=init, **options)
-        self.up_proj = Linear(features, mlp_features, kernel_init=init, **options)
-        self.down_proj = Linear(mlp_features, features, kernel_init=down_init or init, **options)
-
-    def __call__(self, x):
-        """Apply the MLP to the last axis of x."""
-        x = checked_rows(x, self.gate_proj.in_features)
-        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
-        return self.down_proj(gate * self.up_proj(x))
-
-    def torch_layouts(self) -> Layouts:
-        """`hawk`: the twin's keys; those of packages; with biases, those of RecurrentGemma."""
-        bias = self.gate_proj.use_bias
-        rows = [row for p in ("gate_proj", "up_proj") for row in linear(p, p, bias=bias)]
-        keys = [*rows, *linear("down_proj", "down_proj", bias=bias)]
-        if not bias:
-            names = {"gate_proj": "l1", "up_proj": "l2", "down_proj": "l3"}
-            numbered = (row for p, key in names.items() for row in linear(p, key, bias=False))
-            joined = [
-                parts(["gate_proj.kernel", "up_proj.kernel"], "grow.weight"),
-                transposed("down_proj.kernel", "shrink.weight"),
-            ]
-            return {"hawk": keys, "stripedhyena": [*numbered], "hippogriff": joined}
-        up = [
-            stacked(("gate_proj.kernel", "up_proj.kernel"), "ffw_up.w"),
-            stacked(("gate_proj.bias", "up_proj.bias"), "ffw_up.b", (1, 2)),
-        ]
-        return {
-            "hf": keys,
-            "deepmind": [*up, *dense("down_proj", "ffw_down")],
-            "deepmind-torch": [*up, *linear("down_proj", "ffw_down")],
-        }
-
-
-class HawkBlock(SequenceLayer[HawkState]):
+class HawkBlock(ResidualBlock[HawkState]):
     """The residual block of Griffin.
 
         >>> layer = HawkBlock(64, 192, parameterization="softplus", rngs=nnx.Rngs(0))
@@ -517,12 +355,7 @@ class HawkBlock(SequenceLayer[HawkState]):
         mlp_features: width of the gated MLP; three times `features` in the paper.
         kernel_size: taps of the causal convolution.
         parameterization: "direct" or "softplus", as in `Hawk`; "softplus" to train a new layer.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices and the convolution's kernel. None: as `Hawk` does.
-        bias_init: draws the convolution's bias. None: as `CausalConv1D` does.
-        rngs: draws the parameters.
+        **options: as in `LayerOptions`; parameters start as `Hawk` and `GatedMLP` say.
 
     Raises:
         ValueError: a size is not positive.
@@ -531,7 +364,7 @@ class HawkBlock(SequenceLayer[HawkState]):
 
     """
 
-    divides_time = True
+    parts = ("temporal_pre_norm", "hawk", "channel_pre_norm", "mlp")
 
     def __init__(
         self,
@@ -540,37 +373,15 @@ class HawkBlock(SequenceLayer[HawkState]):
         *,
         kernel_size: int = 4,
         parameterization: Parameterization = "direct",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.temporal_pre_norm = RMSNorm(features, **options)
+        super().__init__(features, **options)
+        self.temporal_pre_norm = RMSNorm(features, **norm_options(options))
         self.hawk = Hawk(
-            features,
-            kernel_size=kernel_size,
-            parameterization=parameterization,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            **options,
+            features, kernel_size=kernel_size, parameterization=parameterization, **options
         )
-        self.channel_pre_norm = RMSNorm(features, **options)
-        self.mlp = GatedMLP(features, mlp_features, kernel_init=kernel_init, **options)
-
-    def init_state(self, batch_size: int) -> HawkState:
-        """Zeros, in at least float32."""
-        return self.hawk.init_state(batch_size)
-
-    def sequence(self, x, state, lengths, reset):
-        """Hawk, then the gated MLP, each after a norm and added to its input."""
-        x = x.astype(self.computation_dtype(x))
-        y, state = self.hawk.sequence(self.temporal_pre_norm(x), state, lengths, reset)
-        x = x + y
-        return x + self.mlp(self.channel_pre_norm(x)), state
+        self.channel_pre_norm = RMSNorm(features, **norm_options(options))
+        self.mlp = GatedMLP(features, mlp_features, **only(MatrixOptions, options))
 
     def torch_layouts(self) -> Layouts:
         """`hawk`: the twin's keys."""

@@ -1,24 +1,21 @@
 """The layers of hippogriff, a Griffin to train from scratch (arXiv 2402.19427)."""
 
+__all__ = ["HippogriffBlock", "HippogriffHawk", "HippogriffState"]
+
 import math
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, Unpack
 
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float
 
-from jax_models import ops
 from jax_models.layers.griffin import LocalAttention
-from jax_models.layers.hawk import (
-    RGLRU,
-    CausalConv1D,
-    GatedMLP,
-    HawkState,
-    normal_of_fan_in,
-)
-from jax_models.layers.linear import Linear, torch_uniform
-from jax_models.ops import CausalConv1DState, LocalAttentionState, carry_dtype
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.layers.hawk import GatedRecurrence, HawkState
+from jax_models.layers.linear import normal_of_fan_in, torch_uniform
+from jax_models.layers.mlp import GatedMLP
+from jax_models.layers.norm import HippogriffNorm
+from jax_models.layers.residual import mixed
+from jax_models.ops import LocalAttentionState
+from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import (
     Layouts,
@@ -42,7 +39,7 @@ Version = Literal["0.0.2", "0.0.3"]
 stored."""
 
 
-class HippogriffHawk(SequenceLayer[HawkState]):
+class HippogriffHawk(GatedRecurrence[HawkState]):
     """The recurrent block of hippogriff.
 
         >>> layer = HippogriffHawk(64, rngs=nnx.Rngs(0))
@@ -61,12 +58,8 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         hidden_features: width of the recurrence. None: 3/2 of `features`, rounded down.
         kernel_size: taps of the causal convolution. None: no convolution, u = x W_rec.
         version: the version of hippogriff.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices and the convolution's kernel. None: as hippogriff does.
-        bias_init: draws the biases. None: uniform, as in torch.
-        rngs: draws the parameters.
+        **options: as in `LayerOptions`. The matrices start normal, with the variance 1 / inputs,
+            kernels and biases uniform, as in torch.
 
     Raises:
         ValueError: a size is not positive, or there is no such version.
@@ -75,8 +68,6 @@ class HippogriffHawk(SequenceLayer[HawkState]):
 
     """
 
-    divides_time = True
-
     def __init__(
         self,
         features: int,
@@ -84,60 +75,34 @@ class HippogriffHawk(SequenceLayer[HawkState]):
         hidden_features: int | None = None,
         kernel_size: int | None = 4,
         version: Version = "0.0.2",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
         hidden = 3 * features // 2 if hidden_features is None else hidden_features
-        init = kernel_init or normal_of_fan_in()
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        matrix = {"use_bias": False, "kernel_init": init, **options}
-        self.gate_proj = Linear(features, hidden, **matrix)
-        self.recurrent_proj = Linear(features, hidden, **matrix)
-        draws = {"kernel_init": kernel_init, "bias_init": bias_init, **options}
-        self.conv = None if kernel_size is None else CausalConv1D(hidden, kernel_size, **draws)
-        self.rglru = RGLRU(
+        bias_init = options.get("bias_init") or torch_uniform(hidden)
+        super().__init__(
+            features,
             hidden,
-            num_blocks=1,
-            epsilon=EPSILON,
-            kernel_init=kernel_init,
-            bias_init=bias_init or torch_uniform(hidden),
-            **options,
+            kernel_size,
+            matrix=with_inits(options, normal_of_fan_in(), None, use_bias=False),
+            conv={**options},
+            rglru={**options, "num_blocks": 1, "epsilon": EPSILON, "bias_init": bias_init},
         )
         if version == "0.0.2":
             self.log_c = None
             a_param = jnp.linspace(FASTEST, SLOWEST, hidden)
         else:
-            self.log_c = Constant(jnp.asarray(math.log(self.rglru.c), param_dtype))
+            self.log_c = Constant(jnp.asarray(math.log(self.rglru.c), self.param_dtype))
             # log a is evenly spaced. Then a_param is rescaled to have the same ends as above.
             a_param = jnp.log(jnp.expm1(jnp.linspace(0.001, 0.1, hidden)))
             unit = (a_param - a_param[0]) / jnp.maximum(a_param[-1] - a_param[0], 1e-6)
             a_param = SLOWEST + (FASTEST - SLOWEST) * unit
-        self.rglru.a_param[...] = a_param.astype(param_dtype)
-        self.out_proj = Linear(hidden, features, **matrix)
+        self.rglru.a_param[...] = a_param.astype(self.param_dtype)
 
-    def init_state(self, batch_size: int) -> HawkState:
-        """Zeros, in at least float32."""
-        rglru = self.rglru.init_state(batch_size)
-        if self.conv is None:
-            no_inputs = jnp.zeros((*rglru.h.shape, 0), rglru.h.dtype)
-            return HawkState(CausalConv1DState(no_inputs), rglru)
-        return HawkState(self.conv.init_state(batch_size), rglru)
-
-    def sequence(self, x, state, lengths, reset):
-        """The gate times the recurrence of the convolution, projected."""
-        x = x.astype(self.computation_dtype(x))
-        gate = ops.gelu(self.gate_proj(x))
-        u, conv = self.recurrent_proj(x), state.conv
-        if self.conv is not None:
-            u, conv = self.conv.sequence(u, state.conv, lengths, reset)
+    def recurrence(self, u, state, rows):
+        """The RG-LRU with the stored c, if there is one, and the block's state after it."""
         c = None if self.log_c is None else jnp.exp(self.log_c[...].astype(self.state_dtype))
-        h, rglru = self.rglru.sequence(u, state.rglru, lengths, reset, c=c)
-        return self.out_proj(gate * h), HawkState(conv, rglru)
+        h, rglru = self.rglru.sequence(u, state.rglru, rows, c=c)
+        return h, state._replace(rglru=rglru)
 
     def torch_layouts(self) -> Layouts:
         """`hippogriff`: its keys."""
@@ -162,30 +127,6 @@ def _gates(part: str, key: str) -> Weight:
         to_jax=lambda a: tuple(value[None] for value in row.to_jax(a)),
         to_torch=lambda *values: row.to_torch(*(value[0] for value in values)),
     )
-
-
-class HippogriffNorm(nnx.Module):
-    """`x / √mean(x²) · scale` over the features, in at least float32; zeros stay zeros."""
-
-    def __init__(
-        self,
-        features: int,
-        *,
-        dtype: FloatingDtype | None,
-        param_dtype: FloatingDtype,
-        rngs: nnx.Rngs,
-    ):
-        self.dtype = dtype
-        self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (features,), param_dtype))
-
-    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        """Normalize the last axis of x."""
-        scale = self.scale[...]
-        dtype = self.dtype or jnp.result_type(x, scale)
-        x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))
-        square = jnp.mean(x * x, axis=-1, keepdims=True)
-        y = x / jnp.sqrt(jnp.where(square > 0, square, 1))
-        return (y * jnp.broadcast_to(scale, x.shape)).astype(dtype)
 
 
 class HippogriffState(NamedTuple):
@@ -220,12 +161,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         window: steps that a step of the attention sees, itself among them: one more than what
             hippogriff calls smqa_window_size.
         version: the version of hippogriff.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices and the convolution's kernel. None: as hippogriff does.
-        bias_init: draws the biases. None: uniform, as in torch.
-        rngs: draws the parameters.
+        **options: as in `LayerOptions`; parameters start as in `HippogriffHawk`.
 
     Raises:
         ValueError: as `HippogriffHawk` and `LocalAttention`, or heads have an odd size.
@@ -247,35 +183,28 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         num_kv_heads: int = 1,
         window: int = 513,
         version: Version = "0.0.2",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        super().__init__(features, **options)
         if num_heads is not None and features % (2 * num_heads):
             raise ValueError(f"num_heads: expected heads of an even size, got {num_heads} of them")
-        matrix = {"kernel_init": kernel_init or normal_of_fan_in(), **options}
+        matrix = with_inits(options, normal_of_fan_in(), None)
+        norm = partial(HippogriffNorm, features, **norm_options(options))
         self.version = version
-        self.hawk_norm = HippogriffNorm(features, **options)
+        self.hawk_norm = norm()
         self.hawk = HippogriffHawk(
             features,
             hidden_features=hidden_features,
             kernel_size=kernel_size,
             version=version,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
             **options,
         )
-        self.hawk_mlp_norm = HippogriffNorm(features, **options)
+        self.hawk_mlp_norm = norm()
         self.hawk_mlp = GatedMLP(features, mlp_features, **matrix)
         if num_heads is None:
             self.attention = None
             return
-        self.attention_norm = HippogriffNorm(features, **options)
+        self.attention_norm = norm()
         self.attention = LocalAttention(
             features,
             num_heads,
@@ -285,7 +214,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
             out_bias=False,
             **matrix,
         )
-        self.attention_mlp_norm = HippogriffNorm(features, **options)
+        self.attention_mlp_norm = norm()
         self.attention_mlp = GatedMLP(features, mlp_features, **matrix)
 
     def init_state(self, batch_size: int) -> HippogriffState:
@@ -293,18 +222,14 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         attention = None if self.attention is None else self.attention.init_state(batch_size)
         return HippogriffState(self.hawk.init_state(batch_size), attention)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The mixers and their MLPs, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
         mixers = ["hawk"] if self.attention is None else ["hawk", "attention"]
         for name in mixers if self.version == "0.0.2" else reversed(mixers):
-            mixer, norm, mlp, mlp_norm = (
-                getattr(self, f"{name}{part}") for part in ("", "_norm", "_mlp", "_mlp_norm")
-            )
-            y, last = mixer.sequence(norm(x), getattr(state, name), lengths, reset)
+            block = (getattr(self, f"{name}{part}") for part in ("_norm", "", "_mlp_norm", "_mlp"))
+            x, last = mixed(x, getattr(state, name), rows, *block)
             state = state._replace(**{name: last})
-            x = x + y
-            x = x + mlp(mlp_norm(x))
         return x, state
 
     def torch_layouts(self) -> Layouts:

@@ -1,9 +1,18 @@
 """Hyena: the block of "The Annotated Hyena", and the paper's (arXiv 2302.10866)."""
 
+__all__ = [
+    "AuthenticHyenaBlock",
+    "AuthenticHyenaFilter",
+    "HyenaBlock",
+    "HyenaFilter",
+    "HyenaState",
+    "LongConvState",
+]
+
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +20,19 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
+from jax_models.layers.conv import CausalConv1D
 from jax_models.layers.dropout import Dropout
-from jax_models.layers.hawk import CausalConv1D
-from jax_models.layers.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
+from jax_models.layers.hyena_filter import (
+    AuthenticHyenaFilter,
+    FixedFilter,
+    HyenaFilter,
+    filter_options,
+)
 from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.mesh_axes import whole
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
-from jax_models.ops.time_axis import all_steps, refuse_lengths
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.ops.time_axis import all_steps
+from jax_models.options import LayerOptions, with_inits
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, linear, nested, squeezed
 
@@ -69,33 +84,19 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         num_filters: int,
         kernel_size: int,
         dropout_rate: float,
-        time_major: bool,
-        dtype,
-        param_dtype,
-        kernel_init: Initializer | None,
-        bias_init: Initializer | None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(features, **options)
         self.max_length = max_length
         self.num_gates, self.num_filters = order, num_filters
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        linear_options = {
-            "kernel_init": kernel_init or torch_uniform(features),
-            "bias_init": bias_init or nnx.initializers.zeros,
-            **options,
-        }
-        self.proj_input = Linear(features, (order + 1) * features, **linear_options)
-        self.conv = CausalConv1D(
-            (order + 1) * features,
-            kernel_size,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            **options,
-        )
+        matrix, rngs = with_inits(options, torch_uniform(features)), options["rngs"]
+        self.proj_input = Linear(features, (order + 1) * features, **matrix)
+        self.conv = CausalConv1D((order + 1) * features, kernel_size, **options)
         self.filter: Filter | FixedFilter = make_filter()
-        self.B = nnx.Param(jax.random.normal(rngs.params(), (num_filters, features), param_dtype))
-        self.proj_output = Linear(features, features, **linear_options)
+        self.B = nnx.Param(
+            jax.random.normal(rngs.params(), (num_filters, features), self.param_dtype)
+        )
+        self.proj_output = Linear(features, features, **matrix)
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
     def set_view(self, time_axis: str | None = None, fixed_filters: bool | None = None) -> None:
@@ -122,21 +123,20 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         """None: at the beginning the convolutions run over x alone."""
         return None
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The projections, the subclass's recurrence of products and convolutions, the output."""
         batch_size, time = x.shape[:2]
-        if self.time_axis is not None:
+        if rows.time_axis is not None:
             if state is not None:
                 raise NotImplementedError(
                     "state: expected None where time is divided over the axis "
-                    f"{self.time_axis!r}: the convolution begins at the sequence's first step"
+                    f"{rows.time_axis!r}: the convolution begins at the sequence's first step"
                 )
-            refuse_lengths(lengths, self.time_axis)
-            time *= jax.lax.axis_size(self.time_axis)
+            time *= jax.lax.axis_size(rows.time_axis)
         check_time("x", time, self.max_length)
         conv = self.conv.init_state(batch_size) if state is None else state.conv
         u = x.astype(self.computation_dtype(x))
-        z, conv = self.conv.sequence(self.proj_input(u), conv, lengths, None)
+        z, conv = self.conv.sequence(self.proj_input(u), conv, rows)
         *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.num_gates + 1, axis=1)
         graphdef, params = nnx.split(self.filter)
 
@@ -147,11 +147,11 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         def convolve(n: int, v: Float[Array, "batch features time"]) -> Array:
             """`h_n ∗ v + B_n ⊙ v`; the n-th state after it is in `last_states`."""
             taps = FilterTaps(graphdef, n)
-            options = {"params": params, "max_length": self.max_length, "lengths": lengths}
+            options = {"params": params, "max_length": self.max_length, "lengths": rows.lengths}
             if past is None:
-                whole = v if self.time_axis is None else all_steps(v, self.time_axis)
+                whole = v if rows.time_axis is None else all_steps(v, rows.time_axis)
                 last_states[n] = ops.long_conv_state(whole, taps=taps, **options)
-                return ops.long_conv(v, h[n], self.skip[n], time_axis=self.time_axis)
+                return ops.long_conv(v, h[n], self.skip[n], time_axis=rows.time_axis)
             y, last_states[n] = ops.online_conv(v, past[n], skip=self.skip[n], taps=taps, **options)
             return y
 
@@ -176,6 +176,9 @@ class HyenaOperator(SequenceLayer[HyenaState]):
     def output(self, v: Float[Array, "batch features time"]) -> Float[Array, "batch time features"]:
         """The output projection, and dropout when training."""
         return self.dropout(self.proj_output(jnp.swapaxes(v, 1, 2)))
+
+    # on a CPU, XLA cannot compile an FFT of divided features
+    mesh_axes = whole("proj_input", "proj_output", "filter")
 
     def torch_layouts(self) -> Layouts:
         """`annotated-hyena`: the keys of the torch_ref block of the same name."""
@@ -217,15 +220,8 @@ class HyenaBlock(HyenaOperator):
         kernel_size: taps of the short convolution.
         dropout_rate: dropout of W_out's output in training. The Annotated Hyena declares it
             but never applies it.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. Filters, transforms
-            and state are in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
-            filters have draws of their own.
-        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
-            convolution as torch does.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        **options: as in `LayerOptions`. W, W_out and the short convolution start as in torch, b and
+            b_out at zero. The filters have draws of their own.
 
     Raises:
         ValueError: a size is not positive, or (at the call) x is longer than max_length.
@@ -243,29 +239,17 @@ class HyenaBlock(HyenaOperator):
         order: int = 2,
         kernel_size: int = 3,
         dropout_rate: float = 0.0,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
         super().__init__(
             features,
             max_length,
-            partial(
-                HyenaFilter, features, max_length, order=order, param_dtype=param_dtype, rngs=rngs
-            ),
+            partial(HyenaFilter, features, max_length, order=order, **filter_options(options)),
             order=order,
             num_filters=order,
             kernel_size=kernel_size,
             dropout_rate=dropout_rate,
-            time_major=time_major,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
+            **options,
         )
 
     def operator(self, u, gates, v, convolve):
@@ -305,15 +289,8 @@ class AuthenticHyenaBlock(HyenaOperator):
         omega: frequency of the sines in the filter's network.
         implicit: True: a network computes the filters, as in the paper. False: the filters are
             parameters, as in the code of The Annotated Hyena.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. Filters, transforms
-            and state are in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
-            filters have draws of their own.
-        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
-            convolution as torch does.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        **options: as in `LayerOptions`. W, W_out and the short convolution start as in torch, b and
+            b_out at zero. The filters have draws of their own.
 
     Raises:
         ValueError: a size is not as the filter needs it, or (at the call) x is longer than
@@ -337,12 +314,7 @@ class AuthenticHyenaBlock(HyenaOperator):
         num_filter_layers: int = 4,
         omega: float = 12.0,
         implicit: bool = True,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
         make_filter = partial(
             AuthenticHyenaFilter,
@@ -354,8 +326,7 @@ class AuthenticHyenaBlock(HyenaOperator):
             num_filter_layers=num_filter_layers,
             omega=omega,
             implicit=implicit,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            **filter_options(options),
         )
         super().__init__(
             features,
@@ -365,12 +336,7 @@ class AuthenticHyenaBlock(HyenaOperator):
             num_filters=order,
             kernel_size=kernel_size,
             dropout_rate=dropout_rate,
-            time_major=time_major,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
+            **options,
         )
 
     def operator(self, u, gates, v, convolve):

@@ -1,8 +1,9 @@
 """Hyena as in HyenaDNA (arXiv 2306.15794) and in safari, the code of the Hyena paper."""
 
-import itertools
+__all__ = ["HyenaDNABlock", "HyenaDNAFilter", "HyenaDNAMixer"]
+
 from functools import partial
-from typing import Any
+from typing import Annotated, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,28 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_models import ops
 from jax_models.layers.activation import ACTIVATIONS, MixerActivation
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import HyenaOperator, HyenaState
-from jax_models.layers.hyena_filter import decays, l1_normalized, unit_times, wide
+from jax_models.layers.hyena_filter import (
+    FilterOptions,
+    check_network,
+    decays,
+    draw_network,
+    filter_options,
+    l1_normalized,
+    positions,
+    run_network,
+    unit_times,
+    wide,
+)
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
-from jax_models.options import CheckedOptions, FloatingDtype, Initializer
-from jax_models.sequence import SequenceLayer, check_time
+from jax_models.layers.residual import ResidualBlock
+from jax_models.mesh_axes import first_axis, last_axis
+from jax_models.ops.rows import Default
+from jax_models.options import CheckedOptions, LayerOptions, norm_options, only, with_inits
+from jax_models.sequence import check_time
 from jax_models.weights import (
     Layouts,
     Weight,
@@ -63,8 +77,7 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         modulate: whether the window is applied.
         normalized: whether the network's outputs at a step, of all filters together, are divided
             by their L1 norm before the window is applied.
-        param_dtype: the parameters' dtype.
-        rngs: draws the matrices and biases, as torch does.
+        **options: as in `FilterOptions`; matrices and biases start as in torch.
 
     Raises:
         ValueError: a size is not positive, embed_features is even or less than 3, or there are
@@ -89,28 +102,16 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         shift: float = 0.05,
         modulate: bool = True,
         normalized: bool = False,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[FilterOptions],
     ):
-        if embed_features % 2 == 0 or embed_features < 3:
-            raise ValueError(
-                f"embed_features: expected an odd number of at least 3 (the time, and a cosine and "
-                f"a sine of each frequency), got {embed_features}"
-            )
-        if num_filter_layers < 2:
-            raise ValueError(f"num_filter_layers: expected at least 2, got {num_filter_layers}")
+        rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
+        check_network(embed_features, num_filter_layers)
         self.shape, self.shift = (order, features, max_length), shift
         self.modulate, self.normalized = modulate, normalized
         widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
-        self.z = nnx.Param(_positions(max_length, embed_features, param_dtype))
-        self.kernels = nnx.List(
-            nnx.Param(torch_uniform(fan_in)(rngs.params(), (fan_in, fan_out), param_dtype))
-            for fan_in, fan_out in itertools.pairwise(widths)
-        )
-        self.biases = nnx.List(
-            nnx.Param(torch_uniform(fan_in)(rngs.params(), (mlp_features,), param_dtype))
-            for fan_in in widths[:-2]
-        )
+        frequencies = np.linspace(LOWEST_FREQUENCY, embed_features // 2 - 1, embed_features // 2)
+        self.z = nnx.Param(positions(max_length, frequencies, param_dtype, sign=-1))
+        self.kernels, self.biases = draw_network(widths, rngs, param_dtype)
         self.freq = nnx.Param(jnp.full((1, mlp_features), omega, param_dtype))
         self.t = Constant(unit_times(max_length, param_dtype))
         self.deltas = Constant(decays(order * features, param_dtype).reshape(order, features))
@@ -119,11 +120,8 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         """The first `length` taps, in at least float32."""
         order, features, max_length = self.shape
         check_time("length", length, max_length)
-        z = wide(self.z)[:length]
-        for kernel, bias in zip(self.kernels, self.biases, strict=False):
-            z = ops.affine(z, wide(kernel), wide(bias))
-            z = jnp.sin(jnp.broadcast_to(wide(self.freq), z.shape) * z)
-        h = ops.affine(z, wide(self.kernels[-1]))
+        freqs = [self.freq] * len(self.biases)
+        h = run_network(wide(self.z)[:length], self.kernels, self.biases, freqs)
         if self.normalized:
             h = l1_normalized(h, axis=-1)
         h = h.T.reshape(order, features, length)
@@ -201,15 +199,8 @@ class HyenaDNAMixer(HyenaOperator):
         normalized: whether the filter network's outputs at a step are divided by their L1 norm.
         filter_bias: whether B is added; if not, it is loaded and saved, but not used.
         activation: applied to v ⊙ x_0 before the output projection.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. Filters, transforms
-            and state are in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does. The
-            filters have draws of their own.
-        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
-            convolution as torch does.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        **options: as in `LayerOptions`. W, W_out and the short convolution start as in torch, b and
+            b_out at zero. The filters have draws of their own.
 
     Raises:
         ValueError: order is less than 2, a size is not as the filter needs it, or (at the call) x
@@ -237,12 +228,7 @@ class HyenaDNAMixer(HyenaOperator):
         normalized: bool = False,
         filter_bias: bool = True,
         activation: MixerActivation = "identity",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
         if order < 2:
             raise ValueError(f"order: expected at least 2, got {order}")
@@ -258,8 +244,7 @@ class HyenaDNAMixer(HyenaOperator):
             shift=shift,
             modulate=modulate,
             normalized=normalized,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            **filter_options(options),
         )
         super().__init__(
             features,
@@ -269,12 +254,7 @@ class HyenaDNAMixer(HyenaOperator):
             num_filters=order - 1,
             kernel_size=kernel_size,
             dropout_rate=dropout_rate,
-            time_major=time_major,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
+            **options,
         )
         self.activation: MixerActivation = activation
         self.filter_bias = filter_bias
@@ -309,7 +289,32 @@ class HyenaDNAMixer(HyenaOperator):
         }
 
 
-class HyenaDNABlock(SequenceLayer[HyenaState]):
+class HyenaDNAOptions(LayerOptions, total=False):
+    """The keyword arguments that a block of HyenaDNA passes to its `HyenaDNAMixer`."""
+
+    order: Annotated[int, Default(2)]
+    """Order of the mixer, at least 2."""
+    kernel_size: Annotated[int, Default(3)]
+    """Taps of the mixer's short convolution."""
+    embed_features: Annotated[int, Default(5)]
+    """Size of the filter's embedding of a position, odd."""
+    num_filter_layers: Annotated[int, Default(4)]
+    """Linear layers of the filter's network, at least 2."""
+    omega: Annotated[float, Default(10.0)]
+    """Frequency of the sines in the filter's network at first."""
+    shift: Annotated[float, Default(0.05)]
+    """What the filter's window falls to."""
+    modulate: Annotated[bool, Default(True)]
+    """Whether the filter's window is applied."""
+    normalized: Annotated[bool, Default(False)]
+    """Whether the filter network's outputs at a step are divided by their L1 norm."""
+    filter_bias: Annotated[bool, Default(True)]
+    """Whether B is added; if not, it is loaded and saved, but not used."""
+    activation: Annotated[MixerActivation, Default("identity")]
+    """Applied to v ⊙ x_0 before the output projection."""
+
+
+class HyenaDNABlock(ResidualBlock[HyenaState]):
     """The residual block of HyenaDNA.
 
         >>> layer = HyenaDNABlock(64, 256, max_length=128, rngs=nnx.Rngs(0))
@@ -325,24 +330,10 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
         features: size of x_t.
         mlp_features: width of the MLP.
         max_length: the longest sequence.
-        order: of the mixer, at least 2.
-        kernel_size: taps of the mixer's short convolution.
-        dropout_rate: dropout, in training, of what the mixer and the MLP add.
-        embed_features: size of the filter's embedding of a position, odd.
         filter_features: width of the filter's network.
-        num_filter_layers: linear layers of the filter's network, at least 2.
-        omega: frequency of the sines in the filter's network at first.
-        shift: what the filter's window falls to.
-        modulate: whether the filter's window is applied.
-        normalized: whether the filter network's outputs at a step are divided by their L1 norm.
-        filter_bias: whether B is added; if not, it is loaded and saved, but not used.
-        activation: applied to v ⊙ x_0 before the output projection.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices and the convolution's kernel. None: as torch does.
-        bias_init: draws the biases. None: zero, and for the convolution as torch does.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        dropout_rate: dropout, in training, of what the mixer and the MLP add.
+        **options: as in `HyenaDNAOptions` and `LayerOptions`; parameters start as in the mixer, the
+            MLP's as in torch, its biases at zero.
 
     Raises:
         ValueError: a size is not as the mixer needs it.
@@ -353,9 +344,8 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
 
     """
 
-    divides_time = True
-
     resettable = False
+    parts = ("norm1", "mixer", "norm2", "mlp")
 
     def __init__(
         self,
@@ -363,70 +353,32 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
         mlp_features: int,
         max_length: int,
         *,
-        order: int = 2,
-        kernel_size: int = 3,
-        dropout_rate: float = 0.0,
-        embed_features: int = 5,
         filter_features: int = 64,
-        num_filter_layers: int = 4,
-        omega: float = 10.0,
-        shift: float = 0.05,
-        modulate: bool = True,
-        normalized: bool = False,
-        filter_bias: bool = True,
-        activation: MixerActivation = "identity",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        dropout_rate: float = 0.0,
+        **options: Unpack[HyenaDNAOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        shared = only(LayerOptions, options)
+        super().__init__(features, **shared)
         self.max_length = max_length
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.norm1 = LayerNorm(features, **options)
+        self.norm1 = LayerNorm(features, **norm_options(options))
         self.mixer = HyenaDNAMixer(
             features,
             max_length,
-            order=order,
-            kernel_size=kernel_size,
-            dropout_rate=dropout_rate,
-            embed_features=embed_features,
             mlp_features=filter_features,
-            num_filter_layers=num_filter_layers,
-            omega=omega,
-            shift=shift,
-            modulate=modulate,
-            normalized=normalized,
-            filter_bias=filter_bias,
-            activation=activation,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
+            dropout_rate=dropout_rate,
             **options,
         )
-        self.norm2 = LayerNorm(features, **options)
-        options["bias_init"] = bias_init or nnx.initializers.zeros
-        narrow, wide = (kernel_init or torch_uniform(fan_in) for fan_in in (features, mlp_features))
-        self.up_proj = Linear(features, mlp_features, kernel_init=narrow, **options)
-        self.down_proj = Linear(mlp_features, features, kernel_init=wide, **options)
-        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        self.norm2 = LayerNorm(features, **norm_options(options))
+        narrow, wide = (with_inits(shared, torch_uniform(n)) for n in (features, mlp_features))
+        self.up_proj = Linear(features, mlp_features, **narrow)
+        self.down_proj = Linear(mlp_features, features, **wide)
+        self.dropout = Dropout(dropout_rate, rngs=options["rngs"])
 
-    def init_state(self, batch_size: int) -> HyenaState:
-        """The state of the mixer."""
-        return self.mixer.init_state(batch_size)
+    def mlp(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time features"]:
+        """The MLP, with dropout in training."""
+        return self.dropout(self.down_proj(jax.nn.gelu(self.up_proj(x))))
 
-    def start(self, batch_size: int) -> None:
-        """None: at the beginning the convolutions run over x alone."""
-        return None
-
-    def sequence(self, x, state, lengths, reset):
-        """The mixer, then the MLP, each after a norm and added to its input."""
-        x = x.astype(self.computation_dtype(x))
-        y, state = self.mixer.sequence(self.norm1(x), state, lengths, reset)
-        x = x + y
-        mlp = self.down_proj(jax.nn.gelu(self.up_proj(self.norm2(x))))
-        return x + self.dropout(mlp), state
+    mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
         """Those of the mixer; `safari-checkpointed`, whose mixer and MLP are in a `layer`."""
@@ -445,11 +397,3 @@ class HyenaDNABlock(SequenceLayer[HyenaState]):
             **{layout: table(layout) for layout in of_mixer},
             "safari-checkpointed": table("safari", ".layer"),
         }
-
-
-def _positions(max_length: int, embed_features: int, dtype) -> Float[Array, "max_length embed"]:
-    bands = embed_features // 2
-    frequencies = np.linspace(LOWEST_FREQUENCY, bands - 1, bands)
-    angle = 2 * np.pi * np.outer(np.arange(max_length), frequencies) / max_length
-    time = np.linspace(0, 1, max_length)[:, None]
-    return jnp.asarray(np.concatenate([time, np.cos(angle), -np.sin(angle)], axis=1), dtype)

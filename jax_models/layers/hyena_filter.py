@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Annotated, Any, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,63 @@ from jaxtyping import Array, Float
 from jax_models import ops
 from jax_models.layers.linear import torch_uniform
 from jax_models.ops import carry_dtype
-from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.ops.rows import Default
+from jax_models.options import CheckedOptions, FloatingDtype, only
 from jax_models.sequence import check_time
 from jax_models.weights import Layouts, same, squeezed, transposed
 from jax_models.weights.constant import Constant
 
 FAST_DECAY, SLOW_DECAY, TARGET = 0.3, 1.5, 1e-2
 """A window falls to TARGET after these parts of max_length, in its fastest and slowest channel."""
+
+
+class FilterOptions(TypedDict, total=False):
+    """The keyword arguments that filters take."""
+
+    param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
+    """The parameters' dtype, by default float32."""
+    rngs: Required[nnx.Rngs]
+    """Draws the parameters."""
+
+
+filter_options: Callable[[Any], FilterOptions] = partial(only, FilterOptions)
+
+
+def draw_network(
+    widths: list[int], rngs: nnx.Rngs, dtype: FloatingDtype, kind: type[nnx.Variable] = nnx.Param
+) -> tuple[nnx.List, nnx.List]:
+    """Draws the kernels and the biases of a filter's network, the last layer without a bias."""
+
+    def draw(fan_in: int, *shape: int) -> nnx.Variable:
+        return kind(torch_uniform(fan_in)(rngs.params(), shape, dtype))
+
+    kernels = nnx.List(draw(fan_in, fan_in, width) for fan_in, width in itertools.pairwise(widths))
+    return kernels, nnx.List(draw(fan_in, widths[1]) for fan_in in widths[:-2])
+
+
+def run_network(
+    z: Float[Array, "length embed"],
+    kernels: Iterable[nnx.Variable],
+    biases: Iterable[nnx.Variable],
+    freqs: Iterable[nnx.Variable],
+) -> Float[Array, "length out"]:
+    """Linear layers, with sines of these frequencies between them."""
+    *hidden, last = kernels
+    for kernel, bias, freq in zip(hidden, biases, freqs, strict=True):
+        z = ops.affine(z, wide(kernel), wide(bias))
+        z = jnp.sin(jnp.broadcast_to(wide(freq), z.shape) * z)
+    return ops.affine(z, wide(last))
+
+
+def check_network(embed_features: int, num_filter_layers: int) -> None:
+    """Refuse sizes of which no network can be made."""
+    if embed_features % 2 == 0 or embed_features < 3:
+        raise ValueError(
+            f"embed_features: expected an odd number of at least 3 (the time, and a cosine and "
+            f"a sine of each frequency), got {embed_features}"
+        )
+    if num_filter_layers < 2:
+        raise ValueError(f"num_filter_layers: expected at least 2, got {num_filter_layers}")
 
 
 class HyenaFilter(CheckedOptions, nnx.Module):
@@ -40,8 +91,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         features: D.
         max_length: L, the longest sequence.
         order: N, the number of filters.
-        param_dtype: the parameters' dtype.
-        rngs: draws g from a normal distribution. α starts at decays from slow to fast, b at 0.
+        **options: as in `FilterOptions`. g starts normal, α at decays from slow to fast, b at 0.
 
     Raises:
         ValueError: a size is not positive.
@@ -56,9 +106,9 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         max_length: int,
         *,
         order: int = 2,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[FilterOptions],
     ):
+        rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
         shape = (order, features, max_length)
         self.h = nnx.Param(jax.random.normal(rngs.params(), shape, param_dtype))
         self.alphas = nnx.Param(decays(features, param_dtype))
@@ -110,8 +160,7 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
             and a sine.
         omega: f, the frequency of all sines.
         implicit: True: the network computes the filters. False: g does.
-        param_dtype: the parameters' dtype.
-        rngs: draws the parameters, as torch does.
+        **options: as in `FilterOptions`; parameters start as in torch.
 
     Raises:
         ValueError: a size is not positive, embed_features is even or less than 3, or there are
@@ -132,30 +181,19 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         num_filter_layers: int = 4,
         omega: float = 12.0,
         implicit: bool = True,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[FilterOptions],
     ):
+        rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
         shape = (order, features, max_length)
-        if embed_features % 2 == 0 or embed_features < 3:
-            raise ValueError(
-                f"embed_features: expected an odd number of at least 3 (the time, and a cosine and "
-                f"a sine of each frequency), got {embed_features}"
-            )
-        if num_filter_layers < 2:
-            raise ValueError(f"num_filter_layers: expected at least 2, got {num_filter_layers}")
+        check_network(embed_features, num_filter_layers)
         self.shape, self.implicit = shape, implicit
         of_network, explicit = (nnx.Param, Constant) if implicit else (Constant, nnx.Param)
         widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
         self.h = explicit(jax.random.normal(rngs.params(), shape, param_dtype))
-        self.pos_emb = of_network(_positions(max_length, embed_features, param_dtype))
-        self.kernels = nnx.List(
-            of_network(torch_uniform(fan_in)(rngs.params(), (fan_in, fan_out), param_dtype))
-            for fan_in, fan_out in itertools.pairwise(widths)
+        self.pos_emb = of_network(
+            positions(max_length, np.arange(embed_features // 2), param_dtype)
         )
-        self.biases = nnx.List(
-            of_network(torch_uniform(fan_in)(rngs.params(), (mlp_features,), param_dtype))
-            for fan_in in widths[:-2]
-        )
+        self.kernels, self.biases = draw_network(widths, rngs, param_dtype, of_network)
         self.freqs = nnx.List(
             Constant(jnp.full(mlp_features, omega, param_dtype)) for _ in widths[1:-1]
         )
@@ -171,12 +209,9 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
 
     def network(self, length: int) -> Float[Array, "order features length"]:
         """The network at the first `length` positions."""
-        z = wide(self.pos_emb)[:length]
-        for kernel, bias, freq in zip(self.kernels, self.biases, self.freqs, strict=False):
-            z = ops.affine(z, wide(kernel), wide(bias))
-            z = jnp.sin(jnp.broadcast_to(wide(freq), z.shape) * z)
+        z = run_network(wide(self.pos_emb)[:length], self.kernels, self.biases, self.freqs)
         order, features, _ = self.shape
-        return ops.affine(z, wide(self.kernels[-1])).T.reshape(order, features, length)
+        return z.T.reshape(order, features, length)
 
     def torch_layouts(self) -> Layouts:
         """`annotated-hyena`: the keys of the torch_ref filter of the same name."""
@@ -256,8 +291,10 @@ def unit_times(max_length: int, dtype) -> Float[Array, " max_length"]:
     return jnp.asarray(np.linspace(0, 1, max_length), dtype)
 
 
-def _positions(max_length: int, embed_features: int, dtype) -> Float[Array, "max_length embed"]:
-    periods = np.arange(embed_features // 2)
-    angle = 2 * np.pi * np.outer(np.arange(max_length), periods) / max_length
+def positions(
+    max_length: int, frequencies: np.ndarray, dtype, *, sign: int = 1
+) -> Float[Array, "max_length embed"]:
+    """The time from 0 to 1, then cosines and sines of so many periods."""
+    angle = 2 * np.pi * np.outer(np.arange(max_length), frequencies) / max_length
     time = np.linspace(0, 1, max_length)[:, None]
-    return jnp.asarray(np.concatenate([time, np.cos(angle), np.sin(angle)], axis=1), dtype)
+    return jnp.asarray(np.concatenate([time, np.cos(angle), sign * np.sin(angle)], axis=1), dtype)

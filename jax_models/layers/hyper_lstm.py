@@ -1,5 +1,9 @@
 """The HyperLSTM of labml.ai, after HyperNetworks (arXiv 1609.09106)."""
 
+__all__ = ["HyperLSTM", "HyperLSTMState"]
+
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,9 +11,9 @@ from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.layers.layer_norm_lstm import CellNorms, LayerNormLSTM, cell_norms
-from jax_models.layers.linear import torch_uniform
+from jax_models.layers.linear import lecun_normal, torch_uniform
 from jax_models.ops import HyperLSTMState, carry_dtype
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.options import Initializer, LayerOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, gates, nested
 
@@ -37,17 +41,12 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         hyper_features: size of ĥ_t and ĉ_t.
         embedding_features: size of each gate's z.
         num_layers: number of layers. Each reads the outputs of the one below.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. The state is carried,
-            and LN computed, in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws W_x, the W_z, the D and the hyper network's W_ih. None: `lecun_normal`
-            for W_x, which starts at zero in labml's code, and as torch's Linear for the others.
         recurrent_kernel_init: draws W_h of all gates and the hyper network's W_hh. None: orthogonal
             for each gate's W_h, which starts at zero in labml's code, and as torch's Linear for
             W_hh.
-        bias_init: draws the biases. None: as torch's Linear.
-        rngs: draws the parameters; layer norms start with scale 1 and bias 0.
+        **options: as in `LayerOptions`. W_x starts as `lecun_normal` (at zero in labml's code), the
+            W_z, the D, the hyper network's W_ih and the biases as torch's Linear; layer norms start
+            with scale 1 and bias 0. LN is computed in at least float32.
 
     Raises:
         ValueError: a size is not positive.
@@ -65,15 +64,10 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         embedding_features: int,
         *,
         num_layers: int = 1,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(in_features, **options)
         self.hidden_features = hidden_features
         self.hyper_features = hyper_features
         self.num_layers = num_layers
@@ -83,11 +77,8 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
                 hidden_features,
                 hyper_features,
                 embedding_features,
-                param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                recurrent_kernel_init=recurrent_kernel_init,
-                bias_init=bias_init,
-                rngs=rngs,
+                recurrent_kernel_init,
+                options,
             )
             for layer in range(num_layers)
         )
@@ -103,7 +94,7 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
             )
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """`ops.hyper_lstm`, one layer after the other."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
@@ -114,8 +105,7 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
                 x,
                 HyperLSTMState(*layer_state),
                 **jax.tree.map(lambda w: w.astype(dtype), cell.arrays()),
-                lengths=lengths,
-                reset=reset,
+                rows=rows,
             )
             x = y.astype(dtype)
             last_states.append(last_state)
@@ -145,16 +135,13 @@ class HyperLSTMCell(nnx.Module):
         hidden_features: int,
         hyper_features: int,
         embedding_features: int,
-        *,
-        param_dtype,
-        kernel_init: Initializer | None,
         recurrent_kernel_init: Initializer | None,
-        bias_init: Initializer | None,
-        rngs: nnx.Rngs,
+        options: LayerOptions,
     ):
         hidden, hyper, embedding = hidden_features, hyper_features, embedding_features
         of_z, of_d = torch_uniform(hyper), torch_uniform(embedding)
-        lecun = nnx.initializers.lecun_normal()
+        kernel_init, bias_init = options.get("kernel_init"), options.get("bias_init")
+        rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
 
         def param(init: Initializer, *shape: int) -> nnx.Param:
             return nnx.Param(init(rngs.params(), shape, param_dtype))
@@ -162,17 +149,14 @@ class HyperLSTMCell(nnx.Module):
         self.hyper = LayerNormLSTM(
             hidden + in_features,
             hyper,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
             recurrent_kernel_init=recurrent_kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
+            **options,
         )
         self.z_kernel = param(kernel_init or of_z, hyper, 12 * embedding)
         self.z_bias = param(bias_init or of_z, 8 * embedding)
         self.d_kernel = param(kernel_init or of_d, embedding, 12 * hidden)
         self.d_bias = param(bias_init or of_d, 4 * hidden)
-        self.kernel_ih = param(kernel_init or lecun, in_features, 4 * hidden)
+        self.kernel_ih = param(kernel_init or lecun_normal, in_features, 4 * hidden)
         self.kernel_hh = param(recurrent_kernel_init or rotations, hidden, 4 * hidden)
         self.norms = CellNorms(hidden, param_dtype=param_dtype)
 

@@ -1,5 +1,9 @@
 """The LSTM with layer norm, as labml.ai's LSTMCell has it."""
 
+__all__ = ["LayerNormLSTM"]
+
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,7 +11,7 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.linear import torch_uniform
 from jax_models.ops import LSTMNorms, LSTMState
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.options import Initializer, LayerOptions, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed
 
@@ -28,14 +32,9 @@ class LayerNormLSTM(SequenceLayer[LSTMState]):
     Args:
         in_features: size of x_t.
         hidden_features: size of h_t and c_t.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. The state is carried,
-            and LN computed, in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws W_ih. None: uniform in ±1/√in_features, as torch's Linear.
         recurrent_kernel_init: draws W_hh. None: uniform in ±1/√hidden_features.
-        bias_init: draws b. None: uniform in ±1/√hidden_features.
-        rngs: draws the parameters; layer norms start with scale 1 and bias 0.
+        **options: as in `LayerOptions`. W_ih starts uniform in ±1/√in_features, as torch's Linear,
+            b in ±1/√hidden_features; layer norms start with scale 1 and bias 0.
 
     Raises:
         ValueError: a size is not positive.
@@ -49,25 +48,21 @@ class LayerNormLSTM(SequenceLayer[LSTMState]):
         in_features: int,
         hidden_features: int,
         *,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(in_features, **options)
         self.hidden_features = hidden_features
-        width = 4 * hidden_features
-        from_input, from_hidden = torch_uniform(in_features), torch_uniform(hidden_features)
+        width, param_dtype = 4 * hidden_features, self.param_dtype
+        from_hidden = torch_uniform(hidden_features)
+        inits = with_inits(options, torch_uniform(in_features), from_hidden)
 
         def param(init: Initializer, *shape: int) -> nnx.Param:
-            return nnx.Param(init(rngs.params(), shape, param_dtype))
+            return nnx.Param(init(options["rngs"].params(), shape, param_dtype))
 
-        self.kernel_ih = param(kernel_init or from_input, in_features, width)
+        self.kernel_ih = param(inits["kernel_init"], in_features, width)
         self.kernel_hh = param(recurrent_kernel_init or from_hidden, hidden_features, width)
-        self.bias = param(bias_init or from_hidden, width)
+        self.bias = param(inits["bias_init"], width)
         self.norms = CellNorms(hidden_features, param_dtype=param_dtype)
 
     def arrays(self) -> dict:
@@ -84,15 +79,14 @@ class LayerNormLSTM(SequenceLayer[LSTMState]):
         shape = (batch_size, self.hidden_features)
         return LSTMState(*(jnp.zeros(shape, self.state_dtype) for _ in LSTMState._fields))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """`ops.layer_norm_lstm`."""
         dtype = self.computation_dtype(x)
         y, state = ops.layer_norm_lstm(
             x.astype(dtype),
             state,
             **jax.tree.map(lambda w: w.astype(dtype), self.arrays()),
-            lengths=lengths,
-            reset=reset,
+            rows=rows,
         )
         return y.astype(dtype), state
 

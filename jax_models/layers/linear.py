@@ -1,10 +1,20 @@
 """The linear layer, in the shape in which it trains fastest."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
 from jax_models.options import FloatingDtype, Initializer
+
+lecun_normal = nnx.initializers.lecun_normal()
+"""How Flax's Linear draws its kernel."""
+
+
+def normal_of_fan_in(variance: float = 1.0) -> Initializer:
+    """How recurrentgemma draws matrices: normal, with this variance over the inputs' number."""
+    return nnx.initializers.variance_scaling(variance, "fan_in", "normal")
 
 
 def torch_uniform(fan_in: int) -> Initializer:
@@ -38,7 +48,8 @@ class BlockDiagonal(nnx.Module):
         features: int,
         num_blocks: int,
         *,
-        param_dtype: FloatingDtype,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         kernel_init: Initializer,
         bias_init: Initializer,
         rngs: nnx.Rngs,
@@ -50,3 +61,9 @@ class BlockDiagonal(nnx.Module):
         size = features // num_blocks
         self.kernel = nnx.Param(kernel_init(rngs.params(), (num_blocks, size, size), param_dtype))
         self.bias = nnx.Param(bias_init(rngs.params(), (num_blocks, size), param_dtype))
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """The blocks, or the outputs of a single one."""
+        axis = last_axis if self.kernel.shape[0] == 1 else first_axis
+        return axis("features", "kernel", "bias")

@@ -1,5 +1,7 @@
 """The LSTM, as torch.nn.LSTM has it."""
 
+__all__ = ["LSTM", "LSTMState"]
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -125,14 +127,13 @@ class LSTM(RecurrentStack[LSTMState]):
         )
         self.method: LSTMMethod = method
 
-    def stack(self, x, state, cells, lengths, reset):
+    def stack(self, x, state, cells, rows):
         """`ops.lstm_stack`."""
         return ops.lstm_stack(
             x,
             state,
             cells,
-            lengths,
-            reset,
+            rows=rows,
             num_directions=self.num_directions,
             method=self.method,
         )

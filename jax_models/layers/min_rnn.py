@@ -1,6 +1,9 @@
 """minGRU and minLSTM (Feng et al. 2024)."""
 
-from typing import ClassVar
+__all__ = ["MinGRU", "MinLSTM", "MinRNNState"]
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +12,9 @@ from flax import nnx
 from jax_models import ops
 from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.mesh_axes import last_axis
 from jax_models.ops import LinearRecurrenceMethod, MinRNNState
-from jax_models.options import FloatingDtype, Initializer, refuse_unused
+from jax_models.options import LayerOptions, refuse_unused, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, gates
 
@@ -31,35 +35,27 @@ class MinRNN(SequenceLayer[MinRNNState]):
         use_bias: bool = True,
         dropout_rate: float = 0.0,
         method: LinearRecurrenceMethod = "auto",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(in_features, **options)
         self.hidden_features = hidden_features
         self.method: LinearRecurrenceMethod = method
+        bias_init = options.get("bias_init")
         refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
-        self.dropout = dropout_between(num_layers, dropout_rate, rngs=rngs)
+        self.dropout = dropout_between(num_layers, dropout_rate, rngs=options["rngs"])
         sizes = [in_features] + [hidden_features] * (num_layers - 1)
         self.gates = nnx.List(
             Linear(
                 size,
                 len(self.gate_names) * hidden_features,
                 use_bias=use_bias,
-                kernel_init=kernel_init or torch_uniform(size),
-                bias_init=bias_init or torch_uniform(size),
-                dtype=dtype,
-                param_dtype=param_dtype,
-                rngs=rngs,
+                **with_inits(options, torch_uniform(size), torch_uniform(size)),
             )
             for size in sizes
         )
 
-    def recurrence(self, x, state: MinRNNState, **weights_and_masks):
-        """One layer, by the subclass: `ops.min_gru` or `ops.min_lstm`."""
+    def operator(self) -> Callable[..., Any]:
+        """The recurrence of one layer, by the subclass: `ops.min_gru` or `ops.min_lstm`."""
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> MinRNNState:
@@ -67,25 +63,25 @@ class MinRNN(SequenceLayer[MinRNNState]):
         shape = (len(self.gates), batch_size, self.hidden_features)
         return MinRNNState(jnp.zeros(shape, self.state_dtype))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The layers, the lowest first, with dropout between them."""
         x = x.astype(self.computation_dtype(x))
         last = []
         for layer, linear in enumerate(self.gates):
             weights = {"kernel": linear.kernel, "bias": linear.bias}
             weights = {k: w[...].astype(x.dtype) for k, w in weights.items() if w is not None}
-            options = {"method": self.method, "time_axis": self.time_axis}
-            y, h = self.recurrence(
+            y, h = self.operator()(
                 self.dropout(x) if layer else x,
                 MinRNNState(state.h[layer]),
                 **weights,
-                lengths=lengths,
-                reset=reset,
-                **options,
+                method=self.method,
+                rows=rows,
             )
             x = y.astype(x.dtype)
             last.append(h)
         return x, jax.tree.map(lambda *h: jnp.stack(h), *last)
+
+    mesh_axes = last_axis("gates", "gates")
 
     def torch_layouts(self) -> Layouts:
         """`minimal`: a Linear a gate and layer, as in the paper's listings."""
@@ -118,13 +114,8 @@ class MinGRU(MinRNN):
         use_bias: with b_z and b_h.
         dropout_rate: of the inputs of every layer but the first, when training.
         method: of `ops.linear_recurrence`.
-        time_major: x and y are (time, batch, features).
-        kernel_init: draws the matrices. None: uniform in ±1/√in_features, as in torch.nn.Linear.
-        bias_init: draws the biases. None: as the matrices.
-        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
-            at least float32.
-        param_dtype: the parameters' dtype.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        **options: as in `LayerOptions`. Matrices and biases start uniform in ±1/√in_features, as in
+            torch.nn.Linear.
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), there is no such method, or
@@ -138,9 +129,9 @@ class MinGRU(MinRNN):
 
     gate_names = "zh"
 
-    def recurrence(self, x, state, **weights_and_masks):
+    def operator(self):
         """`ops.min_gru`."""
-        return ops.min_gru(x, state, **weights_and_masks)
+        return ops.min_gru
 
 
 class MinLSTM(MinRNN):
@@ -157,6 +148,6 @@ class MinLSTM(MinRNN):
 
     gate_names = "fih"
 
-    def recurrence(self, x, state, **weights_and_masks):
+    def operator(self):
         """`ops.min_lstm`."""
-        return ops.min_lstm(x, state, **weights_and_masks)
+        return ops.min_lstm

@@ -1,5 +1,9 @@
 """Normalization as torch computes it."""
 
+__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "RMSNorm", "ZeroCenteredRMSNorm"]
+
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import as_array, checked_array, checked_positive, wrong_shape
-from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.options import CheckedOptions, NormOptions
 from jax_models.weights import Layouts, batch_norm
 
 
@@ -29,21 +33,12 @@ class LayerNorm(nnx.LayerNorm, CheckedOptions):
     `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
     """
 
-    def __init__(
-        self,
-        features: int,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, features: int, **options: Unpack[NormOptions]):
         super().__init__(
             features,
             epsilon=1e-5,
             use_fast_variance=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            **options,
         )
 
     def __call__(self, x, *, mask=None):
@@ -69,18 +64,14 @@ class GroupNorm(nnx.GroupNorm, CheckedOptions):
         *,
         num_groups: int,
         epsilon: float = 1e-5,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[NormOptions],
     ):
         super().__init__(
             features,
             num_groups=num_groups,
             epsilon=epsilon,
             use_fast_variance=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            **options,
         )
 
     def __call__(self, x, *, mask=None):
@@ -107,9 +98,8 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         features: size of the last axis of x.
         momentum: m, one minus torch's momentum.
         epsilon: ε.
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the dtype of scale and bias. The running statistics are in float32.
-        rngs: draws nothing; the scale starts at 1, the bias at 0.
+        **options: as in `NormOptions`. The scale starts at 1, the bias at 0. The running statistics
+            are in float32.
 
     Raises:
         ValueError: momentum is not in [0, 1], or epsilon is not positive. At the call: the size of
@@ -125,9 +115,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         *,
         momentum: float = 0.9,
         epsilon: float = 1e-5,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[NormOptions],
     ):
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum: expected 0 ≤ momentum ≤ 1, got {momentum}")
@@ -136,9 +124,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
             momentum=momentum,
             epsilon=checked_positive("epsilon", epsilon),
             use_fast_variance=False,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
+            **options,
         )
 
     def __call__(self, x, use_running_average: bool | None = None, *, mask=None):
@@ -178,15 +164,8 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
     It works under `jax_numpy_dtype_promotion="strict"`, as `LayerNorm` does.
     """
 
-    def __init__(
-        self,
-        features: int,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(features, epsilon=1e-6, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    def __init__(self, features: int, **options: Unpack[NormOptions]):
+        super().__init__(features, epsilon=1e-6, **options)
 
     def __call__(self, x, mask=None):
         """Normalize the last axis of x."""
@@ -195,7 +174,32 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
             return super().__call__(x, mask)
 
 
-class ZeroCenteredRMSNorm(CheckedOptions, nnx.Module):
+class RootMeanSquareNorm(CheckedOptions, nnx.Module):
+    """A norm by the root mean square over the features, in at least float32, by a subclass."""
+
+    init = staticmethod(nnx.initializers.ones)
+
+    def __init__(self, features: int, epsilon: float = 0.0, **options: Unpack[NormOptions]):
+        self.epsilon = epsilon
+        self.dtype = options.get("dtype")
+        dtype = options.get("param_dtype", jnp.float32)
+        self.scale = nnx.Param(self.init(options["rngs"].params(), (features,), dtype))
+
+    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+        """Normalize the last axis of x."""
+        scale = self.scale[...]
+        x = checked_rows(x, scale.size)
+        dtype = self.dtype or jnp.result_type(x, scale)
+        x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))
+        square = jnp.mean(x * x, axis=-1, keepdims=True)
+        return self.scaled(x, square, jnp.broadcast_to(scale, x.shape)).astype(dtype)
+
+    def scaled(self, x: Array, square: Array, scale: Array) -> Array:
+        """A subclass's equation, with the mean of the squares of x."""
+        raise NotImplementedError
+
+
+class ZeroCenteredRMSNorm(RootMeanSquareNorm):
     """`x / √(mean(x²) + ε) · (1 + scale)` over the features, in at least float32.
 
         >>> norm = ZeroCenteredRMSNorm(64, rngs=nnx.Rngs(0))
@@ -204,24 +208,28 @@ class ZeroCenteredRMSNorm(CheckedOptions, nnx.Module):
     The norm of Gemma, whose scale is zero at first.
     """
 
-    def __init__(
-        self,
-        features: int,
-        *,
-        epsilon: float = 1e-6,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        self.epsilon = checked_positive("epsilon", epsilon)
-        self.dtype = dtype
-        self.scale = nnx.Param(nnx.initializers.zeros(rngs.params(), (features,), param_dtype))
+    init = staticmethod(nnx.initializers.zeros)
 
-    def __call__(self, x):
-        """Normalize the last axis of x."""
-        scale = self.scale[...]
-        x = checked_rows(x, scale.size)
-        dtype = self.dtype or jnp.result_type(x, scale)
-        x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))
-        y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        return (y * (1 + jnp.broadcast_to(scale, y.shape))).astype(dtype)
+    def __init__(self, features: int, *, epsilon: float = 1e-6, **options: Unpack[NormOptions]):
+        super().__init__(features, checked_positive("epsilon", epsilon), **options)
+
+    def scaled(self, x, square, scale):
+        """With ε inside of the root."""
+        return x * jax.lax.rsqrt(square + self.epsilon) * (1 + scale)
+
+
+class StripedHyenaNorm(RootMeanSquareNorm):
+    """`x / (√mean(x²) + ε) · scale` over the features: ε is outside of the root."""
+
+    def scaled(self, x, square, scale):
+        """The gradient is that of `x / ε · scale` at x = 0."""
+        root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
+        return x / (root + self.epsilon) * scale
+
+
+class HippogriffNorm(RootMeanSquareNorm):
+    """`x / √mean(x²) · scale` over the features; zeros stay zeros."""
+
+    def scaled(self, x, square, scale):
+        """Without ε."""
+        return x / jnp.sqrt(jnp.where(square > 0, square, 1)) * scale

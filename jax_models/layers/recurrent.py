@@ -1,19 +1,21 @@
 """Stacks of gated recurrences, in layers and directions: what RNN, LSTM and GRU share."""
 
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import torch_uniform
-from jax_models.ops import carry_dtype
+from jax_models.mesh_axes import last_axis
+from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import checked_size
 from jax_models.ops.recurrence import State
-from jax_models.options import Initializer, refuse_unused
+from jax_models.options import Initializer, LayerOptions, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed
 
@@ -33,18 +35,25 @@ class Cell(nnx.Module):
         hidden_features: int,
         *,
         num_gates: int,
-        proj_features: int | None,
         use_bias: bool,
-        recurrent_bias: bool,
-        proj_bias: bool,
-        use_peepholes: bool,
-        param_dtype,
-        kernel_init: Initializer | None,
+        recurrent_bias: bool = True,
+        proj_features: int | None = None,
+        proj_bias: bool = False,
+        use_peepholes: bool = False,
         recurrent_kernel_init: Initializer | None,
-        bias_init: Initializer | None,
         recurrent_bias_init: Initializer | None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
+        kernel_init, bias_init = options.get("kernel_init"), options.get("bias_init")
+        rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
+        draws_bias = use_bias or proj_bias or use_peepholes
+        refuse_unused("bias_init", bias_init, unless=draws_bias, because="with use_bias=False")
+        refuse_unused(
+            "recurrent_bias_init",
+            recurrent_bias_init,
+            unless=use_bias and recurrent_bias,
+            because=f"with {'recurrent' if use_bias else 'use'}_bias=False",
+        )
         uniform = torch_uniform(hidden_features)
 
         def param(init: Initializer | None, *shape: int) -> nnx.Param:
@@ -65,6 +74,8 @@ class Cell(nnx.Module):
         self.bias_hr = param(bias_init, proj_features) if proj_features and proj_bias else None
         self.peephole = param(bias_init, 3 * hidden_features) if use_peepholes else None
 
+    mesh_axes = last_axis("gates", "kernel_ih", "kernel_hh", "bias_ih", "bias_hh")
+
     def arrays(self) -> dict[str, Array]:
         """The weights that there are, by name."""
         names = "kernel_ih", "kernel_hh", "bias_ih", "bias_hh", "kernel_hr", "bias_hr", "peephole"
@@ -77,7 +88,7 @@ class RecurrentStack(SequenceLayer[State]):
 
     The state's arrays are (num_layers · directions, batch, features), ordered as torch's: layer 0
     forward, layer 0 backward, layer 1 forward, … Subclasses set `state_type` and
-    `gate_names` and define `recurrence`.
+    `gate_names` and define `operator`.
     """
 
     state_type: ClassVar[type]
@@ -92,20 +103,15 @@ class RecurrentStack(SequenceLayer[State]):
         bidirectional: bool,
         dropout_rate: float,
         time_major: bool,
+        proj_features: int | None = None,
+        rngs: nnx.Rngs,
         dtype,
         param_dtype,
-        kernel_init: Initializer | None,
-        recurrent_kernel_init: Initializer | None,
-        bias_init: Initializer | None,
-        recurrent_bias_init: Initializer | None,
-        rngs: nnx.Rngs,
-        use_bias: bool,
-        recurrent_bias: bool = True,
-        proj_features: int | None = None,
-        proj_bias: bool = False,
-        use_peepholes: bool = False,
+        **weights: Any,
     ):
-        super().__init__(in_features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        """Options that are not named here are those of a `Cell`."""
+        super().__init__(in_features, dtype=dtype, param_dtype=param_dtype)
+        self.time_major = time_major
         self.hidden_features = checked_size("hidden_features", hidden_features)
         self.proj_features = proj_features
         self.out_features = proj_features or hidden_features
@@ -113,39 +119,22 @@ class RecurrentStack(SequenceLayer[State]):
         self.num_directions: Literal[1, 2] = 2 if bidirectional else 1
         self.causal = not bidirectional
         self.dropout = dropout_between(num_layers, dropout_rate, rngs=rngs)
-        draws_bias = use_bias or proj_bias or use_peepholes
-        refuse_unused("bias_init", bias_init, unless=draws_bias, because="with use_bias=False")
-        refuse_unused(
-            "recurrent_bias_init",
-            recurrent_bias_init,
-            unless=use_bias and recurrent_bias,
-            because=f"with {'recurrent' if use_bias else 'use'}_bias=False",
-        )
         self.cells = nnx.List(
             Cell(
                 in_features if layer == 0 else self.num_directions * self.out_features,
                 hidden_features,
                 num_gates=len(self.gate_names),
                 proj_features=proj_features,
-                use_bias=use_bias,
-                recurrent_bias=recurrent_bias,
-                proj_bias=proj_bias,
-                use_peepholes=use_peepholes,
                 param_dtype=param_dtype,
-                kernel_init=kernel_init,
-                recurrent_kernel_init=recurrent_kernel_init,
-                bias_init=bias_init,
-                recurrent_bias_init=recurrent_bias_init,
                 rngs=rngs,
+                **weights,
             )
             for layer in range(num_layers)
             for _ in range(self.num_directions)
         )
 
-    def recurrence(
-        self, x: Float[Array, "batch time in"], state: State, **weights_and_masks
-    ) -> tuple[Float[Array, "batch time out"], State]:
-        """One direction of one layer, by the subclass."""
+    def operator(self) -> Callable[..., tuple[Array, State]]:
+        """The recurrence of one direction of one layer, by the subclass: `ops.rnn` or `ops.gru`."""
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> State:
@@ -158,7 +147,7 @@ class RecurrentStack(SequenceLayer[State]):
             )
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """All layers, in as few stacks as the dropout between them leaves."""
         dtype = self.computation_dtype(x)
         state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
@@ -175,8 +164,7 @@ class RecurrentStack(SequenceLayer[State]):
                 x,
                 jax.tree.map(lambda s: s[some], state),  # noqa: B023
                 cells[some],
-                lengths,
-                reset,
+                rows,
             )
             last_states.append(last_state)
         return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
@@ -186,17 +174,15 @@ class RecurrentStack(SequenceLayer[State]):
         x: Float[Array, "batch time in"],
         state: State,
         cells: list[dict[str, Array]],
-        lengths: Int[Array, " batch"] | None,
-        reset: Bool[Array, "batch time"] | None,
+        rows: Rows,
     ) -> tuple[Float[Array, "batch time out"], State]:
         """Layers with nothing between them, from their weights, on x in the computation's dtype."""
         return ops.recurrent_stack(
-            self.recurrence,
+            self.operator(),
             x,
             state,
             cells,
-            lengths,
-            reset,
+            rows=rows,
             num_directions=self.num_directions,
         )
 

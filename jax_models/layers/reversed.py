@@ -1,10 +1,11 @@
 """A layer that runs from the last step to the first."""
 
-from jaxtyping import Array, Bool, Float, Int
+__all__ = ["Reversed"]
 
-from jax_models.ops import document_ends
-from jax_models.ops.segments import mask_padding, reverse_time
-from jax_models.sequence import SequenceLayer, State
+from jaxtyping import Array, Float
+
+from jax_models.ops.rows import Rows, reverse_time
+from jax_models.sequence import SequenceLayer, State, refuse_time_major
 from jax_models.weights import Layouts, nested
 
 
@@ -22,7 +23,7 @@ class Reversed(SequenceLayer[State]):
 
     Raises:
         TypeError: it is no `SequenceLayer`.
-        ValueError: it has no `step`.
+        ValueError: it has no `step`, or has `time_major`.
 
     Layouts: the layer's, whose keys begin with `layer.`.
 
@@ -34,12 +35,8 @@ class Reversed(SequenceLayer[State]):
     def __init__(self, layer: SequenceLayer):
         if not layer.causal:
             raise ValueError("layer: expected a layer that has a `step`, got one without")
-        super().__init__(
-            layer.in_features,
-            time_major=layer.time_major,
-            dtype=layer.dtype,
-            param_dtype=layer.param_dtype,
-        )
+        refuse_time_major("layer", layer)
+        super().__init__(layer.in_features, dtype=layer.dtype, param_dtype=layer.param_dtype)
         self.layer = layer
         self.resettable = layer.resettable
 
@@ -51,9 +48,9 @@ class Reversed(SequenceLayer[State]):
         """What the layer starts from."""
         return self.layer.start(batch_size)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The layer on reversed time, batch-major."""
-        return run_reversed(self.layer, x, state, lengths, reset)
+        return run_reversed(self.layer, x, state, rows)
 
     def torch_layouts(self) -> Layouts:
         """The layer's, as the attribute `layer`."""
@@ -65,11 +62,8 @@ def run_reversed(
     layer: SequenceLayer[State],
     x: Float[Array, "batch time in"],
     state: State,
-    lengths: Int[Array, " batch"] | None,
-    reset: Bool[Array, "batch time"] | None,
+    rows: Rows,
 ) -> tuple[Float[Array, "batch time out"], State]:
     """The layer from the last step of each row to the first."""
-    if reset is not None:
-        reset = reverse_time(document_ends(mask_padding(reset, lengths)), lengths)
-    y, last = layer.sequence(reverse_time(x, lengths), state, lengths, reset)
-    return reverse_time(y, lengths), last
+    y, last = layer.joined_sequence(reverse_time(x, rows.lengths), state, rows.reversed())
+    return reverse_time(y, rows.lengths), last

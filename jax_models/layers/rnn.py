@@ -1,5 +1,9 @@
 """The simple RNN, as torch.nn.RNN has it."""
 
+__all__ = ["RNN", "RNNState"]
+
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -94,9 +98,9 @@ class RNN(RecurrentStack[RNNState]):
         )
         self.nonlinearity: Nonlinearity = nonlinearity
 
-    def recurrence(self, x, state, **weights_and_masks):
+    def operator(self):
         """`ops.rnn`."""
-        return ops.rnn(x, state, nonlinearity=self.nonlinearity, **weights_and_masks)
+        return partial(ops.rnn, nonlinearity=self.nonlinearity)
 
     def torch_layouts(self) -> Layouts:
         """As for every stack, and `deep`: RNNDeep; `cell`: the RNN with U, W and one b."""

@@ -1,26 +1,71 @@
 """RWKV-4 (arXiv 2305.13048), under BlinkDL's names, and what all RWKVs share."""
 
+__all__ = [
+    "RWKVBlock",
+    "RWKVBlockState",
+    "RWKVChannelMix",
+    "RWKVChannelMixState",
+    "RWKVTimeMix",
+    "RWKVTimeMixState",
+    "WKVState",
+]
+
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Annotated, ClassVar, Generic, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv_version import foreign_to
-from jax_models.ops import CausalConv1DState, WKVState, carry_dtype
-from jax_models.options import FloatingDtype, Index, Initializer
+from jax_models.mesh_axes import first_axis, last_axis
+from jax_models.ops import CausalConv1DState, Rows, WKVState, carry_dtype
+from jax_models.ops.rows import Default
+from jax_models.options import Index, Initializer, MatrixOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same, squeezed
 
 LARGEST_DECAY = 80.0
 """The largest time_decay. Beyond it nothing of the past remains, and w would overflow."""
+
+
+class RWKVOptions(MatrixOptions, total=False):
+    """The keyword arguments that the layers of all RWKVs take."""
+
+    layer_index: Annotated[Index, Default(0)]
+    """Which layer of a model this is, 0 for the lowest."""
+    num_layers: Annotated[int, Default(1)]
+    """How many layers the model has. Vectors, such as decays, bonuses and the μ, start as in this
+    layer of the version's training code; each channel has its own."""
+
+
+def orthogonal(
+    key, shape: tuple[int, int], dtype, *, gain: float | None = None, **_
+) -> Float[Array, "in out"]:
+    """RWKV-4's orthogonal (in, out) matrices: by default, where out > in, longer by √(out / in)."""
+    gain = math.sqrt(max(shape[1] / shape[0], 1)) if gain is None else gain
+    return nnx.initializers.orthogonal(gain)(key, shape, carry_dtype(dtype)).astype(dtype)
+
+
+def scaled_orthogonal(factor: float) -> Initializer:
+    """`orthogonal`, times a factor."""
+    return lambda *args, **kwargs: factor * orthogonal(*args, **kwargs)
+
+
+def matrices(options: RWKVOptions) -> Callable[..., Linear]:
+    """Makes a `Linear` from its sizes and its initializer, which is zero if none is given."""
+
+    def matrix(in_features: int, out_features: int, init: Initializer = nnx.initializers.zeros):
+        return Linear(in_features, out_features, **with_inits(options, init, None, use_bias=False))
+
+    return matrix
 
 
 MIXES = ("key", "value", "receptance")
@@ -51,16 +96,9 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
 
     Args:
         features: size of x_t and y_t.
-        layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has. The decays w, the bonuses u and the μ start as
-            RWKV-4's do in this layer; each channel has its own.
         method: how `ops.wkv` runs.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. The sums are kept in at
-            least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the four W. None: as RWKV-4, orthogonal for v, zero for the others.
-        rngs: draws the parameters.
+        **options: as in `RWKVOptions`. The four W start as in RWKV-4, orthogonal for v, zero for
+            the others.
 
     Raises:
         ValueError: a size is not positive, or there is no such layer.
@@ -72,40 +110,28 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
     divides_time = True
 
     def __init__(
-        self,
-        features: int,
-        *,
-        layer_index: Index = 0,
-        num_layers: int = 1,
-        method: ops.WKVMethod = "auto",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        self, features: int, *, method: ops.WKVMethod = "auto", **options: Unpack[RWKVOptions]
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(features, **options)
         self.method: ops.WKVMethod = method
-        depth, height = depth_and_height(layer_index, num_layers)
+        depth, height = depth_and_height(options)
         channel = np.arange(features)
         width = channel / max(features - 1, 1)
         mix = (channel / features) ** height
 
         def param(value) -> nnx.Param:
-            return nnx.Param(jnp.asarray(value, param_dtype))
+            return nnx.Param(jnp.asarray(value, self.param_dtype))
 
         self.time_decay = param(8 * width ** (0.7 + 1.3 * depth) - 5)
         self.time_first = param(math.log(0.3) + 0.5 * ((channel + 1) % 3 - 1))
         self.time_mix_k = param(mix)
         self.time_mix_v = param(mix + 0.3 * depth)
         self.time_mix_r = param(mix**0.5)
-        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        small = kernel_init or nnx.initializers.zeros
-        large = kernel_init or orthogonal
-        self.key = Linear(features, features, kernel_init=small, **options)
-        self.value = Linear(features, features, kernel_init=large, **options)
-        self.receptance = Linear(features, features, kernel_init=small, **options)
-        self.output = Linear(features, features, kernel_init=small, **options)
+        matrix = matrices(options)
+        self.key = matrix(features, features)
+        self.value = matrix(features, features, orthogonal)
+        self.receptance = matrix(features, features)
+        self.output = matrix(features, features)
 
     foreign_format = staticmethod(foreign_to("RWKV-4"))
 
@@ -115,11 +141,11 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
         wkv = ops.empty_wkv_state(batch_size, self.in_features, dtype)
         return RWKVTimeMixState(jnp.zeros_like(wkv.num), wkv)
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The receptance times the weighted average of the past, `ops.wkv`, projected."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
+        previous, last = token_shift(x, state.last, rows)
         k = self.key(mixed(self.time_mix_k, x, previous))
         v = self.value(mixed(self.time_mix_v, x, previous))
         r = self.receptance(mixed(self.time_mix_r, x, previous))
@@ -129,13 +155,15 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
             state.wkv,
             w=jnp.exp(jnp.minimum(self.time_decay[...].astype(carry_dtype(dtype)), LARGEST_DECAY)),
             u=self.time_first[...],
-            lengths=lengths,
-            reset=reset,
+            rows=rows,
             method=self.method,
-            time_axis=self.time_axis,
         )
         y = self.output(jax.nn.sigmoid(r) * y.astype(dtype))
         return y, RWKVTimeMixState(last, wkv)
+
+    mesh_axes = last_axis(
+        "features", "receptance", "key", "value", "time_decay", "time_first"
+    ) | first_axis("features", "output.kernel")
 
     def torch_layouts(self) -> Layouts:
         """`blinkdl`: the keys of a block's `att`; `hf`: those of its `attention`."""
@@ -153,7 +181,66 @@ class RWKVChannelMixState(NamedTuple):
     last: Float[Array, "batch features"]
 
 
-class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
+class ChannelMix(SequenceLayer[RWKVChannelMixState]):
+    """What the feed-forward parts of all RWKVs have in common.
+
+        k, r = mix(x_t, x_{t−1}) W, each with its own μ and W
+        y_t = σ(r) ⊙ (max(k, 0)² W_v)                   without σ(r) where it is not `gated`
+
+    A subclass says how its μ are called and start, and what W_k starts as.
+    """
+
+    divides_time = True
+
+    mesh_axes = (
+        last_axis("hidden", "key")
+        | first_axis("hidden", "value.kernel")
+        | last_axis("features", "receptance")
+    )
+
+    gated: ClassVar[bool] = True
+    prefix: ClassVar[str]
+    """The names of the μ, without the first letter of the projection."""
+    key_init = staticmethod(orthogonal)
+
+    def __init__(self, features: int, hidden_features: int, **options: Unpack[RWKVOptions]):
+        super().__init__(features, **options)
+        self.hidden_features = hidden_features
+        _, height = depth_and_height(options)
+        start = self.first_mix(np.arange(features) / features, height)
+        start = jnp.asarray(start, self.param_dtype)
+        matrix = matrices(options)
+        for letter in "kr" if self.gated else "k":
+            setattr(self, f"{self.prefix}{letter}", nnx.Param(start))
+        self.key = matrix(features, hidden_features, self.key_init)
+        if self.gated:
+            self.receptance = matrix(features, features)
+        self.value = matrix(hidden_features, features)
+
+    def first_mix(self, channel: np.ndarray, height: float) -> np.ndarray:
+        """The μ of each channel, 0 … 1, at first, by a subclass."""
+        raise NotImplementedError
+
+    def mixed(self, letter: str, x: Array, previous: Array) -> Array:
+        """What a projection reads: from RWKV-6 on, `x_t + μ ⊙ (x_{t−1} − x_t)`."""
+        return lerp_to_previous(x, previous, getattr(self, f"{self.prefix}{letter}"))
+
+    def init_state(self, batch_size: int) -> RWKVChannelMixState:
+        """No last input: zeros, (batch, features), in at least float32."""
+        return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
+
+    def sequence(self, x, state, rows):
+        """The squared relu of the key, projected, times the receptance where there is one."""
+        x = x.astype(self.computation_dtype(x))
+        previous, last = token_shift(x, state.last, rows)
+        k = self.key(self.mixed("k", x, previous))
+        if not self.gated:
+            return self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
+        r = self.receptance(self.mixed("r", x, previous))
+        return jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
+
+
+class RWKVChannelMix(ChannelMix):
     """RWKV-4's feed-forward part.
 
         >>> layer = RWKVChannelMix(64, 256, rngs=nnx.Rngs(0))
@@ -167,13 +254,7 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
     Args:
         features: size of x_t and y_t.
         hidden_features: size of k; four times `features` in RWKV-4.
-        layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has; the μ start as RWKV-4's do in this layer.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the three W. None: as RWKV-4, orthogonal for k, zero for the others.
-        rngs: draws the parameters.
+        **options: as in `RWKVOptions`. W_k starts orthogonal, the others at zero.
 
     Raises:
         ValueError: a size is not positive, or there is no such layer.
@@ -182,47 +263,15 @@ class RWKVChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     """
 
-    divides_time = True
+    prefix = "time_mix_"
 
-    def __init__(
-        self,
-        features: int,
-        hidden_features: int,
-        *,
-        layer_index: Index = 0,
-        num_layers: int = 1,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.hidden_features = hidden_features
-        _, height = depth_and_height(layer_index, num_layers)
-        start = jnp.asarray((np.arange(features) / features) ** height, param_dtype)
-        self.time_mix_k = nnx.Param(start)
-        self.time_mix_r = nnx.Param(start)
-        options = {"use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        small = kernel_init or nnx.initializers.zeros
-        large = kernel_init or orthogonal
-        self.key = Linear(features, hidden_features, kernel_init=large, **options)
-        self.receptance = Linear(features, features, kernel_init=small, **options)
-        self.value = Linear(hidden_features, features, kernel_init=small, **options)
+    def first_mix(self, channel, height):
+        """As in RWKV-4."""
+        return channel**height
 
-    def init_state(self, batch_size: int) -> RWKVChannelMixState:
-        """No last input: zeros, (batch, features), in at least float32."""
-        dtype = self.state_dtype
-        return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), dtype))
-
-    def sequence(self, x, state, lengths, reset):
-        """The receptance times the squared relu of the key, projected."""
-        x = x.astype(self.computation_dtype(x))
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
-        k = self.key(mixed(self.time_mix_k, x, previous))
-        r = self.receptance(mixed(self.time_mix_r, x, previous))
-        y = jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2)
-        return y, RWKVChannelMixState(last)
+    def mixed(self, letter, x, previous):
+        """`μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}`."""
+        return mixed(getattr(self, f"{self.prefix}{letter}"), x, previous)
 
     def torch_layouts(self) -> Layouts:
         """`blinkdl`: the keys of a block's `ffn`; `hf`: those of its `feed_forward`."""
@@ -276,36 +325,26 @@ class ResidualMixes(SequenceLayer[RWKVBlockState[Att]]):
     ffn: SequenceLayer[RWKVChannelMixState]
 
     def __init__(
-        self,
-        features: int,
-        *,
-        layer_index: Index,
-        in_features: int | None = None,
-        time_major: bool,
-        dtype: FloatingDtype | None,
-        param_dtype: FloatingDtype,
-        rngs: nnx.Rngs,
+        self, features: int, *, in_features: int | None = None, **options: Unpack[RWKVOptions]
     ):
-        super().__init__(
-            in_features or features, time_major=time_major, dtype=dtype, param_dtype=param_dtype
-        )
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.ln0 = LayerNorm(features, **options) if layer_index == 0 else None
-        self.ln1 = LayerNorm(features, **options)
-        self.ln2 = LayerNorm(features, **options)
+        super().__init__(in_features or features, **options)
+        norm = partial(LayerNorm, features, **norm_options(options))
+        self.ln0 = norm() if options.get("layer_index", 0) == 0 else None
+        self.ln1 = norm()
+        self.ln2 = norm()
 
     def init_state(self, batch_size: int) -> RWKVBlockState[Att]:
         """The initial states of the two parts."""
         return RWKVBlockState(self.att.init_state(batch_size), self.ffn.init_state(batch_size))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The time mix, then the channel mix, each after a norm and added to its input."""
         x = x.astype(self.computation_dtype(x))
         if self.ln0 is not None:
             x = self.ln0(x)
-        y, att = self.att.sequence(self.ln1(x), state.att, lengths, reset)
+        y, att = self.att.sequence(self.ln1(x), state.att, rows)
         x = x + y
-        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, lengths, reset)
+        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, rows)
         return x + y, RWKVBlockState(att, ffn)
 
     def torch_layouts(self) -> Layouts:
@@ -338,13 +377,7 @@ class RWKVBlock(ResidualMixes[RWKVTimeMixState]):
     Args:
         features: size of x_t.
         hidden_features: size of the channel mix's k. None: four times `features`.
-        layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices. None: as RWKV-4 does.
-        rngs: draws the parameters.
+        **options: as in `RWKVOptions`; parameters start as in RWKV-4.
 
     Raises:
         ValueError: a size is not positive, or there is no such layer.
@@ -354,28 +387,11 @@ class RWKVBlock(ResidualMixes[RWKVTimeMixState]):
     """
 
     def __init__(
-        self,
-        features: int,
-        hidden_features: int | None = None,
-        *,
-        layer_index: Index = 0,
-        num_layers: int = 1,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        self, features: int, hidden_features: int | None = None, **options: Unpack[RWKVOptions]
     ):
-        shared: dict[str, Any] = {
-            "layer_index": layer_index,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
-        super().__init__(features, time_major=time_major, **shared)
-        shared |= {"num_layers": num_layers, "kernel_init": kernel_init}
-        self.att = RWKVTimeMix(features, **shared)
-        self.ffn = RWKVChannelMix(features, hidden_features or 4 * features, **shared)
+        super().__init__(features, **options)
+        self.att = RWKVTimeMix(features, **options)
+        self.ffn = RWKVChannelMix(features, hidden_features or 4 * features, **options)
 
     foreign_format = staticmethod(foreign_to("RWKV-4"))
 
@@ -383,22 +399,14 @@ class RWKVBlock(ResidualMixes[RWKVTimeMixState]):
 def token_shift(
     x: Float[Array, "batch time features"],
     last: Float[Array, "batch features"],
-    lengths: Int[Array, " batch"] | None,
-    reset: Bool[Array, "batch time"] | None,
-    time_axis: str | None,
+    rows: Rows,
 ) -> tuple[Float[Array, "batch time features"], Float[Array, "batch features"]]:
     """`x_{t−1}` at each step, zero at a `reset`, and each row's last input."""
-    (previous, _), state = ops.delayed(
-        x,
-        CausalConv1DState(last[..., None]),
-        lengths=lengths,
-        reset=reset,
-        time_axis=time_axis,
-    )
+    (previous, _), state = ops.delayed(x, CausalConv1DState(last[..., None]), rows=rows)
     return previous, state.inputs[..., 0]
 
 
-def toward(
+def lerp_to_previous(
     x: Float[Array, "batch time features"],
     previous: Float[Array, "batch time features"],
     mu: nnx.Param,
@@ -440,16 +448,9 @@ def mixed(mu: nnx.Param, x, previous) -> Float[Array, "batch time features"]:
     return x * weight + previous * (1 - weight)
 
 
-def orthogonal(
-    key, shape: tuple[int, int], dtype, *, gain: float | None = None, **_
-) -> Float[Array, "in out"]:
-    """RWKV-4's orthogonal (in, out) matrices: by default, where out > in, longer by √(out / in)."""
-    gain = math.sqrt(max(shape[1] / shape[0], 1)) if gain is None else gain
-    return nnx.initializers.orthogonal(gain)(key, shape, carry_dtype(dtype)).astype(dtype)
-
-
-def depth_and_height(layer_index: int, num_layers: int) -> tuple[float, float]:
+def depth_and_height(options: RWKVOptions) -> tuple[float, float]:
     """How far up a layer is, 0 (lowest) to 1 (highest), and what remains, 1 to almost 0."""
+    layer_index, num_layers = options.get("layer_index", 0), options.get("num_layers", 1)
     if not 0 <= layer_index < num_layers:
         raise ValueError(
             f"layer_index: expected 0 … num_layers − 1 = {num_layers - 1}, got {layer_index}"

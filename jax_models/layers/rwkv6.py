@@ -1,7 +1,9 @@
 """RWKV-6, Finch (arXiv 2404.05892), under BlinkDL's names of x060."""
 
+__all__ = ["RWKV6Block", "RWKV6ChannelMix", "RWKV6TimeMix", "RWKV6TimeMixState"]
+
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +12,26 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
-from jax_models.layers.linear import Linear
 from jax_models.layers.norm import GroupNorm
 from jax_models.layers.rwkv import (
     LARGEST_DECAY,
+    ChannelMix,
     ResidualMixes,
-    RWKVChannelMixState,
+    RWKVOptions,
     checked_heads,
     depth_and_height,
     heads_of,
+    lerp_to_previous,
     low_rank,
+    matrices,
     orthogonal,
+    scaled_orthogonal,
     token_shift,
-    toward,
 )
 from jax_models.layers.rwkv_version import foreign_to
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
-from jax_models.options import FloatingDtype, Index, Initializer
+from jax_models.options import norm_options
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import (
     Layouts,
@@ -77,17 +82,9 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         head_size: of each head; it divides `features`.
         mix_rank: the width of A, for each mix. None: 32, from 4096 features on 64.
         decay_rank: the width of D_1. None: 64, from 4096 features on 128.
-        layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has. Decays, bonuses and the μ start as RWKV-6's do in
-            this layer; each channel has its own.
         method: how `ops.delta_rule` runs.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. Decays and the state are
-            kept in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the five W. None: as RWKV-6, orthogonal, smaller for k and g, zero for
-            the output.
-        rngs: draws the parameters.
+        **options: as in `RWKVOptions`. The five W start as in RWKV-6, orthogonal, smaller for k and
+            g, zero for the output. Decays and the state are kept in at least float32.
 
     Raises:
         ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
@@ -107,20 +104,15 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         head_size: int = 64,
         mix_rank: int | None = None,
         decay_rank: int | None = None,
-        layer_index: Index = 0,
-        num_layers: int = 1,
         method: ops.DeltaRuleMethod = "auto",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[RWKVOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(features, **options)
         self.heads, self.head_size = checked_heads(features, head_size), head_size
         self.method: ops.DeltaRuleMethod = method
         mix_rank, decay_rank = default_ranks(features, mix_rank, decay_rank)
-        depth, height = depth_and_height(layer_index, num_layers)
+        depth, height = depth_and_height(options)
+        rngs, param_dtype = options["rngs"], self.param_dtype
         channel = np.arange(features)
         mix, width = (channel / features) ** height, channel / max(features - 1, 1)
 
@@ -141,14 +133,13 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         self.time_decay_w2 = small(decay_rank, features)
         bonus = depth * (1 - width) + 0.1 * ((channel + 1) % 3 - 1)
         self.time_faaaa = param(bonus.reshape(self.heads, head_size))
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        matrix = partial(Linear, features, features, use_bias=False, **options)
-        self.receptance = matrix(kernel_init=kernel_init or orthogonal)
-        self.key = matrix(kernel_init=kernel_init or a_tenth)
-        self.value = matrix(kernel_init=kernel_init or orthogonal)
-        self.gate = matrix(kernel_init=kernel_init or a_tenth)
-        self.output = matrix(kernel_init=kernel_init or nnx.initializers.zeros)
-        self.ln_x = head_norm(features, self.heads, layer_index, num_layers, **options)
+        matrix = partial(matrices(options), features, features)
+        self.receptance = matrix(orthogonal)
+        self.key = matrix(scaled_orthogonal(0.1))
+        self.value = matrix(orthogonal)
+        self.gate = matrix(scaled_orthogonal(0.1))
+        self.output = matrix()
+        self.ln_x = head_norm(features, self.heads, options)
 
     foreign_format = staticmethod(foreign_to("RWKV-6"))
 
@@ -160,11 +151,11 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             jnp.zeros((batch_size, self.heads, self.head_size, self.head_size), dtype),
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The receptance reads the matrix; the group-normed result is gated and projected."""
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
+        previous, last = token_shift(x, state.last, rows)
         x_w, x_k, x_v, x_r, x_g = self._mixed(x, previous)
         r, log_w, k, v = (
             heads_of(y, self.head_size)
@@ -177,10 +168,8 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             v,
             state=state.wkv.mT,
             u=self.time_faaaa[...],
-            lengths=lengths,
-            reset=reset,
+            rows=rows,
             method=self.method,
-            time_axis=self.time_axis,
         )
         rows = o.reshape(x.shape[0] * x.shape[1], self.in_features)
         normed = self.ln_x(rows).reshape(x.shape).astype(dtype)
@@ -196,13 +185,19 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
 
     def _mixed(self, x: Array, previous: Array) -> list[Array]:
         """For each of the `MIXES`, x with some of its predecessor."""
-        hidden = toward(x, previous, self.time_maa_x)
+        hidden = lerp_to_previous(x, previous, self.time_maa_x)
         hidden = jnp.tanh(ops.affine(hidden, self.time_maa_w1[...].astype(x.dtype)))
         ups = self.time_maa_w2[...].astype(x.dtype)
         return [
-            toward(x, previous, getattr(self, f"time_maa_{name}"), ops.affine(part, up))
+            lerp_to_previous(x, previous, getattr(self, f"time_maa_{name}"), ops.affine(part, up))
             for name, part, up in zip(MIXES, jnp.split(hidden, 5, axis=-1), ups, strict=True)
         ]
+
+    mesh_axes = (
+        last_axis("heads", "receptance", "key", "value", "gate", "ln_x")
+        | last_axis("heads", "time_decay", "time_decay_w2")
+        | first_axis("heads", "time_faaaa", "output.kernel")
+    )
 
     def torch_layouts(self) -> Layouts:
         """`blinkdl` and `hf`: the keys of a block's `att`; `fla`: those of its `attn`."""
@@ -257,7 +252,7 @@ def _fla_time_mix() -> Table:
     ]
 
 
-class RWKV6ChannelMix(SequenceLayer[RWKVChannelMixState]):
+class RWKV6ChannelMix(ChannelMix):
     """RWKV-6's feed-forward part.
 
         >>> layer = RWKV6ChannelMix(64, 224, rngs=nnx.Rngs(0))
@@ -271,13 +266,7 @@ class RWKV6ChannelMix(SequenceLayer[RWKVChannelMixState]):
     Args:
         features: size of x_t and y_t.
         hidden_features: size of k; in RWKV-6 3.5 times `features`, rounded down to 32.
-        layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has; the μ start as RWKV-6's do in this layer.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the three W. None: as RWKV-6, orthogonal for k, zero for the others.
-        rngs: draws the parameters.
+        **options: as in `RWKVOptions`. W_k starts orthogonal, the others at zero.
 
     Raises:
         ValueError: a size is not positive, or there is no such layer.
@@ -286,46 +275,11 @@ class RWKV6ChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     """
 
-    divides_time = True
+    prefix = "time_maa_"
 
-    def __init__(
-        self,
-        features: int,
-        hidden_features: int,
-        *,
-        layer_index: Index = 0,
-        num_layers: int = 1,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.hidden_features = hidden_features
-        _, height = depth_and_height(layer_index, num_layers)
-        start = jnp.asarray(1 - (np.arange(features) / features) ** height, param_dtype)
-        self.time_maa_k = nnx.Param(start)
-        self.time_maa_r = nnx.Param(start)
-        options: dict[str, Any] = {
-            "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs,
-        }  # fmt: skip
-        large, zero = kernel_init or orthogonal, kernel_init or nnx.initializers.zeros
-        self.key = Linear(features, hidden_features, kernel_init=large, **options)
-        self.receptance = Linear(features, features, kernel_init=zero, **options)
-        self.value = Linear(hidden_features, features, kernel_init=zero, **options)
-
-    def init_state(self, batch_size: int) -> RWKVChannelMixState:
-        """No last input: zeros, (batch, features), in at least float32."""
-        return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
-
-    def sequence(self, x, state, lengths, reset):
-        """The receptance times the squared relu of the key, projected."""
-        x = x.astype(self.computation_dtype(x))
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
-        k = self.key(toward(x, previous, self.time_maa_k))
-        r = self.receptance(toward(x, previous, self.time_maa_r))
-        return jax.nn.sigmoid(r) * self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
+    def first_mix(self, channel, height):
+        """As in RWKV-6."""
+        return 1 - channel**height
 
     def torch_layouts(self) -> Layouts:
         """The keys of a block's `ffn`, or `feed_forward`."""
@@ -362,13 +316,7 @@ class RWKV6Block(ResidualMixes[RWKV6TimeMixState]):
         head_size: of each head; it divides `features`.
         mix_rank: as in `RWKV6TimeMix`.
         decay_rank: as in `RWKV6TimeMix`.
-        layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices. None: as RWKV-6 does.
-        rngs: draws the parameters.
+        **options: as in `RWKVOptions`; parameters start as in RWKV-6.
 
     Raises:
         ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
@@ -386,27 +334,14 @@ class RWKV6Block(ResidualMixes[RWKV6TimeMixState]):
         head_size: int = 64,
         mix_rank: int | None = None,
         decay_rank: int | None = None,
-        layer_index: Index = 0,
-        num_layers: int = 1,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[RWKVOptions],
     ):
-        shared: dict[str, Any] = {
-            "layer_index": layer_index,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
-        super().__init__(features, time_major=time_major, **shared)
-        shared |= {"num_layers": num_layers, "kernel_init": kernel_init}
+        super().__init__(features, **options)
         self.att = RWKV6TimeMix(
-            features, head_size=head_size, mix_rank=mix_rank, decay_rank=decay_rank, **shared
+            features, head_size=head_size, mix_rank=mix_rank, decay_rank=decay_rank, **options
         )
         hidden_features = hidden_features or default_hidden_features(features)
-        self.ffn = RWKV6ChannelMix(features, hidden_features, **shared)
+        self.ffn = RWKV6ChannelMix(features, hidden_features, **options)
 
     foreign_format = staticmethod(foreign_to("RWKV-6"))
 
@@ -422,23 +357,11 @@ def default_hidden_features(features: int) -> int:
     return max(int(3.5 * features) // 32 * 32, 32)
 
 
-def a_tenth(*args, **kwargs) -> Float[Array, "in out"]:
-    """A tenth of `orthogonal`."""
-    return 0.1 * orthogonal(*args, **kwargs)
-
-
-def head_norm(
-    features: int, heads: int, layer_index: int, num_layers: int, *, dtype, param_dtype, rngs
-) -> GroupNorm:
+def head_norm(features: int, heads: int, options: RWKVOptions) -> GroupNorm:
     """The norm of each head, whose scale grows with the layer: ((1 + layer) / layers)^0.7."""
-    norm = GroupNorm(
-        features,
-        num_groups=heads,
-        epsilon=GROUP_NORM_EPSILON,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        rngs=rngs,
-    )
-    start = jnp.full(features, ((1 + layer_index) / num_layers) ** 0.7, param_dtype)
-    norm.scale = nnx.Param(start)
+    epsilon = GROUP_NORM_EPSILON
+    norm = GroupNorm(features, num_groups=heads, epsilon=epsilon, **norm_options(options))
+    height = (1 + options.get("layer_index", 0)) / options.get("num_layers", 1)
+    dtype = options.get("param_dtype", jnp.float32)
+    norm.scale = nnx.Param(jnp.full(features, height**0.7, dtype))
     return norm

@@ -1,8 +1,10 @@
 """RWKV-7, Goose (arXiv 2503.14456), under BlinkDL's names of x070."""
 
+__all__ = ["RWKV7Block", "RWKV7ChannelMix", "RWKV7TimeMix", "RWKV7TimeMixState"]
+
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +13,29 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
-from jax_models.layers.linear import Linear
 from jax_models.layers.rwkv import (
+    ChannelMix,
     ResidualMixes,
     RWKVBlockState,
-    RWKVChannelMixState,
+    RWKVOptions,
     checked_heads,
     depth_and_height,
     heads_of,
+    lerp_to_previous,
     low_rank,
+    matrices,
     orthogonal,
+    scaled_orthogonal,
     token_shift,
-    toward,
 )
-from jax_models.layers.rwkv6 import a_tenth, head_norm
+from jax_models.layers.rwkv6 import head_norm
 from jax_models.layers.rwkv_version import foreign_to
+from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
-from jax_models.options import FloatingDtype, Index, Initializer
+from jax_models.ops.rows import Default
+from jax_models.options import only
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import (
-    Layouts,
-    Table,
-    layer_norm,
-    linear,
-    same,
-    squeezed,
-    transposed,
-)
+from jax_models.weights import Layouts, Table, layer_norm, linear, same, squeezed, transposed
 from jax_models.weights.constant import Constant
 
 LEAST_LOG_DECAY = -math.exp(-0.5)
@@ -86,17 +84,9 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         gate_rank: the width of g_1.
         keep_unused: the lowest layer keeps v_0, v_1 and v_2, which it does not use, as `Constant`s.
             Some checkpoints have them.
-        layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has. All vectors start as RWKV-7's do in this layer;
-            each channel has its own.
         method: how `ops.delta_rule` runs.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters. Decays and the state are
-            kept in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the four W. None: as RWKV-7, orthogonal, smaller for k, zero for the
-            output.
-        rngs: draws the parameters.
+        **options: as in `RWKVOptions`. The four W start as in RWKV-7, orthogonal, smaller for k,
+            zero for the output. Decays and the state are kept in at least float32.
 
     Raises:
         ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
@@ -118,26 +108,16 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         value_rank: int | None = None,
         gate_rank: int | None = None,
         keep_unused: bool = False,
-        layer_index: Index = 0,
-        num_layers: int = 1,
         method: ops.DeltaRuleMethod = "auto",
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[RWKVOptions],
     ):
-        self.is_lowest = layer_index == 0
-        super().__init__(
-            features if self.is_lowest else 2 * features,
-            time_major=time_major,
-            dtype=dtype,
-            param_dtype=param_dtype,
-        )
+        self.is_lowest = options.get("layer_index", 0) == 0
+        super().__init__(features if self.is_lowest else 2 * features, **options)
+        rngs, param_dtype = options["rngs"], self.param_dtype
         self.features, self.head_size = features, head_size
         self.heads = checked_heads(features, head_size)
         self.method: ops.DeltaRuleMethod = method
-        depth, height = depth_and_height(layer_index, num_layers)
+        depth, height = depth_and_height(options)
         channel = np.arange(features)
         width = channel / max(features - 1, 1)
         in_head = 2 * (channel % head_size) / max(head_size - 1, 1) - 1
@@ -147,7 +127,7 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             return nnx.Param(jnp.asarray(value, param_dtype))
 
         def zeros_and_draw(rank: int, kind: type[nnx.Variable] = nnx.Param):
-            up = a_tenth(rngs.params(), (features, rank), carry_dtype(param_dtype)).T
+            up = scaled_orthogonal(0.1)(rngs.params(), (features, rank), carry_dtype(param_dtype)).T
             down = jnp.zeros((features, rank), param_dtype)
             return kind(down), kind(jnp.asarray(up, param_dtype))
 
@@ -169,13 +149,12 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         self.k_k = param(0.71 - 0.1 * tilt)
         self.k_a = param(np.full(features, 1.02))
         self.r_k = param(np.full((self.heads, head_size), -0.04))
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        matrix = partial(Linear, features, features, use_bias=False, **options)
-        self.receptance = matrix(kernel_init=kernel_init or orthogonal)
-        self.key = matrix(kernel_init=kernel_init or a_tenth)
-        self.value = matrix(kernel_init=kernel_init or orthogonal)
-        self.output = matrix(kernel_init=kernel_init or nnx.initializers.zeros)
-        self.ln_x = head_norm(features, self.heads, layer_index, num_layers, **options)
+        matrix = partial(matrices(options), features, features)
+        self.receptance = matrix(orthogonal)
+        self.key = matrix(scaled_orthogonal(0.1))
+        self.value = matrix(orthogonal)
+        self.output = matrix()
+        self.ln_x = head_norm(features, self.heads, options)
 
     foreign_format = staticmethod(foreign_to("RWKV-7"))
 
@@ -187,23 +166,39 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             jnp.zeros((batch_size, self.heads, self.head_size, self.head_size), dtype),
         )
 
-    def sequence(self, x, state, lengths, reset):
+    def split(self, x):
+        """x, or above the lowest layer x and the values of the lowest."""
+        return x if self.is_lowest else tuple(jnp.split(x, 2, axis=-1))
+
+    def sequence(self, x, state, rows) -> Any:
         """The receptance reads the matrix; the group-normed result and a bonus are gated."""
+        x, v_first = x if isinstance(x, tuple) else (x, None)
         dtype = self.computation_dtype(x)
-        x, *v_first = jnp.split(x.astype(dtype), self.in_features // self.features, axis=-1)
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
+        x = x.astype(dtype)
+
+        # Each projection reads its own mixture of this input and the one before.
+        previous, last = token_shift(x, state.last, rows)
         x_r, x_w, x_k, x_v, x_a, x_g = (
-            toward(x, previous, getattr(self, f"x_{name}")) for name in MIXES
+            lerp_to_previous(x, previous, getattr(self, f"x_{name}")) for name in MIXES
         )
+
+        # The values move towards those of the lowest layer, by a share that depends on the data.
         v = self.value(x_v)
-        for first in v_first:
+        if v_first is None:
+            v_first = v
+        else:
+            v_first = v_first.astype(dtype)
             share = jax.nn.sigmoid(self._raised(self.v0, low_rank(x_v, self.v1, self.v2)))
-            v += (first - v) * share.astype(dtype)
+            v += (v_first - v) * share.astype(dtype)
+
+        # The in-context learning rate, the decay and the gate are low-rank functions of the data.
         rate = jax.nn.sigmoid(self._raised(self.a0, low_rank(x_a, self.a1, self.a2)))
         log_w = LEAST_LOG_DECAY * jax.nn.sigmoid(
             self._raised(self.w0, low_rank(x_w, self.w1, self.w2, jnp.tanh))
         )
         gate = low_rank(x_g, self.g1, self.g2, jax.nn.sigmoid)
+
+        # Each head's matrix decays, forgets what the removal key reads, and learns a new pair.
         removal, k = self.removal_and_key(self.key(x_k), rate)
         r, k, v_heads, rate, log_w = (
             heads_of(y, self.head_size) for y in (self.receptance(x_r), k, v, rate, log_w)
@@ -217,17 +212,15 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
             removal * rate.astype(removal.dtype),
             state.wkv,
             min_log_w=LEAST_LOG_DECAY,
-            lengths=lengths,
-            reset=reset,
+            rows=rows,
             method=self.method,
-            time_axis=self.time_axis,
         )
+
+        # The bonus lets the current step read its own value as strongly as r and k agree.
         r_k = self.r_k[...].astype(o.dtype)[None, None]
         strength = jnp.sum(r.astype(o.dtype) * k * r_k, axis=-1, keepdims=True)
         read = self.normed(o, strength * v_heads.astype(o.dtype)) * gate.astype(o.dtype)
-        y = self.output(read.astype(dtype))
-        y = jnp.concatenate([y, *(v_first or [v])], axis=-1)
-        return y, RWKV7TimeMixState(last, wkv)
+        return (self.output(read.astype(dtype)), v_first), RWKV7TimeMixState(last, wkv)
 
     def normed(
         self, o: Float[Array, "batch time heads value"], bonus: Float[Array, "..."]
@@ -248,6 +241,12 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         square = jnp.sum(removal**2, axis=-1, keepdims=True)
         removal = removal / jnp.sqrt(jnp.maximum(square, SMALLEST_NORM**2))
         return removal, k * (1 + (rate - 1) * jnp.broadcast_to(k_a, k.shape))
+
+    mesh_axes = (
+        last_axis("heads", "receptance", "key", "value", "k_k", "k_a", "ln_x")
+        | last_axis("heads", "w0", "w2", "a0", "a2", "v0", "v2", "g2")
+        | first_axis("heads", "r_k", "output.kernel")
+    )
 
     def torch_layouts(self) -> Layouts:
         """`blinkdl`: the keys of a block's `att`; `fla`: those of its `attn`."""
@@ -282,7 +281,7 @@ def _fla_low_rank(name: str) -> Table:
     ]
 
 
-class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
+class RWKV7ChannelMix(ChannelMix):
     """RWKV-7's feed-forward part.
 
         >>> layer = RWKV7ChannelMix(64, 256, rngs=nnx.Rngs(0))
@@ -295,13 +294,7 @@ class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
     Args:
         features: size of x_t and y_t.
         hidden_features: size of the hidden layer; four times `features` in RWKV-7.
-        layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has; μ starts as RWKV-7's does in this layer.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws both W. None: as RWKV-7, W_k orthogonal, W_v zero.
-        rngs: draws the parameters.
+        **options: as in `RWKVOptions`. W_k starts orthogonal, W_v at zero.
 
     Raises:
         ValueError: a size is not positive, or there is no such layer.
@@ -310,44 +303,12 @@ class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     """
 
-    divides_time = True
+    prefix, gated = "x_", False
+    key_init = staticmethod(partial(orthogonal, gain=1.0))
 
-    def __init__(
-        self,
-        features: int,
-        hidden_features: int,
-        *,
-        layer_index: Index = 0,
-        num_layers: int = 1,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        self.hidden_features = hidden_features
-        _, height = depth_and_height(layer_index, num_layers)
-        start = 1 - (np.arange(features) / features) ** height**4
-        self.x_k = nnx.Param(jnp.asarray(start, param_dtype))
-        options: dict[str, Any] = {
-            "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs,
-        }  # fmt: skip
-        large = kernel_init or partial(orthogonal, gain=1.0)
-        zero = kernel_init or nnx.initializers.zeros
-        self.key = Linear(features, hidden_features, kernel_init=large, **options)
-        self.value = Linear(hidden_features, features, kernel_init=zero, **options)
-
-    def init_state(self, batch_size: int) -> RWKVChannelMixState:
-        """No last input: zeros, (batch, features), in at least float32."""
-        return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
-
-    def sequence(self, x, state, lengths, reset):
-        """The squared relu of the key, projected."""
-        x = x.astype(self.computation_dtype(x))
-        previous, last = token_shift(x, state.last, lengths, reset, self.time_axis)
-        k = self.key(toward(x, previous, self.x_k))
-        return self.value(jax.nn.relu(k) ** 2), RWKVChannelMixState(last)
+    def first_mix(self, channel, height):
+        """As in RWKV-7."""
+        return 1 - channel**height**4
 
     def torch_layouts(self) -> Layouts:
         """The keys of a block's `ffn`."""
@@ -356,6 +317,19 @@ class RWKV7ChannelMix(SequenceLayer[RWKVChannelMixState]):
             "blinkdl": [squeezed("x_k", "x_k", (0, 1)), *matrices],
             "fla": [same("x_k", "x_k"), *matrices],
         }
+
+
+class RWKV7Options(RWKVOptions, total=False):
+    """The keyword arguments that a block of RWKV-7 passes to its `RWKV7TimeMix`."""
+
+    head_size: Annotated[int, Default(64)]
+    """Size of each head; it divides the features."""
+    decay_rank: int | None
+    """This and the next four as in `RWKV7TimeMix`."""
+    rate_rank: int | None
+    value_rank: int | None
+    gate_rank: int | None
+    keep_unused: Annotated[bool, Default(False)]
 
 
 class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
@@ -377,19 +351,7 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
     Args:
         features: size of x_t.
         hidden_features: size of the channel mix's hidden layer. None: four times `features`.
-        head_size: of each head; it divides `features`.
-        decay_rank: this and the next four as in `RWKV7TimeMix`.
-        rate_rank: see there.
-        value_rank: see there.
-        gate_rank: see there.
-        keep_unused: see there.
-        layer_index: which layer of a model this is, 0 for the lowest.
-        num_layers: how many layers the model has.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices. None: as RWKV-7 does.
-        rngs: draws the parameters.
+        **options: as in `RWKV7Options`; parameters start as in RWKV-7.
 
     Raises:
         ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
@@ -402,60 +364,31 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
     divides_time = True
 
     def __init__(
-        self,
-        features: int,
-        hidden_features: int | None = None,
-        *,
-        head_size: int = 64,
-        decay_rank: int | None = None,
-        rate_rank: int | None = None,
-        value_rank: int | None = None,
-        gate_rank: int | None = None,
-        keep_unused: bool = False,
-        layer_index: Index = 0,
-        num_layers: int = 1,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        self, features: int, hidden_features: int | None = None, **options: Unpack[RWKV7Options]
     ):
-        shared: dict[str, Any] = {
-            "layer_index": layer_index,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
-        in_features = features if layer_index == 0 else 2 * features
-        super().__init__(features, in_features=in_features, time_major=time_major, **shared)
-        shared |= {"num_layers": num_layers, "kernel_init": kernel_init}
-        self.features = features
-        self.att = RWKV7TimeMix(
-            features,
-            head_size=head_size,
-            decay_rank=decay_rank,
-            rate_rank=rate_rank,
-            value_rank=value_rank,
-            gate_rank=gate_rank,
-            keep_unused=keep_unused,
-            **shared,
-        )
+        shared = only(RWKVOptions, options)
+        is_lowest = options.get("layer_index", 0) == 0
+        super().__init__(features, in_features=(2 - is_lowest) * features, **shared)
+        self.att = RWKV7TimeMix(features, **options)
         self.ffn = RWKV7ChannelMix(features, hidden_features or 4 * features, **shared)
 
     foreign_format = staticmethod(foreign_to("RWKV-7"))
 
-    def sequence(self, x, state, lengths, reset):
+    def split(self, x):
+        """What the time mix gets."""
+        return self.att.split(x)
+
+    def sequence(self, x, state, rows) -> Any:
         """The time mix, then the channel mix; the lowest layer's values go on beside."""
+        x, *v_first = x if isinstance(x, tuple) else (x,)
         x = x.astype(self.computation_dtype(x))
-        x, *v_first = jnp.split(x, self.in_features // self.features, axis=-1)
         if self.ln0 is not None:
             x = self.ln0(x)
-        normed = jnp.concatenate([self.ln1(x), *v_first], axis=-1)
-        y, att = self.att.sequence(normed, state.att, lengths, reset)
-        y, v_first = jnp.split(y, 2, axis=-1)
+        normed: Any = (self.ln1(x), *v_first) if v_first else self.ln1(x)
+        (y, first), att = self.att.sequence(normed, state.att, rows)
         x = x + y
-        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, lengths, reset)
-        return jnp.concatenate([x + y, v_first], axis=-1), RWKVBlockState(att, ffn)
+        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, rows)
+        return (x + y, first), RWKVBlockState(att, ffn)
 
 
 def default_ranks(

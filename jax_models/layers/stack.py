@@ -1,5 +1,7 @@
 """Sequence layers one after the other."""
 
+__all__ = ["Stack"]
+
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -9,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
+from jax_models.explicit_axes import assigned
+from jax_models.ops import Rows
 from jax_models.ops.checks import described
-from jax_models.sequence import SequenceLayer
+from jax_models.sequence import SequenceLayer, refuse_time_major
 from jax_models.weights import Layouts, nested
 
 Remat = Literal["none", "dots", "full"]
@@ -36,16 +40,15 @@ class PureLayer(NamedTuple):
         x: Float[Array, "batch time in"],
         arrays: nnx.State,
         state: Any,
-        lengths: Int[Array, " batch"] | None,
-        reset: Bool[Array, "batch time"] | None,
+        rows: Rows,
     ) -> tuple[Float[Array, "batch time out"], Any, nnx.State]:
         """y, the last state, and the variables that the layer assigned to."""
 
         def run(x, arrays, state):
             layer = nnx.merge(self.graphdef, arrays, copy=True)
             check_fits(x, layer)
-            y, last_state = layer.sequence(x, state, lengths, reset)
-            return y, last_state, _assigned(arrays, nnx.state(layer))
+            y, last_state = layer.sequence(x, state, rows)
+            return y, last_state, assigned(arrays, nnx.state(layer))
 
         if self.remat != "none":
             run = jax.checkpoint(run, policy=SAVED[self.remat])
@@ -60,7 +63,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
     The state is the tuple of the layers' states, the lowest first. Of neighboring
-    layers with equal structure JAX traces one. All layers have the same `time_major`; the stack's
+    layers with equal structure JAX traces one. The stack's
     `dtype` and `param_dtype` are the lowest layer's.
 
     Args:
@@ -73,8 +76,8 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
 
     Raises:
         TypeError: `layers` is not iterable, or holds something else than a `SequenceLayer`.
-        ValueError: `layers` is empty, there is no such `remat`, the layers differ in `time_major`,
-            or a layer reads another size than the one below returns.
+        ValueError: `layers` is empty, there is no such `remat`, a layer has
+            `time_major`, or a layer reads another size than the one below returns.
 
     Layouts: those that all layers have; the keys of layer i begin with `{i}.`.
 
@@ -97,13 +100,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, SequenceLayer):
                 raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
-        self.time_major = self.layers[0].time_major
-        for i, layer in enumerate(self.layers):
-            if layer.time_major != self.time_major:
-                raise ValueError(
-                    f"layers[{i}]: expected time_major={self.time_major} as layers[0] has, "
-                    f"got {layer.time_major}"
-                )
+            refuse_time_major(f"layers[{i}]", layer)
         for below, layer in itertools.pairwise(self.layers):
             check_fits(_outputs(below), layer)
         self.remat: Remat = remat
@@ -121,22 +118,28 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         """What the layers start from."""
         return tuple(layer.start(batch_size) for layer in self.layers)
 
-    def sequence(self, x, state, lengths, reset):
+    def split(self, x):
+        """What the lowest layer gets."""
+        return self.layers[0].split(x)
+
+    def sequence(self, x, state, rows):
         """All layers, the lowest first.
 
         An eager call runs them one by one. A traced one takes neighbors of one structure together:
         unrolled from one trace or, with `scan_layers` or `remat`, as the body of a scan.
         """
         if not _is_traced((x, state, nnx.state(self))):
-            return _one_by_one(self.layers, x, state, lengths, reset)
+            return _one_by_one(self.layers, x, state, rows)
         pairs = zip(self.layers, state, strict=True)
         last_states = []
         for _, alike in itertools.groupby(pairs, lambda pair: _structure(*pair)):
             layers, states = map(list, zip(*alike, strict=True))
-            x = x.astype(layers[0].computation_dtype(x))
-            run = _scanned if self._scans(layers, x.shape[1]) else _unrolled
+            first, *_ = jax.tree.leaves(x)
+            dtype = layers[0].computation_dtype(first)
+            x = jax.tree.map(lambda stream: stream.astype(dtype), x)  # noqa: B023
+            run = _scanned if self._scans(layers, first.shape[1]) else _unrolled
             pure = PureLayer(nnx.graphdef(layers[0]), self.remat)
-            x, results = run(pure, x, layers, states, lengths, reset)
+            x, results = run(pure, x, layers, states, rows)
             last_states += results
         return x, tuple(last_states)
 
@@ -170,28 +173,29 @@ def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:
 @partial(jax.jit, static_argnums=0)  # traced once for all equal layers
 def _first_step(graphdef: nnx.GraphDef, arrays: nnx.State, x: Array) -> Array:
     layer = nnx.merge(graphdef, arrays, copy=True)
-    return layer.sequence(x, layer.start(1), None, None)[0]
+    return layer.joined_sequence(x, layer.start(1), Rows())[0]
 
 
 def check_fits(
     x: Float[Array, "batch time features"] | jax.ShapeDtypeStruct, layer: SequenceLayer
 ) -> None:
     """Refuse a layer that reads another size than the one below returns."""
-    if x.shape[-1] != layer.in_features:
+    features = sum(stream.shape[-1] for stream in jax.tree.leaves(x))
+    if features != layer.in_features:
         raise ValueError(
-            f"layers: expected in_features={x.shape[-1]} of the {type(layer).__name__}, as many as "
+            f"layers: expected in_features={features} of the {type(layer).__name__}, as many as "
             f"the layer below it returns, got {layer.in_features}"
         )
 
 
 def _one_by_one(
-    layers: Iterable[SequenceLayer], x: Array, states: tuple[Any, ...], lengths, reset
+    layers: Iterable[SequenceLayer], x: Array, states: tuple[Any, ...], rows: Rows
 ) -> tuple[Array, tuple[Any, ...]]:
     """Layers as they are: nothing is compiled or differentiated."""
     last_states = []
     for layer, state in zip(layers, states, strict=True):
         check_fits(x, layer)
-        x, last_state = layer.sequence(x, state, lengths, reset)
+        x, last_state = layer.sequence(x, state, rows)
         last_states.append(last_state)
     return x, tuple(last_states)
 
@@ -200,10 +204,10 @@ _compiled = jax.jit(PureLayer.__call__, static_argnums=0)
 
 
 @partial(jax.jit, static_argnums=0)
-def _compiled_scan(pure: PureLayer, x, arrays_and_states, lengths, reset):
+def _compiled_scan(pure: PureLayer, x, arrays_and_states, rows):
     def step(x, arrays_and_state):
         arrays, state = arrays_and_state
-        y, *others = pure(x, arrays, state, lengths, reset)
+        y, *others = pure(x, arrays, state, rows)
         check_fits(y, nnx.merge(pure.graphdef, arrays, copy=True))
         return y, others
 
@@ -215,13 +219,12 @@ def _unrolled(
     x: Array,
     layers: Sequence[SequenceLayer],
     states: Sequence[Any],
-    lengths: Array | None,
-    reset: Array | None,
+    rows: Rows,
 ) -> tuple[Array, list[Any]]:
     """Layers of one structure, traced once."""
     last_states = []
     for layer, state in zip(layers, states, strict=True):
-        x, last_state, assigned = _compiled(pure, x, nnx.state(layer), state, lengths, reset)
+        x, last_state, assigned = _compiled(pure, x, nnx.state(layer), state, rows)
         nnx.update(layer, assigned)
         last_states.append(last_state)
     return x, last_states
@@ -232,13 +235,12 @@ def _scanned(
     x: Array,
     layers: Sequence[SequenceLayer],
     states: Sequence[Any],
-    lengths: Array | None,
-    reset: Array | None,
+    rows: Rows,
 ) -> tuple[Array, list[Any]]:
     """Layers of one structure, compiled once."""
     inputs = [(nnx.state(layer), state) for layer, state in zip(layers, states, strict=True)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
-    x, outputs = _compiled_scan(pure, x, stacked, lengths, reset)
+    x, outputs = _compiled_scan(pure, x, stacked, rows)
     last_states = []
     for i, layer in enumerate(layers):
         last_state, assigned = jax.tree.map(lambda a: a[i], outputs)  # noqa: B023
@@ -261,10 +263,3 @@ def _structure(layer: SequenceLayer, state: Any) -> Any:
 def _share_variables(layers: Sequence[SequenceLayer]) -> bool:
     apart = sum(len(jax.tree.leaves(nnx.state(layer))) for layer in layers)
     return len(jax.tree.leaves(nnx.state(layers))) < apart
-
-
-def _assigned(before: nnx.State, after: nnx.State) -> nnx.State:
-    """The variables that a layer assigned to, as dropout counts its masks."""
-    old = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
-    new = nnx.to_flat_state(after)
-    return nnx.from_flat_state([(k, v) for k, v in new if v.get_raw_value() is not old.get(k)])

@@ -1,19 +1,24 @@
 """StripedHyena's Hyena block, whose filters are poles and residues (arXiv 2310.18780)."""
 
-from typing import Any, NamedTuple
+__all__ = ["ModalConvState", "StripedHyenaBlock", "StripedHyenaMixer", "StripedHyenaState"]
+
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jax_models import ops
 from jax_models.layers.activation import GateActivation
-from jax_models.layers.hawk import CausalConv1D, GatedMLP
+from jax_models.layers.conv import CausalConv1D
 from jax_models.layers.linear import Linear, torch_uniform
+from jax_models.layers.mlp import GatedMLP
+from jax_models.layers.norm import StripedHyenaNorm
+from jax_models.layers.residual import ResidualBlock
 from jax_models.ops import CausalConv1DState, ModalConvState, carry_dtype
 from jax_models.ops.checks import checked_positive
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, linear, nested, rms_norm, same, squeezed
 
@@ -48,15 +53,9 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
             divisor of `features`. 1: they are its three thirds.
         state_size: modes of each feature's filter.
         kernel_size: taps of the short convolution.
-        time_major: u and y are (time, batch, features).
-        dtype: the computation's dtype. None: from u and the parameters. The long convolution and
-            the state are in at least float32.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws W, W_out and the short convolution's kernel. None: as torch does.
-        bias_init: draws b, b_out and the short convolution's bias. None: zero, and for the
-            convolution as torch does.
-        rngs: draws the parameters. Poles start at magnitudes from 0.9 to 0.999 and any angle,
-            with residues that make the filter's energy about 1.
+        **options: as in `LayerOptions`. W, W_out and the convolution start as in torch, b and b_out
+            at zero, the poles at magnitudes from 0.9 to 0.999 and any angle, with residues that
+            make the filter's energy about 1.
 
     Raises:
         ValueError: a size is not positive, or num_heads does not divide the features.
@@ -75,27 +74,16 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         num_heads: int = 1,
         state_size: int = 8,
         kernel_size: int = 3,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(features, **options)
         if features % num_heads:
             raise ValueError(f"num_heads: expected a divisor of {features}, got {num_heads}")
         self.num_heads = num_heads
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        matrix = {
-            "kernel_init": kernel_init or torch_uniform(features),
-            "bias_init": bias_init or nnx.initializers.zeros,
-            **options,
-        }
+        rngs, param_dtype = options["rngs"], self.param_dtype
+        matrix = with_inits(options, torch_uniform(features))
         self.proj_input = Linear(features, 3 * features, **matrix)
-        self.conv = CausalConv1D(
-            3 * features, kernel_size, kernel_init=kernel_init, bias_init=bias_init, **options
-        )
+        self.conv = CausalConv1D(3 * features, kernel_size, **options)
         poles, residues = _ring(rngs.params(), (features, state_size), carry_dtype(param_dtype))
         self.poles = nnx.Param(poles.astype(param_dtype))
         self.residues = nnx.Param(residues.astype(param_dtype))
@@ -107,10 +95,10 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         modes = jnp.zeros((batch_size, *self.poles.shape), self.state_dtype)
         return StripedHyenaState(self.conv.init_state(batch_size), ModalConvState(modes))
 
-    def sequence(self, x, state, lengths, reset):
+    def sequence(self, x, state, rows):
         """The gates around `ops.modal_conv`, between the projections."""
         dtype = self.computation_dtype(x)
-        z, conv = self.conv.sequence(self.proj_input(x.astype(dtype)), state.conv, lengths, reset)
+        z, conv = self.conv.sequence(self.proj_input(x.astype(dtype)), state.conv, rows)
         size = self.in_features // self.num_heads
         by_head = z.reshape(*z.shape[:2], self.num_heads, 3, size)
         x2, x1, v = (by_head[:, :, :, i].reshape(x.shape) for i in range(3))
@@ -120,9 +108,7 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
             poles=self.poles[...],
             residues=self.residues[...],
             skip=self.D[...],
-            lengths=lengths,
-            reset=reset,
-            time_axis=self.time_axis,
+            rows=rows,
         )
         return self.proj_output(y * x2), StripedHyenaState(conv, modal)
 
@@ -144,26 +130,7 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         }
 
 
-class StripedHyenaNorm(nnx.Module):
-    """`x / (√mean(x²) + ε) · scale` over the features: ε is outside of the root."""
-
-    def __init__(
-        self, features: int, epsilon: float, *, dtype, param_dtype: FloatingDtype, rngs: nnx.Rngs
-    ):
-        self.epsilon, self.dtype = epsilon, dtype
-        self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (features,), param_dtype))
-
-    def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        """Normalize the last axis of x; the gradient is that of `x / ε · scale` at x = 0."""
-        scale = self.scale[...]
-        dtype = self.dtype or jnp.result_type(x, scale)
-        x, scale = (array.astype(carry_dtype(dtype)) for array in (x, scale))
-        square = jnp.mean(x * x, axis=-1, keepdims=True)
-        root = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1)), 0)
-        return (x / (root + self.epsilon) * jnp.broadcast_to(scale, x.shape)).astype(dtype)
-
-
-class StripedHyenaBlock(SequenceLayer[StripedHyenaState]):
+class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
     """The residual block of StripedHyena with a Hyena, not with attention.
 
         >>> layer = StripedHyenaBlock(64, 192, num_heads=4, rngs=nnx.Rngs(0))
@@ -184,12 +151,7 @@ class StripedHyenaBlock(SequenceLayer[StripedHyenaState]):
         kernel_size: taps of the short convolution.
         activation: of the MLP's gate.
         epsilon: ε of the norms.
-        time_major: x and y are (time, batch, features).
-        dtype: the computation's dtype. None: from x and the parameters.
-        param_dtype: the parameters' dtype.
-        kernel_init: draws the matrices and the convolution's kernel. None: as torch does.
-        bias_init: draws the biases. None: zero, and for the convolution as torch does.
-        rngs: draws the parameters.
+        **options: as in `LayerOptions`; parameters start as in the mixer, the MLP's as in torch.
 
     Raises:
         ValueError: a size or epsilon is not positive, or num_heads does not divide the features.
@@ -198,7 +160,7 @@ class StripedHyenaBlock(SequenceLayer[StripedHyenaState]):
 
     """
 
-    divides_time = True
+    parts = ("pre_norm", "mixer", "post_norm", "mlp")
 
     def __init__(
         self,
@@ -210,46 +172,24 @@ class StripedHyenaBlock(SequenceLayer[StripedHyenaState]):
         kernel_size: int = 3,
         activation: GateActivation = "silu",
         epsilon: float = 1e-5,
-        time_major: bool = False,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        kernel_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
-        rngs: nnx.Rngs,
+        **options: Unpack[LayerOptions],
     ):
-        super().__init__(features, time_major=time_major, dtype=dtype, param_dtype=param_dtype)
-        epsilon = checked_positive("epsilon", epsilon)
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.pre_norm = StripedHyenaNorm(features, epsilon, **options)
+        super().__init__(features, **options)
+        norm_args = (features, checked_positive("epsilon", epsilon))
+        self.pre_norm = StripedHyenaNorm(*norm_args, **norm_options(options))
         self.mixer = StripedHyenaMixer(
             features,
             num_heads=num_heads,
             state_size=state_size,
             kernel_size=kernel_size,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
             **options,
         )
-        self.post_norm = StripedHyenaNorm(features, epsilon, **options)
+        self.post_norm = StripedHyenaNorm(*norm_args, **norm_options(options))
+        down_init = options.get("kernel_init") or torch_uniform(mlp_features)
+        matrix = with_inits(options, torch_uniform(features), None)
         self.mlp = GatedMLP(
-            features,
-            mlp_features,
-            activation=activation,
-            kernel_init=kernel_init or torch_uniform(features),
-            down_init=kernel_init or torch_uniform(mlp_features),
-            **options,
+            features, mlp_features, activation=activation, down_init=down_init, **matrix
         )
-
-    def init_state(self, batch_size: int) -> StripedHyenaState:
-        """The state of the mixer."""
-        return self.mixer.init_state(batch_size)
-
-    def sequence(self, x, state, lengths, reset):
-        """The mixer, then the gated MLP, each after a norm and added to its input."""
-        x = x.astype(self.computation_dtype(x))
-        y, state = self.mixer.sequence(self.pre_norm(x), state, lengths, reset)
-        x = x + y
-        return x + self.mlp(self.post_norm(x)), state
 
     def torch_layouts(self) -> Layouts:
         """`stripedhyena`: the package's keys."""

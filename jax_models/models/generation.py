@@ -1,5 +1,7 @@
 """Text from a language model, token by token from its carried state."""
 
+__all__ = ["generate", "stream"]
+
 import sys
 import time
 from collections.abc import Iterator

@@ -1,21 +1,23 @@
 """The GPT-like language model of "The Annotated Hyena", over Hyena or attention."""
 
+__all__ = ["GPModel", "GPModelConfig"]
+
 import dataclasses
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_models import ops
 from jax_models.layers.attention import SelfAttentionBlock
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.layers.norm import LayerNorm
-from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
+from jax_models.models.architecture import Layout
+from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
 from jax_models.ops.checks import checked_rate
 from jax_models.options import FloatingDtype
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, layer_norm, nested, squeezed, tied
+from jax_models.weights import squeezed
 
 Block = Literal["hyena", "authentic-hyena", "attention"]
 
@@ -23,6 +25,17 @@ Block = Literal["hyena", "authentic-hyena", "attention"]
 @dataclasses.dataclass(frozen=True)
 class GPModelConfig(StackConfig):
     """The GPT-like language model of "The Annotated Hyena"; by default with its simple Hyena."""
+
+    family: ClassVar = "The Annotated Hyena"
+    layouts: ClassVar = {
+        "annotated-hyena": Layout(
+            "tok_emb.weight",
+            "layers",
+            "ln.weight",
+            "head.weight",
+            positions=squeezed("pos_embedding.embedding", "pos_emb", (0,)),
+        )
+    }
 
     vocab_size: int = 65
     """Number of distinct tokens."""
@@ -62,6 +75,27 @@ class GPModelConfig(StackConfig):
         checked_rate("block_dropout_rate", self.block_dropout_rate)
         checked_rate("embedding_dropout_rate", self.embedding_dropout_rate)
 
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        """The experiment of The Annotated Hyena, and a `-small` version for two cores."""
+        hyena = cls(embedding_dropout_rate=0.2)
+        attention = cls(
+            block="attention", features=384, embedding_dropout_rate=0.2, block_dropout_rate=0.2
+        )
+        authentic = cls(block="authentic-hyena", num_layers=2, embedding_dropout_rate=0.2)
+        rate, decay = "optimizer.learning_rate", "optimizer.weight_decay"
+        presets = {}
+        for name, model, num_layers, options in (
+            ("annotated-hyena", hyena, 3, {rate: 6e-4, decay: 0.4}),
+            ("annotated-attention", attention, 3, {rate: 3e-4, decay: 0.1}),
+            ("authentic-hyena", authentic, 2, {rate: 6e-4, decay: 1.0, "num_epochs": 10.0}),
+        ):
+            small = dataclasses.replace(model, features=192, num_layers=num_layers)
+            faster = options | {rate: 5 * options[rate], "num_epochs": 3.0}
+            presets[name] = Preset(model, "annotated-hyena", options)
+            presets[f"{name}-small"] = Preset(small, "annotated-hyena-small", faster)
+        return presets
+
     def build(self, **options: Unpack[BuildOptions]) -> "GPModel":
         """The model of this config."""
         return GPModel(self, **options)
@@ -94,7 +128,7 @@ class GPModel(LanguageModel):
         >>> model = GPModelConfig(features=64, num_layers=2).build(rngs=nnx.Rngs(0))
         >>> logits, state = model(jnp.zeros((8, 100), int))
 
-        logits = norm(layers(dropout(E[tokens] + pos_embedding))) Eᵀ
+        logits = norm(blocks(dropout(E[tokens] + pos_embedding))) Eᵀ
 
     `generate` and `stream` draw from the carried state until context_length is full, and from the
     last context_length tokens from then on. In The Annotated Hyena, the window never slides.
@@ -120,34 +154,13 @@ class GPModel(LanguageModel):
         rngs: nnx.Rngs,
     ):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        normal = nnx.initializers.normal(1.0)
-        self.config = config
-        self.embedding = nnx.Embed(
-            config.vocab_size, config.features, embedding_init=normal, **options
+        init = nnx.initializers.normal(1.0)
+        features, length = config.features, config.context_length
+        super().__init__(
+            config,
+            embedding=nnx.Embed(config.vocab_size, features, embedding_init=init, **options),
+            pos_embedding=nnx.Embed(length, features, embedding_init=init, **options),
+            dropout=Dropout(config.embedding_dropout_rate, rngs=rngs),
+            blocks=[config.build_block(**options) for _ in range(config.num_layers)],
+            norm=LayerNorm(features, **options),
         )
-        self.pos_embedding = nnx.Embed(
-            config.context_length, config.features, embedding_init=normal, **options
-        )
-        self.dropout = Dropout(config.embedding_dropout_rate, rngs=rngs)
-        blocks = (config.build_block(**options) for _ in range(config.num_layers))
-        self.layers = config.stack(blocks)
-        self.norm = LayerNorm(config.features, **options)
-
-    def embed(self, tokens, positions):
-        """The embeddings, and dropout when training."""
-        return self.dropout(super().embed(tokens, positions))
-
-    def head(self, x):
-        """`x Eᵀ`."""
-        return ops.affine(x, self.embedding.embedding[...].T.astype(x.dtype)).astype(x.dtype)
-
-    def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the keys of torch_ref.GPModel."""
-        return {
-            "annotated-hyena": [
-                tied("embedding.embedding", ("tok_emb.weight", "head.weight")),
-                squeezed("pos_embedding.embedding", "pos_emb", (0,)),
-                *nested(self.layers.torch_layouts()["annotated-hyena"], "layers", "layers"),
-                *layer_norm("norm", "ln"),
-            ]
-        }

@@ -1,74 +1,113 @@
 """The Griffin language model, as RecurrentGemma (arXiv 2402.19427 and 2404.07839)."""
 
+__all__ = ["GriffinLanguageModel", "GriffinLanguageModelConfig"]
+
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Self, Unpack, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, Unpack, get_args
 
 import jax.numpy as jnp
 import ml_dtypes
 from flax import nnx
-from jaxtyping import Array, Float
 
-from jax_models import ops
 from jax_models.layers.activation import Gelu
 from jax_models.layers.griffin import GriffinBlock, GriffinMixing
 from jax_models.layers.norm import ZeroCenteredRMSNorm
-from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
+from jax_models.models.architecture import Checkpoint, Fields, Layout, Size, has
+from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
 from jax_models.options import FloatingDtype
-from jax_models.weights import Layouts, nested, rms_norm, same, tied
-from jax_models.weights.keys import elsewhere
 
 HF_ACTIVATIONS: dict[str, Gelu] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """What transformers calls them; its default first."""
 
 
-class Names(NamedTuple):
-    """What a layout calls the parts that tell the sizes, and the axes that do."""
-
-    embedding: str
-    blocks: str
-    norm: str
-    mlp: tuple[str, int]
-    gates: str
-    conv: tuple[str, int]
-    keys: tuple[str, int]
-    query_bias: str
-    window: int
-    """That of the published models, which no shape tells: recurrentgemma counts the steps before
-    the current one, transformers counts the current one among them."""
+def _heads_of_keys(size: int, fields: Fields) -> int:
+    """The number of heads, if one head of keys and values serves all of them."""
+    return fields["features"] // max(size, 1)
 
 
-DEEPMIND = Names(
-    "embedder.input_embedding",
-    "blocks",
-    "final_norm",
-    ("mlp_block.ffw_up.w", 2),
-    "recurrent_block.rg_lru.input_gate.w",
-    ("recurrent_block.conv_1d.w", 0),
-    ("attention_block.proj_k.kernel", 1),
-    "attention_block.proj_q.bias",
-    2049,
-)
-NAMES = {
-    "hf": Names(
-        "model.embed_tokens.weight",
-        "model.layers",
-        "model.final_norm",
-        ("mlp_block.gate_proj.weight", 0),
-        "temporal_block.rg_lru.input_gate_weight",
-        ("temporal_block.conv_1d.weight", 2),
-        ("temporal_block.k_proj.weight", 0),
-        "temporal_block.q_proj.bias",
-        2048,
+def _kv_heads(size: int, fields: Fields) -> int:
+    return size * fields["num_heads"] // fields["features"]
+
+
+def _all_blocks(size: int, fields: Fields) -> int:
+    """The width of a recurrence, from the width of a gate's block. There is a block for a head."""
+    return size * fields["num_heads"]
+
+
+def _block_types(gate: str) -> Callable[[Checkpoint, Fields], tuple[GriffinMixing, ...]]:
+    """The shortest pattern that the kinds of the blocks repeat. Recurrent blocks have a gate."""
+
+    def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[GriffinMixing, ...]:
+        kinds: list[GriffinMixing] = [
+            "recurrent" if checkpoint.find(f"{number}.{gate}") else "attention"
+            for number in checkpoint.numbers
+        ]
+        lengths = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
+        return tuple(kinds[: next(lengths, len(kinds))])
+
+    return pattern
+
+
+def _sizes(
+    *, mlp: Size, gate: str, conv: Size, keys: Size, query_bias: str, window: int
+) -> dict[str, Any]:
+    """Where a layout tells the fields, except for the window, which no shape tells."""
+    return {
+        "mlp_features": mlp,
+        "block_types": _block_types(gate.removeprefix("*.")),
+        "num_heads": (Size(gate, 0, rank=3), keys._replace(convert=_heads_of_keys)),
+        "recurrent_features": (Size(gate, 1, rank=3, convert=_all_blocks), 192),
+        "kernel_size": (conv, 4),
+        "num_kv_heads": (keys._replace(convert=_kv_heads), 1),
+        "attention_bias": has(query_bias),
+        "window": window,
+    }
+
+
+HF = Layout(
+    "model.embed_tokens.weight",
+    "model.layers",
+    "model.final_norm.weight",
+    "lm_head.weight",
+    blocks_layout="hf",
+    sizes=_sizes(
+        mlp=Size("*.mlp_block.gate_proj.weight", 0),
+        gate="*.temporal_block.rg_lru.input_gate_weight",
+        conv=Size("*.temporal_block.conv_1d.weight", 2, rank=3),
+        keys=Size("*.temporal_block.k_proj.weight", 0),
+        query_bias="*.temporal_block.q_proj.bias",
+        window=2048,
     ),
-    "deepmind": DEEPMIND,
-    "deepmind-torch": DEEPMIND._replace(keys=("attention_block.proj_k.weight", 0)),
-}
+)
+
+
+def _deepmind(keys: Size) -> Layout:
+    """The window of the published models is that of `HF`: it also counts the current step."""
+    sizes = _sizes(
+        mlp=Size("*.mlp_block.ffw_up.w", 2, rank=3),
+        gate="*.recurrent_block.rg_lru.input_gate.w",
+        conv=Size("*.recurrent_block.conv_1d.w", 0),
+        keys=keys,
+        query_bias="*.attention_block.proj_q.bias",
+        window=2049,
+    )
+    return Layout("embedder.input_embedding", "blocks", "final_norm.scale", sizes=sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class GriffinLanguageModelConfig(StackConfig):
     """The Griffin language model. Except for the sizes, the defaults are RecurrentGemma's."""
+
+    family: ClassVar = "RecurrentGemma"
+    model_types: ClassVar = ("recurrent_gemma",)
+    marks: ClassVar = ("rg_lru",)
+    layouts: ClassVar = {
+        "hf": HF,
+        "hf-file": HF._replace(repeats_embedding=False),
+        "deepmind": _deepmind(Size("*.attention_block.proj_k.kernel", 1)),
+        "deepmind-torch": _deepmind(Size("*.attention_block.proj_k.weight", 0)),
+    }
 
     vocab_size: int = 256
     """Number of distinct tokens."""
@@ -123,9 +162,23 @@ class GriffinLanguageModelConfig(StackConfig):
         kinds = self.block_types
         return [kinds[i % len(kinds)] for i in range(self.num_layers)]
 
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        """`griffin`."""
+        return {"griffin": Preset(cls())}
+
     def build(self, **options: Unpack[BuildOptions]) -> "GriffinLanguageModel":
         """The model of this config."""
         return GriffinLanguageModel(self, **options)
+
+    @classmethod
+    def from_checkpoint(
+        cls, weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any
+    ) -> Self:
+        """The window and the activation are in the config.json alone."""
+        if fields is None:
+            return cls.from_state_dict(weights, **options)
+        return dataclasses.replace(cls.from_hf(fields), **options)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -208,90 +261,6 @@ class GriffinLanguageModelConfig(StackConfig):
             "tie_word_embeddings": True,
         }
 
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """The config of a checkpoint, read from its shapes, in any of the model's layouts.
-
-        What no shape tells is as in the published models, unless `options` say otherwise: `window`
-        (2048 in transformers' layout, 2049 in recurrentgemma's), `scale_embeddings`,
-        `logits_soft_cap`, `rotary_fraction`, `rope_theta`, `activation` and `epsilon`.
-
-        Raises:
-            TypeError: the state_dict is no mapping, or there is no such option.
-            ValueError: it is not a checkpoint of such a model.
-
-        """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
-        shapes = {str(key): tuple(getattr(a, "shape", ())) for key, a in state_dict.items()}
-        layout = _layout(state_dict)
-        names = NAMES[layout]
-
-        def size(block: int | None, part: tuple[str, int], rank: int) -> int:
-            key = part[0] if block is None else f"{names.blocks}.{block}.{part[0]}"
-            if key not in shapes:
-                raise ValueError(f"state_dict: not of a Griffin, it has no {key}")
-            if len(shapes[key]) != rank:
-                raise ValueError(f"state_dict: {key}: expected {rank} axes, got {shapes[key]}")
-            return shapes[key][part[1]]
-
-        mixings: list[GriffinMixing] = []
-        while True:
-            block = f"{names.blocks}.{len(mixings)}"
-            if f"{block}.{names.gates}" in shapes:
-                mixings.append("recurrent")
-            elif f"{block}.{names.keys[0]}" in shapes:
-                mixings.append("attention")
-            else:
-                break
-        fields: dict[str, Any] = {
-            "vocab_size": size(None, (names.embedding, 0), 2),
-            "features": size(None, (names.embedding, 1), 2),
-            "num_layers": len(mixings),
-            "mlp_features": size(0, names.mlp, 2 if layout == "hf" else 3),
-            "block_types": _cycle(mixings),
-            "window": names.window,
-        }
-        if "recurrent" in mixings:
-            block = mixings.index("recurrent")
-            fields["num_heads"] = size(block, (names.gates, 0), 3)
-            fields["recurrent_features"] = fields["num_heads"] * size(block, (names.gates, 1), 3)
-            fields["kernel_size"] = size(block, names.conv, 3 if layout == "hf" else 2)
-        if "attention" in mixings:
-            block = mixings.index("attention")
-            of_keys = size(block, names.keys, 2)
-            fields.setdefault("num_heads", fields["features"] // max(of_keys, 1))
-            fields["num_kv_heads"] = of_keys * fields["num_heads"] // fields["features"]
-            fields["attention_bias"] = f"{names.blocks}.{block}.{names.query_bias}" in shapes
-        return cls(**fields | options)
-
-
-def _layout(state_dict: Mapping[str, Any]) -> str:
-    """The layout of a checkpoint, or the fault."""
-    if NAMES["hf"].embedding in state_dict:
-        return "hf"
-    if DEEPMIND.embedding in state_dict:
-        flax = any(str(key).endswith(".kernel") for key in state_dict)
-        return "deepmind" if flax else "deepmind-torch"
-    embeddings = (NAMES["hf"].embedding, DEEPMIND.embedding)
-    if found := elsewhere(state_dict, [{key} for key in embeddings]):
-        raise ValueError(f"state_dict: {found}")
-    raise ValueError(f"state_dict: not of a Griffin, it has no {' and no '.join(embeddings)}")
-
-
-def _cycle(mixings: list[GriffinMixing]) -> tuple[GriffinMixing, ...]:
-    """The shortest pattern that they repeat."""
-    count = len(mixings)
-    for length in range(1, count):
-        if all(mixings[i] == mixings[i % length] for i in range(count)):
-            return tuple(mixings[:length])
-    return tuple(mixings)
-
-
-def capped(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
-    """`cap · tanh(logits / cap)`."""
-    return cap * jnp.tanh(logits / cap)
-
 
 class GriffinLanguageModel(LanguageModel):
     """Token embedding → Griffin blocks → RMSNorm → the token embedding again.
@@ -300,7 +269,7 @@ class GriffinLanguageModel(LanguageModel):
         >>> model = config.build(rngs=nnx.Rngs(0))
         >>> logits, state = model(jnp.zeros((8, 100), int))
 
-        logits = cap · tanh(norm(layers(√features · E[tokens])) Eᵀ / cap)
+        logits = cap · tanh(norm(blocks(√features · E[tokens])) Eᵀ / cap)
 
     The state is bounded: a block carries its recurrence, or the keys and values of a window.
     Documents that are packed into a row (`reset`) stay apart, and their positions begin at 0.
@@ -328,63 +297,32 @@ class GriffinLanguageModel(LanguageModel):
         rngs: nnx.Rngs,
     ):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.config = config
-        self.cap = config.logits_soft_cap
-        self.scale = 1.0
-        if config.scale_embeddings:
-            self.scale = float(ml_dtypes.bfloat16(config.features**0.5))
-        self.embedding = nnx.Embed(
-            config.vocab_size,
-            config.features,
-            embedding_init=nnx.initializers.normal(config.features**-0.5),
-            **options,
+        init = nnx.initializers.normal(config.features**-0.5)
+        scale = float(ml_dtypes.bfloat16(config.features**0.5)) if config.scale_embeddings else 1.0
+        super().__init__(
+            config,
+            embedding=nnx.Embed(config.vocab_size, config.features, embedding_init=init, **options),
+            embedding_scale=scale,
+            blocks=[
+                GriffinBlock(
+                    config.features,
+                    config.mlp_features,
+                    config.num_heads,
+                    mixing=mixing,
+                    recurrent_features=config.recurrent_features,
+                    kernel_size=config.kernel_size,
+                    num_kv_heads=config.num_kv_heads,
+                    window=config.window,
+                    rotary_fraction=config.rotary_fraction,
+                    rope_theta=config.rope_theta,
+                    attention_bias=config.attention_bias,
+                    activation=config.activation,
+                    epsilon=config.epsilon,
+                    out_variance=2 / config.num_layers,
+                    **options,
+                )
+                for mixing in config.mixings
+            ],
+            norm=ZeroCenteredRMSNorm(config.features, epsilon=config.epsilon, **options),
+            logits_soft_cap=config.logits_soft_cap,
         )
-        self.pos_embedding = None
-        blocks = (
-            GriffinBlock(
-                config.features,
-                config.mlp_features,
-                config.num_heads,
-                mixing=mixing,
-                recurrent_features=config.recurrent_features,
-                kernel_size=config.kernel_size,
-                num_kv_heads=config.num_kv_heads,
-                window=config.window,
-                rotary_fraction=config.rotary_fraction,
-                rope_theta=config.rope_theta,
-                attention_bias=config.attention_bias,
-                activation=config.activation,
-                epsilon=config.epsilon,
-                out_variance=2 / config.num_layers,
-                **options,
-            )
-            for mixing in config.mixings
-        )
-        self.layers = config.stack(blocks)
-        self.norm = ZeroCenteredRMSNorm(config.features, epsilon=config.epsilon, **options)
-
-    def embed(self, tokens, positions):
-        """The embeddings of the tokens, scaled."""
-        return super().embed(tokens, positions) * self.scale
-
-    def head(self, x):
-        """`x Eᵀ`, capped."""
-        logits = ops.affine(x, self.embedding.embedding[...].T.astype(x.dtype))
-        return (capped(logits, self.cap) if self.cap else logits).astype(x.dtype)
-
-    def torch_layouts(self) -> Layouts:
-        """The keys of transformers, and those of recurrentgemma, where it has such a model."""
-        table = "embedding.embedding"
-        layouts = {}
-        for layout, blocks in self.layers.torch_layouts().items():
-            names = NAMES[layout]
-            hf = layout == "hf"
-            layers = [
-                *nested(blocks, "layers", names.blocks),
-                *rms_norm("norm", names.norm, "weight" if hf else "scale"),
-            ]
-            layouts[layout] = [same(table, names.embedding), *layers]
-            if hf:
-                layouts["hf"] = [tied(table, (names.embedding, "lm_head.weight")), *layers]
-                layouts["hf-file"] = [same(table, names.embedding), *layers]
-        return layouts

@@ -1,7 +1,9 @@
 """The Hawk language model (Griffin, arXiv 2402.19427, section 2)."""
 
+__all__ = ["HawkLanguageModel", "HawkLanguageModelConfig"]
+
 import dataclasses
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,14 +11,19 @@ from flax import nnx
 from jax_models.layers.hawk import HawkBlock, Parameterization
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
-from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
+from jax_models.models.architecture import Layout
+from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
 from jax_models.options import FloatingDtype
-from jax_models.weights import Layouts, embedding, linear, nested, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
 class HawkLanguageModelConfig(StackConfig):
     """The Hawk language model."""
+
+    family: ClassVar = "Hawk"
+    layouts: ClassVar = {
+        "hawk": Layout("embedding.weight", "blocks", "final_norm.weight", "head.weight"),
+    }
 
     vocab_size: int = 256
     """Number of distinct tokens."""
@@ -31,6 +38,11 @@ class HawkLanguageModelConfig(StackConfig):
     parameterization: Parameterization = "direct"
     """What the RG-LRUs train: "direct", the decay a; "softplus", a_param. A new model trains better
     with "softplus"; `RGLRU` says why."""
+
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        """`hawk`."""
+        return {"hawk": Preset(cls(parameterization="softplus"))}
 
     def build(self, **options: Unpack[BuildOptions]) -> "HawkLanguageModel":
         """The model of this config."""
@@ -63,30 +75,19 @@ class HawkLanguageModel(LanguageModel):
         rngs: nnx.Rngs,
     ):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.config = config
-        self.embedding = nnx.Embed(config.vocab_size, config.features, **options)
-        self.pos_embedding = None
-        blocks = (
-            HawkBlock(
-                config.features,
-                config.mlp_features,
-                kernel_size=config.kernel_size,
-                parameterization=config.parameterization,
-                **options,
-            )
-            for _ in range(config.num_layers)
+        super().__init__(
+            config,
+            embedding=nnx.Embed(config.vocab_size, config.features, **options),
+            blocks=[
+                HawkBlock(
+                    config.features,
+                    config.mlp_features,
+                    kernel_size=config.kernel_size,
+                    parameterization=config.parameterization,
+                    **options,
+                )
+                for _ in range(config.num_layers)
+            ],
+            norm=RMSNorm(config.features, **options),
+            head=Linear(config.features, config.vocab_size, use_bias=False, **options),
         )
-        self.layers = config.stack(blocks)
-        self.norm = RMSNorm(config.features, **options)
-        self.head = Linear(config.features, config.vocab_size, use_bias=False, **options)
-
-    def torch_layouts(self) -> Layouts:
-        """`hawk`: the twin's keys."""
-        return {
-            "hawk": [
-                *embedding("embedding", "embedding"),
-                *nested(self.layers.torch_layouts()["hawk"], "layers", "blocks"),
-                *rms_norm("norm", "final_norm"),
-                *linear("head", "head", bias=False),
-            ]
-        }

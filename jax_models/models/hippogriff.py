@@ -1,27 +1,68 @@
 """The language model of hippogriff (Griffin, arXiv 2402.19427)."""
 
+__all__ = ["HippogriffLanguageModel", "HippogriffLanguageModelConfig"]
+
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Self, Unpack
+from collections.abc import Iterable
+from typing import ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_models import ops
 from jax_models.layers.hippogriff import HippogriffBlock, HippogriffNorm, Version
-from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
+from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
+from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
 from jax_models.options import FloatingDtype
-from jax_models.weights import Layouts, nested, rms_norm, tied
-from jax_models.weights.keys import elsewhere
 
-EMBEDDING, HEAD = "embedding.weight", "lm_head.weight"
 TIME = "backbone.0.time."
 """The prefix of the time_module in version 0.0.3, which need not be a Hawk."""
+
+
+def _version(checkpoint: Checkpoint, fields: Fields) -> Version:
+    """Version 0.0.3 calls the recurrence `time`."""
+    return "0.0.3" if checkpoint.find("*.time.forget_base") else "0.0.2"
+
+
+def _num_heads(size: int, fields: Fields) -> int:
+    """The keys and values are side by side."""
+    return fields["features"] // max(size // (2 * fields["num_kv_heads"]), 1)
+
+
+GRIFFIN_LM = Layout(
+    "embedding.weight",
+    "backbone",
+    "output_norm.gamma",
+    "lm_head.weight",
+    sizes={
+        "version": _version,
+        "hidden_features": (
+            Size("*.time.forget_base", 0, rank=1),
+            Size("*.hawk.forget_base", 0, rank=1),
+        ),
+        "mlp_features": (Size("*.gmlp.shrink.weight", 1), Size("*.hawk_gmlp.shrink.weight", 1)),
+        "num_kv_heads": 1,
+        "num_heads": (Size("*.smqa.kv.weight", 0, convert=_num_heads), None),
+        "window": 513,
+        "kernel_size": (
+            Size("*.hawk.conv.weight", 2, rank=3),
+            Size("*.time.conv.weight", 2, rank=3),
+            None,
+        ),
+    },
+)
+"""The keys of hippogriff's GriffinLM. No shape tells `num_kv_heads` and `window`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HippogriffLanguageModelConfig(StackConfig):
     """The language model of hippogriff."""
+
+    family: ClassVar = "hippogriff"
+    marks: ClassVar = (".hawk.forget_base", TIME)
+    layouts: ClassVar = {
+        "hippogriff": GRIFFIN_LM,
+        "hippogriff-file": GRIFFIN_LM._replace(blocks_layout="hippogriff", repeats_embedding=False),
+    }
 
     vocab_size: int = 256
     """Number of distinct tokens."""
@@ -45,62 +86,22 @@ class HippogriffLanguageModelConfig(StackConfig):
     version: Version = "0.0.2"
     """The version of hippogriff. In 0.0.3 the attention of a block comes before the recurrence."""
 
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        """`hippogriff`."""
+        return {"hippogriff": Preset(cls())}
+
     def build(self, **options: Unpack[BuildOptions]) -> "HippogriffLanguageModel":
         """The model of this config."""
         return HippogriffLanguageModel(self, **options)
 
     @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """The config of a checkpoint, read from its keys and shapes.
-
-        Two fields cannot be inferred from shapes. They default to hippogriff's values, unless
-        `options` give others: `num_kv_heads` (1) and `window` (513).
-
-        Raises:
-            TypeError: the state_dict is no mapping, or there is no such option.
-            ValueError: it is not a checkpoint of such a model.
-
-        """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
-
-        def size(key: str, axis: int, rank: int = 2) -> int:
-            shape = getattr(state_dict.get(key), "shape", None)
-            if shape is None:
-                found = elsewhere(state_dict, [{EMBEDDING, HEAD}])
-                raise ValueError(f"state_dict: {found or f'not of a hippogriff, it has no {key}'}")
-            if len(shape) != rank:
-                raise ValueError(f"state_dict: {key}: expected {rank} axes, got {tuple(shape)}")
-            return shape[axis]
-
-        features = size(EMBEDDING, 1)
-        keys = [str(key) for key in state_dict]
-        version, hawk, mlp = "0.0.2", "backbone.0.hawk", "backbone.0.hawk_gmlp"
-        if any(key.startswith(TIME) for key in keys):
-            version, hawk, mlp = "0.0.3", "backbone.0.time", "backbone.0.gmlp"
-            if f"{hawk}.forget_base" not in keys:
-                found = min(key for key in keys if key.startswith(TIME))
-                raise ValueError(
-                    f'state_dict: expected a hippogriff with time_module="Hawk", got {found}'
-                )
-        num_heads = None
-        if any(key.startswith("backbone.0.smqa.") for key in keys):
-            num_kv_heads = options.get("num_kv_heads", cls.num_kv_heads)
-            head_features = size("backbone.0.smqa.kv.weight", 0) // (2 * num_kv_heads)
-            num_heads = features // max(head_features, 1)
-        has_conv = any(key.startswith(f"{hawk}.conv.") for key in keys)
-        fields = {
-            "vocab_size": size(EMBEDDING, 0),
-            "features": features,
-            "num_layers": sum(key.endswith(".forget_base") for key in keys),
-            "hidden_features": size(f"{hawk}.forget_base", 0, rank=1),
-            "mlp_features": size(f"{mlp}.shrink.weight", 1),
-            "num_heads": num_heads,
-            "window": 513,
-            "kernel_size": size(f"{hawk}.conv.weight", 2, rank=3) if has_conv else None,
-            "version": version,
-        }
-        return cls(**fields | options)
+    def confused_with(cls, keys: Iterable[object]) -> str | None:
+        """A hippogriff whose time_module is not a Hawk."""
+        time = sorted(key for key in map(str, keys) if key.startswith(TIME))
+        if not time or f"{TIME}forget_base" in time:
+            return None
+        return f'a hippogriff whose time_module is not "Hawk" (it has {time[0]})'
 
 
 class HippogriffLanguageModel(LanguageModel):
@@ -110,7 +111,7 @@ class HippogriffLanguageModel(LanguageModel):
         >>> model = HippogriffLanguageModelConfig(**sizes).build(rngs=nnx.Rngs(0))
         >>> logits, state = model(jnp.zeros((8, 100), int))
 
-        logits = norm(layers(E[tokens])) Eᵀ
+        logits = norm(blocks(E[tokens])) Eᵀ
 
     The state is bounded: a block carries its recurrence, and the keys and values of a window.
 
@@ -135,42 +136,23 @@ class HippogriffLanguageModel(LanguageModel):
         rngs: nnx.Rngs,
     ):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.config = config
-        self.embedding = nnx.Embed(
-            config.vocab_size,
-            config.features,
-            embedding_init=nnx.initializers.normal(config.features**-0.5),
-            **options,
+        init = nnx.initializers.normal(config.features**-0.5)
+        super().__init__(
+            config,
+            embedding=nnx.Embed(config.vocab_size, config.features, embedding_init=init, **options),
+            blocks=[
+                HippogriffBlock(
+                    config.features,
+                    config.mlp_features,
+                    config.num_heads,
+                    hidden_features=config.hidden_features,
+                    kernel_size=config.kernel_size,
+                    num_kv_heads=config.num_kv_heads,
+                    window=config.window,
+                    version=config.version,
+                    **options,
+                )
+                for _ in range(config.num_layers)
+            ],
+            norm=HippogriffNorm(config.features, **options),
         )
-        self.pos_embedding = None
-        blocks = (
-            HippogriffBlock(
-                config.features,
-                config.mlp_features,
-                config.num_heads,
-                hidden_features=config.hidden_features,
-                kernel_size=config.kernel_size,
-                num_kv_heads=config.num_kv_heads,
-                window=config.window,
-                version=config.version,
-                **options,
-            )
-            for _ in range(config.num_layers)
-        )
-        self.layers = config.stack(blocks)
-        self.norm = HippogriffNorm(config.features, **options)
-
-    def head(self, x):
-        """`x Eᵀ`."""
-        return ops.affine(x, self.embedding.embedding[...].T.astype(x.dtype)).astype(x.dtype)
-
-    def torch_layouts(self) -> Layouts:
-        """`hippogriff`: its keys; without those of the head."""
-        layers = [
-            *nested(self.layers.torch_layouts()["hippogriff"], "layers", "backbone"),
-            *rms_norm("norm", "output_norm", "gamma"),
-        ]
-        return {
-            layout: [tied("embedding.embedding", (EMBEDDING, *head)), *layers]
-            for layout, head in (("hippogriff", (HEAD,)), ("hippogriff-file", ()))
-        }

@@ -1,8 +1,10 @@
 """Language models: tokens in, next-token logits out, over any of the sequence layers."""
 
+__all__ = ["LanguageModel", "LanguageModelConfig", "LanguageModelState"]
+
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Required, TypedDict, Unpack
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,15 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models import ops
+from jax_models.explicit_axes import with_auto_axes
+from jax_models.layers.dropout import Dropout
 from jax_models.layers.stack import Remat, Stack
+from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
+from jax_models.models.architecture import Layout, ModelConfig
 from jax_models.ops.checks import as_array, nan_rows
-from jax_models.ops.segments import mask_padding, positions_and_end
-from jax_models.ops.time_axis import refuse_lengths
-from jax_models.options import CheckedFields, CheckedOptions, FloatingDtype
+from jax_models.ops.rows import Rows
+from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     SequenceLayer,
     checked_lengths,
@@ -24,7 +30,8 @@ from jax_models.sequence import (
     checked_state,
     checked_step_reset,
 )
-from jax_models.weights import Layouts
+from jax_models.weights import Layouts, Table, nested, same, tied, transposed
+from jax_models.weights.rows import at
 
 
 class BuildOptions(TypedDict, total=False):
@@ -35,16 +42,36 @@ class BuildOptions(TypedDict, total=False):
     rngs: Required[nnx.Rngs]
 
 
+class Preset(NamedTuple):
+    """A run that `twinscan train --preset` starts."""
+
+    model: "LanguageModelConfig"
+    recipe: str = "shakespeare-warmup"
+    """The other options, by their name in `train.config.RECIPES`."""
+    options: Mapping[str, Any] = {}
+    """Options that differ from the recipe, as `{"optimizer.learning_rate": 1e-3}`."""
+
+
 @dataclasses.dataclass(frozen=True)
-class LanguageModelConfig(CheckedFields):
+class LanguageModelConfig(ModelConfig):
     """The base class of the configs of all language models. Their integers are positive."""
+
+    tokenizer: ClassVar[str | None] = None
+    """The published vocabulary of the models, if all have the same."""
+    twin: ClassVar[str] = "torch_ref"
+    """The module with the PyTorch twin, which has the model's name and a `from_config`."""
 
     vocab_size: int
     """Number of distinct tokens."""
 
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        """The runs that `twinscan train --preset` offers for this architecture, by name."""
+        return {}
+
     def build(self, **options: Unpack[BuildOptions]) -> "LanguageModel":
         """The model of this config."""
-        raise NotImplementedError(f"{type(self).__name__}: a subclass builds the model")
+        return super().build(**options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,71 +84,175 @@ class StackConfig(LanguageModelConfig):
     scan_layers: bool = dataclasses.field(default=False, kw_only=True)
     """Compile one block and reuse it for all: faster to compile, slower to run on a CPU."""
 
-    def stack(self, blocks: Iterable[SequenceLayer]) -> Stack:
-        """The blocks, one after the other."""
-        return Stack(blocks, remat=self.remat, scan_layers=self.scan_layers)
-
 
 class LanguageModelState(NamedTuple):
-    """What a language model carries: its layers' state, and each row's position."""
+    """What a language model carries: the state of its blocks, and each row's position."""
 
     layers: Any
     position: Int[Array, " batch"]
 
 
+class Blocks(Stack):
+    """The blocks of a model as one layer. `Stack` has checked them when the model was built."""
+
+    def __init__(self, config: LanguageModelConfig, blocks: nnx.List):
+        self.layers = blocks
+        self.in_features = blocks[0].in_features
+        self.dtype, self.param_dtype = blocks[0].dtype, blocks[0].param_dtype
+        self.causal = all(block.causal for block in blocks)
+        self.resettable = all(block.resettable for block in blocks)
+        is_stack = isinstance(config, StackConfig)
+        self.remat = config.remat if is_stack else "none"
+        self.scan_layers = is_stack and config.scan_layers
+
+
+def _renamed(*_: Any) -> Any:
+    raise AttributeError(
+        "LanguageModel.layers is now called blocks, and the parameters of block 0 are at blocks.0 "
+        "instead of layers.layers.0: see docs/migration.md"
+    )
+
+
 class LanguageModel(CheckedOptions, nnx.Module):
     """Tokens (batch, time) → logits (batch, time, vocab_size) of each next token.
 
-        >>> model = RWKVLanguageModelConfig(features=64, num_layers=2).build(rngs=nnx.Rngs(0))
+        >>> rngs = nnx.Rngs(0)
+        >>> model = LanguageModel(
+        ...     LanguageModelConfig(vocab_size=20),
+        ...     embedding=nnx.Embed(20, 64, rngs=rngs),
+        ...     blocks=[HawkBlock(64, 96, rngs=rngs), HawkBlock(64, 96, rngs=rngs)],
+        ...     norm=RMSNorm(64, rngs=rngs),
+        ... )
         >>> logits, state = model(jnp.zeros((8, 100), int))
         >>> logits, state = model.step(jnp.zeros(8, int), state)
 
-        logits = head(norm(layers(embedding(tokens) + pos_embedding(position))))
+        x = dropout(embedding_scale · embedding(tokens) + pos_embedding(position))
+        logits = head(norm(blocks(x)))
 
     The contract is a sequence layer's: state in and out, `step`, `lengths`, `reset`. A model with a
     `context_length` counts positions from its state, or from the last `reset`; beyond that length,
     as under `jit` for tokens outside the vocabulary and for rows whose length lies outside
-    0 … time, its logits are NaN. Subclasses set the attributes.
+    0 … time, its logits are NaN.
+
+    Args:
+        config: has the vocabulary's size, and the `context_length` if there is one.
+        blocks: the blocks from the lowest up, or one layer, such as an LSTM of several layers.
+        norm: what normalizes the output of the blocks.
+        head: what maps it to logits. None: the embedding's matrix E, as `x Eᵀ`.
+        embedding: of the tokens.
+        pos_embedding: of the positions. None: there is none.
+        dropout: of the sum of both embeddings, in training.
+        embedding_scale: a factor of the token embeddings.
+        logits_soft_cap: logits are cap · tanh(logits / cap). 0: no cap.
+
+    Raises:
+        TypeError, ValueError: the blocks do not fit each other, as `Stack` says.
+
+    Layouts: those that the config's class declares and all blocks have.
+
     """
 
-    config: LanguageModelConfig
-    embedding: nnx.Embed
-    pos_embedding: nnx.Embed | None
-    layers: SequenceLayer
-    norm: Callable[[Array], Array]
-    head: Callable[[Array], Array]
+    blocks: SequenceLayer | nnx.List[SequenceLayer]
     time_axis: str | None = None
+    layers = property(_renamed, _renamed)
+
+    def __init__(
+        self,
+        config: LanguageModelConfig,
+        blocks: SequenceLayer | Iterable[SequenceLayer],
+        norm: Callable[[Array], Array],
+        head: Callable[[Array], Array] | None = None,
+        *,
+        embedding: nnx.Embed,
+        pos_embedding: nnx.Embed | None = None,
+        dropout: Dropout | None = None,
+        embedding_scale: float = 1.0,
+        logits_soft_cap: float = 0.0,
+    ):
+        self.config = config
+        self.embedding, self.pos_embedding, self.dropout = embedding, pos_embedding, dropout
+        self.embedding_scale, self.logits_soft_cap = embedding_scale, logits_soft_cap
+        self.blocks = blocks if isinstance(blocks, SequenceLayer) else Stack(blocks).layers
+        self.norm, self.head = norm, head
+
+    @property
+    def stack(self) -> SequenceLayer:
+        """The blocks as one layer."""
+        blocks = self.blocks
+        return blocks if isinstance(blocks, SequenceLayer) else Blocks(self.config, blocks)
 
     @property
     def context_length(self) -> int | None:
         """How many positions the model knows. None: it has no positions, and no limit."""
-        return None if self.pos_embedding is None else self.pos_embedding.num_embeddings
+        return getattr(self.config, "context_length", None)
 
     def set_view(self, time_axis: str | None = None) -> None:
         """What `nnx.view` calls: `time_axis` is as a sequence layer's."""
         self.time_axis = time_axis or self.time_axis
 
+    mesh_axes = last_axis(VOCABULARY, "head") | first_axis(VOCABULARY, "embedding")
+
+    def foreign_format(self, keys: Iterable[object]) -> str | None:
+        """Says which other model has these keys, for `from_torch`."""
+        return self.config.foreign_format(keys)
+
     def torch_layouts(self) -> Layouts:
-        """A subclass's weight tables, by layout name."""
-        raise NotImplementedError
+        """The tables of the config's layouts that all blocks have."""
+        numbered: Iterable[tuple[Any, SequenceLayer]] = (
+            [("", self.blocks)]
+            if isinstance(self.blocks, SequenceLayer)
+            else enumerate(self.blocks)
+        )
+        blocks = [(str(number), block.torch_layouts()) for number, block in numbered]
+        tables = {}
+        for name, layout in self.config.layouts.items():
+            inner = layout.blocks_layout or name
+            if all(inner in table for _, table in blocks) and (layout.head or not self.head):
+                rows = [row for i, table in blocks for row in nested(table[inner], i, i)]
+                tables[name] = [*self._ends(layout), *nested(rows, "blocks", layout.blocks)]
+        return tables
+
+    def _ends(self, layout: Layout) -> Table:
+        """The rows of what is before and after the blocks."""
+        table, head = "embedding.embedding", layout.head
+        rows = [same(table, layout.embedding)]
+        if head is not None and self.head is not None:
+            rows += [transposed("head.kernel", head), *_bias("head", self.head, head)]
+        elif head is not None and layout.repeats_embedding:
+            rows = [tied(table, (layout.embedding, head))]
+        if self.pos_embedding is not None and layout.positions is not None:
+            rows.append(layout.positions)
+        return [*rows, same("norm.scale", layout.norm), *_bias("norm", self.norm, layout.norm)]
 
     def embed(
         self, tokens: Int[Array, "batch time"], positions: Int[Array, "batch time"]
     ) -> Float[Array, "batch time features"]:
-        """What the layers read: the embeddings of the tokens and, if there are any, positions."""
+        """What the blocks read: the embeddings of the tokens and, if there are any, positions."""
         x = self.embedding(tokens)
-        return x if self.pos_embedding is None else x + self.pos_embedding(positions)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        if self.pos_embedding is not None:
+            x = x + self.pos_embedding(positions)
+        return x if self.dropout is None else self.dropout(x)
 
     def read_out(self, x: Float[Array, "batch time out"]) -> Float[Array, "batch time features"]:
-        """What of the layers' output the norm and the head read: all of it."""
+        """What of the blocks' output the norm and the head read: all of it."""
         return x
+
+    def unembed(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
+        """The logits of the normalized output of the blocks."""
+        if self.head is not None:
+            return capped(self.head(x), self.logits_soft_cap)
+        logits = ops.affine(x, self.embedding.embedding[...].T.astype(x.dtype))
+        return capped(logits, self.logits_soft_cap).astype(x.dtype)
 
     def init_state(self, batch_size: int) -> LanguageModelState:
         """The state before the first token."""
         return LanguageModelState(
-            self.layers.init_state(batch_size), jnp.zeros(batch_size, jnp.int32)
+            self.stack.init_state(batch_size), jnp.zeros(batch_size, jnp.int32)
         )
 
+    @with_auto_axes
     def __call__(
         self,
         tokens: Int[ArrayLike, "batch time"],
@@ -142,7 +273,6 @@ class LanguageModel(CheckedOptions, nnx.Module):
         tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
-        refuse_lengths(lengths, self.time_axis)
         batch_size, time = tokens.shape
         limit = self.context_length
         steps = time if self.time_axis is None else time * jax.lax.axis_size(self.time_axis)
@@ -156,10 +286,11 @@ class LanguageModel(CheckedOptions, nnx.Module):
             expected = jax.eval_shape(lambda: self.init_state(batch_size))
             start, before = checked_state(state, expected)
 
-        positions, after = positions_and_end(before, time, ends, reset, self.time_axis)
+        rows = Rows.of(time, ends, reset, self.time_axis)
+        positions, after = rows.positions(before, time)
         x = self.embed(tokens, positions)
-        x, layers = self.layers(x, start, lengths=lengths, reset=reset)
-        logits = mask_padding(self.head(self.norm(self.read_out(x))), ends)
+        x, layers = self.stack(x, start, lengths=lengths, reset=reset)
+        logits = rows.masked(self.unembed(self.norm(self.read_out(x))))
         if outside is not None:
             logits = nan_rows(outside, logits, 0)
         return logits, LanguageModelState(layers, after)
@@ -181,6 +312,18 @@ class LanguageModel(CheckedOptions, nnx.Module):
         reset = checked_step_reset(reset, token.shape, 1)
         logits, state = self(token[:, None], state, reset=reset)
         return logits[:, 0], state
+
+
+def capped(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
+    """`cap · tanh(logits / cap)`; the logits themselves if the cap is 0."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _bias(part: str, module: Any, key: str) -> Table:
+    """The row of the bias of a norm or a head, beside the key of its scale or kernel."""
+    if getattr(module, "bias", None) is None:
+        return []
+    return [same(f"{part}.bias", at(key.rpartition(".")[0], "bias"))]
 
 
 def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:

@@ -1,24 +1,33 @@
-"""`load_pretrained`: the model in a file or a folder, whichever family it is of."""
+"""`load_pretrained`: the model in a file or a folder, whichever architecture it has."""
+
+__all__ = ["griffin_from_weights", "hyena_dna_from_weights", "load_pretrained", "rwkv_from_torch"]
 
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Sharding
 
-from jax_models.layers.rwkv_version import rwkv_version
-from jax_models.models.griffin import GriffinLanguageModelConfig
-from jax_models.models.hippogriff import TIME, HippogriffLanguageModelConfig
-from jax_models.models.hyena_dna import HyenaDNALanguageModelConfig
+from jax_models.models.architecture import ModelConfig, architectures
+from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
+from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel
-from jax_models.models.pretrained import ShardingOf, loaded, rwkv_config
+from jax_models.models.rwkv import RWKVConfig, undo_rescale
 from jax_models.models.silero_vad import SileroVAD
-from jax_models.options import CheckedFields, FloatingDtype, checked_options
+from jax_models.options import FloatingDtype, Index, checked_options
+from jax_models.weights import from_torch
 from jax_models.weights.checkpoint import open_checkpoint
+from jax_models.weights.keys import elsewhere, flattened, joined
 from jax_models.weights.stored import cast, dtype_of, is_floating
+from jax_models.weights.transfer import params_of
 
+ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
+"""Where a parameter of a path and a shape is."""
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "features",
@@ -26,85 +35,7 @@ SIZES = {
     "d_model": "features",
     "n_layer": "num_layers",
 }
-"""The sizes in a config.json, and what our configs call them. HyenaDNA has names of its own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """Models that are recognized in the same way."""
-
-    name: str
-    model_types: tuple[str, ...]
-    """What a config.json calls them."""
-    has: Callable[[Iterable[str]], bool]
-    """Whether these are the keys of such a model."""
-    config: Callable[..., Any]
-    """Makes the config from the weights and the fields of a config.json, or None. Keyword arguments
-    set fields of the config."""
-
-
-def with_part(part: str) -> Callable[[Iterable[str]], bool]:
-    """Has a key this part?"""
-    return lambda keys: any(part in key for key in keys)
-
-
-def griffin(weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any) -> Any:
-    """The window and the activation are in the config.json alone."""
-    if fields is not None:
-        return dataclasses.replace(GriffinLanguageModelConfig.from_hf(fields), **options)
-    return GriffinLanguageModelConfig.from_state_dict(weights, **options)
-
-
-@dataclasses.dataclass(frozen=True)
-class SileroVADConfig(CheckedFields):
-    """What a SileroVAD is built of."""
-
-    sample_rate: Literal[16000, 8000]
-
-    def build(self, **options: Any) -> SileroVAD:
-        """The model."""
-        return SileroVAD(self.sample_rate, **options)
-
-
-def silero_vad(weights: Mapping[str, Any], fields: Any, **options: Any) -> SileroVADConfig:
-    """The sample rate is inferred from the windows of the STFT."""
-    stft = next(array for key, array in weights.items() if "stft" in key)
-    config = SileroVADConfig(16000 if stft.shape[-1] == 256 else 8000)
-    return dataclasses.replace(config, **options)
-
-
-def rwkv(weights: Mapping[str, Any], fields: Any, **options: Any) -> Any:
-    """The version is inferred from the keys."""
-    return dataclasses.replace(rwkv_config(weights), **options)
-
-
-def by_shapes(config: Callable[..., Any]) -> Callable[..., Any]:
-    """For families whose config is read from the keys and shapes, apart from keyword arguments."""
-    return lambda weights, fields, **options: config(weights, **options)
-
-
-FAMILIES = (
-    Family("RecurrentGemma", ("recurrent_gemma",), with_part("rg_lru"), griffin),
-    Family(
-        "hippogriff",
-        (),
-        lambda keys: any(".hawk.forget_base" in key or key.startswith(TIME) for key in keys),
-        by_shapes(HippogriffLanguageModelConfig.from_state_dict),
-    ),
-    Family(
-        "HyenaDNA",
-        ("hyenadna",),
-        with_part(".filter_fn.pos_emb."),
-        by_shapes(HyenaDNALanguageModelConfig.from_state_dict),
-    ),
-    Family("silero-VAD", (), with_part("stft"), silero_vad),
-    Family(
-        "RWKV",
-        ("rwkv", "rwkv6", "rwkv7"),
-        lambda keys: rwkv_version(keys) is not None,
-        rwkv,
-    ),
-)
+"""The sizes in a config.json, and what our configs call them."""
 
 
 @checked_options
@@ -124,10 +55,11 @@ def load_pretrained(
         >>> model = load_pretrained("model.safetensors")
 
     It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
-    and 7 (BlinkDL's files, fla's, transformers'), HyenaDNA, hippogriff and silero-VAD, from
-    safetensors, files of `torch.save`, both also in parts that an index names, and folders of
-    orbax. Keys, shapes and the config.json tell the model. No weights are drawn. A weight is read
-    when its parameter is made, so that little more than the model is in memory.
+    and 7 (BlinkDL's files, fla's, transformers'), HyenaDNA, hippogriff, silero-VAD and the models
+    that other packages declare, from safetensors, files of `torch.save`, both also in parts that an
+    index names, and folders of orbax. Keys, shapes and the config.json identify the model. No
+    weights are drawn. A weight is read when its parameter is made, so that little more memory than
+    the model's is needed.
 
     Args:
         path: the file, or the folder with it.
@@ -159,30 +91,43 @@ def load_pretrained(
     return loaded(known, weights, dtype, param_dtype, sharding)
 
 
-def config_of(weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any) -> Any:
+def config_of(
+    weights: Mapping[str, Any],
+    fields: Mapping[str, Any] | None = None,
+    *,
+    kind: type[ModelConfig] = ModelConfig,
+    **options: Any,
+) -> Any:
     """The config of the model with these weights and these fields of a config.json, if any.
 
-    `options` are fields of the config that neither contains.
+    `options` are fields of the config that neither contains; `kind` is a base class of the config.
 
     Raises:
-        TypeError: the config has no such field.
+        TypeError: the weights are no mapping, or the config has no such field.
         ValueError: there is no such model, or the two contradict each other.
 
     """
-    kind = (fields or {}).get("model_type")
-    families = [
-        family
-        for family in FAMILIES
-        if (family.has(weights) if kind is None else kind in family.model_types)
-    ]
-    names = ", ".join(family.name for family in FAMILIES)
-    if not families and kind is not None:
-        architectures = (fields or {}).get("architectures") or [kind]
-        raise ValueError(f"config.json: expected a model of {names}, got {architectures[0]}")
-    if not families:
-        some = ", ".join(sorted(map(str, weights))[:3]) or "none"
-        raise ValueError(f"expected the keys of {names}, got {some}, …")
-    config = families[0].config(weights, fields, **options)
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"state_dict: expected a mapping, got {type(weights).__name__}")
+    known = [each for each in architectures(kind) if each.marks or each.model_types]
+    names = ", ".join(each.family for each in known)
+    keys, model_type = [*map(str, weights)], (fields or {}).get("model_type")
+    if model_type is not None:
+        found = [each for each in known if model_type in each.model_types]
+    else:
+        found = [each for each in known if each.recognizes(keys)]
+    if not found and model_type is not None:
+        name, *_ = (fields or {}).get("architectures") or [model_type]
+        raise ValueError(f"config.json: expected a model of {names}, got {name}")
+    if not found:
+        layouts = [layout for each in known for layout in each.layout_keys()]
+        if place := elsewhere(weights, layouts):
+            raise ValueError(f"state_dict: {place}")
+        others = filter(None, (each.confused_with(keys) for each in known))
+        some = ", ".join(joined(sorted(keys))[:3]) or "no keys"
+        got = next(others, f"another model (it has {some})")
+        raise ValueError(f"state_dict: expected one of {names}, got {got}")
+    config = found[0].from_checkpoint(weights, fields, **options)
     for field, ours in SIZES.items():
         size = getattr(config, ours, None)
         if fields and size is not None and _size(fields, field, size) != size:
@@ -196,3 +141,140 @@ def _size(fields: Mapping[str, Any], name: str, default: int) -> Any:
     if name == "vocab_size" and isinstance(multiple := fields.get("pad_vocab_size_multiple"), int):
         return -(-size // multiple) * multiple
     return size
+
+
+@checked_options
+def rwkv_from_torch(
+    state_dict: Mapping[str, Any],
+    *,
+    dtype: FloatingDtype | None = None,
+    param_dtype: FloatingDtype = jnp.float32,
+    rescaled_every: Index = 0,
+    sharding: ShardingOf | None = None,
+) -> LanguageModel:
+    """The RWKV language model, of version 4, 6 or 7, whose checkpoint this is.
+
+        >>> weights = to_torch(RWKV7LanguageModelConfig(features=64).build(rngs=nnx.Rngs(0)))
+        >>> model = rwkv_from_torch(weights)
+
+    The version, the layout and the sizes are read from the keys and the shapes. No weights are
+    drawn.
+
+    Args:
+        state_dict: torch tensors or arrays by key, as `read_pth` gives them.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+        rescaled_every: `rescale_every` of transformers' model, if it had run in evaluation before
+            its weights were saved: it then had divided some of them by powers of two. 0: it had
+            not, as in the published checkpoints.
+        sharding: where a parameter of a path and a shape is. None: as in `from_torch`.
+
+    Raises:
+        TypeError: the state_dict is no mapping.
+        ValueError: it is not of an RWKV, or of a version that this package does not have, or its
+            keys and shapes contradict each other.
+
+    """
+    config = config_of(state_dict, kind=RWKVConfig)
+    if rescaled_every:
+        state_dict = undo_rescale(state_dict, rescaled_every)
+    return loaded(config, state_dict, dtype, param_dtype, sharding)
+
+
+@checked_options
+def griffin_from_weights(
+    weights: Mapping[str, Any],
+    config: GriffinLanguageModelConfig | None = None,
+    *,
+    dtype: FloatingDtype | None = None,
+    param_dtype: FloatingDtype = jnp.float32,
+    sharding: ShardingOf | None = None,
+) -> GriffinLanguageModel:
+    """The Griffin language model whose checkpoint this is: a RecurrentGemma, or smaller.
+
+        >>> sizes = {"features": 64, "recurrent_features": 64, "mlp_features": 96}
+        >>> model = GriffinLanguageModelConfig(**sizes).build(rngs=nnx.Rngs(0))
+        >>> model = griffin_from_weights(to_torch(model), model.config)
+
+    The layout is told by the keys. No weights are drawn.
+
+    Args:
+        weights: torch tensors or arrays by key, in transformers' layout or recurrentgemma's; or
+            recurrentgemma's tree of Flax variables.
+        config: `GriffinLanguageModelConfig.from_hf` of a config.json, or of your own. None: what
+            `GriffinLanguageModelConfig.from_state_dict` reads from the shapes.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+        sharding: where a parameter of a path and a shape is. None: as in `from_torch`.
+
+    Raises:
+        TypeError: the weights are no mapping.
+        ValueError: they are of no Griffin, or their keys and shapes contradict each other or the
+            config.
+
+    """
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights: expected a mapping, got {type(weights).__name__}")
+    state_dict = {key.removeprefix("params."): value for key, value in flattened(weights).items()}
+    known = config or GriffinLanguageModelConfig.from_state_dict(state_dict)
+    return loaded(known, state_dict, dtype, param_dtype, sharding)
+
+
+@checked_options
+def hyena_dna_from_weights(
+    weights: Mapping[str, Any],
+    config: HyenaDNALanguageModelConfig | None = None,
+    *,
+    dtype: FloatingDtype | None = None,
+    param_dtype: FloatingDtype = jnp.float32,
+    sharding: ShardingOf | None = None,
+) -> HyenaDNALanguageModel:
+    """The HyenaDNA whose checkpoint this is.
+
+        >>> model = HyenaDNALanguageModelConfig(context_length=128).build(rngs=nnx.Rngs(0))
+        >>> model = hyena_dna_from_weights(to_torch(model))
+
+    The layout and the sizes, the longest sequence among them, are read from the keys and the
+    shapes. No weights are drawn, unless the config has dropout.
+
+    Args:
+        weights: torch tensors or arrays by key, in any of `HyenaDNALanguageModel`'s layouts.
+        config: None: what `HyenaDNALanguageModelConfig.from_state_dict` reads from the shapes.
+        dtype: of the computation; by default the parameters'.
+        param_dtype: of the parameters.
+        sharding: where a parameter of a path and a shape is. None: as in `from_torch`.
+
+    Raises:
+        TypeError: the weights are no mapping.
+        ValueError: they are of no HyenaDNA, or their keys and shapes contradict each other or the
+            config.
+
+    """
+    known = config or HyenaDNALanguageModelConfig.from_state_dict(weights)
+    return loaded(known, weights, dtype, param_dtype, sharding)
+
+
+def loaded(
+    config: Any,
+    weights: Mapping[str, Any],
+    dtype: Any,
+    param_dtype: Any,
+    sharding: ShardingOf | None,
+) -> Any:
+    """The model of a config with these weights, each read when its parameters are made."""
+
+    def build() -> Any:
+        return config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+
+    draws_masks = any(
+        getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name.endswith("dropout_rate")
+    )
+    model = build() if draws_masks else nnx.eval_shape(build)
+    if sharding is not None:
+        for path, param in params_of(model).items():
+            like = param.get_value()
+            place = sharding(path, like.shape)
+            param.set_value(jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=place))
+    return from_torch(model, weights)

@@ -1,7 +1,10 @@
 """The recurrent language model."""
 
+__all__ = ["RNNLanguageModel", "RNNLanguageModelConfig"]
+
 import dataclasses
-from typing import Literal, Unpack
+from functools import partial
+from typing import ClassVar, Literal, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,10 +15,16 @@ from jax_models.layers.lstm import LSTM
 from jax_models.layers.min_rnn import MinGRU, MinLSTM
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rnn import RNN
-from jax_models.models.language_model import BuildOptions, LanguageModel, LanguageModelConfig
+from jax_models.models.architecture import Layout
+from jax_models.models.language_model import (
+    BuildOptions,
+    LanguageModel,
+    LanguageModelConfig,
+    Preset,
+)
 from jax_models.ops.checks import checked_rate
 from jax_models.options import FloatingDtype
-from jax_models.weights import Layouts, embedding, layer_norm, linear, nested
+from jax_models.weights import Layouts, same
 
 CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU, "min_gru": MinGRU, "min_lstm": MinLSTM}
 
@@ -23,6 +32,18 @@ CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU, "min_gru": MinGRU, "min_lstm": Mi
 @dataclasses.dataclass(frozen=True)
 class RNNLanguageModelConfig(LanguageModelConfig):
     """A recurrent language model."""
+
+    family: ClassVar = "RNN"
+    layouts: ClassVar = dict.fromkeys(
+        ("scratch", "torch.nn", "minimal"),
+        Layout(
+            "embedding.weight",
+            "rnn",
+            "layer_norm.weight",
+            "proj.weight",
+            positions=same("pos_embedding.embedding", "pos_embedding.weight"),
+        ),
+    )
 
     vocab_size: int = 20
     """Number of distinct tokens."""
@@ -43,6 +64,19 @@ class RNNLanguageModelConfig(LanguageModelConfig):
         """Refuse sizes, cells and rates that there are not."""
         super().__post_init__()
         checked_rate("dropout_rate", self.dropout_rate)
+
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        """The first run of a newcomer, and one of each cell on Tiny Shakespeare."""
+        sizes = {"embedding_features": 64, "hidden_features": 256}
+        slower = {"optimizer.learning_rate": 1e-3, "optimizer.clip_norm": 1.0}
+        return {
+            "all-work": Preset(cls(context_length=8), "all-work"),
+            "lstm": Preset(cls(cell="lstm", **sizes), "shakespeare"),
+            "gru": Preset(cls(cell="gru", **sizes), "shakespeare"),
+            "rnn": Preset(cls(cell="rnn", **sizes), "shakespeare", slower),
+            "min-gru": Preset(cls(cell="min_gru", num_layers=3, **sizes), "shakespeare"),
+        }
 
     def build(self, **options: Unpack[BuildOptions]) -> "RNNLanguageModel":
         """The model of this config."""
@@ -77,60 +111,37 @@ class RNNLanguageModel(LanguageModel):
         param_dtype: FloatingDtype = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        normal = nnx.initializers.normal(1.0)
-        self.config = config
-        self.embedding = nnx.Embed(
-            config.vocab_size,
-            config.embedding_features,
-            embedding_init=normal,
-            rngs=rngs,
-            **dtypes,
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        embed = partial(
+            nnx.Embed,
+            features=config.embedding_features,
+            embedding_init=nnx.initializers.normal(1.0),
+            **options,
         )
-        self.pos_embedding = (
-            nnx.Embed(
-                config.context_length,
+        length, hidden_features = config.context_length, config.hidden_features
+        super().__init__(
+            config,
+            embedding=embed(config.vocab_size),
+            pos_embedding=None if length is None else embed(length),
+            blocks=CELLS[config.cell](
                 config.embedding_features,
-                embedding_init=normal,
-                rngs=rngs,
-                **dtypes,
-            )
-            if config.context_length is not None
-            else None
-        )
-        self.layers = CELLS[config.cell](
-            config.embedding_features,
-            config.hidden_features,
-            num_layers=config.num_layers,
-            dropout_rate=config.dropout_rate,
-            rngs=rngs,
-            **dtypes,
-        )
-        self.norm = LayerNorm(config.hidden_features, rngs=rngs, **dtypes)
-        self.head = Linear(
-            config.hidden_features,
-            config.vocab_size,
-            kernel_init=torch_uniform(config.hidden_features),
-            rngs=rngs,
-            **dtypes,
+                hidden_features,
+                num_layers=config.num_layers,
+                dropout_rate=config.dropout_rate,
+                **options,
+            ),
+            norm=LayerNorm(hidden_features, **options),
+            head=Linear(
+                hidden_features,
+                config.vocab_size,
+                kernel_init=torch_uniform(hidden_features),
+                **options,
+            ),
         )
 
     def torch_layouts(self) -> Layouts:
         """The keys of torch_ref.RNNLanguageModel around each layout of the recurrence."""
-        outside = [
-            *embedding("embedding", "embedding"),
-            *(
-                embedding("pos_embedding", "pos_embedding")
-                if self.pos_embedding is not None
-                else []
-            ),
-            *layer_norm("norm", "layer_norm"),
-            *linear("head", "proj"),
-        ]
-        inside = self.layers.torch_layouts()
-        names = ["scratch", "torch.nn"] if isinstance(self.layers, RNN) else [*inside][:1]
-        return {
-            name: outside + nested(inside[name], "layers", "rnn")
-            for name in names
-            if name in inside
-        }
+        layouts = super().torch_layouts()
+        if not isinstance(self.blocks, RNN):
+            layouts.pop("scratch", None)  # the twin has the cells of torch.nn, except for the RNN
+        return layouts

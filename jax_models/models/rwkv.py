@@ -1,10 +1,12 @@
 """The RWKV-4 language model, and what the language models of all RWKV versions share."""
 
+__all__ = ["RWKVLanguageModel", "RWKVLanguageModelConfig"]
+
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,39 +16,19 @@ from jaxtyping import Array
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv import RWKVBlock, orthogonal
-from jax_models.layers.rwkv_version import foreign_to
-from jax_models.models.language_model import BuildOptions, LanguageModel, StackConfig
-from jax_models.options import FloatingDtype, Initializer
-from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, embedding, layer_norm, linear, nested
-from jax_models.weights.keys import elsewhere, joined
+from jax_models.layers.rwkv_version import rwkv_version
+from jax_models.models.architecture import Layout, Size
+from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
+from jax_models.options import FloatingDtype
 
-PARTS = {
-    "blinkdl": ("emb", "blocks", "ln_out", "head"),
-    "fla": ("model.embeddings", "model.layers", "model.norm", "lm_head"),
-    "hf": ("rwkv.embeddings", "rwkv.blocks", "rwkv.ln_out", "head"),
-}
-"""What the layouts call the embedding, the blocks, the last norm and the head."""
-
-
-class Size(NamedTuple):
-    """Where a checkpoint tells a field: in a matrix, along an axis, as one of some parts."""
-
-    key: str
-    axis: int
-    parts: int = 1
-
-
-Sizes = dict[str, dict[str, Size]]
-"""By layout and field."""
+BLINKDL = Layout("emb.weight", "blocks", "ln_out.weight", "head.weight")
+FLA = Layout("model.embeddings.weight", "model.layers", "model.norm.weight", "lm_head.weight")
+HF = Layout("rwkv.embeddings.weight", "rwkv.blocks", "rwkv.ln_out.weight", "head.weight")
 
 
 @dataclasses.dataclass(frozen=True)
 class RWKVConfig(StackConfig):
-    """What the configs of all RWKV language models share."""
-
-    version: ClassVar[str]
-    sizes: ClassVar[Sizes]
+    """What the configs of all RWKV language models share. The `family` is the version."""
 
     features: int = 192
     """Width of the model."""
@@ -54,59 +36,18 @@ class RWKVConfig(StackConfig):
     """Residual blocks."""
 
     @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> Self:
-        """The config of a checkpoint, read from its shapes, in any of the model's layouts.
-
-        Raises:
-            TypeError: the state_dict is no mapping.
-            ValueError: it is a checkpoint of another RWKV version, or of no RWKV.
-
-        """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
-        if message := foreign_to(cls.version)(state_dict):
-            raise ValueError(f"state_dict: {message}")
-        keys = {name: [size.key for size in sizes.values()] for name, sizes in cls.sizes.items()}
-        layout = max(keys, key=lambda name: len({*keys[name]} & state_dict.keys()))
-        blocks = f"{PARTS[layout][1]}."
-        names = [str(key) for key in state_dict]
-        layers = {key.split(".")[blocks.count(".")] for key in names if key.startswith(blocks)}
-        if layers != {str(i) for i in range(len(layers))}:
-            numbers = ", ".join(joined(f"{blocks}{layer}" for layer in sorted(layers)))
-            raise ValueError(f"state_dict: expected blocks numbered from 0 on, got {numbers}")
-        optional = cls.optional(len(layers))
-        sizes = {
-            field: size
-            for field, size in cls.sizes[layout].items()
-            if field not in optional or size.key in state_dict
-        }
-        if missing := [size.key for size in sizes.values() if size.key not in state_dict]:
-            if found := elsewhere(state_dict, [{*each} for each in keys.values()]):
-                raise ValueError(f"state_dict: {found}")
-            absent = " and no ".join(joined(dict.fromkeys(missing)))
-            raise ValueError(f"state_dict: not of an {cls.version}, it has no {absent}")
-        shapes = {
-            size.key: tuple(getattr(state_dict[size.key], "shape", ())) for size in sizes.values()
-        }
-        if wrong := [f"{key} of {shape}" for key, shape in shapes.items() if len(shape) != 2]:
-            raise ValueError(f"state_dict: expected matrices, got {', '.join(wrong)}")
-        fields = {
-            field: int(shapes[key][axis]) // parts for field, (key, axis, parts) in sizes.items()
-        }
-        return cls(num_layers=len(layers), **fields, **cls.options(state_dict))
+    def recognizes(cls, keys: Iterable[str]) -> bool:
+        """Whether a checkpoint is of this version."""
+        return (rwkv_version(keys) or ("", ""))[0] == cls.family
 
     @classmethod
-    def optional(cls, num_layers: int) -> tuple[str, ...]:
-        """The fields that a checkpoint of so many layers may not tell."""
-        return ()
-
-    @classmethod
-    def options(cls, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that are no sizes."""
-        return {}
+    def confused_with(cls, keys: Iterable[object]) -> str | None:
+        """The other version of which a checkpoint is."""
+        version, key = rwkv_version(keys) or (cls.family, "")
+        return None if version == cls.family else f"{version} (it has {key})"
 
 
-def undivided(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
+def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
     """The weights as they were before transformers' RwkvForCausalLM first ran in evaluation.
 
     With a `rescale_every` it then divides the last matrices of block i by 2^(i // rescale_every),
@@ -119,47 +60,12 @@ def undivided(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
     }
 
 
-class RWKVSkeleton(LanguageModel):
-    """Token embedding → blocks → LayerNorm → Linear."""
-
-    def __init__(
-        self,
-        config: RWKVConfig,
-        blocks: list[SequenceLayer],
-        *,
-        embedding_init: Initializer,
-        dtype: FloatingDtype | None,
-        param_dtype: FloatingDtype,
-        rngs: nnx.Rngs,
-    ):
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.config = config
-        self.embedding = nnx.Embed(
-            config.vocab_size, config.features, embedding_init=embedding_init, **options
-        )
-        self.pos_embedding = None
-        self.layers = config.stack(blocks)
-        self.norm = LayerNorm(config.features, **options)
-        self.head = Linear(
-            config.features, config.vocab_size, use_bias=False, kernel_init=half, **options
-        )
-
-    def torch_layouts(self) -> Layouts:
-        """The layouts that the blocks have: the keys of a checkpoint."""
-        layouts = {}
-        for layout, blocks in self.layers.torch_layouts().items():
-            emb, layers, ln_out, head = PARTS[layout]
-            layouts[layout] = [
-                *embedding("embedding", emb),
-                *nested(blocks, "layers", layers),
-                *layer_norm("norm", ln_out),
-                *linear("head", head, bias=False),
-            ]
-        return layouts
+def rwkv_head(config: RWKVConfig, **options: Any) -> Linear:
+    """The head of all versions. Its matrix is half of what `orthogonal` draws."""
+    return Linear(config.features, config.vocab_size, use_bias=False, kernel_init=_half, **options)
 
 
-def half(*args, **kwargs) -> Array:
-    """Half of `orthogonal`."""
+def _half(*args, **kwargs) -> Array:
     return 0.5 * orthogonal(*args, **kwargs)
 
 
@@ -172,18 +78,11 @@ def small_uniform(key, shape: tuple[int, int], dtype, **_) -> Array:
 class RWKVLanguageModelConfig(RWKVConfig):
     """The RWKV-4 language model."""
 
-    version: ClassVar[str] = "RWKV-4"
-    sizes: ClassVar[Sizes] = {
-        "blinkdl": {
-            "vocab_size": Size("emb.weight", 0),
-            "features": Size("emb.weight", 1),
-            "hidden_features": Size("blocks.0.ffn.key.weight", 0),
-        },
-        "hf": {
-            "vocab_size": Size("rwkv.embeddings.weight", 0),
-            "features": Size("rwkv.embeddings.weight", 1),
-            "hidden_features": Size("rwkv.blocks.0.feed_forward.key.weight", 0),
-        },
+    family: ClassVar = "RWKV-4"
+    model_types: ClassVar = ("rwkv",)
+    layouts: ClassVar = {
+        "blinkdl": BLINKDL._replace(sizes={"hidden_features": Size("*.ffn.key.weight", 0)}),
+        "hf": HF._replace(sizes={"hidden_features": Size("*.feed_forward.key.weight", 0)}),
     }
 
     vocab_size: int = 256
@@ -194,6 +93,11 @@ class RWKVLanguageModelConfig(RWKVConfig):
     """Residual blocks."""
     hidden_features: int = 768
     """Width of the channel mixes; four times `features` in RWKV-4."""
+
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        """`rwkv`."""
+        return {"rwkv": Preset(cls())}
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json of this model as an RWKV of transformers."""
@@ -214,7 +118,7 @@ class RWKVLanguageModelConfig(RWKVConfig):
         return RWKVLanguageModel(self, **options)
 
 
-class RWKVLanguageModel(RWKVSkeleton):
+class RWKVLanguageModel(LanguageModel):
     """Token embedding → RWKV-4 blocks → LayerNorm → Linear.
 
         >>> model = RWKVLanguageModelConfig(features=64, num_layers=2).build(rngs=nnx.Rngs(0))
@@ -230,8 +134,6 @@ class RWKVLanguageModel(RWKVSkeleton):
 
     """
 
-    foreign_format = staticmethod(foreign_to("RWKV-4"))
-
     def __init__(
         self,
         config: RWKVLanguageModelConfig,
@@ -241,15 +143,25 @@ class RWKVLanguageModel(RWKVSkeleton):
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        blocks: list[SequenceLayer] = [
-            RWKVBlock(
-                config.features,
-                config.hidden_features,
-                layer_index=index,
-                num_layers=config.num_layers,
-                **options,
-            )
-            for index in range(config.num_layers)
-        ]
         gain = 1e-4 * max(config.vocab_size, config.features) ** 0.5
-        super().__init__(config, blocks, embedding_init=partial(orthogonal, gain=gain), **options)
+        super().__init__(
+            config,
+            blocks=[
+                RWKVBlock(
+                    config.features,
+                    config.hidden_features,
+                    layer_index=index,
+                    num_layers=config.num_layers,
+                    **options,
+                )
+                for index in range(config.num_layers)
+            ],
+            embedding=nnx.Embed(
+                config.vocab_size,
+                config.features,
+                embedding_init=partial(orthogonal, gain=gain),
+                **options,
+            ),
+            norm=LayerNorm(config.features, **options),
+            head=rwkv_head(config, **options),
+        )

@@ -1,48 +1,52 @@
 """The RWKV-6 language model."""
 
+__all__ = ["RWKV6LanguageModel", "RWKV6LanguageModelConfig"]
+
 import dataclasses
 from typing import Any, ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv6 import RWKV6Block, default_hidden_features, default_ranks
-from jax_models.layers.rwkv_version import foreign_to
-from jax_models.models.language_model import BuildOptions
-from jax_models.models.rwkv import RWKVConfig, RWKVSkeleton, Size, Sizes, small_uniform
+from jax_models.models.architecture import Fields, Size
+from jax_models.models.language_model import BuildOptions, LanguageModel, Preset
+from jax_models.models.rwkv import BLINKDL, FLA, HF, RWKVConfig, rwkv_head, small_uniform
 from jax_models.options import FloatingDtype
-from jax_models.sequence import SequenceLayer
 
 
-def _as_in_blinkdl(emb: str, attention: str, feed_forward: str) -> dict[str, Size]:
+def _as_in_blinkdl(attention: str, feed_forward: str) -> dict[str, Size]:
     return {
-        "vocab_size": Size(emb, 0),
-        "features": Size(emb, 1),
-        "hidden_features": Size(f"{feed_forward}.key.weight", 0),
-        "head_size": Size(f"{attention}.time_faaaa", 1),
-        "mix_rank": Size(f"{attention}.time_maa_w1", 1, parts=5),
-        "decay_rank": Size(f"{attention}.time_decay_w1", 1),
+        "hidden_features": Size(f"*.{feed_forward}.key.weight", 0),
+        "head_size": Size(f"*.{attention}.time_faaaa", 1),
+        "mix_rank": Size(f"*.{attention}.time_maa_w1", 1, convert=_of_five),
+        "decay_rank": Size(f"*.{attention}.time_decay_w1", 1),
     }
+
+
+def _of_five(size: int, fields: Fields) -> int:
+    """The matrices of the five mixes are side by side."""
+    return size // 5
 
 
 @dataclasses.dataclass(frozen=True)
 class RWKV6LanguageModelConfig(RWKVConfig):
     """The RWKV-6 language model."""
 
-    version: ClassVar[str] = "RWKV-6"
-    sizes: ClassVar[Sizes] = {
-        "blinkdl": _as_in_blinkdl("emb.weight", "blocks.0.att", "blocks.0.ffn"),
-        "hf": _as_in_blinkdl(
-            "rwkv.embeddings.weight", "rwkv.blocks.0.attention", "rwkv.blocks.0.feed_forward"
+    family: ClassVar = "RWKV-6"
+    model_types: ClassVar = ("rwkv6",)
+    layouts: ClassVar = {
+        "blinkdl": BLINKDL._replace(sizes=_as_in_blinkdl("att", "ffn")),
+        "fla": FLA._replace(
+            sizes={
+                "hidden_features": Size("*.ffn.key.linear.weight", 0),
+                "head_size": Size("*.attn.bonus", 1),
+                "mix_rank": Size("*.attn.x_proj.2.weight", 1, convert=_of_five),
+                "decay_rank": Size("*.attn.w_proj.linear.lora.0.weight", 0),
+            }
         ),
-        "fla": {
-            "vocab_size": Size("model.embeddings.weight", 0),
-            "features": Size("model.embeddings.weight", 1),
-            "hidden_features": Size("model.layers.0.ffn.key.linear.weight", 0),
-            "head_size": Size("model.layers.0.attn.bonus", 1),
-            "mix_rank": Size("model.layers.0.attn.x_proj.2.weight", 1, parts=5),
-            "decay_rank": Size("model.layers.0.attn.w_proj.linear.lora.0.weight", 0),
-        },
+        "hf": HF._replace(sizes=_as_in_blinkdl("attention", "feed_forward")),
     }
 
     vocab_size: int = 256
@@ -69,12 +73,17 @@ class RWKV6LanguageModelConfig(RWKVConfig):
             object.__setattr__(self, name, size)
         object.__setattr__(self, "hidden_features", hidden_features)
 
+    @classmethod
+    def presets(cls) -> dict[str, Preset]:
+        """`rwkv6`."""
+        return {"rwkv6": Preset(cls(), "shakespeare-small-batches")}
+
     def build(self, **options: Unpack[BuildOptions]) -> "RWKV6LanguageModel":
         """The model of this config."""
         return RWKV6LanguageModel(self, **options)
 
 
-class RWKV6LanguageModel(RWKVSkeleton):
+class RWKV6LanguageModel(LanguageModel):
     """Token embedding → RWKV-6 blocks → LayerNorm → Linear.
 
         >>> model = RWKV6LanguageModelConfig(features=64, num_layers=2).build(rngs=nnx.Rngs(0))
@@ -91,8 +100,6 @@ class RWKV6LanguageModel(RWKVSkeleton):
 
     """
 
-    foreign_format = staticmethod(foreign_to("RWKV-6"))
-
     def __init__(
         self,
         config: RWKV6LanguageModelConfig,
@@ -102,17 +109,24 @@ class RWKV6LanguageModel(RWKVSkeleton):
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        blocks: list[SequenceLayer] = [
-            RWKV6Block(
-                config.features,
-                config.hidden_features,
-                head_size=config.head_size,
-                mix_rank=config.mix_rank,
-                decay_rank=config.decay_rank,
-                layer_index=index,
-                num_layers=config.num_layers,
-                **options,
-            )
-            for index in range(config.num_layers)
-        ]
-        super().__init__(config, blocks, embedding_init=small_uniform, **options)
+        super().__init__(
+            config,
+            blocks=[
+                RWKV6Block(
+                    config.features,
+                    config.hidden_features,
+                    head_size=config.head_size,
+                    mix_rank=config.mix_rank,
+                    decay_rank=config.decay_rank,
+                    layer_index=index,
+                    num_layers=config.num_layers,
+                    **options,
+                )
+                for index in range(config.num_layers)
+            ],
+            embedding=nnx.Embed(
+                config.vocab_size, config.features, embedding_init=small_uniform, **options
+            ),
+            norm=LayerNorm(config.features, **options),
+            head=rwkv_head(config, **options),
+        )

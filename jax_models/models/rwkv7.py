@@ -1,48 +1,52 @@
 """The RWKV-7 language model."""
 
+__all__ = ["RWKV7LanguageModel", "RWKV7LanguageModelConfig"]
+
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv7 import RWKV7Block, default_ranks
-from jax_models.layers.rwkv_version import foreign_to
-from jax_models.models.language_model import BuildOptions
-from jax_models.models.rwkv import RWKVConfig, RWKVSkeleton, Size, Sizes, small_uniform
+from jax_models.models.architecture import Size, has
+from jax_models.models.language_model import BuildOptions, LanguageModel, Preset
+from jax_models.models.rwkv import BLINKDL, FLA, RWKVConfig, rwkv_head, small_uniform
 from jax_models.options import FloatingDtype
-from jax_models.sequence import SequenceLayer
 
-RANKS = {"decay_rank": "w", "rate_rank": "a", "value_rank": "v", "gate_rank": "g"}
+RANKS = ("decay_rank", "rate_rank", "value_rank", "gate_rank")
 
 
 @dataclasses.dataclass(frozen=True)
 class RWKV7LanguageModelConfig(RWKVConfig):
     """The RWKV-7 language model."""
 
-    version: ClassVar[str] = "RWKV-7"
-    sizes: ClassVar[Sizes] = {
-        "blinkdl": {
-            "vocab_size": Size("emb.weight", 0),
-            "features": Size("emb.weight", 1),
-            "hidden_features": Size("blocks.0.ffn.key.weight", 0),
-            "head_size": Size("blocks.0.att.r_k", 1),
-            "decay_rank": Size("blocks.0.att.w1", 1),
-            "rate_rank": Size("blocks.0.att.a1", 1),
-            "value_rank": Size("blocks.1.att.v1", 1),
-            "gate_rank": Size("blocks.0.att.g1", 1),
-        },
-        "fla": {
-            "vocab_size": Size("model.embeddings.weight", 0),
-            "features": Size("model.embeddings.weight", 1),
-            "hidden_features": Size("model.layers.0.ffn.key.weight", 0),
-            "head_size": Size("model.layers.0.attn.r_k", 1),
-            "decay_rank": Size("model.layers.0.attn.w_lora.lora.0.weight", 0),
-            "rate_rank": Size("model.layers.0.attn.a_lora.lora.0.weight", 0),
-            "value_rank": Size("model.layers.1.attn.v_lora.lora.0.weight", 0),
-            "gate_rank": Size("model.layers.0.attn.g_lora.lora.0.weight", 0),
-        },
+    family: ClassVar = "RWKV-7"
+    model_types: ClassVar = ("rwkv7",)
+    layouts: ClassVar = {
+        "blinkdl": BLINKDL._replace(
+            sizes={
+                "hidden_features": Size("*.ffn.key.weight", 0),
+                "head_size": Size("*.att.r_k", 1),
+                "decay_rank": Size("*.att.w1", 1),
+                "rate_rank": Size("*.att.a1", 1),
+                "value_rank": (Size("*.att.v1", 1), None),  # a single layer mixes no values
+                "gate_rank": Size("*.att.g1", 1),
+                "keep_unused": has("0.att.v0"),
+            }
+        ),
+        "fla": FLA._replace(
+            sizes={
+                "hidden_features": Size("*.ffn.key.weight", 0),
+                "head_size": Size("*.attn.r_k", 1),
+                "decay_rank": Size("*.attn.w_lora.lora.0.weight", 0),
+                "rate_rank": Size("*.attn.a_lora.lora.0.weight", 0),
+                "value_rank": (Size("*.attn.v_lora.lora.0.weight", 0), None),
+                "gate_rank": Size("*.attn.g_lora.lora.0.weight", 0),
+                "keep_unused": has("0.attn.v_lora.lora.2.bias"),
+            }
+        ),
     }
 
     vocab_size: int = 256
@@ -76,22 +80,16 @@ class RWKV7LanguageModelConfig(RWKVConfig):
         object.__setattr__(self, "hidden_features", self.hidden_features or 4 * self.features)
 
     @classmethod
-    def optional(cls, num_layers: int) -> tuple[str, ...]:
-        """A single layer mixes its values with no other's."""
-        return ("value_rank",) if num_layers == 1 else ()
-
-    @classmethod
-    def options(cls, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Are there weights that the lowest layer does not use?"""
-        unused = ("blocks.0.att.v0", "model.layers.0.attn.v_lora.lora.2.bias")
-        return {"keep_unused": any(key in state_dict for key in unused)}
+    def presets(cls) -> dict[str, Preset]:
+        """`rwkv7`."""
+        return {"rwkv7": Preset(cls(), "shakespeare-small-batches")}
 
     def build(self, **options: Unpack[BuildOptions]) -> "RWKV7LanguageModel":
         """The model of this config."""
         return RWKV7LanguageModel(self, **options)
 
 
-class RWKV7LanguageModel(RWKVSkeleton):
+class RWKV7LanguageModel(LanguageModel):
     """Token embedding → RWKV-7 blocks → LayerNorm → Linear.
 
         >>> model = RWKV7LanguageModelConfig(features=64, num_layers=2).build(rngs=nnx.Rngs(0))
@@ -107,8 +105,6 @@ class RWKV7LanguageModel(RWKVSkeleton):
 
     """
 
-    foreign_format = staticmethod(foreign_to("RWKV-7"))
-
     def __init__(
         self,
         config: RWKV7LanguageModelConfig,
@@ -119,20 +115,27 @@ class RWKV7LanguageModel(RWKVSkeleton):
     ):
         options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         ranks = {name: getattr(config, name) for name in RANKS}
-        blocks: list[SequenceLayer] = [
-            RWKV7Block(
-                config.features,
-                config.hidden_features,
-                head_size=config.head_size,
-                keep_unused=config.keep_unused,
-                layer_index=index,
-                num_layers=config.num_layers,
-                **ranks,
-                **options,
-            )
-            for index in range(config.num_layers)
-        ]
-        super().__init__(config, blocks, embedding_init=small_uniform, **options)
+        super().__init__(
+            config,
+            blocks=[
+                RWKV7Block(
+                    config.features,
+                    config.hidden_features,
+                    head_size=config.head_size,
+                    keep_unused=config.keep_unused,
+                    **ranks,
+                    layer_index=index,
+                    num_layers=config.num_layers,
+                    **options,
+                )
+                for index in range(config.num_layers)
+            ],
+            embedding=nnx.Embed(
+                config.vocab_size, config.features, embedding_init=small_uniform, **options
+            ),
+            norm=LayerNorm(config.features, **options),
+            head=rwkv_head(config, **options),
+        )
 
     def read_out(self, x):
         """The features, without the lowest layer's values beside them."""

@@ -1,7 +1,10 @@
 """silero-VAD 6: where in a recording somebody speaks."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+__all__ = ["SileroVAD", "SileroVADState"]
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +14,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
+from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.lstm import LSTM, LSTMState
-from jax_models.ops import carry_dtype
+from jax_models.models.architecture import ModelConfig
+from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import as_array, checked_array, nan_rows
-from jax_models.ops.segments import mask_padding
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.sequence import (
     checked_lengths,
@@ -41,6 +45,27 @@ class SileroVADState(NamedTuple):
     context: Float[Array, "batch context"]
     h: Float[Array, "batch hidden"]
     c: Float[Array, "batch hidden"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SileroVADConfig(ModelConfig):
+    """What a SileroVAD is built of."""
+
+    family: ClassVar = "silero-VAD"
+    marks: ClassVar = ("stft",)
+
+    sample_rate: Literal[16000, 8000] = 16000
+    """Of the audio, in Hz."""
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
+        """The config of a checkpoint: the windows of its STFT tell the sample rate."""
+        stft = next(array for key, array in state_dict.items() if "stft" in key)
+        return dataclasses.replace(cls(16000 if stft.shape[-1] == 256 else 8000), **options)
+
+    def build(self, **options: Any) -> "SileroVAD":
+        """The model."""
+        return SileroVAD(self.sample_rate, **options)
 
 
 class SileroVAD(CheckedOptions, nnx.Module):
@@ -113,6 +138,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         sizes = (self.context_length, HIDDEN, HIDDEN)
         return SileroVADState(*(jnp.zeros((batch_size, size), dtype) for size in sizes))
 
+    @with_auto_axes
     def __call__(
         self,
         audio: Float[ArrayLike, "batch samples"],
@@ -140,6 +166,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         """
         return self._run(jax.nn.sigmoid, audio, state, lengths, reset)
 
+    @with_auto_axes
     def logits(
         self,
         audio: Float[ArrayLike, "batch samples"],
@@ -191,13 +218,13 @@ class SileroVAD(CheckedOptions, nnx.Module):
         reset = checked_reset(reset, (*batch_shape, count))
         state = self._batched_state(state, batch_shape)
 
-        audio = mask_padding(jnp.atleast_2d(audio), lengths)
+        audio = Rows.of(samples, lengths).masked(jnp.atleast_2d(audio))
         audio = jnp.pad(audio, ((0, 0), (0, count * self.frame_length - samples)))
         frames = audio.reshape(audio.shape[0], count, self.frame_length)
         ends = None if lengths is None else -(-lengths // self.frame_length)
 
         y, last = self._frames(frames, state, ends, reset)
-        y = mask_padding(activation(y), ends)
+        y = Rows.of(count, ends).masked(activation(y))
         if outside is not None:
             y, last = nan_rows(outside, (y, last), 0)
         return (y, last) if batch_shape else (y[0], jax.tree.map(lambda s: s[0], last))

@@ -3,6 +3,7 @@
 from jax_models.ops.affine import affine, carry_dtype
 from jax_models.ops.attention import attention
 from jax_models.ops.causal_conv import CausalConv1DState, causal_conv, delayed
+from jax_models.ops.checks import checked as _checked
 from jax_models.ops.delta_rule import DeltaRuleMethod, delta_rule
 from jax_models.ops.gelu import gelu
 from jax_models.ops.gru import GRUState, gru
@@ -27,8 +28,9 @@ from jax_models.ops.recurrent_stack import LSTMMethod, lstm_stack, recurrent_sta
 from jax_models.ops.rg_lru import RGLRUState, decay, rg_lru, softplus_decay
 from jax_models.ops.rnn import Nonlinearity, RNNState, rnn
 from jax_models.ops.rotary import rotary
+from jax_models.ops.rows import Rows
+from jax_models.ops.rows import document_ends as _document_ends
 from jax_models.ops.scaled_sums import WKVState
-from jax_models.ops.segments import document_ends
 from jax_models.ops.wkv import WKVMethod, empty_wkv_state, wkv
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "Product",
     "RGLRUState",
     "RNNState",
+    "Rows",
     "Step",
     "WKVMethod",
     "WKVState",
@@ -89,3 +92,5 @@ __all__ = [
     "softplus_decay",
     "wkv",
 ]
+
+document_ends = _checked()(_document_ends)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import default_backend, lax
+from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
@@ -66,14 +66,22 @@ def causal_attention(
     check_heads(q, k)
     if not is_symbolic_dim(q.shape[1]) and q.shape[1] == 0:
         return q
-    tile = TILE if default_backend() == "cpu" else LARGE_TILE
-    tiling = _Tiling.of(q.shape[1], past.keys.shape[1], tile, window)
-    return _compiled(tiling, (q, k, v, *past[:2]), (first, *past[2:]))
+    small, large = (
+        _Tiling.of(q.shape[1], past.keys.shape[1], tile, window) for tile in (TILE, LARGE_TILE)
+    )
+    return _compiled(small, large, (q, k, v, *past[:2]), (first, *past[2:]))
 
 
-@partial(jax.jit, static_argnums=0)  # otherwise an eager call would compile the scan each time
-def _compiled(tiling: "_Tiling", floats, masks):
-    return _attended(tiling, *alike((floats, masks)))[0]
+@partial(jax.jit, static_argnums=(0, 1))  # otherwise an eager call would compile the scan each time
+def _compiled(small: "_Tiling", large: "_Tiling", floats, masks):
+    def of(tiling: _Tiling) -> Callable[..., Array]:
+        return lambda floats, masks: _attended(tiling, floats, masks)[0]
+
+    floats, masks = alike((floats, masks))
+    if small == large:
+        return of(small)(floats, masks)
+    # The derivative of `by_platform` would run the forward pass twice.
+    return lax.platform_dependent(floats, masks, cpu=of(small), default=of(large))
 
 
 class _Tiling(NamedTuple):

@@ -1,13 +1,15 @@
 """The causal depthwise convolution, and the window of past inputs under it."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.checks import checked
-from jax_models.ops.time_axis import of_device_before, of_last_device, refuse_lengths
+from jax_models.ops.rows import DividedMasks, given_rows
+from jax_models.ops.time_axis import of_device_before, of_last_device
 
 
 class CausalConv1DState(NamedTuple):
@@ -23,16 +25,14 @@ def causal_conv(
     *,
     kernel: Float[Array, "kernel_size features"],
     bias: Float[Array, " features"],
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
-    time_axis: str | None = None,
+    **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time features"], CausalConv1DState]:
     """`y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias`: the kernel's last row weighs the current input.
 
     Inputs from before the sequence come from the state; those of another document (before a
     `reset`) count as zero. Computed in the dtype of x.
     """
-    window, state = delayed(x, state, lengths=lengths, reset=reset, time_axis=time_axis)
+    window, state = delayed(x, state, **masks)
     y = jnp.broadcast_to(bias, x.shape)
     for weight, tap in zip(kernel, window, strict=True):
         y = y + jnp.broadcast_to(weight, tap.shape) * tap
@@ -43,36 +43,33 @@ def causal_conv(
 def delayed(
     x: Float[Array, "batch time features"],
     state: CausalConv1DState,
-    *,
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
-    time_axis: str | None = None,
+    **masks: Unpack[DividedMasks],
 ) -> tuple[list[Float[Array, "batch time features"]], CausalConv1DState]:
     """`[x_{t−K+1}, …, x_{t−1}, x_t]`, each as long as x, and the last K−1 inputs of each row.
 
-    With a `time_axis`, over whose devices time is divided, a device gets the last inputs of the
-    one before it.
+    With a `time_axis`, a device gets the last inputs of the one before it.
     """
-    refuse_lengths(lengths, time_axis)
+    rows = given_rows(masks)
     time, past = x.shape[1], state.inputs.shape[2]
-    if time_axis is not None:
+    if rows.time_axis is not None:
         if time < past:
             raise ValueError(
                 f"x: expected at least the {past} steps on each device that a convolution of "
                 f"{past + 1} taps sees of the device before, got {time}"
             )
-        _, (own,) = delayed(x, state, reset=reset)
+        of_device = dataclasses.replace(rows, time_axis=None)
+        _, (own,) = delayed(x, state, rows=of_device)
         first = state.inputs.astype(own.dtype)
-        before = CausalConv1DState(of_device_before(own, first, time_axis))
-        taps, _ = delayed(x, before, reset=reset)
-        return taps, CausalConv1DState(of_last_device(own, time_axis))
+        before = CausalConv1DState(of_device_before(own, first, rows.time_axis))
+        taps, _ = delayed(x, before, rows=of_device)
+        return taps, CausalConv1DState(of_last_device(own, rows.time_axis))
     inputs = jnp.concatenate([jnp.swapaxes(state.inputs, 1, 2).astype(x.dtype), x], axis=1)
     taps = [inputs[:, delay : delay + time] for delay in range(past + 1)]
-    ends = jnp.full(x.shape[:1], time) if lengths is None else lengths
+    ends = jnp.full(x.shape[:1], time) if rows.lengths is None else rows.lengths
     index = ends[:, None] + jnp.arange(past, dtype=ends.dtype)[None]
     last = jnp.take_along_axis(inputs, index[..., None], axis=1)
-    if reset is not None:
-        document = jnp.pad(jnp.cumsum(reset, axis=1), ((0, 0), (past, 0)))
+    if rows.reset is not None:
+        document = jnp.pad(jnp.cumsum(rows.reset, axis=1), ((0, 0), (past, 0)))
         taps = [
             jnp.where((document[:, delay : delay + time] == document[:, past:])[..., None], tap, 0)
             for delay, tap in enumerate(taps)

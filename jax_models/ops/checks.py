@@ -4,7 +4,7 @@ import inspect
 import math
 import operator
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from types import CodeType, NoneType, UnionType
 from typing import (
@@ -13,8 +13,10 @@ from typing import (
     Any,
     Literal,
     ParamSpec,
+    Required,
     TypeVar,
     Union,
+    Unpack,
     get_args,
     get_origin,
     get_type_hints,
@@ -29,6 +31,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import AbstractArray, Array, Bool, Float, Inexact, Int
 
 from jax_models.ops.keywords import refuse_unknown
+from jax_models.ops.rows import Default, Rows
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -68,7 +71,9 @@ def checked(
 
     The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time.
     Under `jit`, where nobody sees the values, a length outside counts as the nearest inside, and
-    the row is NaN in all floating results.
+    the row is NaN in all floating results. Keywords that are annotated with `Unpack` of a
+    TypedDict are checked by its annotations. If the TypedDict has `rows`, the function gets the
+    masks as one `Rows`; a caller that passes `rows` has checked all arguments already.
 
     Args:
         types: other annotations, and the checks `(name, value) -> value` that they stand for.
@@ -79,11 +84,13 @@ def checked(
     checks = SCALARS | (types or {})
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        parameters = _signature(function)
+        parameters = signature(function)
         annotations = {name: p.annotation for name, p in parameters.parameters.items()}
 
         @wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            if kwargs.get("rows") is not None:
+                return function(*args, **kwargs)
             try:
                 given = parameters.bind(*args, **kwargs)
             except TypeError:
@@ -97,9 +104,14 @@ def checked(
             if given.arguments.get("lengths") is not None:
                 lengths, time = given.arguments["lengths"], scope.sizes["time"]
                 given.arguments["lengths"], outside = lengths_within(lengths, time)
+            if "rows" in annotations:
+                names = ("lengths", "reset", "time_axis")
+                masks = {name: given.arguments.pop(name, None) for name in names}
+                given.arguments["rows"] = Rows.of(scope.sizes["time"], **masks)
             results: Any = function(*given.args, **given.kwargs)
             return results if outside is None else nan_rows(outside, results, batch_axes)
 
+        call.__signature__ = parameters  # pyright: ignore[reportAttributeAccessIssue]
         return call
 
     return decorate
@@ -217,12 +229,34 @@ def checked_function(name: str, value: Any) -> Any:
     return value
 
 
-def _signature(function: Callable) -> inspect.Signature:
-    """With annotations as objects, unless they are strings that name what is not there."""
+def signature(function: Callable) -> inspect.Signature:
+    """The signature of a function, in which `**options: Unpack[Options]` are single keywords.
+
+    Annotations are objects, unless they are strings that name what is not there. An option that is
+    not `Required` is None by default, or what `Annotated[…, Default(…)]` says.
+    """
     try:
-        return inspect.signature(function, eval_str=True)
+        found = inspect.signature(function, eval_str=True)
     except NameError:
-        return inspect.signature(function)
+        found = inspect.signature(function)
+    parameters = []
+    for parameter in found.parameters.values():
+        packed = get_origin(parameter.annotation) is Unpack
+        parameters += _keywords(*get_args(parameter.annotation)) if packed else [parameter]
+    return found.replace(parameters=parameters)
+
+
+def _keywords(options: type) -> Iterator[inspect.Parameter]:
+    """The options of a TypedDict as keywords."""
+    for name, annotation in get_type_hints(options, include_extras=True).items():
+        default, (first, *marks) = None, get_args(annotation) or (annotation,)
+        if get_origin(annotation) is Required:
+            annotation, default = first, inspect.Parameter.empty
+        elif marks and isinstance(marks[-1], Default):
+            *marks, (default,) = marks
+            annotation = Annotated[first, *marks] if marks else first
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(name, keyword, default=default, annotation=annotation)
 
 
 @cache

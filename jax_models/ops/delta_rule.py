@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.by_platform import by_platform
@@ -17,8 +17,8 @@ from jax_models.ops.checks import checked
 from jax_models.ops.delta_rule_chunk import CHUNK, Chunk, across, is_bounded
 from jax_models.ops.kernels.matrix_scan import KERNELS
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.segments import mask_padding, segments
-from jax_models.ops.time_axis import refuse_lengths, states_between
+from jax_models.ops.rows import DividedMasks, Rows, given_rows
+from jax_models.ops.time_axis import states_between
 from jax_models.ops.varying import alike
 
 DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_interpreted"]
@@ -43,10 +43,8 @@ def delta_rule(
     *,
     u: Float[Array, "heads key"] | None = None,
     min_log_w: float | None = None,
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
     method: DeltaRuleMethod = "auto",
-    time_axis: str | None = None,
+    **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch heads value key"]]:
     """Runs a matrix S per head, which decays, is corrected, and stores a value for each key.
 
@@ -81,8 +79,6 @@ def delta_rule(
         u: the bonus of the current step. None: y reads the state after the step.
         min_log_w: a lower bound; a log_w below it is raised to it. If it is near 0 (RWKV-7's is
             −e^{−1/2}) and there is no `reset`, chunks need one matrix product instead of four.
-        lengths: row b runs only the steps t < lengths[b].
-        reset: true at the first step of each packed document, where the state restarts from zero.
         method: "sequential" runs one step after the other; "chunked" computes 16 steps at a time by
             matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
             kernel of a TPU (`ops.kernels.matrix_scan`); "pallas_interpreted" runs that kernel in an
@@ -93,9 +89,9 @@ def delta_rule(
             of them if they take at most 4 MiB; one every 128 steps if chunked; and one every 16 in
             kernels. Unless the method is sequential or `reset` is given, a NaN also reaches the
             outputs of up to 15 steps before it.
-        time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. The
-            steps of a device turn S into `S M + E`. The devices exchange M and E, so that each can
-            compute the S before its own steps and run from there.
+        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`; a state restarts from
+            zero. The steps of a device turn S into `S M + E`. The devices exchange M and E, so that
+            each can compute the S before its own steps and run from there.
 
     Returns:
         All y (those beyond `lengths` are meaningless) and the last S, in at least float32.
@@ -112,7 +108,7 @@ def delta_rule(
     Source: Peng et al. 2025 (RWKV-7, arXiv 2503.14456); Peng et al. 2024 (RWKV-6, 2404.05892).
 
     """
-    refuse_lengths(lengths, time_axis)
+    rows = given_rows(masks)
     if (a is None) != (b is None):
         raise TypeError("a, b: expected both or neither")
     if a is not None and u is not None:
@@ -129,10 +125,10 @@ def delta_rule(
         method = "sequential"
     steps = jax.tree.map(lambda x: x.astype(dtype), Steps(r, log_w, k, v, a, b))
     state, u = state.astype(dtype), u if u is None else u.astype(dtype)
-    run = partial(_run, method, min_log_w, lengths=lengths, reset=reset)
-    if time_axis is None:
+    run = partial(_run, method, min_log_w, rows)
+    if rows.time_axis is None:
         return run(steps, state, u)
-    state, last = _device_states(run, time_axis, steps, state)
+    state, last = _device_states(run, rows.time_axis, steps, state)
     return run(steps, state, u)[0], last
 
 
@@ -148,9 +144,9 @@ class Steps(NamedTuple):
 
 
 def _run(
-    method: DeltaRuleMethod, min_log_w: float | None, xs: Steps, state, u, *, lengths, reset
+    method: DeltaRuleMethod, min_log_w: float | None, rows: Rows, xs: Steps, state, u
 ) -> tuple[Array, Array]:
-    return _compiled(method, min_log_w, *alike((xs, state, u, lengths, reset)))
+    return _compiled(method, min_log_w, *alike((xs, state, u, rows)))
 
 
 def _device_states(run, time_axis: str, xs: Steps, start: Array) -> tuple[Array, Array]:
@@ -176,12 +172,12 @@ def _device_states(run, time_axis: str, xs: Steps, start: Array) -> tuple[Array,
 
 
 def _delta_rule(
-    method: DeltaRuleMethod, min_log_w: float | None, xs: Steps, state, u, lengths, reset
+    method: DeltaRuleMethod, min_log_w: float | None, xs: Steps, state, u, rows: Rows
 ) -> tuple[Array, Array]:
-    _, restart = segments(xs.k.shape[1], lengths, reset)
+    restart = rows.reset
     least = GONE if min_log_w is None else min_log_w
     xs = xs._replace(log_w=jnp.where(xs.log_w < least, least, xs.log_w))
-    xs = jax.tree.map(lambda x: mask_padding(x, lengths), xs)
+    xs = jax.tree.map(rows.masked, xs)
     chunk = Chunk(reads_after=u is None, bounded=is_bounded(min_log_w) and restart is None)
     if restart is None:
         return _with_bonus(method, chunk, xs, state, u)

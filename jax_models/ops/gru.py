@@ -1,12 +1,13 @@
 """The gated recurrent unit's recurrence."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.ops.checks import checked
 from jax_models.ops.recurrence import Pair, Product, Step, recurrence, sigmoid
+from jax_models.ops.rows import ScanMasks
 
 
 class GRUState(NamedTuple):
@@ -25,7 +26,7 @@ def gru(
     bias_ih: Float[Array, " 3*hidden"] | None = None,
     bias_hh: Float[Array, " 3*hidden"] | None = None,
     reset_after: bool = True,
-    **masks,
+    **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], GRUState]:
     """Runs a GRU as torch does, with its gates side by side in the order r, z, n.
 
@@ -39,14 +40,14 @@ def gru(
 
         n = tanh(x_t W_in + b_in + (r ⊙ h_{t−1}) W_hn + b_hn)
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
+    `masks` are `lengths`, `reset` and `reverse`, as in `ScanMasks`.
     """
     products = Product(kernel_hh, bias_hh, kernel_ih, bias_ih).gates("rzn")
     if not reset_after:
         step = _step_reset_before
     else:
         step, products["n"] = _step, Pair(*products["n"])
-    return recurrence(step, state, products, x, inputs=None, params=None, **masks)
+    return recurrence(step, state, products, x, **masks)
 
 
 def _step(state: GRUState, now: Step) -> GRUState:

@@ -1,6 +1,6 @@
 """The HyperLSTM's recurrence: a small LSTM scales the products of a large one."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,6 +9,7 @@ from jax_models.ops.affine import affine
 from jax_models.ops.checks import checked
 from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_cell
 from jax_models.ops.recurrence import Product, Step, recurrence
+from jax_models.ops.rows import ScanMasks
 
 
 class HyperLSTMState(NamedTuple):
@@ -36,7 +37,7 @@ def hyper_lstm(
     z_bias: Float[Array, " 8*embedding"],
     d_kernel: Float[Array, "embedding 12*hidden"],
     d_bias: Float[Array, " 4*hidden"],
-    **masks,
+    **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], HyperLSTMState]:
     """The HyperLSTM, its gates side by side in the order i, f, g, o.
 
@@ -48,7 +49,7 @@ def hyper_lstm(
 
     The columns of W_z and D are those of h, x and b one after the other. What depends on x alone is
     one product over all steps, and so is the gradient of each weight. `masks` are `lengths`,
-    `reset` and `reverse`, as in `recurrence`.
+    `reset` and `reverse`, as in `ScanMasks`.
     """
     hidden, embedding = len(kernel_hh), len(d_kernel)
     products = {

@@ -63,7 +63,10 @@ ANSWERS: list[tuple[str, tuple[str, ...]]] = [
         ("kernel_size: the convolution is causal, with stride 1 and no dilation",),
     ),
     ("batch_first", ("time_major: x is (batch, time, features) unless time_major=True",)),
-    ("time_major", ("x has the axes in the order with which the layer was built",)),
+    (
+        "time_major",
+        ("only RNN, LSTM and GRU have it: swap the axes of x, as jnp.swapaxes(x, 0, 1) does",),
+    ),
     ("go_backwards reverse keep_order", ("Reversed(layer) runs a layer backward",)),
     ("merge_mode", ("the outputs of both directions are concatenated",)),
     ("forward_rnn forward_layer", ("forward",)),

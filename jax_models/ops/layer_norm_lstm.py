@@ -1,6 +1,6 @@
 """The recurrence of an LSTM whose gates and cell are layer-normalized."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax_models.ops.affine import carry_dtype
 from jax_models.ops.checks import checked
 from jax_models.ops.lstm import LSTMState
 from jax_models.ops.recurrence import Product, Step, recurrence
+from jax_models.ops.rows import ScanMasks
 
 
 class LSTMNorms(NamedTuple):
@@ -30,14 +31,14 @@ def layer_norm_lstm(
     kernel_hh: Float[Array, "hidden 4*hidden"],
     bias: Float[Array, " 4*hidden"],
     norms: LSTMNorms,
-    **masks,
+    **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], LSTMState]:
     """The layer-normalized LSTM, its gates side by side in the order i, f, g, o.
 
         i, f, g, o = x_t W_ih + h_{t−1} W_hh + b
         c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
+    `masks` are `lengths`, `reset` and `reverse`, as in `ScanMasks`.
     """
     products = {"gates": Product(kernel_hh, None, kernel_ih, bias)}
     return recurrence(_step, state, products, x, params=norms, **masks)

@@ -2,13 +2,13 @@
 
 import math
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Inexact, Int
+from jaxtyping import Array, Inexact
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.by_platform import by_platform
@@ -17,8 +17,8 @@ from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
 from jax_models.ops.kernels.device_scan import DeviceScan, known_size
 from jax_models.ops.kernels.row_scan import shapes
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.segments import segments
-from jax_models.ops.time_axis import refuse_lengths, states_between
+from jax_models.ops.rows import DividedMasks, given_rows
+from jax_models.ops.time_axis import states_between
 from jax_models.ops.varying import alike
 
 LinearRecurrenceMethod = Literal[
@@ -36,11 +36,9 @@ def linear_recurrence(
     b: Inexact[Array, "batch time features"],
     h0: Inexact[Array, "batch features"] | None = None,
     *,
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
     reverse: bool = False,
     method: LinearRecurrenceMethod = "auto",
-    time_axis: str | None = None,
+    **masks: Unpack[DividedMasks],
 ) -> tuple[Inexact[Array, "batch time features"], Inexact[Array, "batch features"]]:
     """`h_t = a_t ⊙ h_{t−1} + b_t` for t = 0 … T−1, or `a_t ⊙ h_{t+1} + b_t` with `reverse`.
 
@@ -58,8 +56,6 @@ def linear_recurrence(
         b: the inputs.
         h0: the state before the first step (with `reverse`, after the last); zeros when None. It is
             taken in the dtype of the accumulation.
-        lengths: row b takes only the steps t < lengths[b].
-        reset: the first steps of packed documents, where the state restarts from zero.
         reverse: run from the last step to the first.
         method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
             deep; "chunked", √T chunks side by side, √T steps each, once for the states between them
@@ -68,10 +64,10 @@ def linear_recurrence(
             interpreter, which is slow but works anywhere. "auto" is sequential on a CPU and the
             kernel on a TPU. On an NVIDIA GPU it is the kernel, over chunks if the rows are few.
             Wherever no kernel can serve, it is associative.
-        time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. With
-            P_t the product of a device's factors up to step t, and h⁰_t its states from zero,
-            `h_t = P_t h + h⁰_t`, where h is the state before its steps: the devices exchange the
-            last P and h⁰.
+        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`; a state restarts from
+            zero. With P_t the product of a device's factors up to step t, and h⁰_t its states from
+            zero, `h_t = P_t h + h⁰_t`, where h is the state before its steps: the devices exchange
+            the last P and h⁰.
 
     Returns:
         All h and the last one, in at least float32, in which they are accumulated. The h beyond
@@ -84,7 +80,7 @@ def linear_recurrence(
         ValueError: the shapes differ, a length lies outside 0 … time, or there is no such method.
 
     """
-    refuse_lengths(lengths, time_axis)
+    rows = given_rows(masks)
     dtype = common_carry_dtype(a, b)
     if h0 is None:
         h0 = jnp.zeros((a.shape[0], a.shape[2]), dtype)
@@ -95,13 +91,13 @@ def linear_recurrence(
         a, b = a.astype(dtype), b.astype(dtype)
     if 0 in a.shape:
         return b.astype(dtype), h0
-    active, restart = segments(a.shape[1], lengths, reset, reverse=reverse)
+    restart = rows.restarts(reverse=reverse)
     if restart is not None:
         a = jnp.where(restart[..., None], 0, a)
-    if active is not None:
-        a, b = jnp.where(active[..., None], a, 1), jnp.where(active[..., None], b, 0)
-    if time_axis is not None:
-        return _over_devices(method, reverse, time_axis, a, b, h0)
+    if rows.active is not None:
+        a, b = jnp.where(rows.active[..., None], a, 1), jnp.where(rows.active[..., None], b, 0)
+    if rows.time_axis is not None:
+        return _over_devices(method, reverse, rows.time_axis, a, b, h0)
     h = _compiled(method, reverse, *alike((a, b, h0)))
     return h, h[:, 0 if reverse else -1]
 

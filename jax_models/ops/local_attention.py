@@ -1,14 +1,14 @@
 """Causal attention over a window."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.causal_attention import Past, causal_attention
 from jax_models.ops.checks import checked
-from jax_models.ops.segments import at_end, positions_after
-from jax_models.ops.time_axis import refuse_lengths, states_between
+from jax_models.ops.rows import DividedMasks, at_end, given_rows, positions_after
+from jax_models.ops.time_axis import states_between
 
 
 class LocalAttentionState(NamedTuple):
@@ -29,10 +29,7 @@ def local_attention(
     k: Float[Array, "batch time kv_heads head_features"],
     v: Float[Array, "batch time kv_heads head_features"],
     state: LocalAttentionState,
-    *,
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
-    time_axis: str | None = None,
+    **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time heads head_features"], LocalAttentionState]:
     """Computes the `attention` of each step over itself and the window − 1 steps before it.
 
@@ -41,21 +38,20 @@ def local_attention(
     memory is that of q, k and v, plus that of one tile's scores. If a query or anything that it
     sees is not finite, its output in that head is NaN; the outputs of other steps are unaffected.
 
-    With a `time_axis`, a mesh axis inside a `jax.shard_map` over whose devices time is divided,
-    each device gathers the keys and values of all devices and keeps those of its window. `lengths`
-    must then be None.
+    With a `time_axis`, each device gathers the keys and values of all devices and keeps those of
+    its window. `lengths` must then be None.
     """
-    refuse_lengths(lengths, time_axis)
+    rows = given_rows(masks)
 
     def after(piece: tuple[Array, Array, Array | None], state: LocalAttentionState):
-        return _written(state, *piece, lengths)
+        return _written(state, *piece, rows.lengths)
 
-    if time_axis is None:
-        last = after((k, v, reset), state)
+    if rows.time_axis is None:
+        last = after((k, v, rows.reset), state)
     else:
-        state, last = states_between(after, (k, v, reset), state, time_axis)
+        state, last = states_between(after, (k, v, rows.reset), state, rows.time_axis)
     slots = state.keys.shape[1]
-    positions = positions_after(state.position, q.shape[1], reset)
+    positions = positions_after(state.position, q.shape[1], rows.reset)
     steps = jnp.arange(q.shape[1], dtype=positions.dtype)[None]
     first = steps - jnp.minimum(positions, slots)
     slot = jnp.arange(slots, dtype=positions.dtype)[None]

@@ -1,12 +1,13 @@
 """The long short-term memory recurrence."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.ops.checks import checked, wrong_shape
 from jax_models.ops.recurrence import Product, Step, recurrence, sigmoid
+from jax_models.ops.rows import ScanMasks
 
 
 class LSTMState(NamedTuple):
@@ -28,7 +29,7 @@ def lstm(
     kernel_hr: Float[Array, "hidden out"] | None = None,
     bias_hr: Float[Array, " out"] | None = None,
     peephole: Float[Array, " 3*hidden"] | None = None,
-    **masks,
+    **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """Runs an LSTM as torch does, with its gates side by side in the order i, f, g, o.
 
@@ -41,7 +42,7 @@ def lstm(
     A `peephole` holds p_i, p_f and p_o side by side. Then p_i ⊙ c_{t−1} is added to i,
     p_f ⊙ c_{t−1} to f, and p_o ⊙ c_t to o.
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
+    `masks` are `lengths`, `reset` and `reverse`, as in `ScanMasks`.
     """
     products = Product(kernel_hh, bias_hh, kernel_ih, bias_ih).gates("ifgo")
     if kernel_hr is not None:
@@ -52,7 +53,7 @@ def lstm(
         raise wrong_shape("kernel_hh", (hidden, 4 * hidden), kernel_hh.shape)
     else:
         step = _step
-    return recurrence(step, state, products, x, inputs=None, params=peephole, **masks)
+    return recurrence(step, state, products, x, params=peephole, **masks)
 
 
 def _step(state: LSTMState, now: Step) -> LSTMState:

@@ -1,6 +1,6 @@
 """The minimal gated recurrences minGRU and minLSTM, whose gates see the input alone."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from jax_models.ops.affine import affine
 from jax_models.ops.checks import checked
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
+from jax_models.ops.rows import DividedScanMasks
 
 
 class MinRNNState(NamedTuple):
@@ -26,14 +27,14 @@ def min_gru(
     kernel: Float[Array, "in 2*hidden"],
     bias: Float[Array, " 2*hidden"] | None = None,
     method: LinearRecurrenceMethod = "auto",
-    **masks,
+    **masks: Unpack[DividedScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], MinRNNState]:
     """The minGRU, its gates side by side in the order z, h.
 
         z_t = σ(x_t W_z + b_z)
         h_t = (1 − z_t) ⊙ h_{t−1} + z_t ⊙ (x_t W_h + b_h)
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `linear_recurrence`.
+    `masks` are those of `linear_recurrence`.
     """
     gate, candidate = jnp.split(affine(x, kernel, bias), 2, axis=-1)
     z = jax.nn.sigmoid(gate)
@@ -50,14 +51,14 @@ def min_lstm(
     kernel: Float[Array, "in 3*hidden"],
     bias: Float[Array, " 3*hidden"] | None = None,
     method: LinearRecurrenceMethod = "auto",
-    **masks,
+    **masks: Unpack[DividedScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], MinRNNState]:
     """The minLSTM, its gates side by side in the order f, i, h.
 
         f_t = σ(x_t W_f + b_f),   i_t = σ(x_t W_i + b_i)
         h_t = f_t / (f_t + i_t) ⊙ h_{t−1} + i_t / (f_t + i_t) ⊙ (x_t W_h + b_h)
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `linear_recurrence`. The shares of f and i
+    `masks` are those of `linear_recurrence`. The shares of f and i
     are quotients of exponentials of numbers ≤ 0, which stay accurate where both gates are tiny.
     """
     f, i, candidate = jnp.split(affine(x, kernel, bias), 3, axis=-1)

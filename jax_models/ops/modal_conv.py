@@ -1,21 +1,22 @@
 """The causal convolution with a sum of complex exponentials, whose state has a fixed size."""
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Complex, Float, Int
+from jaxtyping import Array, Complex, Float
 
 from jax_models.ops.affine import common_carry_dtype
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import checked
 from jax_models.ops.linear_recurrence import linear_recurrence
-from jax_models.ops.segments import mask_padding, segments
-from jax_models.ops.time_axis import of_device_before, refuse_lengths
+from jax_models.ops.rows import DividedMasks, Rows, given_rows
+from jax_models.ops.time_axis import of_device_before
 from jax_models.ops.varying import alike
 
 CHUNK = 32
@@ -38,9 +39,7 @@ def modal_conv(
     poles: Float[Array, "features modes 2"],
     residues: Float[Array, "features modes 2"],
     skip: Float[Array, " features"],
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
-    time_axis: str | None = None,
+    **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time features"], ModalConvState]:
     """`y_t = Σ_{i ≤ t} h_{t−i} v_i + skip ⊙ v_t` with `h_t = Re Σ_n R_n λ_n^t`, as a recurrence.
 
@@ -63,10 +62,8 @@ def modal_conv(
         poles: |λ| ≤ 1 for a filter that does not grow.
         residues: the weights of the modes.
         skip: the weight of the current input beside the filter.
-        lengths: row b takes only the steps t < lengths[b].
-        reset: the first steps of packed documents.
-        time_axis: as in `linear_recurrence`; chunks are of the largest power of two, up to 32,
-            that divides the steps of a device.
+        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. With a time axis, chunks
+            are of the largest power of two, up to 32, that divides the steps of a device.
 
     Raises:
         NotImplementedError: `lengths` are given with a `time_axis`.
@@ -74,34 +71,32 @@ def modal_conv(
         ValueError: the shapes do not fit each other, or a length lies outside 0 … time.
 
     """
-    refuse_lengths(lengths, time_axis)
+    rows = given_rows(masks)
     dtype = common_carry_dtype(v, poles, residues)
     poles, residues, start = (
         lax.complex(x[..., 0], x[..., 1])
         for x in (array.astype(dtype) for array in (poles, residues, state.modes))
     )
-    u, skip = mask_padding(v.astype(dtype), lengths), skip.astype(dtype)
-    if time_axis is not None or any(map(is_symbolic_dim, v.shape)):
-        y, last = _chunked(u, start, poles, residues, skip, lengths, reset, time_axis)
+    u, skip = rows.masked(v.astype(dtype)), skip.astype(dtype)
+    if rows.time_axis is not None or any(map(is_symbolic_dim, v.shape)):
+        y, last = _chunked(u, start, poles, residues, skip, rows)
     else:
-        y, last = _modal_conv(*alike((u, start, poles, residues, skip, lengths, reset)))
+        y, last = _modal_conv(*alike((u, start, poles, residues, skip, rows)))
     return y.astype(v.dtype), ModalConvState(_parts(last))
 
 
 @jax.custom_jvp
-def _modal_conv(u, start, poles, residues, skip, lengths, reset):
+def _modal_conv(u, start, poles, residues, skip, rows: Rows) -> Any:
     """Returns the outputs and the last state."""
-    return by_platform(
-        u, start, poles, residues, skip, lengths, reset, cpu=_sequential, default=_chunked
-    )
+    return by_platform(u, start, poles, residues, skip, rows, cpu=_sequential, default=_chunked)
 
 
 @_modal_conv.defjvp
 def _modal_conv_jvp(primals, tangents):
-    u, _, poles, _, _, *masks = primals
+    u, _, poles, _, _, rows = primals
     few = u.shape[0] * u.shape[1] * poles.size < MANY_STATES
-    run = _fastest_derivative if few else _chunked
-    return jax.jvp(lambda *arrays: run(*arrays, *masks), primals[:5], tangents[:5])
+    run: Callable[..., Any] = _fastest_derivative if few else _chunked
+    return jax.jvp(lambda *arrays: run(*arrays, rows), primals[:5], tangents[:5])
 
 
 @jax.jit  # uncompiled, the default device would decide
@@ -111,9 +106,8 @@ def _fastest_derivative(*args):
 
 
 @jax.jit  # otherwise an eager call would compile the scan each time
-def _sequential(u, start, poles, residues, skip, lengths, reset):
+def _sequential(u, start, poles, residues, skip, rows: Rows):
     """Runs one step after the other. The features come last, so that steps use whole vectors."""
-    masks = segments(u.shape[1], lengths, reset)
     poles, residues, start = (jnp.moveaxis(z, -1, 0) for z in (poles[None], residues[None], start))
 
     def step(s, now):
@@ -124,15 +118,15 @@ def _sequential(u, start, poles, residues, skip, lengths, reset):
         y = jnp.sum((residues * new).real, axis=0) + skip[None] * u
         return (new if active is None else jnp.where(active[None, :, None], new, s)), y
 
-    by_time = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (u, masks))
+    by_time = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (u, (rows.active, rows.reset)))
     last, y = lax.scan(step, start, by_time)
     return jnp.swapaxes(y, 0, 1), jnp.moveaxis(last, 0, -1)
 
 
-def _chunked(u, start, poles, residues, skip, lengths, reset, time_axis=None):
+def _chunked(u, start, poles, residues, skip, rows: Rows):
     """Computes products within chunks, and a recurrence between them."""
     batch, time, features = u.shape
-    size = _chunk_size(time, reset is not None, time_axis is not None)
+    size = _chunk_size(time, rows.reset is not None, rows.time_axis is not None)
     full, count = time // size, -(-time // size)
     padding = 0 if size == 1 else count * size - time
     chunks = jnp.pad(u, ((0, 0), (0, padding), (0, 0))).reshape(batch, count, size, features)
@@ -144,32 +138,31 @@ def _chunked(u, start, poles, residues, skip, lengths, reset, time_axis=None):
     y = _einsum("bkid,ijd->bkjd", chunks, own)
 
     given = _einsum("bkid,idnc->bkdnc", chunks[:, :full], _parts(powers[size - 1 :: -1]))
+    of_chunks = None if rows.lengths is None else rows.lengths // size
     ends, last = linear_recurrence(
         _spread(powers[size], batch, full),
         lax.complex(given[..., 0], given[..., 1]).reshape(batch, full, poles.size),
         start.reshape(batch, poles.size),
-        lengths=None if lengths is None else lengths // size,
-        reset=reset,
-        time_axis=time_axis,
+        rows=Rows.of(full, of_chunks, rows.reset, rows.time_axis),
     )
     first = start.reshape(batch, 1, poles.size)
-    if time_axis is not None:
-        first = of_device_before(ends[:, -1:], first, time_axis)
+    if rows.time_axis is not None:
+        first = of_device_before(ends[:, -1:], first, rows.time_axis)
     before = jnp.concatenate([first, ends], axis=1)[:, :count]
-    if reset is not None:
-        before = jnp.where(reset[..., None], 0, before)
+    if rows.reset is not None:
+        before = jnp.where(rows.reset[..., None], 0, before)
     before = _parts(before.reshape(batch, count, *poles.shape))
     y = y + _einsum("bkdnc,jdnc->bkjd", before, _parts((residues[None] * powers[1:]).conj()))
 
-    if size > 1 and (lengths is not None or full < count):
-        steps = jnp.full(batch, time, jnp.int32) if lengths is None else lengths
+    if size > 1 and (rows.lengths is not None or full < count):
+        steps = jnp.full(batch, time, jnp.int32) if rows.lengths is None else rows.lengths
         at = jnp.minimum(steps // size, count - 1)[:, None, None, None]
         rest = jnp.take_along_axis(chunks, at, axis=1)[:, 0, :, :, None]
         _, last = linear_recurrence(
             _spread(poles, batch, size),
             jnp.broadcast_to(rest, (batch, size, *poles.shape)).reshape(batch, size, poles.size),
             last,
-            lengths=steps % size,
+            rows=Rows.of(size, steps % size),
         )
     y = y.reshape(batch, count * size, features)[:, :time]
     y = y + jnp.broadcast_to(skip, y.shape) * u

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.checks import FloatingDtype, checked, checked_count, checked_size, wrong_shape
 from jax_models.ops.long_conv import fft_conv, with_skip
-from jax_models.ops.segments import mask_padding
+from jax_models.ops.rows import Rows
 from jax_models.ops.varying import alike
 
 BLOCK = 16
@@ -153,7 +153,7 @@ def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]
         raise ValueError(
             f"v: expected shape (batch, features, time ≤ max_length={max_length}), got {v.shape}"
         )
-    return mask_padding(jnp.swapaxes(v, 1, 2).astype(dtype), lengths)
+    return Rows.of(v.shape[2], lengths).masked(jnp.swapaxes(v, 1, 2).astype(dtype))
 
 
 def _end(start, v, lengths) -> Int[Array, " batch"]:

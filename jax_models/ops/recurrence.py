@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine, carry_dtype, common_carry_dtype
 from jax_models.ops.checks import as_array, checked, checked_array, described, wrong_shape
-from jax_models.ops.segments import segments
+from jax_models.ops.rows import Masks, Rows, given_rows
 from jax_models.ops.varying import alike
 
 State = TypeVar("State", bound=tuple)
@@ -36,28 +36,28 @@ class Product(NamedTuple):
         }
 
     @staticmethod
-    def kept(of_x: Array | None, of_h: Array) -> Array:
+    def stored(of_x: Array | None, of_h: Array) -> Array:
         """Returns what the loop stores of a step's two products for the backward pass."""
         return of_h if of_x is None else of_x + of_h
 
     @staticmethod
-    def value(of_x: Array | None, kept: Array) -> Any:
+    def received(of_x: Array | None, stored: Array) -> Any:
         """Returns what a step receives, made from what is stored: the sum of both products."""
-        return kept
+        return stored
 
 
 class Pair(Product):
     """A product of x and one of h, of which a step receives both instead of the sum."""
 
     @staticmethod
-    def kept(of_x: Array | None, of_h: Array) -> Array:
+    def stored(of_x: Array | None, of_h: Array) -> Array:
         """Returns only the product of h, because that of x is computed before the loop."""
         return of_h
 
     @staticmethod
-    def value(of_x: Array | None, kept: Array) -> Any:
+    def received(of_x: Array | None, stored: Array) -> Any:
         """Returns what a step receives: the two products."""
-        return of_x, kept
+        return of_x, stored
 
 
 def sigmoid(x: Array) -> Array:
@@ -90,9 +90,8 @@ def recurrence(
     *,
     inputs: Any = None,
     params: Any = None,
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
     reverse: bool = False,
+    **masks: Unpack[Masks],
 ) -> tuple[Float[Array, "batch time out"], State]:
     """Runs `s_t = step(s_{t−1}, …)` for t = 0 … T−1, or for t = T−1 … 0 with `reverse`.
 
@@ -113,11 +112,8 @@ def recurrence(
         x: the inputs that each `kernel_x` multiplies.
         inputs: other arrays (batch, time, …), of which each step receives its own slice.
         params: other arrays, which every step receives whole.
-        lengths: row b runs only the steps t < lengths[b]; later steps leave its state unchanged.
-        reset: true at the first step of each packed document, where the state restarts from zero.
-            With `reverse`, still mark the first steps: the state restarts where the scan enters
-            each document, which is at its last step.
         reverse: run from the last step to the first.
+        **masks: `lengths` and `reset`, as in `Masks`; a state restarts from zero.
 
     Returns:
         The outputs of all steps (those beyond `lengths` are meaningless), and the last state.
@@ -148,7 +144,7 @@ def recurrence(
     if time == 0:
         return jnp.zeros((batch, 0, state[0].shape[1]), state[0].dtype), state
     static = _Static(step, reverse)
-    return _batch_first(static, products, x, inputs, params, state, lengths, reset)
+    return _batch_first(static, products, x, inputs, params, state, given_rows(masks))
 
 
 def _checked_state(state: State, batch: int, dtype: jnp.dtype) -> State:
@@ -179,8 +175,8 @@ class _Static(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)  # otherwise an eager call would compile the scan each time
-def _batch_first(static: _Static, products, x, inputs, params, state, lengths, reset):
-    masks = segments(x.shape[1], lengths, reset, reverse=static.reverse)
+def _batch_first(static: _Static, products, x, inputs, params, state, rows: Rows):
+    masks = rows.active, rows.restarts(reverse=static.reverse)
     products, x, inputs, params, state, masks = alike((products, x, inputs, params, state, masks))
     steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
     ys, state = _recurrence(
@@ -221,7 +217,7 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
             merged = _merged(names, group)  # XLA moves this out of the loop
             of_h = _split(affine(h, merged.kernel, merged.bias), _widths(group))
             parts = zip(names, group, of_h, strict=True)
-            kept[names] = [product.kept(of_x[name], part) for name, product, part in parts]
+            kept[names] = [product.stored(of_x[name], part) for name, product, part in parts]
             # If h is a field of the state, it is already stored with the state.
             fields[names] = next((i for i, field in enumerate(state) if field is h), None)
             if fields[names] is None:
@@ -254,12 +250,12 @@ class _Residuals(NamedTuple):
     h: dict[tuple[str, ...], Array]
     """The h of each group of products that a step asks for together."""
     kept: dict[tuple[str, ...], list[Array]]
-    """The results of `Product.kept` for the products of each group."""
+    """The results of `Product.stored` for the products of each group."""
 
 
 def _values(products: dict[str, Product], of_x, names, kept) -> list[Any]:
     """Returns what a step receives for the products of a group."""
-    return [products[name].value(of_x[name], a) for name, a in zip(names, kept, strict=True)]
+    return [products[name].received(of_x[name], a) for name, a in zip(names, kept, strict=True)]
 
 
 def _where(mask, x, y):
@@ -311,7 +307,7 @@ def _recurrence_jvp(static: _Static, primals, tangents):
         tangents = _merged_tangents(group, [d_products[name] for name in names])
         d_of_h, of_group = _direct_tangents(group, merged, tangents, x, d_x, h[names])
         by_name = [*zip(names, group, of_group, d_of_h, strict=True)]
-        d_kept[names] = [product.kept(a, b) for _, product, a, b in by_name]
+        d_kept[names] = [product.stored(a, b) for _, product, a, b in by_name]
         d_of_x |= {name: a if of_x[name] is not None else None for name, _, a, _ in by_name}
         transposable[names] = _transposable(merged.kernel)
 

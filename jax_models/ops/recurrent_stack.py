@@ -2,16 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_models.ops.checks import checked
 from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
 from jax_models.ops.lstm import LSTMState, lstm
 from jax_models.ops.recurrence import State
+from jax_models.ops.rows import Masks, Rows, given_rows
 
 LSTMMethod = Literal["auto", "xla", "cudnn"]
 
@@ -22,10 +23,9 @@ def recurrent_stack(
     x: Float[Array, "batch time in"],
     state: State,
     cells: list[dict[str, Array]],
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
     *,
     num_directions: Literal[1, 2],
+    **masks: Unpack[Masks],
 ) -> tuple[Float[Array, "batch time out"], State]:
     """Runs layers of a recurrence one after the other, with the directions of a layer side by side.
 
@@ -35,9 +35,8 @@ def recurrent_stack(
         state: its arrays are (layers · directions, batch, features), in torch's order: layer 0
             forward, layer 0 backward, layer 1 forward, …
         cells: the weights of `recurrence` for each, in the same order.
-        lengths: row b takes only the steps t < lengths[b].
-        reset: the first steps of packed documents.
         num_directions: 2 where each layer runs both ways, and the next reads both.
+        **masks: `lengths` and `reset`, as in `Masks`.
 
     Returns:
         The outputs of the last layer, and the last states.
@@ -61,8 +60,7 @@ def recurrent_stack(
                 x,
                 jax.tree.map(lambda s: s[index], state),  # noqa: B023
                 **cells[index],
-                lengths=lengths,
-                reset=reset,
+                **masks,
                 reverse=direction == 1,
             )
             outputs.append(y.astype(x.dtype))
@@ -76,11 +74,10 @@ def lstm_stack(
     x: Float[Array, "batch time in"],
     state: LSTMState,
     cells: list[dict[str, Array]],
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
     *,
     num_directions: Literal[1, 2],
     method: LSTMMethod = "auto",
+    **masks: Unpack[Masks],
 ) -> tuple[Float[Array, "batch time out"], LSTMState]:
     """Runs the `recurrent_stack` of `lstm`, by XLA or by cuDNN.
 
@@ -94,23 +91,23 @@ def lstm_stack(
     """
     if not cells:
         raise ValueError("cells: expected at least one, got none")
-    refusal = cudnn_refusal(x, cells, reset)
+    rows = given_rows(masks)
+    refusal = cudnn_refusal(x, cells, rows.reset)
     if method == "cudnn":
         if refusal:
             raise NotImplementedError(f"LSTM: method='cudnn': {refusal}; use method='xla'")
-        return cudnn_lstm(x, state, cells, lengths, bidirectional=num_directions == 2)
+        return cudnn_lstm(x, state, cells, rows.lengths, bidirectional=num_directions == 2)
     if method == "auto" and not refusal and cudnn_pays(x):
-        return _by_cudnn_on_gpus(num_directions, x, state, cells, lengths)
-    return recurrent_stack(lstm, x, state, cells, lengths, reset, num_directions=num_directions)
+        return _by_cudnn_on_gpus(num_directions, x, state, cells, rows)
+    return recurrent_stack(lstm, x, state, cells, num_directions=num_directions, **masks)
 
 
 @partial(jax.jit, static_argnums=0)  # uncompiled, the default device would decide
-def _by_cudnn_on_gpus(num_directions: Literal[1, 2], x, state, cells, lengths):
-    return jax.lax.platform_dependent(
-        x,
-        state,
-        cells,
-        lengths,
-        cuda=partial(cudnn_lstm, bidirectional=num_directions == 2),
-        default=partial(recurrent_stack, lstm, num_directions=num_directions),
-    )
+def _by_cudnn_on_gpus(num_directions: Literal[1, 2], x, state, cells, rows: Rows):
+    def by_cudnn(x, state, cells, rows: Rows):
+        return cudnn_lstm(x, state, cells, rows.lengths, bidirectional=num_directions == 2)
+
+    def by_xla(x, state, cells, rows: Rows):
+        return recurrent_stack(lstm, x, state, cells, num_directions=num_directions, rows=rows)
+
+    return jax.lax.platform_dependent(x, state, cells, rows, cuda=by_cudnn, default=by_xla)

@@ -1,6 +1,6 @@
 """The real-gated linear recurrent unit's recurrence."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.affine import affine
 from jax_models.ops.checks import checked, checked_positive
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
+from jax_models.ops.rows import DividedScanMasks
 
 LARGEST_SLOPE = 1000.0
 """Of the square root in `softplus_decay`."""
@@ -38,7 +39,7 @@ def rg_lru(
     c: float | Float[Array, ""] = 8.0,
     epsilon: float = 0.0,
     method: LinearRecurrenceMethod = "auto",
-    **masks,
+    **masks: Unpack[DividedScanMasks],
 ) -> tuple[Float[Array, "batch time features"], RGLRUState]:
     """The RG-LRU.
 
@@ -50,7 +51,7 @@ def rg_lru(
     Either `a` is given or, as in recurrentgemma, `a_param`: a = e^{−softplus(a_param)}. Then
     `epsilon` is added under the root. Kernels (blocks, block, block) are the blocks of
     block-diagonal matrices. At the `first` steps of documents √(1 − a_t²) counts as 1. `masks` are
-    `lengths`, `reset` and `reverse`, as in `linear_recurrence`. The position of `state` is ignored,
+    those of `linear_recurrence`. The position of `state` is ignored,
     and the new state has none.
     """
     if not isinstance(c, Array):

@@ -1,6 +1,6 @@
 """The simple (Elman) recurrence."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jax_models.ops.checks import checked
 from jax_models.ops.recurrence import Product, Step, recurrence
+from jax_models.ops.rows import ScanMasks
 
 Nonlinearity = Literal["tanh", "relu"]
 
@@ -28,14 +29,14 @@ def rnn(
     bias_ih: Float[Array, " hidden"] | None = None,
     bias_hh: Float[Array, " hidden"] | None = None,
     nonlinearity: Nonlinearity = "tanh",
-    **masks,
+    **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], RNNState]:
     """`h_t = φ(x_t W_ih + b_ih + h_{t−1} W_hh + b_hh)`, φ = tanh or relu.
 
-    `masks` are `lengths`, `reset` and `reverse`, as in `recurrence`.
+    `masks` are `lengths`, `reset` and `reverse`, as in `ScanMasks`.
     """
     products = {"h": Product(kernel_hh, bias_hh, kernel_ih, bias_ih)}
-    return recurrence(STEPS[nonlinearity], state, products, x, inputs=None, params=None, **masks)
+    return recurrence(STEPS[nonlinearity], state, products, x, **masks)
 
 
 def _tanh_step(state: RNNState, now: Step) -> RNNState:

@@ -79,11 +79,3 @@ def features_here(
     """The part of the features that `time_to_features` gives to this device."""
     size = h.shape[0] // lax.axis_size(time_axis)
     return lax.dynamic_slice_in_dim(h, lax.axis_index(time_axis) * size, size)
-
-
-def refuse_lengths(lengths: Any, time_axis: str | None) -> None:
-    """Refuse rows that end on some device."""
-    if time_axis is not None and lengths is not None:
-        raise NotImplementedError(
-            f"lengths: expected None where time is divided over the axis {time_axis!r}"
-        )

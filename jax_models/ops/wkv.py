@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_models.ops.affine import carry_dtype, common_carry_dtype
 from jax_models.ops.by_platform import by_platform
@@ -16,6 +16,7 @@ from jax_models.ops.checks import FloatingDtype, checked, checked_count
 from jax_models.ops.kernels.device_scan import known_size
 from jax_models.ops.kernels.row_scan import KERNELS, row_scan
 from jax_models.ops.linear_map import linear_map
+from jax_models.ops.rows import DividedMasks, given_rows
 from jax_models.ops.scaled_sums import (
     NEVER,
     WKVState,
@@ -27,8 +28,7 @@ from jax_models.ops.scaled_sums import (
     step_or_nothing,
     step_sums,
 )
-from jax_models.ops.segments import segments
-from jax_models.ops.time_axis import refuse_lengths, states_between
+from jax_models.ops.time_axis import states_between
 from jax_models.ops.varying import alike
 from jax_models.ops.wkv_derivative import Gradient, Residuals, Tangent
 
@@ -53,10 +53,8 @@ def wkv(
     *,
     w: Float[Array, " features"],
     u: Float[Array, " features"],
-    lengths: Int[Array, " batch"] | None = None,
-    reset: Bool[Array, "batch time"] | None = None,
     method: WKVMethod = "auto",
-    time_axis: str | None = None,
+    **masks: Unpack[DividedMasks],
 ) -> tuple[Float[Array, "batch time features"], WKVState]:
     """The average of the v_i so far, weighted by exp(k_i) and forgotten at the rate w.
 
@@ -79,15 +77,13 @@ def wkv(
         state: the sums before the first step; empty when None.
         w: the decay of a step, `exp(time_decay)` in RWKV-4.
         u: the bonus of the current step, `time_first` in RWKV-4.
-        lengths: row b takes only the steps t < lengths[b].
-        reset: the first steps of packed documents, where the state restarts empty.
         method: "sequential", T steps in place; "associative", `jax.lax.associative_scan`, O(log T)
             deep; "pallas", the sequential steps in one kernel (`ops.kernels.row_scan`);
             "pallas_interpreted", the TPU's kernel in an interpreter, which is slow but works
             anywhere. "auto" is sequential on a CPU, the kernel on a TPU, and on an NVIDIA GPU if
             the rows are many. Wherever no kernel can serve, it is associative.
-        time_axis: the mesh axis over whose devices time is divided, inside a `jax.shard_map`. The
-            devices exchange the sums of their steps; each then runs from the sums before it.
+        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`; a state restarts empty.
+            Devices exchange the sums of their steps; each then runs from the sums before it.
 
     Returns:
         All y (those beyond `lengths` carry no meaning) and the last state, in at least float32.
@@ -101,7 +97,7 @@ def wkv(
     Source: Peng et al. 2023 (arXiv 2305.13048), its appendix on numerical stability.
 
     """
-    refuse_lengths(lengths, time_axis)
+    rows = given_rows(masks)
     batch, _, features = k.shape
     if state is None:
         state = empty_wkv_state(batch, features, carry_dtype(k.dtype))
@@ -112,12 +108,11 @@ def wkv(
     state = WKVState(num, den, max)
     if 0 in k.shape:
         return v.astype(dtype), state
-    active, restart = segments(k.shape[1], lengths, reset)
     state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
     last = None
-    if time_axis is not None:
-        state, last = _between(method, time_axis, w, u, k, v, state, restart)
-    y, own_last = _compiled(method, *alike((w, u, k, v, state, active, restart)))
+    if rows.time_axis is not None:
+        state, last = _between(method, rows.time_axis, w, u, k, v, state, rows.reset)
+    y, own_last = _compiled(method, *alike((w, u, k, v, state, rows.active, rows.reset)))
     last = own_last if last is None else last
     return y, last._replace(max=jnp.where(last.den == 0, NEVER, last.max))
 

@@ -1,5 +1,7 @@
 """Parameters with bounds: an interval that training must not leave."""
 
+__all__ = ["project"]
+
 from typing import TypeVar
 
 import jax

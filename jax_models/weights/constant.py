@@ -1,5 +1,7 @@
 """Weights that training does not change."""
 
+__all__ = ["Constant"]
+
 from flax import nnx
 
 

@@ -1,5 +1,7 @@
 """Read a file of `torch.save` without running code from it."""
 
+__all__ = ["read_pth"]
+
 import os
 import re
 import zipfile

@@ -1,5 +1,7 @@
 """Load a torch `state_dict` into a layer, and export one, by the layer's weight tables."""
 
+__all__ = ["from_torch", "to_torch"]
+
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping

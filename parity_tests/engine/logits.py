@@ -33,24 +33,14 @@ class LogitsError:
 
 
 def checked_logits(logits: str | bool) -> str | bool:
-    """`logits`, of the right type.
-
-    Raises:
-        TypeError: it is another.
-
-    """
+    """`logits`, of the right type."""
     if not isinstance(logits, str | bool):
         raise TypeError(f"logits: expected True, False or a name, got {logits!r}")
     return logits
 
 
 def logits_array(logits: str | bool, results: Results) -> tuple[str, str]:
-    """The group and the name of the logits; True is the only floating array of the outputs.
-
-    Raises:
-        ValueError: there is none of this name, or none or several that could be meant.
-
-    """
+    """The group and the name of the logits; True is the only floating array of the outputs."""
     named = {
         name: group
         for group in (GROUPS[:1] if logits is True else GROUPS[:2])

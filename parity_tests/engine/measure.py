@@ -1,6 +1,6 @@
 """Measure a JAX side against a reference, which knows of no framework."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 
@@ -14,7 +14,6 @@ from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
-    ErrorsByGroup,
     Results,
     errors_of,
     only_floating,
@@ -49,15 +48,15 @@ def measure(
             continue
         faults += other_dtypes(theirs.dtypes, jax_side.found[dtype], dtype, sides)
         say(f"the errors in {dtype}")
-        stays = dtype == "float64" and bool(jax_side.found[dtype].stays)
-        expected, least = oracle, {}
-        if dtype == "float64" and not stays and not _are_equal(ours, oracle):
+        in_dtype, expected = dtype, oracle
+        if dtype == "float64" and jax_side.found[dtype].stays:
+            in_dtype = "float32"
+        elif dtype == "float64" and not _are_equal(ours, oracle):
             constants = Constants(problem, jax_side, reference)
             if constants.count:
-                expected, least, how = _explained(constants, ours, oracle)
+                expected, in_dtype, how = _explained(constants, ours, oracle)
                 notes.append(f"{constants}: float64 is compared {how}")
-        in_dtype = "float32" if stays else dtype
-        tensors[dtype] = _errors(reference, in_dtype, ours, expected, least)
+        tensors[dtype] = _errors(reference, in_dtype, ours, expected)
         del expected
         if place and theirs.logits:
             group, name = place
@@ -65,7 +64,7 @@ def measure(
             logits[dtype] = dict(zip(sides, (theirs.logits, error), strict=True))
         del ours  # so that it is not in memory beside the next dtype's results
     if not reference.faults:
-        notes += [*reference.notes, *notes_on(jax_side, sides)]
+        notes += [*reference.notes, *notes_on(jax_side.found, sides)]
     return Report(
         tensors,
         tuple(dict.fromkeys(faults)),
@@ -82,14 +81,12 @@ def _are_equal(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -
     return all(error <= FLOAT64 for group in groups for error in errors.get(group, {}).values())
 
 
-def _explained(
-    constants: Constants, ours: Results, oracle: Results
-) -> tuple[Results, ErrorsByGroup, str]:
-    """The results to compare float64 with, the bounds that rounded constants allow, and a note."""
+def _explained(constants: Constants, ours: Results, oracle: Results) -> tuple[Results, str, str]:
+    """The results to compare float64 with, the dtype whose bound they have, and a note."""
     expected, are_known = constants.with_digits()
-    if are_known or _are_equal(ours, expected, GROUPS[:2]):
-        return expected, {}, "with JAX's digits in their place"
-    return oracle, constants.scatter(ours), "only as closely as their rounding allows"
+    if expected is not None and (are_known or _are_equal(ours, expected, GROUPS[:2])):
+        return expected, "float64", "with JAX's digits in their place"
+    return oracle, "float32", "only as closely as float32 allows"
 
 
 def _errors(
@@ -97,9 +94,8 @@ def _errors(
     dtype: str,
     ours: Results,
     oracle: Results,
-    least: Mapping[str, Mapping[str, float]],
 ) -> dict[str, dict[str, Error]]:
-    """The errors of each group's tensors; `least` has bounds that something else explains."""
+    """The errors of each group's tensors."""
     theirs = reference.own_run(dtype).errors
     theirs32 = reference.own_run("float32").errors
     errors = errors_of(ours, oracle)
@@ -110,7 +106,6 @@ def _errors(
             theirs=theirs[group],
             theirs32=theirs32[group],
             rounded=(run[group] for run in reference.rounded(dtype)),
-            least=least.get(group),
         )
         for group in GROUPS
         if only_floating(oracle.get(group, {})) and group in ours

@@ -95,13 +95,13 @@ def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
     return model(*inputs, **kwargs)
 
 
+def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call where the last input is a dict of inputs by name."""
+    return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
+
+
 def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
-    """The dtypes to compare in, at least one, each once.
-
-    Raises:
-        ValueError: there is none, or one that is not compared.
-
-    """
+    """The dtypes to compare in, at least one, each once."""
     given = (dtypes,) if isinstance(dtypes, str) or not isinstance(dtypes, Iterable) else dtypes
     chosen = tuple(given)
     if not chosen or not all(isinstance(name, str) and name in DTYPES for name in chosen):
@@ -122,12 +122,7 @@ def available_platforms() -> list[str]:
 
 
 def checked_platform(platform: str) -> str:
-    """A platform that this machine has.
-
-    Raises:
-        ValueError: it is another, or none.
-
-    """
+    """A platform that this machine has."""
     if platform not in PLATFORMS:
         raise ValueError(f"platform: expected one of {', '.join(PLATFORMS)}, got {platform!r}")
     here = available_platforms()
@@ -137,24 +132,14 @@ def checked_platform(platform: str) -> str:
 
 
 def checked_precision(precision: str) -> str:
-    """A precision of matrix products.
-
-    Raises:
-        ValueError: it is none.
-
-    """
+    """A precision of matrix products."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
     return precision
 
 
 def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Refuse what is no function, as a class or a module is none; an optional one may be None.
-
-    Raises:
-        TypeError: one is none.
-
-    """
+    """Refuse what is no function, as a class or a module is none; an optional one may be None."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {**needed, **given}.items():
         is_model = isinstance(value, type | nnx.Module) or is_torch_module(value)
@@ -166,10 +151,6 @@ def checked_arrays(name: str, tree: Any, *, flags: bool = False) -> Any:
     """A tree of arrays as NumPy's, the floating ones in float64; a list of numbers is an array.
 
     With `flags`, a bool, a number of Python's and a text stay as they are.
-
-    Raises:
-        TypeError: a leaf is no array of numbers, and no flag.
-
     """
 
     def array(path: Any, value: Any) -> Any:
@@ -210,12 +191,7 @@ def is_flag(value: Any) -> bool:
 
 
 def checked_int(name: str, value: int, least: int) -> int:
-    """An integer of at least so much.
-
-    Raises:
-        ValueError: it is another, or none.
-
-    """
+    """An integer of at least so much."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
     return int(value)

@@ -131,6 +131,15 @@ def errors_of(results: Results, oracle: Results) -> ErrorsByGroup:
     }
 
 
+def are_same(results: Results, others: Results) -> bool:
+    """True if outputs and states are the same numbers."""
+    return all(
+        np.array_equal(array, others[group][name], equal_nan=True)
+        for group in GROUPS[:2]
+        for name, array in results.get(group, {}).items()
+    )
+
+
 def replayed(runs: Iterable[T]) -> Callable[[], Iterator[T]]:
     """A function that iterates over the runs from the start, and makes each run only once."""
     (first,) = itertools.tee(runs, 1)

@@ -1,16 +1,17 @@
 """The registry: one file an architecture, its cases and its planted faults.
 
-Every check and the report run over every case. A file of this folder that has `CASES` is in the
-registry, and so are its `MUTATIONS`.
+Every check and the report run over every case. The registry is made of the `CASES` and `MUTATIONS`
+of the files in this folder, and of the modules that other packages name in the entry point group
+`twinscan.registry`.
 """
 
-import importlib
-import pkgutil
+import sys
 
+from jax_models.models.architecture import modules_of
 from parity_tests.registry.case import BATCH, TIME, Case
 from parity_tests.registry.mutation import Mutation
 
-_FILES = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+_FILES = [*modules_of(sys.modules[__name__], "twinscan.registry")]
 
 CASES: dict[str, Case] = {case.name: case for file in _FILES for case in getattr(file, "CASES", ())}
 MUTATIONS: tuple[Mutation, ...] = tuple(

@@ -49,13 +49,13 @@ MUTATIONS = [
             name,
             "RNNBidirectional 1 layer",
             "states and masks",
-            replaced(f"jax_models.layers.reversed.{function}", wrong),
+            replaced(f"jax_models.{function}", wrong),
             check,
         )
         for name, function, wrong, check in (
-            ("padding reversed, too", "reverse_time", reversing_padding, PADDING),
-            ("resets not reversed", "document_ends", as_it_is, DOCUMENTS),
-            ("nothing reversed", "reverse_time", as_it_is, PAST_AND_FUTURE),
+            ("padding reversed, too", "layers.reversed.reverse_time", reversing_padding, PADDING),
+            ("resets not reversed", "ops.rows.document_ends", as_it_is, DOCUMENTS),
+            ("nothing reversed", "layers.reversed.reverse_time", as_it_is, PAST_AND_FUTURE),
         )
     ),
 ]

@@ -12,7 +12,7 @@ import torch
 from flax import nnx
 from torch import Tensor, nn
 
-from jax_models import LanguageModel, SequenceLayer, from_torch, to_torch
+from jax_models import LanguageModel, LanguageModelConfig, SequenceLayer, from_torch, to_torch
 from jax_models.weights.transfer import weight_table
 from parity_tests.engine.problem import (
     DTYPES,
@@ -156,6 +156,12 @@ class Case:
         return nnx.merge(*_abstract(self, jnp.dtype(dtype)), copy=True)
 
     @property
+    def config(self) -> LanguageModelConfig | None:
+        """The config of a language model; None for a layer."""
+        config = getattr(self.layer, "__self__", None)
+        return config if isinstance(config, LanguageModelConfig) else None
+
+    @property
     def max_length(self) -> int | None:
         """Steps that the JAX layer can take; None: any number."""
         layer = self.abstract()
@@ -176,7 +182,7 @@ class Case:
     @property
     def _sequence_layer(self) -> SequenceLayer:
         layer = self.abstract()
-        return layer.layers if isinstance(layer, LanguageModel) else layer
+        return layer.stack if isinstance(layer, LanguageModel) else layer
 
 
 @functools.cache

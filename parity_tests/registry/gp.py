@@ -53,20 +53,18 @@ of_hyena = partial(Mutation, case="GPModel of hyena")
 of_attention = partial(Mutation, case="GPModel of attention", kind="forward")
 
 MUTATIONS = [
-    of_hyena("B forgotten", kind="weights", plant=zeroed("layers.layers.0.B"), culprit="layers.0"),
+    of_hyena("B forgotten", kind="weights", plant=zeroed("blocks.0.B"), culprit="layers.0"),
     of_hyena(
         "output projection transposed",
         kind="weights",
-        plant=transposed("layers.layers.1.proj_output.kernel"),
+        plant=transposed("blocks.1.proj_output.kernel"),
         culprit="layers.1.proj_output",
     ),
     of_hyena(
         "head of another matrix",
         kind="forward",
-        plant=replaced("jax_models.GPModel.head", lambda _: head_of_positions),
+        plant=replaced("jax_models.GPModel.unembed", lambda _: head_of_positions),
     ),
-    of_attention(
-        "epsilon doubled", plant=epsilon_doubled("layers.layers.1.ln1"), culprit="layers.1.ln1"
-    ),
+    of_attention("epsilon doubled", plant=epsilon_doubled("blocks.1.ln1"), culprit="layers.1.ln1"),
     of_attention("gelu by tanh", plant=gelu_by_tanh(), culprit="layers.0.mlp.1"),
 ]

@@ -1,5 +1,6 @@
 """RecurrentGemma's layers, blocks and language model."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -169,11 +170,9 @@ def written_from_slot_0(written):
     return wrong
 
 
-def positions_that_go_on(positions_and_end):
+def positions_that_go_on(positions):
     """Positions of a row, not of its documents."""
-    return lambda start, time, lengths, reset, axis: positions_and_end(
-        start, time, lengths, None, axis
-    )
+    return lambda rows, *args: positions(dataclasses.replace(rows, reset=None), *args)
 
 
 def with_exact_gelu(layer):
@@ -183,7 +182,7 @@ def with_exact_gelu(layer):
 
 def scale_not_rounded(layer):
     """√features in full."""
-    layer.scale = layer.config.features**0.5
+    layer.embedding_scale = layer.config.features**0.5
 
 
 weights = partial(Mutation, kind="weights")
@@ -202,7 +201,7 @@ MUTATIONS = [
     weights(
         "output's bias forgotten",
         "GriffinLanguageModel",
-        plant=zeroed("layers.layers.2.temporal_block.out_proj.bias"),
+        plant=zeroed("blocks.2.temporal_block.out_proj.bias"),
         culprit="model.layers.2.temporal_block.o_proj",
     ),
     forward(
@@ -214,7 +213,7 @@ MUTATIONS = [
     forward(
         "epsilon doubled",
         "GriffinLanguageModel",
-        plant=epsilon_doubled("layers.layers.3.channel_pre_norm"),
+        plant=epsilon_doubled("blocks.3.channel_pre_norm"),
         culprit="model.layers.3.channel_pre_norm",
     ),
     forward("exact gelu", "GriffinRecurrence", plant=edited(with_exact_gelu)),
@@ -224,7 +223,7 @@ MUTATIONS = [
     forward(
         "logits not capped",
         "GriffinLanguageModel",
-        plant=replaced("jax_models.models.griffin.capped", as_it_is),
+        plant=replaced("jax_models.models.language_model.capped", as_it_is),
     ),
     forward(
         "first step scaled",
@@ -255,7 +254,7 @@ MUTATIONS = [
     states(
         "positions of the row",
         "GriffinRecurrence",
-        plant=replaced("jax_models.layers.hawk.positions_and_end", positions_that_go_on),
+        plant=replaced("jax_models.ops.Rows.positions", positions_that_go_on),
         check=DOCUMENTS,
     ),
     *deaf("RGLRU of blocks", "jax_models.ops.rg_lru.linear_recurrence"),

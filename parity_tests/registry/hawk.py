@@ -139,7 +139,7 @@ MUTATIONS = [
         "convolution's bias forgotten",
         "HawkLanguageModel",
         "weights",
-        zeroed("layers.layers.0.hawk.conv.bias"),
+        zeroed("blocks.0.hawk.conv.bias"),
         culprit="blocks.0.hawk.conv.conv",
     ),
     Mutation(
@@ -174,7 +174,7 @@ MUTATIONS = [
         "epsilon doubled",
         "HawkLanguageModel",
         "forward",
-        epsilon_doubled("layers.layers.1.temporal_pre_norm"),
+        epsilon_doubled("blocks.1.temporal_pre_norm"),
         culprit="blocks.1.temporal_pre_norm",
     ),
     *deaf("CausalConv1D, kernel 4", "jax_models.ops.causal_conv.delayed"),

@@ -143,7 +143,7 @@ MUTATIONS = [
         "convolution's bias forgotten",
         "HippogriffLanguageModel",
         "weights",
-        zeroed("layers.layers.1.hawk.conv.bias"),
+        zeroed("blocks.1.hawk.conv.bias"),
         culprit="backbone.1.hawk.conv",
     ),
     of_block(

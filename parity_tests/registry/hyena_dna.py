@@ -149,7 +149,7 @@ MUTATIONS = [
     of_model(
         "output projection transposed",
         kind="weights",
-        plant=transposed("layers.layers.1.mixer.proj_output.kernel"),
+        plant=transposed("blocks.1.mixer.proj_output.kernel"),
         culprit="backbone.layers.1.mixer.out_proj",
     ),
     of_options("no activation", plant=edited(without_activation)),
@@ -168,7 +168,7 @@ MUTATIONS = [
     of_model(
         "epsilon doubled",
         kind="forward",
-        plant=epsilon_doubled("layers.layers.1.norm2"),
+        plant=epsilon_doubled("blocks.1.norm2"),
         culprit="backbone.layers.1.norm2",
     ),
     *(

@@ -8,6 +8,7 @@ from torch import nn
 
 import torch_ref
 from jax_models import LSTM, LSTMState
+from jax_models.ops import Rows
 from parity_tests.registry.case import Case
 from parity_tests.registry.mutation import (
     CUT,
@@ -17,7 +18,6 @@ from parity_tests.registry.mutation import (
     ROWS,
     STEPS,
     Mutation,
-    as_it_is,
     deaf_to,
     gates_swapped,
     replaced,
@@ -119,9 +119,11 @@ def forgetting(recurrence):
 def one_step_longer(recurrence):
     """Each row that has padding takes one step of it."""
 
-    def long_recurrence(step, state, products, x, *, lengths=None, **masks):
-        longer = None if lengths is None else jnp.minimum(lengths + 1, x.shape[1])
-        return recurrence(step, state, products, x, lengths=longer, **masks)
+    def long_recurrence(step, state, products, x, *, rows, **options):
+        if rows.lengths is not None:
+            longer = jnp.minimum(rows.lengths + 1, x.shape[1])
+            rows = Rows.of(x.shape[1], longer, rows.reset)
+        return recurrence(step, state, products, x, rows=rows, **options)
 
     return long_recurrence
 
@@ -151,7 +153,7 @@ MUTATIONS = [
     masks(
         "padding not masked",
         "LSTMScratch",
-        plant=replaced("jax_models.sequence.mask_padding", as_it_is),
+        plant=replaced("jax_models.ops.Rows.masked", lambda _: lambda rows, x: x),
         check="nan stays where it is",
     ),
     *(

@@ -156,7 +156,14 @@ def gelu_by_tanh() -> Plant:
 
 def deaf_to(mask: str) -> Callable[[Any], Any]:
     """A function that does not mind one of its masks."""
-    return lambda function: lambda *args, **kwargs: function(*args, **{**kwargs, mask: None})
+    gone: dict[str, None] = {mask: None} | ({"active": None} if mask == "lengths" else {})
+
+    def without(rows: Any = None, **kwargs: Any) -> dict[str, Any]:
+        if rows is None:
+            return {**kwargs, mask: None}
+        return {**kwargs, "rows": dataclasses.replace(rows, **gone)}
+
+    return lambda function: lambda *args, **kwargs: function(*args, **without(**kwargs))
 
 
 def deaf(case: str, target: str) -> list[Mutation]:

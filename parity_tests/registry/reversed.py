@@ -40,7 +40,6 @@ CASES = [
     for theirs, ours in ((nn.LSTM, LSTM), (nn.GRU, GRU))
 ]
 
-REVERSED = "jax_models.layers.reversed"
 MUTATIONS = [
     Mutation(
         "recurrent bias forgotten",
@@ -52,14 +51,14 @@ MUTATIONS = [
         "not reversed",
         "Reversed LSTM",
         "states and masks",
-        replaced(f"{REVERSED}.reverse_time", as_it_is),
+        replaced("jax_models.layers.reversed.reverse_time", as_it_is),
         PAST_AND_FUTURE,
     ),
     Mutation(
         "resets not reversed",
         "Reversed LSTM",
         "states and masks",
-        replaced(f"{REVERSED}.document_ends", as_it_is),
+        replaced("jax_models.ops.rows.document_ends", as_it_is),
         DOCUMENTS,
     ),
 ]

@@ -108,7 +108,7 @@ def positions_without_reset(positions_after):
 
 weights = partial(Mutation, kind="weights")
 in_two_dtypes = partial(weights, dtypes=("float64", "float32"))
-positions = "jax_models.ops.segments.positions_after"
+positions = "jax_models.ops.rows.positions_after"
 masks = partial(Mutation, case="RNNLanguageModel", kind="states and masks")
 training = partial(Mutation, case="RNNScratch tanh", kind="training", check=TRAJECTORY)
 

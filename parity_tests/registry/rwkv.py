@@ -100,13 +100,13 @@ MUTATIONS = [
     weights(
         "ln0's bias forgotten",
         "RWKVLanguageModel",
-        plant=zeroed("layers.layers.0.ln0.bias"),
+        plant=zeroed("blocks.0.ln0.bias"),
         culprit="blocks.0.ln0",
     ),
     weights(
         "time mix's output transposed",
         "RWKVLanguageModel",
-        plant=transposed("layers.layers.1.att.output.kernel"),
+        plant=transposed("blocks.1.att.output.kernel"),
         culprit="blocks.1.att.output",
     ),
     *(

@@ -83,13 +83,14 @@ def with_state_transposed(delta_rule):
     return wrong
 
 
-def other_way_round(toward):
+def other_way_round(lerp_to_previous):
     """μ for 1 − μ."""
-    return lambda x, previous, *mix: toward(previous, x, *mix)
+    return lambda x, previous, *mix: lerp_to_previous(previous, x, *mix)
 
 
 weights = partial(Mutation, kind="weights")
 forward = partial(Mutation, kind="forward")
+LAYERS = "jax_models.layers"
 DELTA_RULE = "jax_models.ops.delta_rule"
 
 MUTATIONS = [
@@ -98,13 +99,13 @@ MUTATIONS = [
     weights(
         "ln0's bias forgotten",
         "RWKV6LanguageModel",
-        plant=zeroed("layers.layers.0.ln0.bias"),
+        plant=zeroed("blocks.0.ln0.bias"),
         culprit="blocks.0.ln0",
     ),
     weights(
         "time mix's output transposed",
         "RWKV6LanguageModel",
-        plant=transposed("layers.layers.1.att.output.kernel"),
+        plant=transposed("blocks.1.att.output.kernel"),
         culprit="blocks.1.att.output",
     ),
     forward(
@@ -122,10 +123,11 @@ MUTATIONS = [
         ),
     ),
     *(
-        forward(
-            "μ for 1 − μ", case, plant=replaced("jax_models.layers.rwkv6.toward", other_way_round)
+        forward("μ for 1 − μ", case, plant=replaced(f"{LAYERS}.{target}", other_way_round))
+        for case, target in (
+            ("RWKV6TimeMix", "rwkv6.lerp_to_previous"),
+            ("RWKV6ChannelMix", "rwkv.lerp_to_previous"),
         )
-        for case in ("RWKV6TimeMix", "RWKV6ChannelMix")
     ),
     forward("epsilon doubled", "RWKV6TimeMix", plant=epsilon_doubled("ln_x"), culprit="ln_x"),
     forward("epsilon doubled", "RWKV6Block", plant=epsilon_doubled("ln1"), culprit="ln1"),

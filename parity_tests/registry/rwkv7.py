@@ -146,13 +146,13 @@ MUTATIONS = [
     weights(
         "ln0's bias forgotten",
         "RWKV7LanguageModel",
-        plant=zeroed("layers.layers.0.ln0.bias"),
+        plant=zeroed("blocks.0.ln0.bias"),
         culprit="blocks.0.ln0",
     ),
     weights(
         "time mix's output transposed",
         "RWKV7LanguageModel",
-        plant=transposed("layers.layers.1.att.output.kernel"),
+        plant=transposed("blocks.1.att.output.kernel"),
         culprit="blocks.1.att.output",
     ),
     *(
@@ -163,7 +163,7 @@ MUTATIONS = [
             ("κ̂ of the changed key", f"{LAYER}.RWKV7TimeMix.removal_and_key", of_the_changed_key),
             ("sigmoid outside of g", f"{LAYER}.low_rank", with_sigmoid_outside),
             ("bonus before the norm", f"{LAYER}.RWKV7TimeMix.normed", with_bonus_before),
-            ("μ for 1 − μ", f"{LAYER}.toward", other_way_round),
+            ("μ for 1 − μ", f"{LAYER}.lerp_to_previous", other_way_round),
         )
     ),
     forward("epsilon doubled", "RWKV7TimeMix", plant=epsilon_doubled("ln_x"), culprit="ln_x"),

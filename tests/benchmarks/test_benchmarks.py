@@ -1,6 +1,5 @@
 """The benchmarks' machinery, on shapes of no interest."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -15,9 +14,8 @@ from benchmarks.families import gated, limits
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
 from benchmarks.pieces import FILE
-from benchmarks.problem import BOTH, FORWARD, OURS, Limits, Work
+from benchmarks.problem import BOTH, FORWARD, OURS, Limits
 from benchmarks.report.devices import devices
-from benchmarks.report.page import write_page
 from benchmarks.report.store import BrokenRecord, Record, outcome_from, read_all, write
 from benchmarks.workers import Burst, Unsuitable, Workers, timing
 from twinscan.command_line import CommandLineError
@@ -89,30 +87,6 @@ def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("the same command continues") == len(names) - 1
 
 
-def outcome(name: str) -> Outcome:
-    check = Check(name, FORWARD, "ratio", 1.0, 1.5)
-    return Outcome([row(name, 3.0)], [check], {"a peer": "not installed"}, ["a note"])
-
-
-def test_devices_with_a_record_are_listed(tmp_path):
-    passing = {"case": "LSTM", "verdict": "pass"}
-    parity = {
-        "platforms": {"cpu": "not asked for", "gpu": "ran"},
-        "versions": {"device": "H100"},
-        "cases": {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"},
-        "measurements": [passing, {"case": "GRU", "verdict": "FAIL"}],
-        "faults": ["RNN, gpu: outputs: empty"],
-        "done": ["errors: LSTM, gpu"],
-    }
-    (tmp_path / "parity-gpu.json").write_text(json.dumps(parity))
-    text = devices(tmp_path, [record("default"), record("tuned", measured_with={"device": "cpu"})])
-    assert text.splitlines()[-3:] == [
-        "| cpu | cpu | 1 family of benchmarks |",
-        "| cpu | unknown | 1 family of benchmarks |",
-        "| gpu | H100 | [parity: 1 of 3 pairs agree, unfinished](parity-gpu.json) |",
-    ]
-
-
 def test_the_page_lists_the_devices_that_have_a_record():
     """`python -m benchmarks --page` writes it again."""
     assert devices(RESULTS, read_all(RESULTS)) in (RESULTS / "README.md").read_text()
@@ -165,21 +139,6 @@ def test_a_worker_has_the_allocator_whatever_the_shell_says(monkeypatch, allocat
     assert environment.variables.keys().isdisjoint({"MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"})
 
 
-def test_another_allocator_than_the_one_asked_for_is_refused():
-    kept = Environment(2, 2, "glibc 2.36", keeps_memory=True, variables={})
-    assert not list(kept.faults(2, "tuned"))
-    (fault,) = kept.faults(2, "default")
-    assert fault == "expected the default allocator, got glibc 2.36: freed memory is kept"
-    (fault,) = dataclasses.replace(kept, keeps_memory=False).faults(2, "tuned")
-    assert fault == "expected the tuned allocator, got glibc 2.36: freed memory is returned"
-
-
-@pytest.mark.optimized
-def test_a_worker_that_dies_is_named():
-    with Workers("cpu") as processes, pytest.raises(Unsuitable, match="worker ended with code 3"):
-        processes.call("jax", os._exit, 3)
-
-
 def record(allocator: str, **fields) -> Record:
     """Of a run that was not made."""
     check = Check("p", FORWARD, f"{OURS} / torch", 2.0, 1.5)
@@ -196,21 +155,6 @@ def record(allocator: str, **fields) -> Record:
         "outcome": Outcome([row(OURS, 3.0), row("torch", 1.5, "torch")], [check]),
     }
     return Record(**values | fields)
-
-
-def test_the_page_has_both_allocators_the_machine_and_the_targets_missed(tmp_path):
-    better = Outcome([row(OURS, 1.0), row("torch", 2.0, "torch")])
-    write(tmp_path, record("tuned", outcome=better))
-    write(tmp_path, record("default"))
-    write_page(tmp_path, ["gated"])
-    page = (tmp_path / "README.md").read_text()
-    assert page.count("processor Zen 9, cores 2") == 1
-    environment = "2 threads, each on 2 cores, glibc 2.36, freed memory is"
-    assert f"| default | 1 GFLOP/s, 1 GB/s, 1 µs a call | {environment} returned |" in page
-    assert f"| tuned | 1 GFLOP/s, 1 GB/s, 1 µs a call | {environment} kept |" in page
-    assert "| The gated recurrences (cpu) | default | 0 | 0 | 1 |" in page
-    assert "| p | forward | default | twinscan / torch | 2.00 | ≤ 1.50 | MISS |" in page
-    assert "| p | forward | torch | 1.50 ms | 2.00 | – | 2.00 ms | 0.50 | – | –" in page
 
 
 @pytest.mark.parametrize("text", ['{"outcome": {}}', "{", '{"outcome": 1, "limits": 2}'])
@@ -276,20 +220,7 @@ def test_targets_are_against_the_fastest_peer_that_computes_the_same():
     ]
 
 
-def test_a_bound_from_below_is_missed_from_below():
-    check = Check("p", FORWARD, "share", 0.5, 0.75, at_least=True)
-    assert check.verdict == "MISS"
-    assert dataclasses.replace(check, value=0.7).verdict == "tie"
-    assert dataclasses.replace(check, value=0.8).verdict == "pass"
-
-
 def test_bursts_beside_other_processes_do_not_count():
     quiet, loud = Burst([1.0, 3.0], 0.0), Burst([90.0], 0.5)
     assert timing([quiet, loud, quiet]) == (2.0, 4, False)
     assert timing([loud, quiet, Burst([4.0], 0.2)]) == (3.0, 3, True)
-
-
-def test_limits_take_the_slower_of_products_and_bytes():
-    machine = Limits(gflops=100, gbytes=10, dispatch_us=1)
-    assert machine.ms(Work(flops=1e9)) == pytest.approx(10)
-    assert machine.ms(Work(flops=1e9, num_bytes=1e9)) == pytest.approx(100)

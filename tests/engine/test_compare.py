@@ -45,10 +45,7 @@ class CNN(nnx.Module):
 
 def conv2d(param: str, key: str) -> Weight:
     return Weight(
-        (param,),
-        (key,),
-        lambda a: (a.transpose(2, 3, 1, 0),),
-        lambda a: (a.transpose(3, 2, 0, 1),),
+        (param,), (key,), lambda a: (a.transpose(2, 3, 1, 0),), lambda a: (a.transpose(3, 2, 0, 1),)
     )
 
 
@@ -87,14 +84,6 @@ def test_a_convolutional_network_agrees():
     assert all((a == b).all() for a, b in zip(before, after, strict=True)), "the model was changed"
 
 
-def test_another_epsilon_is_found_where_it_is():
-    model = CNN(nnx.Rngs(0))
-    model.norm.epsilon = 2e-5
-    with pytest.raises(AssertionError, match=r"outputs .* FAIL, worst in y") as found:
-        assert_parity(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS, locate=True)
-    assert str(found.value).endswith("first to depart: norm, forward")
-
-
 def test_each_tensor_has_its_error():
     model = CNN(nnx.Rngs(0))
     model.norm.epsilon = 2e-5
@@ -102,14 +91,7 @@ def test_each_tensor_has_its_error():
     named = report.tensors["float64"]["weight gradients"]
     assert named.keys() == dict(TorchCNN().named_parameters()).keys()
     assert {name for name, error in named.items() if error.passed} == {"norm.bias", "head.bias"}
-    assert report.errors["float64"]["weight gradients"] == max(
-        named.values(), key=lambda e: e.share
-    )
-    with pytest.raises(ValueError, match="worst: expected an integer, got 'x'"):
-        report.table("x")
-    first, *rows = report.table(3).splitlines()
-    assert first.split() == ["torch", "JAX", "ratio", "bound", "/", "bound"]
-    assert all(row.startswith("float64") for row in rows)
+    _, *rows = report.table(3).splitlines()
     assert len(rows) == 3
     assert float(rows[0].split()[-2]) >= float(rows[1].split()[-2]) > 1e3
 
@@ -163,18 +145,11 @@ def test_the_message_has_what_fails_and_where_it_begins():
     model.norm.epsilon = 1.0001e-5
     with pytest.raises(AssertionError) as found:
         assert_parity(twin(TorchCNN), model, images(), weights=CNN_WEIGHTS)
-    first, head, *rows = str(found.value).splitlines()
-    assert first == "the two sides differ"
-    assert head.split() == ["torch", "JAX", "ratio", "bound"]
-    gap = rows.index("")
-    rows, table, (hyperparameters, last) = rows[:gap], rows[gap + 1 : -2], rows[-2:]
-    assert [row.split()[0] for row in table] == ["float64", "conv", "norm"]
-    of_eps, of_momentum = hyperparameters.split(", ")
-    assert of_eps == "BatchNorm2d | BatchNorm: eps 1e-05 | epsilon 1.0001e-05"
-    assert of_momentum == "momentum 0.1 | 1 - momentum 0.01"
-    assert len(rows) == 3, "float32 passes"
-    assert all(row.startswith("float64") and "FAIL, worst in " in row for row in rows)
-    assert last == "first to depart: norm, forward"
+    message = str(found.value)
+    assert message.startswith("the two sides differ\n")
+    assert "BatchNorm2d | BatchNorm: eps 1e-05 | epsilon 1.0001e-05" in message
+    assert message.count("FAIL, worst in ") == 3, "float32 passes"
+    assert message.endswith("first to depart: norm, forward")
     model = CNN(nnx.Rngs(0))
     with pytest.raises(AssertionError) as found:
         assert_parity(
@@ -187,63 +162,6 @@ def test_the_message_has_what_fails_and_where_it_begins():
         )
     shape = "FAIL: outputs, y: shape (2, 5) in torch, (1, 5) in JAX"
     assert str(found.value) == f"the two sides differ\n{shape}"
-
-
-class Squash(nnx.Module):
-    """Not what torch's is."""
-
-    def __call__(self, x):
-        return jnp.tanh(x) * (1 + 1e-9)
-
-
-class MLP(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.first, self.squash = nnx.Linear(3, 4, rngs=rngs), Squash()
-        self.second = nnx.Linear(4, 2, rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(self.squash(self.first(x)))
-
-
-@pytest.mark.parametrize("names", [None, {"1": "squash"}])
-def test_a_submodule_without_weights_is_found(names):
-    """By its name; and without, as nothing else is between the two others."""
-    sequential = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    report = compare(
-        sequential,
-        MLP(nnx.Rngs(0)),
-        np.random.default_rng(0).standard_normal((5, 3)),
-        weights=[*linear("first", "0"), *linear("second", "2")],
-        locate=True,
-        names=names,
-    )
-    assert report.location.culprit == "1", f"\n{report}"
-
-
-class TorchTwice(torch.nn.Module):
-    """One module in two places, its inputs of two shapes."""
-
-    def __init__(self):
-        super().__init__()
-        self.out = torch.nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.out(x[:1]) + self.out(x)
-
-
-class Twice(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.out = nnx.Linear(3, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(x[:1]) + 1.01 * self.out(x)
-
-
-def test_a_submodule_in_two_places():
-    x = np.random.default_rng(0).standard_normal((4, 3))
-    table = linear("out", "out")
-    report = compare(twin(TorchTwice), Twice(nnx.Rngs(0)), x, weights=table, locate=True)
-    assert report.location.culprit == ""
 
 
 def gru_cell_report(bias: Weight) -> Report:
@@ -278,32 +196,26 @@ def linear_function(weights, x):
     return x @ weights["kernel"] + weights["bias"]
 
 
-def test_a_function_and_a_loader():
-    module, x = twin(torch.nn.Linear, 3, 4), np.ones((2, 3))
-    report = compare(
-        module,
-        linear_function,
-        x,
-        weights=lambda weights: {"kernel": weights["weight"].T, "bias": weights["bias"]},
-    )
-    assert report.passed, f"\n{report}"
-    assert "weight gradients" in report.errors["float64"]
+LOADERS = {
+    "jax": lambda w: {"kernel": w["weight"].T, "bias": w["bias"]},
+    "numpy": lambda w: {
+        "kernel": np.ascontiguousarray(w["weight"].T),
+        "bias": np.asarray(w["bias"]),
+    },
+    "torch": lambda w: {"kernel": torch.tensor(w["weight"]).T, "bias": w["bias"].tolist()},
+}
 
 
-def test_a_loader_in_numpy_has_no_weight_gradients_and_the_report_says_so():
-    module, x = twin(torch.nn.Linear, 3, 4), np.ones((2, 3))
+@pytest.mark.parametrize("library", LOADERS)
+def test_a_function_and_a_loader(library):
+    """Gradients go through a loader in JAX alone, and the report says so."""
     report = compare(
-        module,
-        linear_function,
-        x,
-        weights=lambda weights: {
-            "kernel": np.ascontiguousarray(weights["weight"].T),
-            "bias": np.asarray(weights["bias"]),
-        },
+        twin(torch.nn.Linear, 3, 4), linear_function, np.ones((2, 3)), weights=LOADERS[library]
     )
     assert report.passed, f"\n{report}"
-    assert "weight gradients" not in report.errors["float64"]
-    assert report.notes[0].startswith("weight gradients are not compared")
+    compared = "weight gradients" in report.errors["float64"]
+    noted = any(note.startswith("weight gradients are not compared") for note in report.notes)
+    assert (compared, noted) == (library == "jax", library != "jax")
 
 
 def test_a_weight_that_the_loader_does_not_read():
@@ -378,93 +290,49 @@ def test_an_unstable_reference_is_said_to_be(x64):
     assert "unstable reference" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"model": lambda w, x: x}, "needs a loader .* got a NoneType$"),
-        (
-            {"model": lambda w, x: x, "weights": {}},
-            "expected a function of a state_dict, .* a dict$",
-        ),
-        ({"model": nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "weights": lambda w: w}, "a loader makes"),
-        (
-            {"model": lambda w, x: "y", "weights": lambda w: dict(w)},
-            "JAX: expected a tree of arrays, got str as y",
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit(arguments, message):
-    with pytest.raises(TypeError, match=message):
-        compare(
-            torch.nn.Linear(3, 4),
-            arguments["model"],
-            np.ones((2, 3)),
-            weights=arguments.get("weights"),
-        )
+def linear_model() -> nnx.Module:
+    return nnx.Linear(3, 4, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"dtypes": ()}, r"^dtypes: expected some of .*, got \(\)"),
-        ({"dtypes": 3}, r"^dtypes: expected some of .*, got \(3,\)"),
-        ({"dtypes": ([],)}, "^dtypes: expected some of"),
-        ({"platform": "tpu"}, "^platform: this machine has no tpu, only cpu"),
-        ({"dtypes": np.dtype("float32")}, "^dtypes: expected some of"),
-        ({"locate": "yes"}, "^locate: expected True or False, got 'yes'"),
-        (
-            {"names": {"nix": ""}},
-            "^names: expected torch submodules of a module that has none, got",
-        ),
-        ({"names": {"": "nix"}}, "^names: expected JAX submodules of .*, got 'nix'"),
-        ({"platform": "foo"}, "^platform: expected one of cpu, gpu, tpu, got 'foo'"),
-        ({"seed": -1}, "^seed: expected an integer of at least 0, got -1"),
-        ({"seed": True}, "^seed: expected an integer of at least 0, got True"),
-    ],
-)
-def test_options_that_do_not_fit(option, message):
-    module, model = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=message):
-        compare(module, model, np.ones((2, 3)), **option)
+REFUSED = [
+    ("needs a loader", {"model": lambda w, x: x}),
+    ("expected a function of a state_dict", {"model": lambda w, x: x, "weights": {}}),
+    ("a loader makes", {"weights": lambda w: w}),
+    ("JAX: expected a tree", {"model": lambda w, x: "y", "weights": dict}),
+    *(("^model: expected an", {"model": m}) for m in (None, 3, nnx.Linear, torch.nn.Linear(3, 4))),
+    ("^model:", {"model": nnx.eval_shape(linear_model)}),
+    ("^twin: expected weights", {"twin": torch.nn.Linear(3, 4, device="meta")}),
+    ("^twin: .* this calls torch", {"twin": lambda x: torch.relu(x), "model": lambda x: x}),
+    *(("^dtypes:", {"dtypes": dtypes}) for dtypes in ((), 3, ([],), np.dtype("float32"))),
+    ("^platform: this machine", {"platform": "tpu"}),
+    ("^platform: expected one", {"platform": "foo"}),
+    ("^locate:", {"locate": "yes"}),
+    ("^names: expected torch", {"names": {"nix": ""}}),
+    ("^names: expected JAX", {"names": {"": "nix"}}),
+    ("^names: expected a dict", {"names": [("", "")]}),
+    ("^seed:", {"seed": -1}),
+    ("^seed:", {"seed": True}),
+    (r"^inputs\[0\]:", {"inputs": [np.ones((2, 3), object)]}),
+    (r"^inputs\[0\]\['x'\]:", {"inputs": [{"x": {1}}]}),
+    (r"^inputs\[0\]:", {"inputs": [[[1.0, 2.0], [3.0]]]}),
+    ("^kwargs:", {"kwargs": [1.0]}),
+    ("^call:", {"call": 3}),
+    ("^call_twin:", {"call_twin": torch.nn.Tanh()}),
+    ("^weights: layout:", {"weights": 3}),
+    ("^weights: Linear has no layout", {"weights": "keras"}),
+    ("weights: the twin has no nix", {"model": linear_function, "weights": lambda w: w["nix"]}),
+    ("^weights:", {"model": linear_function, "weights": lambda w: None}),
+    (r"\['a'\]: expected an", {"model": linear_function, "weights": lambda w: {"a": "b"}}),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "option", "message"),
-    [
-        (
-            [np.ones((2, 3), object)],
-            {},
-            r"^inputs\[0\]: expected an array of numbers, got an array",
-        ),
-        ([{"x": {1}}], {}, r"^inputs\[0\]\['x'\]: expected an array of numbers, got a set"),
-        ([[[1.0, 2.0], [3.0]]], {}, r"^inputs\[0\]: expected an array of numbers, got a list"),
-        ([], {"kwargs": [1.0]}, "^kwargs: expected a dict of inputs by name, got a list"),
-        ([], {"call": 3}, "^call: expected a function, got an int"),
-        ([], {"call_twin": torch.nn.Tanh()}, "^call_twin: expected a function, got a Tanh"),
-        ([], {"names": [("", "")]}, "^names: expected a dict of torch names to JAX paths, got"),
-        ([], {"weights": 3}, "^weights: layout: expected a name or a list"),
-        ([], {"weights": "keras"}, "^weights: Linear has no layout 'keras': give a table"),
-    ],
-)
-def test_arguments_of_another_type(arguments, option, message):
-    module, model = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=message):
-        compare(module, model, *arguments, **option)
-
-
-def test_a_function_of_torch_is_no_twin():
-    with pytest.raises(TypeError, match=r"^twin: .* this calls torch: put it into a torch"):
-        compare(lambda x: torch.relu(x), lambda x: jnp.maximum(x, 0), np.ones((2, 3)))
-
-
-def test_modules_without_values():
-    def model():
-        return nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-
-    with pytest.raises(ValueError, match=r"^model: expected weights, got .* nnx\.eval_shape"):
-        compare(torch.nn.Linear(3, 4), nnx.eval_shape(model), np.ones((2, 3)))
-    with pytest.raises(ValueError, match=r"^twin: expected weights, got .* device meta"):
-        compare(torch.nn.Linear(3, 4, device="meta"), model(), np.ones((2, 3)))
+@pytest.mark.parametrize(("message", "given"), REFUSED)
+def test_refuses(message, given):
+    options = dict(given)
+    twin, model = options.pop("twin", torch.nn.Linear(3, 4)), options.pop("model", linear_model())
+    inputs = options.pop("inputs", [np.ones((2, 3))])
+    with pytest.raises((KeyError, TypeError, ValueError), match=message):
+        compare(twin, model, *inputs, **options)
 
 
 @pytest.mark.parametrize(
@@ -482,40 +350,6 @@ def test_inputs_may_be_of_any_library_and_dtype(x):
     assert report.passed, f"\n{report}"
 
 
-@pytest.mark.parametrize(
-    ("loader", "error"),
-    [
-        (lambda weights: weights["nix"], "weights: the twin has no nix, it has weight, bias"),
-        (lambda weights: None, "^weights: expected the loader to return weights, got None"),
-        (lambda weights: {"a": "b"}, r"weights\(state_dict\)\['a'\]: expected an array"),
-    ],
-)
-def test_loaders_that_load_nothing(loader, error):
-    with pytest.raises((KeyError, TypeError), match=error):
-        compare(torch.nn.Linear(3, 4), linear_function, np.ones((2, 3)), weights=loader)
-
-
-def test_a_loader_may_be_in_torch():
-    report = compare(
-        twin(torch.nn.Linear, 3, 4),
-        linear_function,
-        np.ones((2, 3)),
-        weights=lambda weights: {
-            "kernel": torch.tensor(weights["weight"]).T,
-            "bias": weights["bias"].tolist(),
-        },
-    )
-    assert report.notes[0].startswith("weight gradients are not compared")
-
-
-@pytest.mark.parametrize("model", [None, 3, nnx.Linear, torch.nn.Linear(3, 4)])
-def test_what_is_no_model(model):
-    with pytest.raises(
-        TypeError, match=r"^model: expected an nnx\.Module, a model of Linen, .* or a function"
-    ):
-        compare(torch.nn.Linear(3, 4), model, np.ones((2, 3)))
-
-
 def test_a_layer_of_the_package_needs_no_table():
     x = np.random.default_rng(0).standard_normal((2, 5, 3))
     module = twin(torch.nn.LSTM, 3, 4, num_layers=2, batch_first=True)
@@ -527,3 +361,34 @@ def test_a_layer_of_the_package_needs_no_table():
         "input gradient",
         "weight gradients",
     }
+
+
+class Squash(nnx.Module):
+    """Not what torch's is."""
+
+    def __call__(self, x):
+        return jnp.tanh(x) * (1 + 1e-9)
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.squash = nnx.Linear(3, 4, rngs=rngs), Squash()
+        self.second = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.squash(self.first(x)))
+
+
+@pytest.mark.parametrize("names", [None, {"1": "squash"}])
+def test_a_submodule_without_weights_is_found(names):
+    """By its name; and without, as nothing else is between the two others."""
+    sequential = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    report = compare(
+        sequential,
+        MLP(nnx.Rngs(0)),
+        np.random.default_rng(0).standard_normal((5, 3)),
+        weights=[*linear("first", "0"), *linear("second", "2")],
+        locate=True,
+        names=names,
+    )
+    assert report.location.culprit == "1", f"\n{report}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from flax import nnx
 from test_references import Attention, attention
+from torch import optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from jax_models.weights import linear, same, transposed
@@ -49,13 +50,13 @@ def train(optimizer, optimizer_twin, **options) -> TrainingReport:
     )
 
 
-def matrices_decay(twin: torch.nn.Module) -> torch.optim.Optimizer:
+def matrices_decay(twin: torch.nn.Module) -> optim.Optimizer:
     """The biases do not."""
     groups = [
         {"params": [p for p in twin.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in twin.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=1e-2)
+    return optim.AdamW(groups, lr=1e-2)
 
 
 def of(cls, **options):
@@ -74,65 +75,50 @@ RATE = optax.join_schedules(
     [optax.linear_schedule(1e-3, 1e-2, 3), optax.cosine_decay_schedule(1e-2, STEPS - 3)], [3]
 )
 PAIRS = {
-    "SGD with momentum": (
-        optax.sgd(0.1, momentum=0.9),
-        of(torch.optim.SGD, lr=0.1, momentum=0.9),
-        {},
-    ),
+    "SGD with momentum": (optax.sgd(0.1, momentum=0.9), of(optim.SGD, lr=0.1, momentum=0.9)),
     "SGD with Nesterov's momentum": (
         optax.sgd(0.1, momentum=0.9, nesterov=True),
-        of(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-        {},
+        of(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     ),
-    "Adam": (optax.adam(1e-2), of(torch.optim.Adam, lr=1e-2), {}),
+    "Adam": (optax.adam(1e-2), of(optim.Adam, lr=1e-2)),
     "Adam with L2": (
         optax.chain(optax.add_decayed_weights(0.1), optax.adam(1e-2)),
-        of(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
-        {},
+        of(optim.Adam, lr=1e-2, weight_decay=0.1),
     ),
-    "AdamW": (
-        optax.adamw(1e-2, weight_decay=0.1),
-        of(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
-        {},
-    ),
+    "AdamW": (optax.adamw(1e-2, weight_decay=0.1), of(optim.AdamW, lr=1e-2, weight_decay=0.1)),
     "AdamW, matrices alone decay": (
         optax.adamw(1e-2, weight_decay=0.1, mask=partial(jax.tree.map, lambda p: p.ndim > 1)),
         matrices_decay,
-        {},
     ),
     "Adam with AMSGrad": (
         optax.chain(scale_by_amsgrad(), optax.scale(-1e-2)),
-        of(torch.optim.Adam, lr=1e-2, amsgrad=True),
-        {},
+        of(optim.Adam, lr=1e-2, amsgrad=True),
     ),
     "NAdam whose momentum does not grow": (
         optax.nadam(1e-2),
-        of(torch.optim.NAdam, lr=1e-2, momentum_decay=1e9),
-        {},
+        of(optim.NAdam, lr=1e-2, momentum_decay=1e9),
     ),
     "RMSprop": (
         optax.rmsprop(1e-2, decay=0.99, eps=1e-8, eps_in_sqrt=False),
-        of(torch.optim.RMSprop, lr=1e-2),
-        {},
+        of(optim.RMSprop, lr=1e-2),
     ),
     "Adagrad": (
         optax.chain(optax.scale_by_rss(initial_accumulator_value=0.0, eps=0.0), optax.scale(-1e-2)),
-        of(torch.optim.Adagrad, lr=1e-2, eps=0.0),
-        {},
+        of(optim.Adagrad, lr=1e-2, eps=0.0),
     ),
     "clipping by the global norm": (
         optax.chain(clip_by_global_norm(0.1), optax.sgd(0.1)),
-        of(torch.optim.SGD, lr=0.1),
+        of(optim.SGD, lr=0.1),
         {"clip_twin": partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)},
     ),
     "clipping by value": (
         optax.chain(optax.clip(0.05), optax.sgd(0.1)),
-        of(torch.optim.SGD, lr=0.1),
+        of(optim.SGD, lr=0.1),
         {"clip_twin": partial(torch.nn.utils.clip_grad_value_, clip_value=0.05)},
     ),
     "warm-up and cosine": (
         optax.adamw(lambda count: RATE(jnp.asarray(count, float)), weight_decay=0.01),
-        of(torch.optim.AdamW, lr=1e-2),
+        of(optim.AdamW, lr=1e-2),
         {"scheduler_twin": warm_up_and_cosine},
     ),
 }
@@ -141,8 +127,8 @@ PAIRS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 def test_pairs_stay_together(pair):
-    optimizer, optimizer_twin, options = PAIRS[pair]
-    report = train(optimizer, optimizer_twin, **options)
+    optimizer, optimizer_twin, *options = PAIRS[pair]
+    report = train(optimizer, optimizer_twin, **dict(*options))
     assert report.passed, f"\n{report}"
     assert all(len(errors) == STEPS for errors in report.steps.values())
     assert all(e.jax > 0 for e in report.steps["float32"])
@@ -151,41 +137,29 @@ def test_pairs_stay_together(pair):
 DIFFERENCES = {
     "optax clips by the norm itself, torch by the norm + 1e-6": (
         optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
-        of(torch.optim.SGD, lr=0.1),
+        of(optim.SGD, lr=0.1),
         {"clip_twin": partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)},
     ),
     "optax's RMSprop has its epsilon in the root": (
         optax.rmsprop(1e-2, decay=0.99),
-        of(torch.optim.RMSprop, lr=1e-2),
-        {},
+        of(optim.RMSprop, lr=1e-2),
     ),
-    "optax's AdamW decays by 1e-4, torch's by 1e-2": (
-        optax.adamw(1e-2),
-        of(torch.optim.AdamW, lr=1e-2),
-        {},
-    ),
-    "torch's NAdam lets its momentum grow": (
-        optax.nadam(1e-2),
-        of(torch.optim.NAdam, lr=1e-2),
-        {},
-    ),
-    "optax's Adagrad starts from 0.1": (
-        optax.adagrad(1e-2),
-        of(torch.optim.Adagrad, lr=1e-2),
-        {},
-    ),
+    "optax's AdamW decays by 1e-4, torch's by 1e-2": (optax.adamw(1e-2), of(optim.AdamW, lr=1e-2)),
+    "torch's NAdam lets its momentum grow": (optax.nadam(1e-2), of(optim.NAdam, lr=1e-2)),
+    "optax's Adagrad starts from 0.1": (optax.adagrad(1e-2), of(optim.Adagrad, lr=1e-2)),
     "optax's schedules count in float32": (
         optax.adamw(RATE, weight_decay=0.01),
-        of(torch.optim.AdamW, lr=1e-2),
+        of(optim.AdamW, lr=1e-2),
         {"scheduler_twin": warm_up_and_cosine},
     ),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_differences_of_definition_are_found(difference):
-    optimizer, optimizer_twin, options = DIFFERENCES[difference]
-    report = train(optimizer, optimizer_twin, **options)
+    optimizer, optimizer_twin, *options = DIFFERENCES[difference]
+    report = train(optimizer, optimizer_twin, **dict(*options))
     assert not report.passed
     assert report.parting["float64"][0] == 1
     assert "FAIL: float64: they part at step 1" in str(report)
@@ -194,7 +168,7 @@ def test_differences_of_definition_are_found(difference):
 
 def test_amsgrad_of_optax_corrects_before_it_compares():
     """They part when a second moment first falls."""
-    report = train(optax.amsgrad(1e-2), of(torch.optim.Adam, lr=1e-2, amsgrad=True))
+    report = train(optax.amsgrad(1e-2), of(optim.Adam, lr=1e-2, amsgrad=True))
     assert report.parting["float64"][0] == 2
 
 
@@ -206,7 +180,7 @@ def test_an_optimizer_is_made_in_each_dtype():
         made.append(jnp.zeros(()).dtype)
         return optax.MultiSteps(optax.adam(1e-2), 4, accumulator_dtype=float)
 
-    assert train(optimizer, of(torch.optim.Adam, lr=1e-2), accumulate=4).passed
+    assert train(optimizer, of(optim.Adam, lr=1e-2), accumulate=4).passed
     assert {*made} == {jnp.dtype("float64"), jnp.dtype("float32")}
 
 
@@ -224,7 +198,7 @@ def test_a_training_in_float32_has_no_float64():
         loss=loss,
         loss_twin=lambda twin, batch: twin(batch[0]).square().mean(),
         optimizer=optax.sgd(0.1),
-        optimizer_twin=of(torch.optim.SGD, lr=0.1),
+        optimizer_twin=of(optim.SGD, lr=0.1),
         weights=linear("", ""),
     )
     assert report.passed
@@ -234,7 +208,7 @@ def test_a_training_in_float32_has_no_float64():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_multi_steps_accumulate_in_a_dtype_of_their_own(dtype):
     optimizer = optax.MultiSteps(optax.adam(1e-2), 4, accumulator_dtype=dtype)
-    report = train(optimizer.gradient_transformation(), of(torch.optim.Adam, lr=1e-2), accumulate=4)
+    report = train(optimizer.gradient_transformation(), of(optim.Adam, lr=1e-2), accumulate=4)
     assert "float32" not in report.parting
     assert report.passed == (dtype is jnp.float64)
 
@@ -243,8 +217,8 @@ def test_a_fault_that_comes_late_is_found_when_it_comes():
     """The rate falls a step too early."""
     report = train(
         optax.sgd(optax.piecewise_constant_schedule(0.1, {7: 0.5})),
-        of(torch.optim.SGD, lr=0.1),
-        scheduler_twin=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5),
+        of(optim.SGD, lr=0.1),
+        scheduler_twin=lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 8, 0.5),
     )
     assert report.parting["float64"][0] == 8
     assert report.parting["float32"][0] == 8
@@ -260,64 +234,35 @@ def test_steps_along_rounding_errors_are_explained(rate):
         loss=lambda weights, x: (attention(weights, x) ** 2).mean(),
         loss_twin=lambda twin, x: twin(x).square().mean(),
         optimizer=optax.adam(rate),
-        optimizer_twin=of(torch.optim.Adam, lr=1e-2),
+        optimizer_twin=of(optim.Adam, lr=1e-2),
         weights=dict,
     )
     assert report.passed == (rate == 1e-2), str(report)
 
 
-def test_arguments_that_do_not_fit():
-    module, model = torch.nn.Linear(3, 4), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-    options = {
-        "loss": lambda model, x: model(x).sum(),
-        "loss_twin": lambda twin, x: twin(x).sum(),
-        "optimizer": optax.sgd(0.1),
-        "optimizer_twin": of(torch.optim.SGD, lr=0.1),
-    }
-    with pytest.raises(ValueError, match="`weights` does not say which is which"):
-        compare_training(module, model, [np.ones((2, 3))], **options)
-    with pytest.raises(ValueError, match="batches: expected at least one"):
-        compare_training(module, model, [], **options)
-    for name, (value, error) in {
-        "dtypes": ((), r"dtypes: expected some of .*, got \(\)"),
-        "accumulate": (2, "accumulate: expected at most the 1 batches, got 2"),
-    }.items():
-        with pytest.raises(ValueError, match=error):
-            compare_training(module, model, [np.ones((2, 3))], **options, **{name: value})
-    assert not TrainingReport({}).passed
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"loss": lambda model, x: model(x).mean(0)}, "loss: expected it to return a floating sca"),
-        ({"loss": lambda model, x: (model(x).sum(), 0)}, "loss: .* got a tuple of 2"),
-        ({"loss": "mse"}, "loss: expected a function, got a str"),
-        (
-            {"batches": np.array(3.0)},
-            r"batches: expected a list of arrays, got an array of shape \(\)",
-        ),
-        ({"loss_twin": lambda twin, x: twin(x).mean(0)}, r"loss_twin: .* shape \(4,\)"),
-        ({"loss_twin": lambda twin, x: twin(x).sum().item()}, "loss_twin: .* got a float"),
-        ({"loss_twin": torch.nn.MSELoss()}, "loss_twin: expected a function, got a MSELoss"),
-        ({"loss_twin": lambda twin, x: twin(x).sum().detach()}, "loss_twin: .* with a gradient"),
-        (
-            {"optimizer": of(torch.optim.SGD, lr=0.1)},
-            "optimizer: expected one of optax, .* got a fun",
-        ),
-        ({"optimizer_twin": optax.sgd(0.1)}, "optimizer_twin: expected a function, got Gradient"),
-        (
-            {"optimizer_twin": torch.optim.SGD},
-            "optimizer_twin: expected a function, got the class SGD",
-        ),
-        (
-            {"optimizer_twin": lambda twin: None},
-            "optimizer_twin: expected it to return a Opt",
-        ),
-        ({"scheduler_twin": lambda optimizer: None}, "scheduler_twin: expected it to return a LRS"),
-        ({"clip_twin": 1.0}, "clip_twin: expected a function, got a float"),
-        ({"batches": None}, "batches: expected a list of arrays, got a NoneType"),
-        ({"batches": {"x": 3}}, r"batches\[0\]: expected an array of numbers, got a str"),
+        ({"loss": lambda model, x: model(x).mean(0)}, "loss:"),
+        ({"loss": lambda model, x: (model(x).sum(), 0)}, "loss:"),
+        ({"loss": "mse"}, "loss:"),
+        ({"loss_twin": lambda twin, x: twin(x).mean(0)}, "loss_twin:"),
+        ({"loss_twin": lambda twin, x: twin(x).sum().item()}, "loss_twin:"),
+        ({"loss_twin": lambda twin, x: twin(x).sum().detach()}, "loss_twin:"),
+        ({"loss_twin": torch.nn.MSELoss()}, "loss_twin:"),
+        ({"optimizer": of(optim.SGD, lr=0.1)}, "optimizer:"),
+        ({"optimizer_twin": optax.sgd(0.1)}, "optimizer_twin:"),
+        ({"optimizer_twin": optim.SGD}, "optimizer_twin:"),
+        ({"optimizer_twin": lambda twin: None}, "optimizer_twin:"),
+        ({"scheduler_twin": lambda optimizer: None}, "scheduler_twin:"),
+        ({"clip_twin": 1.0}, "clip_twin:"),
+        ({"batches": np.array(3.0)}, "batches:"),
+        ({"batches": None}, "batches:"),
+        ({"batches": []}, "batches:"),
+        ({"batches": {"x": 3}}, r"batches\[0\]:"),
+        ({"dtypes": ()}, "dtypes:"),
+        ({"accumulate": 2}, "accumulate:"),
+        ({"weights": None}, "weights:|.*`weights` does not say"),
     ],
 )
 def test_what_does_not_train(option, message):
@@ -326,7 +271,7 @@ def test_what_does_not_train(option, message):
         "loss": lambda model, x: model(x).sum(),
         "loss_twin": lambda twin, x: twin(x).sum(),
         "optimizer": optax.sgd(0.1),
-        "optimizer_twin": of(torch.optim.SGD, lr=0.1),
+        "optimizer_twin": of(optim.SGD, lr=0.1),
         "weights": [transposed("kernel", "weight"), same("bias", "bias")],
         "dtypes": "float64",
     }
@@ -336,6 +281,6 @@ def test_what_does_not_train(option, message):
 
 
 def test_a_training_that_changes_nothing_shows_nothing():
-    report = train(optax.sgd(0.0), of(torch.optim.SGD, lr=0.0), dtypes="float64")
+    report = train(optax.sgd(0.0), of(optim.SGD, lr=0.0), dtypes="float64")
     assert not report.passed
     assert "no weight of the torch side changed" in str(report)

@@ -154,12 +154,13 @@ def of_keras(form, epsilon):
     return model, {"weights": table}
 
 
-FORMS = [
-    *((of_linen, form) for form in ("a loader", "bound", "a pair", "ToNNX")),
-    *((of_equinox, form) for form in ("a function", "a loader", "a table")),
-    *((of_haiku, form) for form in ("a loader", "a pair", "a pair with state")),
-    *((of_keras, form) for form in ("a loader", "a table")),
-]
+FORMS = {
+    of_linen: ("a pair", "a loader", "bound", "ToNNX"),
+    of_equinox: ("a table", "a function", "a loader"),
+    of_haiku: ("a pair", "a loader", "a pair with state"),
+    of_keras: ("a table", "a loader"),
+}
+"""The first of each also in `make test`."""
 
 
 def random_mlp() -> TorchMLP:
@@ -171,7 +172,14 @@ def random_mlp() -> TorchMLP:
     return twin
 
 
-@pytest.mark.parametrize(("framework", "form"), FORMS)
+@pytest.mark.parametrize(
+    ("framework", "form"),
+    [
+        pytest.param(framework, form, marks=pytest.mark.slow if i else [])
+        for framework, forms in FORMS.items()
+        for i, form in enumerate(forms)
+    ],
+)
 @pytest.mark.parametrize("epsilon", [1e-5, 1.1e-5])
 def test_models_of_other_frameworks(framework, form, epsilon):
     model, options = framework(form, epsilon)
@@ -207,76 +215,6 @@ def test_a_model_that_has_the_weights_needs_no_table():
     assert report.passed, f"\n{report}"
     assert report.notes[0].startswith("weight gradients are not compared")
     assert not compare(twin, model, x, call=lambda model, x: 1.1 * model(x)).passed
-
-
-class TorchNorm(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.out = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.out(self.norm(x)), self.norm.running_mean.clone()
-
-
-class Norm(nnx.Module):
-    def __init__(self, momentum, rngs):
-        self.norm = nnx.BatchNorm(4, momentum=momentum, epsilon=1e-5, rngs=rngs)
-        self.out = nnx.Linear(4, 3, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.norm(x)), self.norm.mean.get_value()
-
-
-@pytest.mark.parametrize("momentum", [0.9, 0.91])
-def test_a_batch_norm_in_training_changes_its_statistics(momentum):
-    def call(model, x):
-        model.norm.use_running_average = False
-        return model(x)
-
-    report = compare(
-        TorchNorm(),
-        Norm(momentum, nnx.Rngs(0)),
-        np.random.default_rng(0).standard_normal((5, 4)),
-        weights=[
-            *layer_norm("norm", "norm"),
-            *(same(f"norm.{name}", f"norm.running_{name}") for name in ("mean", "var")),
-            *linear("out", "out"),
-        ],
-        call=call,
-        call_twin=lambda twin, x: twin.train()(x),
-    )
-    assert report.passed == (momentum == 0.9), f"\n{report}"
-    assert report.errors["float64"]["outputs"].passed
-
-
-class Recurrent(nnx.Module):
-    """Its cell counts the keys that it draws, and has one bias where torch has two."""
-
-    def __init__(self, rngs):
-        self.rnn = nnx.RNN(nnx.SimpleCell(4, 5, rngs=rngs), rngs=rngs)
-
-    def __call__(self, x):
-        return self.rnn(x)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_an_nnx_rnn(reverse):
-    twin = torch.nn.RNN(4, 5, batch_first=True)
-    torch.nn.init.zeros_(twin.bias_hh_l0)
-    biases = ("bias_ih_l0", "bias_hh_l0")
-    report = compare(
-        twin,
-        Recurrent(nnx.Rngs(0)),
-        np.random.default_rng(0).standard_normal((2, 7, 4)),
-        weights=[
-            transposed("rnn.cell.dense_i.kernel", "weight_ih_l0"),
-            transposed("rnn.cell.dense_h.kernel", "weight_hh_l0"),
-            Weight(("rnn.cell.dense_i.bias",), biases, lambda a, b: (a + b,), lambda a: (a, 0 * a)),
-        ],
-        call=lambda model, x: model(x[:, ::-1] if reverse else x),
-        call_twin=lambda twin, x: twin(x)[0],
-    )
-    assert report.passed != reverse, f"\n{report}"
 
 
 def flax_lstm_rows(forget):
@@ -331,11 +269,7 @@ def equinox_scan():
 
 @pytest.mark.parametrize(
     "build",
-    [
-        lambda: (nnx_rnn(), flax_lstm_rows("if_")),
-        linen_rnn,
-        equinox_scan,
-    ],
+    [lambda: (nnx_rnn(), flax_lstm_rows("if_")), linen_rnn, equinox_scan],
     ids=["nnx.RNN", "linen.RNN", "equinox"],
 )
 def test_a_model_that_x64_cannot_trace_is_compared_in_float64(build):

@@ -38,21 +38,13 @@ PAIRS = {
         ["momentum 0.1 | 1 - momentum 0.01"],
     ),
     "the same momentum": (torch.nn.BatchNorm1d(3), linen.BatchNorm(momentum=0.9), []),
-    "no bias": (
-        torch.nn.Linear(2, 3, bias=False),
-        linen.Dense(3),
-        ["bias False | use_bias True"],
-    ),
+    "no bias": (torch.nn.Linear(2, 3, bias=False), linen.Dense(3), ["bias False | use_bias True"]),
     "rate": (torch.nn.Dropout(0.5), nnx.Dropout(0.1), ["p 0.5 | rate 0.1"]),
     "padding": (torch_conv(), conv(), ["padding (0, 0) | padding SAME"]),
     "the same padding": (torch_conv(padding=2, dilation=2), conv(kernel_dilation=2), []),
     "no padding": (torch_conv(), conv(padding="VALID", strides=1), []),
     "strides": (torch_conv(2), conv(padding=0), ["stride (2, 2) | strides 1"]),
-    "the shapes decide": (
-        torch_conv(2, 1),
-        conv(strides=2),
-        ["padding (1, 1) | padding SAME"],
-    ),
+    "the shapes decide": (torch_conv(2, 1), conv(strides=2), ["padding (1, 1) | padding SAME"]),
     "padding on one side": (
         torch.nn.Conv1d(2, 3, 3, padding=2),
         nnx.Conv(2, 3, (3,), padding="CAUSAL", rngs=RNGS),

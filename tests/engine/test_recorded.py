@@ -113,8 +113,8 @@ class Pair(NamedTuple):
     twin: torch.nn.Module
     model: object
     inputs: tuple
-    record: dict
-    compare: dict
+    record: dict = {}  # noqa: RUF012
+    compare: dict = {"weights": dict}  # noqa: RUF012
 
 
 def pairs() -> dict[str, Pair]:
@@ -138,32 +138,27 @@ def pairs() -> dict[str, Pair]:
             {"call_twin": lambda twin, x: two(*twin(x))},
             {"call": lambda layer, x: (layer(x)[0], State(*(s[0] for s in layer(x)[1])))},
         ),
-        "tied": Pair(
-            Tied(), tied, (tokens,), {"kwargs": mask, "logits": "y['logits']"}, {"weights": dict}
-        ),
-        "tied, wrong": Pair(Tied(), slightly_wrong, (tokens,), {"kwargs": mask}, {"weights": dict}),
+        "tied": Pair(Tied(), tied, (tokens,), {"kwargs": mask, "logits": "y['logits']"}),
+        "tied, wrong": Pair(Tied(), slightly_wrong, (tokens,), {"kwargs": mask}),
         "bfloat16": Pair(
             torch.nn.Linear(4, 3).bfloat16(),
             lambda w, x: x @ w["weight"].T + w["bias"],
             (x,),
             {"dtypes": ["float32", "bfloat16"]},
-            {"weights": dict},
         ),
-        "complex": Pair(Complex(), lambda w, x: x @ w["weight"], (x,), {}, {"weights": dict}),
+        "complex": Pair(Complex(), lambda w, x: x @ w["weight"], (x,)),
         "ill-conditioned": Pair(Logistic(), logistic, (rng.uniform(0.1, 0.9, (7,)),), {}, {}),
         "detached": Pair(
             torch.nn.Linear(4, 3),
             lambda w, x: (x @ w["weight"].T + w["bias"], 2 * x),
             (x,),
             {"call_twin": lambda twin, x: (twin(x), 2 * x.detach())},
-            {"weights": dict},
         ),
         "nested inputs": Pair(
             torch.nn.Linear(4, 3),
             lambda w, a: a["x"][0] @ w["weight"].T + w["bias"] * a["on"],
             ({"x": [x, None], "on": 1},),
             {"call_twin": lambda twin, a: twin(a["x"][0])},
-            {"weights": dict},
         ),
     }
 
@@ -186,7 +181,13 @@ def numbers(report: Report) -> dict[tuple, float]:
     }
 
 
-@pytest.mark.parametrize("name", pairs())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("linear", "tied") else pytest.mark.slow)
+        for name in pairs()
+    ],
+)
 def test_a_record_says_what_the_torch_module_says(name, tmp_path):
     live, recorded = reports(pairs()[name], tmp_path / "twin.safetensors")
     of_record, of_twin = numbers(recorded), numbers(live)
@@ -230,21 +231,6 @@ def test_constants_of_the_model_may_be_rounded_beside_a_record(tmp_path):
     assert (report.passed, report.notes) == (live.passed, live.notes)
 
 
-def test_a_weight_that_is_not_read_is_a_fault_if_it_matters(tmp_path):
-    torch.manual_seed(0)
-    path = tmp_path / "twin.safetensors"
-    record(Tied(), np.arange(7)[None], path=path)
-
-    def without_norm(w, tokens):
-        return tied({**w, "norm.bias": 0}, tokens)
-
-    assert compare(path, tied, weights=dict).passed
-    faults = compare(
-        path, without_norm, weights=lambda w: {k: w[k] for k in w if k != "norm.bias"}
-    ).faults
-    assert faults == ("weights: the loader does not read norm.bias",)
-
-
 BLOCKED = """
 import sys
 
@@ -256,6 +242,7 @@ class Blocker:
 
 
 sys.meta_path.insert(0, Blocker())
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax_models.weights import linear
@@ -270,6 +257,10 @@ try:
 except AssertionError as error:
     print(*str(error).splitlines()[2].split()[:2])
     print(str(error).splitlines()[-1])
+x = np.random.default_rng(0).standard_normal(5)
+assert compare(jnp.sin, lambda x: jnp.cos(x - jnp.pi / 2), x).passed
+record(jnp.sin, x, path="sin.safetensors")
+assert not compare("sin.safetensors", jnp.cos).passed
 assert "torch" not in sys.modules
 """
 
@@ -279,11 +270,7 @@ def test_torch_is_not_needed(tmp_path):
     record(pair.twin, *pair.inputs, path=tmp_path / "twin.safetensors")
     as_users = {key: value for key, value in os.environ.items() if not key.startswith("JAX_NUMPY")}
     done = subprocess.run(
-        [sys.executable, "-c", BLOCKED],
-        cwd=tmp_path,
-        env=as_users,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", BLOCKED], cwd=tmp_path, env=as_users, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "float64 outputs\nfirst to depart: the module itself, forward\n"
@@ -330,14 +317,14 @@ X = np.random.default_rng(0).standard_normal((2, 5, 4))
 @pytest.mark.parametrize(
     ("inputs", "options", "message"),
     [
-        ((X + 1,), {}, "inputs: expected those of .*, got others"),
-        ((X[:1],), {}, "inputs: expected those of .*, got others"),
-        ((X, X), {}, "inputs: expected those of .*, got others"),
-        ((), {"seed": 1}, "seed: expected that of the record, 0, got 1"),
+        ((X + 1,), {}, "inputs:"),
+        ((X[:1],), {}, "inputs:"),
+        ((X, X), {}, "inputs:"),
+        ((), {"seed": 1}, "seed:"),
         ((), {"dtypes": "bfloat16"}, "dtypes: the record has float64, float32, got"),
         ((), {"call_twin": lambda twin, x: twin(x)}, "call_twin: a record has the results"),
         ((), {"logits": True}, "logits: the record has none, got y"),
-        ((), {"edge_inputs": True}, "edge_inputs: expected a torch"),
+        ((), {"edge_inputs": True}, "edge_inputs:"),
     ],
 )
 def test_what_a_record_cannot_do_is_refused(inputs, options, message, whole_file):
@@ -387,3 +374,18 @@ def test_a_module_with_a_complex_attribute_is_recorded(tmp_path):
     module = torch.nn.Sequential(torch.nn.Linear(3, 4))
     module[0].phase = 1j
     record(module, np.ones((2, 3)), path=tmp_path / "phase.safetensors")
+
+
+def test_a_weight_that_is_not_read_is_a_fault_if_it_matters(tmp_path):
+    torch.manual_seed(0)
+    path = tmp_path / "twin.safetensors"
+    record(Tied(), np.arange(7)[None], path=path)
+
+    def without_norm(w, tokens):
+        return tied({**w, "norm.bias": 0}, tokens)
+
+    assert compare(path, tied, weights=dict).passed
+    faults = compare(
+        path, without_norm, weights=lambda w: {k: w[k] for k in w if k != "norm.bias"}
+    ).faults
+    assert faults == ("weights: the loader does not read norm.bias",)

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 
-from jax_models.weights import linear, same
 from parity_tests import assert_parity, compare, record
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -45,32 +43,6 @@ def test_a_reference_that_casts_is_measured_against_float64(dtype):
     assert report.errors["float64"]["outputs"].jax < 1e-15
     fault = partial(rms_norm, dtype=dtype, scale=1 + 1e-10)
     assert not compare(RMSNorm(), fault, x, weights=dict).passed
-
-
-class Plain(torch.nn.Module):
-    """With tensors that are no buffers, and stay in float32."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.mixing = torch.nn.Linear(5, 5), torch.randn(5, 5)
-
-    def forward(self, x):
-        return (self.linear(x).float() @ self.mixing).to(x.dtype)
-
-
-@pytest.mark.parametrize("factor", [1.0, 1 + 1e-5])
-def test_tensors_that_a_module_holds_go_with_it(factor):
-    x, twin = np.random.default_rng(0).standard_normal((7, 5)), Plain()
-    mixing = factor * twin.mixing.double().numpy()
-    report = compare(
-        twin,
-        lambda w, x: (
-            (x @ w["linear.weight"].T + w["linear.bias"][None]) @ jnp.asarray(mixing, x.dtype)
-        ),
-        x,
-        weights=dict,
-    )
-    assert report.passed == (factor == 1), str(report)
 
 
 class Attention(torch.nn.Module):
@@ -142,26 +114,6 @@ def test_complex_results_and_their_gradients(part):
         call_twin=lambda twin, x: torch.fft.rfft(twin(x)),
     )
     assert report.passed == (part == "whole"), str(report)
-
-
-class Norms(nnx.Module):
-    """A norm that casts, and a projection."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm = nnx.RMSNorm(5, rngs=rngs)
-        self.out = nnx.Linear(5, 5, rngs=rngs)
-
-    def __call__(self, x):
-        return 1.001 * self.out(self.norm(x))
-
-
-def test_a_fault_after_a_cast_is_located():
-    twin = torch.nn.Sequential(RMSNorm(), torch.nn.Linear(5, 5))
-    table = [same("norm.scale", "0.weight"), *linear("out", "1")]
-    x = np.random.default_rng(0).standard_normal((7, 5))
-    report = compare(twin, Norms(nnx.Rngs(0)), x, weights=table, locate=True)
-    assert report.location is not None
-    assert report.location.culprit == ""
 
 
 def test_onnx_models_are_refused_with_what_to_do():

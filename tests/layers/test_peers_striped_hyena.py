@@ -151,32 +151,3 @@ def test_what_is_exported_loads_in_the_package_and_in_the_twin(package):
     x = torch.from_numpy(X)
     with torch.no_grad():
         assert_same(twin(x)[0].numpy(), block(x)[0].numpy(), "the twin's outputs")
-
-
-def test_a_prefill_by_recurrence_is_wrong_in_the_package(package):
-    """It puts out Re R · Re s, not Re(R s), and computes Im s from the real part of a step later.
-
-    If this fails, the package has been mended; so the tests below.
-    """
-    block = built(package, prefill_style="recurrence")
-    expected, found = whole(port(block), TIME), in_pieces(block, 45, *[1] * 5)
-    for piece in (np.s_[:, :45], np.s_[:, 45:]):
-        assert np.abs(found - expected)[piece].max() > 0.1 * np.abs(expected).max()
-
-
-def test_a_prompt_of_one_step_is_wrong_in_the_package(package):
-    """Its short convolution then has one input for two taps: torch broadcasts it to both."""
-    block = built(package)
-    expected, found = whole(port(block), 3), in_pieces(block, 1, 1, 1)
-    assert_same(found[:, :1], expected[:, :1], "the first step")
-    assert np.abs(found - expected)[:, 1:].max() > 0.1 * np.abs(expected).max()
-
-
-def test_a_second_piece_is_its_last_step_in_the_package(package):
-    block = built(package)
-    cache = pytest.importorskip("stripedhyena.cache").RecurrentInferenceParams()
-    x = torch.from_numpy(X)
-    with torch.no_grad():
-        block(x[:, :40], inference_params=cache)
-        mixed, _ = block.filter(block.proj_norm(x[:, 40:]), inference_params=cache)
-    assert mixed.shape == (2, 1, FEATURES)

@@ -1,5 +1,7 @@
 """HyenaDNA's filters, its layouts, its config, and what it refuses."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,6 @@ from jax_models import (
     HyenaDNALanguageModelConfig,
     HyenaDNAMixer,
     from_torch,
-    generate,
     hyena_dna_from_weights,
     to_torch,
 )
@@ -98,83 +99,35 @@ def test_every_layout_is_read_with_the_config_of_its_shapes(x64, tied_head):
         np.testing.assert_array_equal(port(TOKENS)[0], logits, err_msg=layout)
 
 
-@pytest.mark.slow
-def test_a_model_with_dropout_drops_in_training_alone(x64):
-    rates = {"block_dropout_rate": 0.2, "embedding_dropout_rate": 0.1}
-    weights = to_torch(model_of())
-    model = hyena_dna_from_weights(
-        weights, HyenaDNALanguageModelConfig(**{**vars(CONFIG), **rates}), param_dtype=jnp.float64
-    )
-    assert (model(TOKENS)[0] != model(TOKENS)[0]).any()
-    model.eval()
-    np.testing.assert_array_equal(model(TOKENS)[0], model_of()(TOKENS)[0])
+FILTER = "backbone.layers.0.mixer.filter_fn"
+POSITIONS = f"{FILTER}.pos_emb.z"
+EDITS = [
+    ("expected a mapping", lambda w: [*w]),
+    (f"not a checkpoint of HyenaDNA: it has no {EMBEDDING}", lambda w: {}),
+    ("under", lambda w: {"state_dict": {f"model.{key}": array for key, array in w.items()}}),
+    (f"has no {POSITIONS}", lambda w: {k: a for k, a in w.items() if not k.endswith("pos_emb.z")}),
+    ("pos_emb.z:", lambda w: w | {POSITIONS: np.ones((24, 5))}),
+    ("pos_emb.z:", lambda w: w | {POSITIONS.replace("0", "1"): np.ones((1, 23, 5))}),
+    ("two different arrays", lambda w: w | {(k := f"{FILTER}.implicit_filter.3.freq"): w[k] + 1}),
+    ("unexpected key", lambda w: w | {"backbone.layers.0.mixer.ord_proj_w": np.ones((3, 1, 1))}),
+]
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda w: [*w], "state_dict: expected a mapping, got list"),
-        (lambda w: {}, f"state_dict: not of a HyenaDNA, it has no {EMBEDDING}"),
-        (
-            lambda w: {"state_dict": {f"model.{key}": a for key, a in w.items()}},
-            r'its weights are under "state_dict.model\.|are in the entry|under "model\."',
-        ),
-        (
-            lambda w: {key: a for key, a in w.items() if not key.endswith("pos_emb.z")},
-            r"has no backbone.layers.0.mixer.filter_fn.pos_emb.z",
-        ),
-        (
-            lambda w: w | {"backbone.layers.0.mixer.filter_fn.pos_emb.z": np.ones((24, 5))},
-            r"pos_emb.z: expected 3 axes, got \(24, 5\)",
-        ),
-        (
-            lambda w: w | {"backbone.layers.1.mixer.filter_fn.pos_emb.z": np.ones((1, 23, 5))},
-            r"layers.1.mixer.filter_fn.pos_emb.z: expected shape \(1, 24, 5\)",
-        ),
-        (
-            lambda w: {
-                key: a + 1 if key.endswith("layers.1.mixer.filter_fn.implicit_filter.3.freq") else a
-                for key, a in w.items()
-            },
-            r"implicit_filter.3.freq: two different arrays",
-        ),
-        (
-            lambda w: w | {"backbone.layers.0.mixer.ord_proj_w": np.ones((3, 1, 1))},
-            "unexpected key backbone.layers.0.mixer.ord_proj_w",
-        ),
-    ],
-)
-def test_what_is_no_such_checkpoint_is_refused(edit, message):
+@pytest.mark.parametrize(("message", "edit"), EDITS)
+def test_what_is_no_such_checkpoint_is_refused(message, edit):
     weights = to_torch(CONFIG.build(rngs=nnx.Rngs(0)))
     with pytest.raises((TypeError, ValueError), match=message):
         hyena_dna_from_weights(edit(weights))
 
 
-def test_what_a_long_convolution_cannot_do_is_refused():
-    model = CONFIG.build(rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="tokens: expected at most context_length=24 steps"):
-        model(np.zeros((1, 25), int))
-    with pytest.raises(NotImplementedError, match="reset: a long convolution cannot keep"):
-        model(TOKENS, reset=np.zeros(TOKENS.shape, bool))
-    for build, message in (
-        (lambda **o: HyenaDNAMixer(4, 8, order=1, **o), "order: expected at least 2, got 1"),
-        (lambda **o: HyenaDNAFilter(4, 8, embed_features=4, **o), "embed_features: expected an od"),
-        (lambda **o: HyenaDNAFilter(4, 8, num_filter_layers=1, **o), "num_filter_layers: expected"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build(rngs=nnx.Rngs(0))
-
-
-@pytest.mark.slow
-def test_a_text_goes_on_past_the_context(x64):
-    """By steps up to context_length, and then over a window that slides."""
-    model = model_of()
-    tokens = np.asarray(generate(model, TOKENS, 40, key=jax.random.key(0)))
-    whole = jax.jit(lambda window: model(window)[0])
-    text = TOKENS
-    for i, key in enumerate(jax.random.split(jax.random.key(0), 40)):
-        window = text[:, -24:]
-        padded = np.pad(window, ((0, 0), (0, 24 - window.shape[1])))
-        logits = whole(padded)[:, window.shape[1] - 1]
-        text = np.concatenate([text, jax.random.categorical(key, logits)[:, None]], axis=1)
-        assert (text[:, -1] == tokens[:, i]).all(), i
+@pytest.mark.parametrize(
+    ("argument", "build"),
+    [
+        ("order:", partial(HyenaDNAMixer, 4, 8, order=1)),
+        ("embed_features:", partial(HyenaDNAFilter, 4, 8, embed_features=4)),
+        ("num_filter_layers:", partial(HyenaDNAFilter, 4, 8, num_filter_layers=1)),
+    ],
+)
+def test_refuses(argument, build):
+    with pytest.raises(ValueError, match=argument):
+        build(rngs=nnx.Rngs(0))

@@ -7,18 +7,16 @@ are written out, as their documentation has them.
 import importlib
 import sys
 import types
+from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax import nnx
+from peers import assert_loads, assert_same_logits_and_gradients
 
 from jax_models import HippogriffLanguageModelConfig, from_torch, load_pretrained, to_torch
-from parity_tests import assert_parity
-from parity_tests.engine.bounds.tolerance import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
 
@@ -119,10 +117,9 @@ def built(module: Any, **options: Any) -> torch.nn.Module:
     return model
 
 
-def port(weights: Any, **options: Any) -> Any:
-    with jax.enable_x64(True):
-        config = HippogriffLanguageModelConfig.from_state_dict(weights, **options)
-        return from_torch(config.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0)), weights)
+def port(weights: Any, *, param_dtype: str, **options: Any) -> Any:
+    config = HippogriffLanguageModelConfig.from_state_dict(weights, **options)
+    return from_torch(config.build(param_dtype=param_dtype, rngs=nnx.Rngs(0)), weights)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -130,30 +127,8 @@ def test_logits_and_gradients_are_those_of_the_package(package, name):
     module, window = package
     model = built(module, **OPTIONS[name])
     num_kv_heads = OPTIONS[name].get("smqa_kv_heads", 1)
-    ours = port(model.state_dict(), window=window, num_kv_heads=num_kv_heads)
-    assert_parity(
-        model,
-        ours,
-        TOKENS,
-        weights="hippogriff",
-        call=lambda model, tokens: model(tokens)[0],
-        dtypes=["float64"],
-    )
-
-
-def test_steps_go_on_as_the_package_does_with_the_whole_text(package):
-    module, window = package
-    model = built(module)
-    with torch.no_grad():
-        expected = model(torch.from_numpy(TOKENS)).numpy()
-    ours = port(model.state_dict(), window=window)
-    with jax.enable_x64(True):
-        logits, state = jax.jit(ours.__call__)(TOKENS[:, :20])
-        pieces, step = [logits], jax.jit(ours.step)
-        for t in range(20, TOKENS.shape[1]):
-            logits, state = step(TOKENS[:, t], state)
-            pieces.append(logits[:, None])
-    assert_same(np.concatenate(pieces, axis=1), expected, "logits")
+    load = partial(port, window=window, num_kv_heads=num_kv_heads)
+    assert_same_logits_and_gradients(model, load, TOKENS, "hippogriff", dtypes=("float64",))
 
 
 def test_what_is_saved_is_read_and_goes_back(package, tmp_path):
@@ -161,7 +136,4 @@ def test_what_is_saved_is_read_and_goes_back(package, tmp_path):
     model = built(module).float()
     torch.save(model.state_dict(), tmp_path / "hippogriff.pth")
     ours = load_pretrained(tmp_path / "hippogriff.pth")
-    again = built(module).float()
-    again.load_state_dict({k: torch.from_numpy(a) for k, a in to_torch(ours).items()}, strict=True)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
+    assert_loads(built(module).float(), to_torch(ours), model)

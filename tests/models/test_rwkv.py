@@ -109,6 +109,7 @@ def test_a_whole_module_is_refused_and_the_way_out_is_named(zipped, tmp_path):
         read_pth(tmp_path / "m.pth")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [RWKVTimeMix, partial(RWKV6TimeMix, head_size=4)])
 def test_a_decay_beyond_float32_forgets_at_once(build):
     layer = build(4, rngs=nnx.Rngs(0))

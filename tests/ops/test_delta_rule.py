@@ -90,24 +90,6 @@ def test_all_forms_have_the_same_gradients(x64, kind):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_forward_mode_is_the_transpose_of_reverse_mode(x64, method):
-    arrays, options = inputs("rwkv7", 40)
-    rng = np.random.default_rng(3)
-    tangents, cotangent = (
-        {k: rng.standard_normal(x.shape) for k, x in arrays.items()} for _ in "ab"
-    )
-    cotangent = (cotangent["v"], cotangent["state"])
-
-    def run(arrays):
-        return delta_rule(**arrays, **options, method=method)
-
-    _, moved = jax.jvp(run, (arrays,), (tangents,))
-    [gradients] = jax.vjp(run, arrays)[1](cotangent)
-    along = sum(jnp.vdot(x, y) for x, y in zip(cotangent, moved, strict=True))
-    assert_same(sum(jnp.vdot(gradients[k], tangents[k]) for k in arrays), along, "derivative")
-
-
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["rwkv6", "any decay"])
 def test_decays_of_every_size_are_exact_and_finite(x64, method, kind):
     """Where a state is gone at one step, later steps lose no digits."""
@@ -142,12 +124,6 @@ def test_a_log_decay_at_the_least_has_its_whole_gradient(x64, method):
         return jax.grad(total)(np.full_like(arrays["log_w"], LEAST_LOG_DECAY))
 
     assert_same(gradient(LEAST_LOG_DECAY), gradient(None), "the gradient of log_w")
-
-
-def test_a_positive_least_log_decay_is_refused():
-    arrays, _ = inputs("rwkv7", 4)
-    with pytest.raises(ValueError, match=r"min_log_w: expected at most 0, got 0\.5"):
-        delta_rule(**arrays, min_log_w=0.5)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -240,18 +216,18 @@ def test_memory_of_65536_steps(method, min_log_w):
     assert total <= 6 * 6 * 4 * shape.size
 
 
-def test_what_it_refuses():
-    arrays, _ = inputs("rwkv7", 3)
-    arrays = {name: np.float32(array) for name, array in arrays.items()}
-    with pytest.raises(TypeError, match="a, b: expected both or neither"):
-        delta_rule(**{name: array for name, array in arrays.items() if name != "b"})
-    with pytest.raises(TypeError, match="u: expected None"):
-        delta_rule(**arrays, u=np.ones((HEADS, KEY), np.float32))
-    with pytest.raises(
-        ValueError, match=r"state: expected shape \(3, 2, 6, 5\), got \(3, 2, 5, 6\)"
-    ):
-        delta_rule(**arrays | {"state": arrays["state"].mT})
-    with pytest.raises(ValueError, match="min_log_w: expected a finite number"):
-        delta_rule(**arrays, min_log_w=-np.inf)
-    with pytest.raises(ValueError, match="method: expected one of"):
-        delta_rule(**arrays, method="parallel")
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("a, b:", {"b": None}),
+        ("u:", {"u": np.ones((HEADS, KEY), np.float32)}),
+        ("state:", {"state": np.zeros((BATCH, HEADS, KEY, VALUE), np.float32)}),
+        ("min_log_w:", {"min_log_w": -np.inf}),
+        ("min_log_w:", {"min_log_w": 0.5}),
+        ("method:", {"method": "parallel"}),
+    ],
+)
+def test_refuses(argument, change):
+    arrays = {name: np.float32(array) for name, array in inputs("rwkv7", 3)[0].items()}
+    with pytest.raises((TypeError, ValueError), match=argument):
+        delta_rule(**arrays | change)

@@ -331,41 +331,6 @@ def test_auto_traces_no_form_that_does_not_run(operator, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_auto_runs_uncompiled(x64, operator):
-    x = numbers(2, 3, 3)
-    expected = results_and_gradients(operator, x, jnp.float64)
-    with jax.disable_jit():
-        ours = results_and_gradients(operator, x, jnp.float64)
-    for name in expected:
-        assert_same(ours[name], expected[name], name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_second_derivatives_of_auto(x64, operator):
-    """Compiled, when the derivative of every device's form is taken; against differences."""
-    values = numbers(2, 5, 3)
-    x = {name: jnp.asarray(values[name] + 0.5 * (name == "a")) for name in OPERATORS[operator]}
-    direction = jax.tree.map(lambda leaf: jnp.sin(jnp.arange(1.0, leaf.size + 1)), x)
-    direction = jax.tree.map(lambda d, leaf: d.reshape(leaf.shape), direction, x)
-
-    def gradient(x, **options):
-        return jax.grad(lambda x: jnp.sum(jnp.sin(operator(x, **options)[0])))(x)
-
-    def moved(by):
-        return jax.jit(gradient)(jax.tree.map(lambda leaf, d: leaf + by * d, x, direction))
-
-    (along,) = jax.jit(lambda x: jax.vjp(gradient, x)[1](direction))(x)
-    for name, ahead in moved(1e-5).items():
-        difference = (ahead - moved(-1e-5)[name]) / 2e-5
-        np.testing.assert_allclose(along[name], difference, rtol=1e-6, atol=1e-8)
-    if operator is sums:
-        with pytest.raises(NotImplementedError, match='"pallas" has first derivatives only'):
-            jax.make_jaxpr(lambda x: jax.vjp(partial(gradient, method="pallas"), x)[0])(x)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("size", DELTA_SIZES)
 @pytest.mark.parametrize("operator", DELTA_RULES)
 def test_delta_rule_in_poisoned_memory(operator, size, capfd):

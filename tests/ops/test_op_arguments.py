@@ -132,7 +132,7 @@ ALLOWED = {
     ("delayed", "state.inputs", "one along the last axis"),
 }  # fmt: skip
 """No faults: the sizes are free, or there may be more axes."""
-ONE_LINE = r"[\w.]+:"
+ONE_LINE = r"[\w.]+: expected .+, got .+"
 
 
 def operator(name: str):
@@ -162,7 +162,7 @@ def test_an_operator_refuses(name, fault):
         with pytest.raises((TypeError, ValueError)) as error:  # noqa: PT012
             operator(name)(**jax.tree.unflatten(structure, values), **others)
             pytest.fail(f"{argument}: {fault}: accepted")
-        assert re.fullmatch(ONE_LINE, str(error.value))
+        assert re.match(ONE_LINE, str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_an_operator_refuses(name, fault):
     [
         ("lstm", {"lengths": np.array([4, -1])}, "lengths:"),
         ("lstm", {"state": ops.RNNState(array(2, 4))}, "state:"),
-        ("lstm", {"params": array(4)}, "multiple values for keyword argument 'params'"),
-        ("gru", {"inputs": array(4)}, "multiple values for keyword argument 'inputs'"),
+        ("lstm", {"params": array(4)}, "lstm: params: no such"),
+        ("gru", {"inputs": array(4)}, "gru: inputs: no such"),
         ("lstm", {"reverse": "no"}, "reverse:"),
         ("rnn", {"nonlinearity": "gelu"}, "nonlinearity:"),
         ("rg_lru", {"a": None}, "a, a_param:"),
@@ -254,24 +254,20 @@ def test_a_state_is_taken_in_the_dtype_of_the_loop():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("argument", "value"),
     [
-        ({"method": "cuda"}, "method:"),
-        ({"num_directions": 3}, "num_directions:"),
-        ({"cells": []}, "cells:"),
-        ({"state": ops.LSTMState(array(3, BATCH, 4), array(3, BATCH, 4))}, r"cells: .*\[3, 3\]"),
+        ("method", "cuda"),
+        ("num_directions", 3),
+        ("cells", []),
+        ("state", ops.LSTMState(*array(2, 3, BATCH, 4))),
     ],
 )
-def test_a_stack_names_the_argument(change, message):
+def test_a_stack_names_the_argument(argument, value):
     cell = {"kernel_ih": array(4, 16), "kernel_hh": array(4, 16)}
-    state = ops.LSTMState(array(2, BATCH, 4), array(2, BATCH, 4))
+    state = ops.LSTMState(*array(2, 2, BATCH, 4))
     given = {"x": array(BATCH, TIME, 4), "state": state, "cells": [cell, cell], "num_directions": 1}
-    with pytest.raises(ValueError, match=message):
-        ops.lstm_stack(**given | change)
-
-
-def test_documents_of_no_steps_end_nowhere():
-    assert ops.document_ends(jnp.zeros((2, 0), bool)).shape == (2, 0)
+    with pytest.raises(ValueError, match="cells:" if argument == "state" else argument):
+        ops.lstm_stack(**given | {argument: value})
 
 
 @pytest.mark.parametrize("name", [name for name in OPS if "lengths" in OPS[name]])

@@ -27,18 +27,11 @@ def recurrence_inputs(batch: int, time: int, features: int):
 
 
 def loop(a, b, h0, *, reverse=False):
-    """The recurrence and, for random gradients of h, those of a, b and h0: numpy, float64."""
-    steps = range(a.shape[1])[:: -1 if reverse else 1]
-    h, before, last = np.empty_like(b), np.empty_like(b), h0
-    for t in steps:
-        before[:, t] = last
+    """The recurrence in numpy; `test_derivatives.py` has its gradients."""
+    h, last = np.empty_like(b), h0
+    for t in range(a.shape[1])[:: -1 if reverse else 1]:
         last = h[:, t] = a[:, t] * last + b[:, t]
-    cotangent = np.random.default_rng(1).standard_normal(h.shape)
-    g, carried = np.empty_like(h), np.zeros_like(h0)
-    for t in reversed(steps):
-        g[:, t] = cotangent[:, t] + carried
-        carried = a[:, t] * g[:, t]
-    return cotangent, h, (g * before, g, carried)
+    return h
 
 
 @pytest.mark.slow
@@ -46,20 +39,10 @@ def loop(a, b, h0, *, reverse=False):
 @pytest.mark.parametrize(("time", "reverse"), [(1, False), (2, True), (13, False), (64, True)])
 def test_linear_recurrence_is_the_loop(x64, method, time, reverse):
     inputs = recurrence_inputs(3, time, 5)
-    cotangent, h, gradients = loop(*inputs, reverse=reverse)
-
-    @jax.jit
-    def both(*inputs):
-        (h, last), pullback = jax.vjp(
-            lambda *x: linear_recurrence(*x, reverse=reverse, method=method), *inputs
-        )
-        return h, last, pullback((cotangent, jnp.zeros_like(last)))
-
-    ours, last, our_gradients = both(*inputs)
-    assert_same(ours, h, "h")
-    assert_same(last, h[:, 0 if reverse else -1], "last h")
-    for ours, expected in zip(our_gradients, gradients, strict=True):
-        assert_same(ours, expected, "gradient")
+    expected = loop(*inputs, reverse=reverse)
+    h, last = jax.jit(partial(linear_recurrence, reverse=reverse, method=method))(*inputs)
+    assert_same(h, expected, "h")
+    assert_same(last, expected[:, 0 if reverse else -1], "last h")
 
 
 def turning(a, b, h0):
@@ -73,19 +56,8 @@ def turning(a, b, h0):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_linear_recurrence_of_complex_numbers_is_the_loop(x64, method, reverse):
     inputs = turning(*recurrence_inputs(3, 13, 5))
-    cotangent, h, gradients = loop(*inputs, reverse=reverse)
-    cotangent = cotangent.astype(complex)
-
-    @jax.jit
-    def both(*inputs):
-        run = partial(linear_recurrence, reverse=reverse, method=method)
-        (h, last), pullback = jax.vjp(run, *inputs)
-        return h, pullback((cotangent, jnp.zeros_like(last)))
-
-    ours, our_gradients = both(*inputs)
-    assert_same(ours, h, "h")
-    for ours, expected in zip(our_gradients, gradients, strict=True):
-        assert_same(ours, expected, "gradient")
+    h, _ = jax.jit(partial(linear_recurrence, reverse=reverse, method=method))(*inputs)
+    assert_same(h, loop(*inputs, reverse=reverse), "h")
 
 
 @pytest.mark.parametrize("method", COMPLEX_METHODS)
@@ -96,7 +68,7 @@ def test_masks_of_complex_numbers(x64, method):
     h, last = linear_recurrence(a, b, h0, lengths=lengths, reset=reset, method=method)
     zero = np.zeros_like(h0)
     for row, part, start in ((0, np.s_[:5], h0), (0, np.s_[5:], zero), (1, np.s_[:4], h0)):
-        _, expected, _ = loop(a[row : row + 1, part], b[row : row + 1, part], start[row : row + 1])
+        expected = loop(a[row : row + 1, part], b[row : row + 1, part], start[row : row + 1])
         assert_same(h[row, part], expected[0], f"row {row}, steps {part}")
     assert_same(last, np.stack([h[0, -1], h[1, 3]]), "the last")
 
@@ -115,12 +87,10 @@ def test_complex_numbers_meet_others():
         strict=True,
     ):
         assert gradient.dtype == like.dtype
-    with pytest.raises(TypeError, match="h0: expected a floating dtype, as a and b have, got comp"):
+    with pytest.raises(TypeError, match="h0:"):
         linear_recurrence(a, b, h0.astype(jnp.complex64))
     for method in ("pallas", KERNEL):
-        with pytest.raises(
-            NotImplementedError, match='method: expected "auto" or "associative" fo'
-        ):
+        with pytest.raises(NotImplementedError, match="method:"):
             linear_recurrence(z, b, method=method)
 
 
@@ -131,8 +101,8 @@ def test_linear_recurrence_over_65536_steps(method):
     rng = np.random.default_rng(0)
     a = np.float32(1 - 10 ** rng.uniform(-6, -1, (1, 65536, 8)))
     b, h0 = np.float32(rng.standard_normal(a.shape)), np.ones((1, 8), np.float32)
-    _, exact, _ = loop(*(x.astype(np.float64) for x in (a, b, h0)))
-    _, plain, _ = loop(a, b, h0)
+    exact = loop(*(x.astype(np.float64) for x in (a, b, h0)))
+    plain = loop(a, b, h0)
     ours, _ = jax.jit(lambda *x: linear_recurrence(*x, method=method))(a, b, h0)
     assert rms(np.asarray(ours) - exact) <= K * rms(plain - exact)
 
@@ -179,36 +149,6 @@ def test_auto_is_sequential_on_a_cpu_a_kernel_on_a_tpu_and_associative_elsewhere
         assert kernels == {"cpu": 0, "tpu": 1, "cuda": 0, "rocm": 0}
 
 
-def test_what_the_operators_refuse():
-    a = jnp.ones((2, 3, 4))
-    with pytest.raises(ValueError, match=r"b: expected shape \(2, 3, 4\), got \(2, 4, 4\)"):
-        linear_recurrence(a, jnp.ones((2, 4, 4)))
-    with pytest.raises(ValueError, match=r"h0: expected shape \(2, 4\), got \(4,\)"):
-        linear_recurrence(a, a, jnp.ones(4))
-    with pytest.raises(ValueError, match=r"method: expected one of .*'chunked'.*, got 'fast'"):
-        linear_recurrence(a, a, method="fast")
-    with pytest.raises(ValueError, match=r"v: expected shape \(2, 3, 4\), got \(2, 1, 4\)"):
-        wkv(a, a[:, :1], w=jnp.ones(4), u=jnp.ones(4))
-    with pytest.raises(ValueError, match="method: expected one of"):
-        wkv(a, a, w=jnp.ones(4), u=jnp.ones(4), method="chunked")
-    with pytest.raises(TypeError, match="a: expected a floating or complex dtype, got int32"):
-        linear_recurrence(a.astype(jnp.int32), a)
-    with pytest.raises(ValueError, match=r"w: expected shape \(4,\), got \(1,\)"):
-        wkv(a, a, w=jnp.ones(1), u=jnp.ones(4))
-    with pytest.raises(ValueError, match=r"state\.num: expected shape \(2, 4\), got \(1, 4\)"):
-        wkv(a, a, WKVState(*jnp.ones((3, 1, 4))), w=jnp.ones(4), u=jnp.ones(4))
-
-
-def test_no_steps_leave_the_state_alone():
-    empty, state = jnp.ones((2, 0, 4)), jnp.ones((2, 4))
-    h, last = linear_recurrence(empty, empty, state)
-    assert h.shape == (2, 0, 4)
-    np.testing.assert_array_equal(last, state)
-    y, last = wkv(empty, empty, WKVState(state, state, state), w=jnp.ones(4), u=jnp.ones(4))
-    assert y.shape == (2, 0, 4)
-    np.testing.assert_array_equal(last.max, state)
-
-
 def direct_wkv(k, v, w, u):
     """RWKV's formula as it is printed: a sum over the past at every step."""
     y = np.empty_like(v)
@@ -241,58 +181,6 @@ def test_wkv_is_the_printed_formula(x64, method, time):
     assert_same(
         state.den * np.exp(state.max), np.exp(k - age * w).sum(axis=1), "the sum of the weights"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", WKV_METHODS)
-def test_wkv_gradient_is_that_of_the_printed_formula(x64, method):
-    """By central differences of the formula, along random directions."""
-    inputs = wkv_inputs(2, 9, 3)
-    rng = np.random.default_rng(1)
-    cotangent = rng.standard_normal(inputs[0].shape)
-    gradients = jax.jit(
-        jax.grad(
-            lambda k, v, w, u: jnp.sum(wkv(k, v, w=w, u=u, method=method)[0] * cotangent),
-            argnums=(0, 1, 2, 3),
-        )
-    )(*inputs)
-    for index, gradient in enumerate(gradients):
-        direction = rng.standard_normal(inputs[index].shape)
-        ends = []
-        for step in (1e-5, -1e-5):
-            moved = [x + step * direction if i == index else x for i, x in enumerate(inputs)]
-            ends.append(np.sum(direct_wkv(*moved) * cotangent))
-        slope = (ends[0] - ends[1]) / 2e-5
-        assert np.sum(np.asarray(gradient) * direction) == pytest.approx(slope, rel=1e-7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
-def test_wkv_is_finite_at_the_extremes(method):
-    """For k, w and u anywhere in ±10⁴, in float32, forward and backward; y within v's range."""
-
-    @jax.jit
-    @partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
-    def gradients_and_results(k, v, w, u):
-        y, state = wkv(k, v, w=w, u=u, method=method)
-        return jnp.sum(jnp.sin(y)), (y, state)
-
-    rng = np.random.default_rng(0)
-    for scale in (1.0, 100.0, 1e4):
-        k, v = (np.float32(rng.uniform(-scale, scale, (4, 70, 16))) for _ in range(2))
-        v /= scale
-        w, u = (np.float32(rng.uniform(-scale, scale, 16)) for _ in range(2))
-        k[0], k[1], k[2, ::2], w[:2], u[:2] = (
-            scale,
-            -scale,
-            -scale,
-            (scale, -scale),
-            (-scale, scale),
-        )
-        gradients, (y, state) = gradients_and_results(k, v, w, u)
-        for leaf in jax.tree.leaves((gradients, y, state)):
-            assert np.isfinite(leaf).all()
-        assert np.abs(y).max() <= 1 + 1e-6
 
 
 @pytest.mark.slow

@@ -57,15 +57,7 @@ def test_reports_are_saved_as_a_page(tmp_path):
     save({"mine": report(), "gpt <2>": FAILING}, str(tmp_path / "x.html"))
     page = (tmp_path / "x.html").read_text()
     assert "1 pair agrees; 1 fails" in page
-    for text in (
-        "gpt &lt;2&gt;, gpu: outputs, z: &lt;b&gt;empty&lt;/b&gt;",
-        "note: gpt &lt;2&gt;, gpu: weight gradients are not compared",
-        "first to depart: norm",
-        "errors of every tensor",
-        "logits against the float64 torch twin",
-        "nan",
-        "75.00%",
-    ):
+    for text in ("gpt &lt;2&gt;, gpu: outputs, z: &lt;b&gt;empty&lt;/b&gt;", "nan", "75.00%"):
         assert text in page
 
 
@@ -86,21 +78,16 @@ def test_records_are_merged():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("reports", "name", "argument"),
     [
-        ({}, "at least one$"),
-        ({"a": 1}, "or a dict of them, got {'a': 1}"),
-        ("x", "got 'x'"),
+        ({}, "x.json", "reports"),
+        ({"a": 1}, "x.json", "reports"),
+        ("x", "x.json", "reports"),
+        (FAILING, "x.txt", "path"),
+        (FAILING, "json", "path"),
     ],
 )
-def test_what_is_no_report_is_refused(given, message, tmp_path):
-    with pytest.raises((TypeError, ValueError), match=f"^reports: expected .*{message}"):
-        save(given, tmp_path / "x.json")
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("name", ["x.txt", "json", ""])
-def test_a_file_of_no_form_is_refused(name, tmp_path):
-    with pytest.raises(ValueError, match=r"^path: expected a name in \.html or \.json, got"):
-        save(report(), tmp_path / name)
+def test_refuses(reports, name, argument, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=f"^{argument}:"):
+        save(reports, tmp_path / name)
     assert not [*tmp_path.iterdir()]

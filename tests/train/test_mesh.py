@@ -12,8 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jax_models import (
     GPModelConfig,
@@ -25,7 +24,7 @@ from jax_models import (
     RWKV7LanguageModelConfig,
     RWKVLanguageModelConfig,
 )
-from train.mesh import MeshConfig, build_mesh, place
+from train.mesh import MeshConfig, build_mesh
 from train.optimizer import OptimizerConfig, build_optimizer
 from train.step import Trainer
 
@@ -66,7 +65,7 @@ MESHES = {
     "2×2×2, fully sharded": MeshConfig(data=2, model=2, sequence=2, fully_sharded=True),
     "1×1×8, fully sharded": MeshConfig(data=1, sequence=8, fully_sharded=True),
 }
-WITHOUT_MODEL, WITHOUT_TIME = {"lstm", "min-gru", "hyena"}, {"lstm", "attention"}
+WITHOUT_MODEL, WITHOUT_TIME = {"hyena"}, {"lstm", "attention"}
 WITHOUT_RESET = {"hyena"}
 
 ON_EIGHT_DEVICES = """
@@ -181,58 +180,15 @@ def test_a_mesh_that_does_not_divide_is_refused(config, sizes, message):
         build_mesh(MeshConfig(**config), **sizes, devices=[*range(8)])
 
 
-def test_a_width_that_does_not_divide_is_refused():
-    mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
-    path = "layers.layers.0.mlp.up_proj.kernel"
-    assert place(path, (3, 4), mesh, fully_sharded=True) == P(None, "model")
-    with pytest.raises(ValueError, match=f"mesh.model: expected a divisor of the 5 of {path}"):
-        place(path, (3, 5), mesh, fully_sharded=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "axis"),
-    [
-        ("rglru.input_gate.kernel", (4, 12, 12), 0),
-        ("rglru.recurrence_gate.bias", (4, 12), 0),
-        ("rglru.a_param", (48,), 0),
-        ("conv.kernel", (4, 48), 1),
-        ("recurrent_proj.bias", (48,), 0),
-        ("q_proj.kernel", (32, 32), 1),
-        ("k_proj.kernel", (32, 8), None),
-        ("out_proj.kernel", (48, 32), 0),
-        ("out_proj.bias", (32,), None),
-    ],
-)
-def test_a_griffin_is_divided_by_blocks_of_gates_and_heads_of_queries(name, shape, axis):
-    mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
-    spec = place(f"layers.layers.0.temporal_block.{name}", shape, mesh, fully_sharded=False)
-    assert [*spec] == ["model" if i == axis else None for i in range(len(shape))]
-
-
-@pytest.mark.parametrize("name", ["a", "a_param"])
-def test_a_hawk_is_divided_by_features(name):
-    mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
-    spec = place(f"layers.layers.0.hawk.rglru.{name}", (32,), mesh, fully_sharded=False)
-    assert [*spec] == ["model"]
-
-
-@pytest.mark.parametrize(("size", "axis"), [(64, "model"), (65, None)])
-def test_a_vocabulary_is_divided_where_it_divides(size, axis):
-    mesh = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
-    for path, shape, spec in (
-        ("embedding.embedding", (size, 8), P(axis, None)),
-        ("head.kernel", (8, size), P(None, axis)),
-        ("head.bias", (size,), P(axis)),
-        ("pos_embedding.embedding", (size, 8), P(None, None)),
-    ):
-        assert place(path, shape, mesh, fully_sharded=True) == spec
-
-
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
         ("lstm", MeshConfig(sequence=2), "mesh.sequence: expected 1, got 2: LSTM: time_axis: "),
-        ("min-gru", MeshConfig(model=2), "RNNLanguageModel has no projections"),
+        (
+            "hyena",
+            MeshConfig(model=2),
+            "mesh.model: expected 1, since no layer of GPModel declares",
+        ),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused(model, config, message):

@@ -1,12 +1,11 @@
 """A text as tokens, parts, rows and batches."""
 
 import pwd
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from train.text import Text, default_cache
+from train.text import default_cache
 from train.vocabulary import Characters
 from train.windows import Batches, Windows, split
 from twinscan.command_line import CommandLineError
@@ -65,13 +64,6 @@ def test_every_character_is_a_token():
     vocabulary = Characters.of(text)
     assert vocabulary.decode(vocabulary.encode(text)) == text
     assert len(vocabulary) == len(set(text))
-
-
-def test_read_text_of_nothing_is_the_seeds():
-    text, end = Text().pieces()
-    assert (len(text), len(set(text)), end) == (451, 20, None)
-    with pytest.raises(CommandLineError):
-        Text([Path("no-such-file.txt")])
 
 
 def test_a_user_without_a_home_is_asked_for_a_cache(monkeypatch):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -19,20 +18,15 @@ from train.config import TrainConfig
 from train.curve import draw_curve
 from train.monitor import peak
 from train.run import Run, build_trainer
-from train.step import Trainer
 from train.text import ALL_WORK
 from train.vocabulary import Characters
 from train.windows import Batches, split
 from twinscan.command_line import CommandLineError, NonFiniteError, one_line_errors
 
+pytestmark = pytest.mark.usefixtures("unreported")
 ARGS = ["--num-steps", "30", "--eval-every", "10", "--eval-batches", "2", "--log-every", "6"]
 TRAINING = split(Characters.of(ALL_WORK).encode(ALL_WORK), 8)["train"]
 BATCHES = Batches(TRAINING, batch_size=4, seed=2001)
-
-
-@pytest.fixture(autouse=True)
-def unreported(monkeypatch):
-    monkeypatch.setattr(train_command, "report", lambda *_: None)
 
 
 def command(folder: Path, *args: str) -> Run:
@@ -122,20 +116,13 @@ def test_skipped_steps_are_told_with_their_rows(fails_at, tmp_path, capsys):
     assert run.metrics()[-1]["step"] == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [9, 14, 15])
-def test_skipped_steps_and_an_interruption(step, fails_at, tmp_path, monkeypatch):
+def test_skipped_steps_and_an_interruption(step, fails_at, interrupted_at, tmp_path):
     """The same weights, skipped steps and lines as of a run that nothing interrupts."""
     fails_at(13, 14, 15, 27)
     whole = command(tmp_path / "whole")
-    steps = Trainer.steps
-
-    def interrupt(self, state, batches, count):
-        if int(state.step) <= step < int(state.step) + count:
-            monkeypatch.setattr(Trainer, "steps", steps)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return steps(self, state, batches, count)
-
-    monkeypatch.setattr(Trainer, "steps", interrupt)
+    interrupted_at(step, signal.SIGTERM)
     with pytest.raises(SystemExit), one_line_errors("prog"):
         command(tmp_path / "cut")
     cut = command(tmp_path / "cut")
@@ -290,3 +277,11 @@ def test_tensorboard_names_its_package(tmp_path, monkeypatch):
     with pytest.raises(CommandLineError, match=r"--tensorboard: .* pip install tensorboardX$"):
         command(tmp_path / "run", "--tensorboard")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_count_in_a_row_outlives_a_restart(fails_at, tmp_path):
+    fails_at(8, 9, 10)
+    folder = tmp_path / "run"
+    train_command.main(["--out", str(folder), *ARGS, "--num-steps", "10"])
+    with pytest.raises(NonFiniteError, match="step 10: "):
+        train_command.main(["--resume", str(folder), "--num-steps", "30", "--max-skipped", "3"])

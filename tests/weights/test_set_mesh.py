@@ -75,6 +75,33 @@ def test_a_layer_is_placed(mesh, options, build, mesh_set_for):
         np.testing.assert_array_equal(array, weights[key].numpy())
 
 
+@pytest.mark.parametrize("options", [{}, {"time_major": True, "dropout_rate": 0.5}], ids=str)
+def test_a_placed_layer_runs(mesh, options):
+    """Eagerly and compiled, with the numbers of one device. Dropout draws new masks."""
+    rows = P(None, "model") if options else P("model")
+    x = np.random.default_rng(0).standard_normal((8, 8, 8), np.float32)
+    weights = torch.nn.LSTM(8, 16, num_layers=2).state_dict()
+
+    def build(**names):
+        layer = LSTM(8, 16, num_layers=2, rngs=nnx.Rngs(0), **options, **names)
+        layer = from_torch(layer, weights)
+        return layer, nnx.view(layer, deterministic=True)
+
+    _, expected = build()
+    y, state = expected(x)
+    with jax.set_mesh(mesh):
+        dropping, layer = build(**NAMED)
+        sharded = jax.device_put(x, NamedSharding(mesh, rows))
+        for call in (layer, nnx.jit(lambda x: layer(x))):
+            found = call(sharded)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves((y, state)), strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-6)
+            if AxisType.Explicit in mesh.axis_types:
+                assert [jax.typeof(a).sharding.spec.index("model") for a in found[1]] == [1, 1]
+                assert jax.typeof(found[0]).sharding.spec == P(*rows, *[None] * (3 - len(rows)))
+        assert not options or (dropping(sharded)[0] != dropping(sharded)[0]).any()
+
+
 def loads_a_file(folder):
     save_file(to_torch(SileroVAD(rngs=nnx.Rngs(0))), folder / "vad.safetensors")
     return lambda: load_pretrained(folder / "vad.safetensors")
@@ -203,6 +230,7 @@ def test_a_command_builds_its_own_mesh(mesh, tmp_path, capsys, monkeypatch):
     assert printed(jax.set_mesh(mesh), str(tmp_path / "with")) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(EIGHT.items() <= os.environ.items(), reason="there are eight")
 def test_on_eight_devices():
     """In a process of its own: the number of devices is set before JAX starts."""

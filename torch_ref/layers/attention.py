@@ -1,5 +1,7 @@
 """Causal self-attention in plain PyTorch, with which The Annotated Hyena compares Hyena."""
 
+__all__ = ["CausalSelfAttention", "SelfAttentionBlock"]
+
 import torch
 from torch import Tensor, nn
 

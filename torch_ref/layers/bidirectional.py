@@ -1,5 +1,7 @@
 """Two stacks that run both ways over a sequence, in plain PyTorch."""
 
+__all__ = ["RNNBidirectional"]
+
 import torch
 from torch import Tensor, nn
 

@@ -3,6 +3,8 @@
 The keys are those of transformers' RecurrentGemma.
 """
 
+__all__ = ["GriffinBlock", "GriffinRecurrence", "LocalAttention", "ZeroCenteredRMSNorm"]
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,5 +1,7 @@
 """The GRU in plain PyTorch."""
 
+__all__ = ["GRUScratch"]
+
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,7 @@
 """Hawk, its RG-LRU and its block in plain PyTorch (Griffin, arXiv 2402.19427)."""
 
+__all__ = ["RGLRU", "CausalConv1d", "GatedMLP", "Hawk", "HawkBlock"]
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

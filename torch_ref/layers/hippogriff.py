@@ -3,6 +3,8 @@
 `version`, "0.0.2" or "0.0.3", decides the keys, the order of the layers, and whether c is stored.
 """
 
+__all__ = ["HippogriffBlock", "HippogriffHawk"]
+
 import math
 
 import torch

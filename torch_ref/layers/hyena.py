@@ -3,6 +3,8 @@
 x_i and v are channels first, (batch, features, time).
 """
 
+__all__ = ["AuthenticHyenaBlock", "HyenaBlock", "Projection"]
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -4,6 +4,8 @@ x_i and v are channels first, (batch, features, time). HyenaDNA's `t` and `delta
 here parameters with requires_grad=False.
 """
 
+__all__ = ["HyenaDNABlock", "HyenaDNAFilter", "HyenaDNAMixer"]
+
 import math
 from typing import Any
 

@@ -5,6 +5,15 @@ they are in the state_dict; they and those parameters that have no part in the o
 requires_grad=False, so that a weight-decaying optimizer leaves them alone.
 """
 
+__all__ = [
+    "AuthenticHyenaFilter",
+    "AuthenticWindow",
+    "HyenaFilter",
+    "PositionalEmbedding",
+    "Sin",
+    "Window",
+]
+
 import math
 
 import torch

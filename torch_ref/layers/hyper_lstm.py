@@ -1,5 +1,7 @@
 """The HyperLSTM in plain PyTorch (labml.ai; HyperNetworks, arXiv 1609.09106)."""
 
+__all__ = ["HyperLSTM", "HyperLSTMCell"]
+
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,7 @@
 """The LSTM with layer norm in plain PyTorch (labml.ai's LSTMCell)."""
 
+__all__ = ["LayerNormLSTM"]
+
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,7 @@
 """The LSTM in plain PyTorch."""
 
+__all__ = ["LSTMDeep", "LSTMProj", "LSTMScratch"]
+
 import torch
 from torch import Tensor, nn
 

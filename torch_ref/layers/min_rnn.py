@@ -1,5 +1,7 @@
 """minGRU and minLSTM in plain PyTorch (arXiv 2410.01201)."""
 
+__all__ = ["MinGRU", "MinLSTM"]
+
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,7 @@
 """A module that runs from the last step to the first, in plain PyTorch."""
 
+__all__ = ["Reversed"]
+
 from torch import Tensor, nn
 
 from torch_ref.layers.state import State

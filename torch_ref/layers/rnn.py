@@ -1,5 +1,7 @@
 """The simple RNN in plain PyTorch."""
 
+__all__ = ["RNN", "RNNDeep", "RNNScratch"]
+
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,7 @@
 """RWKV-4 in plain PyTorch (arXiv 2305.13048), under BlinkDL's keys."""
 
+__all__ = ["RWKVBlock", "RWKVChannelMix", "RWKVTimeMix"]
+
 from collections.abc import Sequence
 
 import torch

@@ -1,5 +1,7 @@
 """RWKV-6 in plain PyTorch (arXiv 2404.05892), under BlinkDL's keys."""
 
+__all__ = ["RWKV6Block", "RWKV6ChannelMix", "RWKV6TimeMix"]
+
 from collections.abc import Iterator
 
 import torch

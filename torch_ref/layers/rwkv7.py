@@ -1,5 +1,7 @@
 """RWKV-7 in plain PyTorch (arXiv 2503.14456), under BlinkDL's keys."""
 
+__all__ = ["RWKV7Block", "RWKV7ChannelMix", "RWKV7TimeMix"]
+
 import math
 
 import torch

@@ -1,5 +1,7 @@
 """StripedHyena's Hyena block in plain PyTorch (arXiv 2310.18780), under the package's keys."""
 
+__all__ = ["StripedHyenaBlock", "StripedHyenaMixer"]
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,5 +1,7 @@
 """Text from a language model, token by token from its state."""
 
+__all__ = ["generate"]
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """The language model over Hyena or attention blocks in plain PyTorch."""
 
+__all__ = ["GPModel"]
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The Griffin language model in plain PyTorch, as RecurrentGemma (arXiv 2402.19427)."""
 
+__all__ = ["GriffinLanguageModel"]
+
 from typing import Any
 
 import torch

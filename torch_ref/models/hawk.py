@@ -1,5 +1,7 @@
 """The Hawk language model in plain PyTorch (Griffin, arXiv 2402.19427)."""
 
+__all__ = ["HawkLanguageModel"]
+
 from typing import Any
 
 from torch import Tensor, nn

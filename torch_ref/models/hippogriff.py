@@ -1,5 +1,7 @@
 """The language model of hippogriff in plain PyTorch (Griffin, arXiv 2402.19427)."""
 
+__all__ = ["HippogriffLanguageModel"]
+
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,5 +1,7 @@
 """The language model of HyenaDNA in plain PyTorch (arXiv 2306.15794), under its keys."""
 
+__all__ = ["HyenaDNALanguageModel"]
+
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,5 +1,7 @@
 """The recurrent language model in plain PyTorch."""
 
+__all__ = ["RNNLanguageModel"]
+
 from typing import Any
 
 import torch

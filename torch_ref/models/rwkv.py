@@ -1,5 +1,7 @@
 """The RWKV language models in plain PyTorch, under BlinkDL's keys."""
 
+__all__ = ["RWKVLanguageModel"]
+
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The RWKV-6 language model in plain PyTorch, under BlinkDL's keys."""
 
+__all__ = ["RWKV6LanguageModel"]
+
 from typing import Any
 
 from torch_ref.layers.rwkv6 import RWKV6Block

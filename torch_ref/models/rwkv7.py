@@ -1,5 +1,7 @@
 """The RWKV-7 language model in plain PyTorch, under BlinkDL's keys."""
 
+__all__ = ["RWKV7LanguageModel"]
+
 from typing import Any
 
 from torch import Tensor

@@ -1,5 +1,7 @@
 """silero-VAD 6 in plain PyTorch (snakers4/silero-vad)."""
 
+__all__ = ["SileroVAD"]
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

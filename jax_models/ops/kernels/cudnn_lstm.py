@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_models.ops.checks import checked
 from jax_models.ops.keywords import suggests_arguments
 from jax_models.ops.lstm import LSTMState
-from jax_models.ops.segments import mask_padding
+from jax_models.ops.rows import Rows
 
 MAX_STEPS = 65_535
 """cuDNN's longest sequence (github.com/pytorch/pytorch/issues/133751)."""
@@ -80,7 +80,7 @@ def cudnn_lstm(
         jnp.where((lengths > 0)[None, :, None], new, old)
         for new, old in zip(last, state, strict=True)
     ]
-    return mask_padding(y, lengths), LSTMState(*last)
+    return Rows.of(time, lengths).masked(y), LSTMState(*last)
 
 
 @suggests_arguments

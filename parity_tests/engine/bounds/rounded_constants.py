@@ -7,16 +7,16 @@ out whether they differ in nothing else, the reference runs once more with JAX's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, ROUNDED_RUNS, ulp
+from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, ulp
 from parity_tests.engine.candidates.jax_program import is_rounded
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.results import ErrorsByGroup, Results, errors_of, largest_by_group
+from parity_tests.engine.results import Results
 
 if TYPE_CHECKING:
     from parity_tests.engine.references.reference import Reference
@@ -28,16 +28,6 @@ MOST_NAMES = 3
 def rounded_count(values: Iterable[np.ndarray]) -> int:
     """How many numbers of constants are rounded to float32."""
     return int(sum(is_rounded(value).sum() for value in values))
-
-
-def random_moves(values: Iterable[np.ndarray], seed: int) -> Iterator[list[np.ndarray]]:
-    """Random relative moves of constants within their rounding; exact numbers do not move."""
-    rng, values = np.random.default_rng(seed), [*values]
-    for _ in range(ROUNDED_RUNS // 2 if rounded_count(values) else 0):
-        yield [
-            CONSTANT_ULPS * ulp(np.float32) * rng.uniform(-1, 1, value.shape) * is_rounded(value)
-            for value in values
-        ]
 
 
 def moves_to(
@@ -86,7 +76,7 @@ def names_of(constants: Mapping[str, np.ndarray]) -> list[str]:
 
 
 class Constants:
-    """The constants of both sides, and what their rounding explains."""
+    """The constants of both sides that are rounded to float32."""
 
     def __init__(self, problem: Problem, jax_side: JaxSide, reference: Reference):
         self._problem, self._jax_side, self._reference = problem, jax_side, reference
@@ -102,20 +92,14 @@ class Constants:
         are = "constant is" if self.count == 1 else "constants are"
         return f"{self.count} {are} in float32 ({', '.join(named[:MOST_NAMES])}{more})"
 
-    def with_digits(self) -> tuple[Results, bool]:
-        """The reference's results with JAX's digits of its constants, and whether JAX has all."""
+    def with_digits(self) -> tuple[Results | None, bool]:
+        """The reference's results with JAX's digits of its constants, and whether JAX has all.
+
+        None if the reference cannot be run with other constants.
+        """
         arrays = self._jax_side.argument_free(self._problem)
-        moves, have_own = moves_to(self._reference.constants().values(), arrays)
+        moves, have_own = moves_to(self._reference.constants.values(), arrays)
         are_known = have_own and bool(moves) and not rounded_count(self._ours)
         if not any(move.any() for move in moves):
             return self._reference.oracle, are_known
         return self._reference.with_constants(moves), are_known
-
-    def scatter(self, ours: Results) -> ErrorsByGroup:
-        """The largest errors of each side when its constants are off by their rounding."""
-        oracle, cast_to = self._reference.oracle, self._reference.cast_to
-        runs = (
-            errors_of(self._jax_side.run(self._problem, "float64", oracle, cast_to, moves), ours)
-            for moves in random_moves(self._ours, self._problem.seed)
-        )
-        return largest_by_group([self._reference.constant_scatter, *runs])

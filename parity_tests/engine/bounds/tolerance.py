@@ -5,7 +5,8 @@ is the root mean square of its difference from y64, relative to the root mean sq
 
 - float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
   dtypes.
-  Constants that one of them has in float32 (`rounded_constants.py`) may differ by `CONSTANT_ULPS`.
+  Constants that one of them has in float32 (`rounded_constants.py`) are replaced by the digits of
+  the other, or the bound is that of float32.
 - float32 and bfloat16: JAX errs by at most K times what torch errs in that dtype, or K ·
   `FLOOR_ULPS` ulp where torch happens to err by less.
 - Where JAX errs by more, torch's one run may have been lucky: in an ill-conditioned computation a
@@ -174,17 +175,12 @@ def tensor_errors(
     theirs: Mapping[str, float],
     theirs32: Mapping[str, float],
     rounded: Iterable[Mapping[str, float]],
-    least: Mapping[str, float] | None = None,
 ) -> dict[str, Error]:
     """The errors of a group in `dtype`; `theirs32` are the twin's in float32, for its stability.
 
-    `rounded` has the errors of runs of the twin with random rounding. `least` has bounds by tensor
-    that something else explains.
+    `rounded` has the errors of runs of the twin with random rounding.
     """
-    bounds = {
-        name: max(floor(dtype), K * error, (least or {}).get(name, 0.0))
-        for name, error in theirs.items()
-    }
+    bounds = {name: max(floor(dtype), K * error) for name, error in theirs.items()}
     # If rounding to float32 causes a small error, rounding to float64 causes a far smaller one.
     plain = {
         name: max(error, ulp(np.float32)) if dtype == np.float64 and error <= UNSTABLE else np.inf

@@ -110,19 +110,17 @@ class JaxSide:
         dtype: str,
         oracle: Results,
         casts_of_torch: Sequence[str] = (),
-        moves: Sequence[np.ndarray] = (),
         noise: int = 0,
     ) -> Results:
         """The result under the oracle's names, and the gradients of the same random cotangents.
 
         The problem is the one that was compiled, with any weights, inputs and seed. There are no
         gradients where the result's shapes are others than the oracle's, or where it has none.
-        `casts_of_torch`: the dtypes that the torch side casts to in float64. `moves`: by how much
-        of its size each of `constants_of(problem)` is to be another. `noise`: the seed of random
-        rounding.
+        `casts_of_torch`: the dtypes that the torch side casts to in float64. `noise`: the seed of
+        random rounding.
         """
         with self._settings(dtype):
-            differentiated, given, moves = self._arguments(problem, dtype, moves)
+            differentiated, given = self._arguments(problem, dtype)
             given_back = [jnp.asarray(in_dtype(c, dtype)) for c in cotangents(problem.seed, oracle)]
             traced = Traced(
                 dtype,
@@ -131,7 +129,7 @@ class JaxSide:
                 "input gradient" in oracle,
             )
             groups, gradients = jax.device_get(
-                self._compiled(traced, [*moves], noise, differentiated, given, given_back)
+                self._compiled(traced, noise, differentiated, given, given_back)
             )
         results = Results({group: dict(named) for group, named in groups.items()})
         if gradients is None:
@@ -175,10 +173,10 @@ class JaxSide:
             inputs = {*map(id, jax.tree.leaves((floating, others)))}
             leaves = jax.tree.leaves(((weights, floating), (held, rest, others)))
             given = [None if id(leaf) in inputs else leaf for leaf in leaves]
-            PartialLift(closed, {}, Found(), ()).evaluate(given)
+            PartialLift(closed, {}, Found()).evaluate(given)
 
     def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any, tuple[Any, Any]]:
-        differentiated, given, _ = self._arguments(problem, "float64", ())
+        differentiated, given = self._arguments(problem, "float64")
         made_for = Traced("float64", (), (), backward=False)
         forward = partial(self._forward, traced=made_for, found=found)
         closed, (_, groups) = traced(forward, (differentiated, given), found)
@@ -194,14 +192,13 @@ class JaxSide:
             yield
 
     def _arguments(
-        self, problem: Problem, dtype: str, moves: Sequence[Any]
-    ) -> tuple[tuple[Any, Any], tuple[Any, Any, Any], Sequence[Any]]:
-        """What is differentiated, what is given, and the moves of constants in the code."""
+        self, problem: Problem, dtype: str
+    ) -> tuple[tuple[Any, Any], tuple[Any, Any, Any]]:
+        """What is differentiated, and what is given."""
         weights, rest = _split(problem.build(problem.state_dict, dtype))
-        rest, moves = _moved(rest, moves)
         floating, others = _partition(fixed(arrays(problem.inputs, dtype)))
         differentiated = (None if self._to_torch is None else weights, floating)
-        return differentiated, (weights if self._to_torch is None else None, rest, others), moves
+        return differentiated, (weights if self._to_torch is None else None, rest, others)
 
     def constants_of(self, problem: Problem) -> list[np.ndarray]:
         """The constants of the float64 run: those that a module holds, then those of its code."""
@@ -209,7 +206,7 @@ class JaxSide:
             held = _held(_split(problem.build(problem.state_dict, "float64"))[1])
         return [*map(np.asarray, held), *self.found["float64"].constants]
 
-    def _forward_and_backward(self, traced: Traced, moves: list[Any], noise: Any, *args):
+    def _forward_and_backward(self, traced: Traced, noise: Any, *args):
         found = self.found[traced.dtype] = Found()
         evaluator = Lift if self._rounding is None else partial(Rounded, self._rounding, noise)
 
@@ -231,9 +228,7 @@ class JaxSide:
             ]
             return groups, jax.tree.map(jnp.conj, pullback(cast)[0])
 
-        return rewritten(self._transform(function), dict(traced.lifted), found, moves, evaluator)(
-            *args
-        )
+        return rewritten(self._transform(function), dict(traced.lifted), found, evaluator)(*args)
 
     def _forward(self, differentiated, given, traced: Traced, found: Found):
         """The floating leaves of the result, and all of it by group and name."""
@@ -281,26 +276,6 @@ def _held(rest: Any) -> list[Any]:
         for leaf in leaves
         if _is_constant(leaf)
     ]
-
-
-def _moved(rest: Any, moves: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """With the constants that a module holds moved, and the moves that are left."""
-    if not moves or rest is None:
-        return rest, moves
-    left = iter(moves)
-
-    def move(leaf: Any) -> Any:
-        if not _is_constant(leaf):
-            return leaf
-        factor = 1 + next(left)
-        return (
-            leaf.replace(leaf.get_value() * factor)
-            if isinstance(leaf, nnx.Variable)
-            else (leaf * factor)
-        )
-
-    is_leaf = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
-    return (rest[0], jax.tree.map(move, rest[1], is_leaf=is_leaf)), [*left]
 
 
 def _merge(weights: Any, rest: Any) -> Any:

@@ -39,22 +39,13 @@ BIT_PATTERNS = ("bitcast_convert_type", "nextafter")
 
 
 class Lift:
-    """Evaluates a computation with its numbers of some dtypes in others.
+    """Evaluates a computation with its numbers of some dtypes in others."""
 
-    `moves` are by how much of its size each constant of these dtypes is to be another.
-    """
-
-    def __init__(
-        self, closed: ClosedJaxpr, dtypes: Mapping[str, str], found: Found, moves: Sequence[Any]
-    ):
+    def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str], found: Found):
         self._closed, self._dtypes, self._found = closed, dtypes, found
-        constants = {
-            id(atom): value
-            for atom, value in constants_in(closed.jaxpr, closed.consts)
-            if dtypes and is_real(atom.aval.dtype) and is_rounded(self._decimal(value)).any()
-        }
-        found.constants = [self._decimal(value) for value in constants.values()]
-        self._moves = dict(zip(constants, moves, strict=True)) if moves else {}
+        constants = {id(atom): (atom, a) for atom, a in constants_in(closed.jaxpr, closed.consts)}
+        numbers = [self._decimal(a) for atom, a in constants.values() if is_real(atom.aval.dtype)]
+        found.constants = [each for each in numbers if dtypes and is_rounded(each).any()]
 
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
         """The results."""
@@ -87,9 +78,7 @@ class Lift:
         if not self._dtypes or not is_real(dtype):
             return self._up(jnp.asarray(value, dtype))
         wide = self._dtypes.get(str(dtype), dtype)
-        constant = jnp.asarray(self._decimal(value), wide)
-        move = self._moves.get(id(atom))
-        return constant if move is None else (constant * (1 + move)).astype(wide)
+        return jnp.asarray(self._decimal(value), wide)
 
     def _decimal(self, value: Any) -> np.ndarray:
         """In float64; a short decimal, as somebody wrote it, with all its digits."""
@@ -213,7 +202,7 @@ class ArgumentFree(PartialLift):
     """Computes only what depends on no argument, and collects its real numbers."""
 
     def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str]):
-        super().__init__(closed, dtypes, Found(), ())
+        super().__init__(closed, dtypes, Found())
         self._arrays: list[np.ndarray] = []
 
     def arrays(self) -> list[np.ndarray]:
@@ -264,7 +253,6 @@ def rewritten(
     function: Callable[..., Any],
     dtypes: Mapping[str, str],
     found: Found,
-    moves: Sequence[Any] = (),
     evaluator: Callable[..., Lift] = Lift,
 ) -> Callable[..., Any]:
     """The function with its numbers of some dtypes in others; tells what it found on the way."""
@@ -277,7 +265,7 @@ def rewritten(
             leaf.astype(aval.dtype) if jnp.issubdtype(aval.dtype, jnp.integer) else leaf
             for leaf, aval in zip(jax.tree.leaves(args), closed.in_avals, strict=True)
         ]
-        results = evaluator(closed, lifted, found, moves).evaluate(leaves)
+        results = evaluator(closed, lifted, found).evaluate(leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run

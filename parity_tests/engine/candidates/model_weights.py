@@ -39,12 +39,7 @@ class ReferenceWeights:
 
 
 def own_weights(model: Any) -> tuple[Arrays, list[str]]:
-    """The weights that a JAX model has, by path, and which of them are trained.
-
-    Raises:
-        TypeError: it is given without.
-
-    """
+    """The weights that a JAX model has, by path, and which of them are trained."""
     foreign = foreign_model(model)
     if foreign is not None and foreign.weights is None:
         raise TypeError("twin: it has no weights: give it with them, as (model, weights)")
@@ -85,12 +80,7 @@ def evaluating(weights: Any) -> Any:
 
 
 def checked_loaded(weights: Any) -> Any:
-    """What a loader returns: an `nnx.Module`, or a tree with arrays.
-
-    Raises:
-        TypeError: there is no array.
-
-    """
+    """What a loader returns: an `nnx.Module`, or a tree with arrays."""
     if isinstance(weights, nnx.Module):
         return weights
 

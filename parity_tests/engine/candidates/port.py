@@ -12,8 +12,7 @@ from flax import nnx
 
 from jax_models import from_torch, to_torch
 from jax_models.ops.checks import described
-from jax_models.weights import Table
-from jax_models.weights.transfer import params_of, weight_table
+from jax_models.weights.transfer import weight_table
 from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.adapters import (
     ForeignModel,
@@ -41,13 +40,23 @@ from parity_tests.engine.problem import (
     in_dtype,
     is_torch_module,
     kind_of,
+    with_kwargs,
 )
 
 
 def port(
-    start: "Start", known: ReferenceWeights, model: Any, weights: Any, call: Any = None
+    start: "Start",
+    known: ReferenceWeights,
+    model: Any,
+    weights: Any,
+    call: Any = None,
+    *,
+    has_kwargs: bool = False,
 ) -> tuple[Problem, list[str], list[str]]:
-    """The problem, the faults of the weights, and what cannot be compared."""
+    """The problem, the faults of the weights, and what cannot be compared.
+
+    With `has_kwargs`, the last input is a dict of inputs by name.
+    """
     foreign = foreign_model(model)
     is_function = callable(model) and not isinstance(model, type) and not is_torch_module(model)
     if foreign is None and not isinstance(model, nnx.Module) and not is_function:
@@ -59,19 +68,21 @@ def port(
         isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))
     ):
         raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
+    how = with_kwargs(call or called) if has_kwargs else call or called
     if foreign is not None:
-        return _of_foreign(start, known, foreign, weights, call or called)
+        return _of_foreign(start, known, foreign, weights, how)
     if isinstance(model, nnx.Module):
-        return _of_module(start, known, model, weights, call or called)
+        return _of_module(start, known, model, weights, how)
+    function = model
     if weights is None and not known.arrays:
-        return _of_loader(start, known, lambda _, *inputs: model(*inputs), dict)
-    if not callable(weights) or call is not None:
+        function, weights = lambda _, *inputs, **kwargs: model(*inputs, **kwargs), dict
+    elif not callable(weights) or call is not None:
         raise TypeError(
             "model: a function of weights and inputs needs a loader as `weights`, and no `call`: "
             f"expected a function of a state_dict, as `dict`, got {described(weights)}"
             + (" and `call`" if call is not None else "")
         )
-    return _of_loader(start, known, model, weights)
+    return _of_loader(start, known, with_kwargs(function) if has_kwargs else function, weights)
 
 
 Start = Callable[..., Problem]
@@ -128,7 +139,8 @@ def _of_module(
     except TypeError as error:
         raise TypeError(f"weights: {error}") from None
     except ValueError as error:
-        hint = _nested_tables(model, weights, state_dict) if isinstance(weights, list) else ""
+        is_own = isinstance(weights, list)
+        hint = "; parity_tests.draft_table(twin, model) drafts the missing rows" if is_own else ""
         raise ValueError(f"weights: {error}{hint}") from None
 
     def build(state_dict: Arrays, dtype: str) -> nnx.Module:
@@ -150,39 +162,6 @@ def _of_module(
         table=table,
     )
     return problem, faults, []
-
-
-def _nested_tables(model: nnx.Module, table: Table, state_dict: Arrays) -> str:
-    """The code of missing rows, for submodules that have tables of their own."""
-    named = {path for row in table for path in row.params}
-    rows, covered = [], set()
-    for path, module in sorted(nnx.iter_modules(model), key=lambda found: len(found[0])):
-        place = ".".join(map(str, path))
-        params = {f"{place}.{param}" for param in params_of(module)}
-        own_layouts = getattr(module, "torch_layouts", dict) if path else dict
-        layouts = own_layouts()
-        if not layouts or not params or params & (named | covered):
-            continue
-        covered |= params
-        places = {name: _places_of(to_torch(module, name), state_dict) for name in layouts}
-        layout = next(filter(places.get, layouts), next(iter(layouts)))
-        key = places[layout][0] if len(places[layout]) == 1 else "…"
-        code = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-        rows.append(f'*nested(model{code}.torch_layouts()["{layout}"], "{place}", "{key}")')
-    if not rows:
-        return ""
-    return f"; add rows to the table, with `nested` of jax_models.weights: {', '.join(rows)}"
-
-
-def _places_of(weights: Arrays, state_dict: Arrays) -> list[str]:
-    """The torch submodules that have exactly these keys, in these shapes."""
-    by_place: dict[str, dict[str, Any]] = {}
-    for key, array in state_dict.items():
-        parts = key.split(".")
-        for i in range(1, len(parts)):
-            by_place.setdefault(".".join(parts[:i]), {})[".".join(parts[i:])] = array.shape
-    shapes = {key: array.shape for key, array in weights.items()}
-    return [place for place, inside in by_place.items() if inside == shapes]
 
 
 def _of_named(
@@ -278,12 +257,7 @@ def _floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def refuse_other_weights(problem: Problem) -> None:
-    """Refuse a model that was not given the twin's weights, and does not have them.
-
-    Raises:
-        ValueError: most numbers of the twin's weights are not among the model's.
-
-    """
+    """Refuse a model that was not given the twin's weights, and does not have them."""
 
     def numbers(arrays: Iterable[Any]) -> np.ndarray:
         flat = [np.asarray(array).astype(np.complex64).ravel() for array in arrays]

@@ -43,13 +43,7 @@ def weight_owners(twin: torch.nn.Module) -> dict[str, str]:
 
 
 def checked_twin(twin: Any) -> torch.nn.Module:
-    """A copy of a torch module on the CPU, in evaluation mode.
-
-    Raises:
-        TypeError: it is none.
-        ValueError: it has no weights.
-
-    """
+    """A copy of a torch module on the CPU, in evaluation mode."""
     if not isinstance(twin, torch.nn.Module):
         raise TypeError(f"twin: expected a torch.nn.Module, got {kind_of(twin)}")
     if any(weight.is_meta for weight in twin.state_dict().values()):

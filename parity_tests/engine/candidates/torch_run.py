@@ -14,6 +14,7 @@ from parity_tests.engine.candidates.torch_module import cast, converted, in_doub
 from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.results import (
     Results,
+    are_same,
     cotangents,
     grouped,
     named_leaves,
@@ -25,12 +26,7 @@ Prepare = Callable[[torch.nn.Module], object]
 
 
 def run_oracle(problem: Problem, prepare: Prepare = lambda twin: None) -> tuple[Results, InFloat64]:
-    """What `run_torch` returns, in float64 throughout, and what was found on the way.
-
-    Raises:
-        TypeError: the module mixes float64 with tensors that stay in float32.
-
-    """
+    """What `run_torch` returns, in float64 throughout, and what was found on the way."""
     try:
         with InFloat64() as mode:
             results = run_torch(problem, "float64", prepare)
@@ -91,12 +87,7 @@ def changes_result(problem: Problem, keys: Sequence[str]) -> bool:
         for key in keys:
             weights[key] += 1
 
-    before, after = forward(problem), forward(problem, change)
-    return not all(
-        np.array_equal(array, after[group][name], equal_nan=True)
-        for group, named in before.items()
-        for name, array in named.items()
-    )
+    return not are_same(forward(problem), forward(problem, change))
 
 
 def forward(problem: Problem, prepare: Prepare = lambda twin: None) -> Results:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,15 +26,14 @@ from parity_tests.engine.locate.frameworks import nnx_modules
 from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
 from parity_tests.engine.locate.run import Run, of_jax
 from parity_tests.engine.locate.weights import weigh
-from parity_tests.engine.logits import logits_array
 from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
 from parity_tests.engine.progress import Say
-from parity_tests.engine.references.reference import Reference, RunErrors, run_errors
+from parity_tests.engine.references.reference import Place, Reference
 from parity_tests.engine.references.source import Source
 from parity_tests.engine.results import (
-    GROUPS,
     ErrorsByGroup,
     Results,
+    are_same,
     errors_of,
     named_leaves,
     only_floating,
@@ -76,14 +75,11 @@ class JaxReference(Reference):
                 f"{first_of(found.casts)}",
             ]
 
-    def _own_run(self, dtype: str) -> RunErrors:
-        self._say(f"reference in {dtype}")
-        results = self.oracle
-        if dtype != "float64":
-            results = self._side.run(self.problem, dtype, self.oracle)
-        logits = logits_array(self.problem.logits, self.oracle) if self.problem.logits else None
-        found = run_errors(results, self.oracle, f"{dtype} reference", logits)
-        return dataclasses.replace(found, dtypes=self._side.found[dtype].dtypes)
+    def _results_in(self, dtype: str) -> Results:
+        return self._side.run(self.problem, dtype, self.oracle)
+
+    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[Place, Any]:
+        return self._side.found[dtype].dtypes
 
     def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"reference, rounded to {dtype} at random")
@@ -130,13 +126,10 @@ class JaxReference(Reference):
             rounded(),
         )
 
-    def constants(self) -> dict[str, np.ndarray]:
-        """The constants that may be moved within the rounding of float32."""
+    @functools.cached_property
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """The constants of its float64 run."""
         return numbered(self._side.constants_of(self.problem))
-
-    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by a relative perturbation."""
-        return self._side.run(self.problem, "float64", self.oracle, self.cast_to, moves)
 
 
 def source_of(model: Any) -> Source:
@@ -158,13 +151,8 @@ def source_of(model: Any) -> Source:
             raise
 
     def own(problem: Problem) -> Problem:
-        start = partial(
-            Problem,
-            **{
-                field: getattr(problem, field)
-                for field in ("twin", "inputs", "dtypes", "seed", "logits")
-            },
-        )
+        fields = ("twin", "inputs", "dtypes", "seed", "logits")
+        start = partial(Problem, **{field: getattr(problem, field) for field in fields})
         if not is_function:
             return port(start, known, model, named_table(arrays), problem.call_twin)[0]
         return port(start, known, partial(problem.call_twin, model), None)[0]
@@ -179,19 +167,10 @@ def source_of(model: Any) -> Source:
             side.run(dataclasses.replace(problem, twin=WeightsOnly(each)), "float64", shapes)
             for each in (arrays, {**arrays, key: other})
         )
-        return not all(
-            np.array_equal(array, after[group][name], equal_nan=True)
-            for group in GROUPS[:2]
-            for name, array in before.get(group, {}).items()
-        )
+        return not are_same(before, after)
 
-    known = ReferenceWeights(
-        arrays,
-        {key: key for key in arrays},
-        parameters,
-        matters,
-        is_jax=True,
-    )
+    owners = {key: key for key in arrays}
+    known = ReferenceWeights(arrays, owners, parameters, matters, is_jax=True)
     is_nnx = isinstance(model, nnx.Module)
     submodules = [path for path, _ in nnx_modules(model)] if is_nnx else None
     return Source(WeightsOnly(arrays), known, reference, submodules=submodules)

@@ -15,12 +15,7 @@ from parity_tests.engine.references.source import Source
 
 
 def refuse_onnx(twin: Any) -> None:
-    """Refuse a model of ONNX, or the path of one. Imports no onnx.
-
-    Raises:
-        TypeError: it is one.
-
-    """
+    """Refuse a model of ONNX, or the path of one. Imports no onnx."""
     onnx = sys.modules.get("onnx")
     is_path = isinstance(twin, str | os.PathLike) and os.fspath(twin).endswith(".onnx")
     if is_path or (onnx is not None and isinstance(twin, onnx.ModelProto)):
@@ -54,9 +49,9 @@ def open_reference(twin: Any) -> Iterator[Source]:
     # Where the reference is a record or a JAX model, torch need not be installed.
     from parity_tests.engine.candidates.torch_module import checked_twin
     from parity_tests.engine.candidates.torch_run import one_thread
-    from parity_tests.engine.references.torch_reference import TorchReference, weights_of
+    from parity_tests.engine.references.torch_reference import TorchReference, reference_weights
 
     twin = checked_twin(twin)
     with one_thread():
         submodules = [name for name, _ in twin.named_modules()]
-        yield Source(twin, weights_of(twin), TorchReference, submodules=submodules)
+        yield Source(twin, reference_weights(twin), TorchReference, submodules=submodules)

@@ -48,13 +48,7 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
 
 
 def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    """The arrays and the facts of a file.
-
-    Raises:
-        ValueError: it is cut or damaged, of another schema, or no such file.
-        OSError: it cannot be opened.
-
-    """
+    """The arrays and the facts of a file."""
     path.open("rb").close()
     try:
         with safe_open(os.fspath(path), framework="numpy") as file:
@@ -92,12 +86,7 @@ def _checksum(arrays: Mapping[str, np.ndarray], head: str) -> str:
 
 
 def packed(tree: Any, arrays: list[np.ndarray]) -> Any:
-    """A tree of arrays and flags as JSON, its arrays added to the list.
-
-    Raises:
-        TypeError: it has another container than a tuple, a list or a dict.
-
-    """
+    """A tree of arrays and flags as JSON, its arrays added to the list."""
     if tree is None or is_flag(tree):
         return {"flag": tree}
     if isinstance(tree, np.ndarray):

@@ -1,7 +1,6 @@
 """A recorded file as the reference."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +54,9 @@ class Recorded(Reference):
         logits = None if run["logits"] is None else LogitsError(**run["logits"])
         return RunErrors(run["errors"], dtypes, tuple(run["overflows"]), logits)
 
+    def _results_in(self, dtype: str) -> Results:
+        raise NotImplementedError("a record has errors, but no results in this dtype")
+
     def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
         return [self._facts["scatter"][dtype]]
 
@@ -71,11 +73,6 @@ class Recorded(Reference):
     def constant_names(self) -> Sequence[str]:
         """Their names; an older record has none."""
         return self._constants.get("names", ())
-
-    @functools.cached_property
-    def constant_scatter(self) -> ErrorsByGroup:
-        """The largest errors of runs whose constants were off by their rounding at random."""
-        return self._constants["scatter"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +108,7 @@ def _same(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
 
 
 def source_of(path: str | os.PathLike[str]) -> RecordSource:
-    """What a file of `record` has.
-
-    Raises:
-        ValueError: it is no such file, or not all of one.
-        OSError: it cannot be opened.
-
-    """
+    """What a file of `record` has."""
     path = Path(path)
     arrays, facts = read(path)
     owners = facts["owners"]

@@ -142,7 +142,6 @@ def _of_constants(reference: Reference) -> dict[str, Any]:
     return {
         "count": reference.constant_count,
         "names": reference.constant_names,
-        "scatter": reference.constant_scatter,
     }
 
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parity_tests.engine.bounds.rounded_constants import names_of, random_moves, rounded_count
+from parity_tests.engine.bounds.rounded_constants import names_of, rounded_count
 from parity_tests.engine.faults import overflows
-from parity_tests.engine.logits import LogitsError, logits_error
+from parity_tests.engine.logits import LogitsError, logits_array, logits_error
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.progress import Say
 from parity_tests.engine.results import (
     GROUPS,
     ErrorsByGroup,
@@ -42,29 +44,6 @@ class RunErrors:
     logits: LogitsError | None = None
 
 
-def run_errors(results: Results, oracle: Results, side: str, logits: Place | None) -> RunErrors:
-    """What these results say; `logits` is their place, `side` what they are called."""
-    error = None
-    if logits is not None:
-        group, name = logits
-        error = logits_error(results[group][name], oracle[group][name])
-    return RunErrors(
-        errors_of(results, oracle),
-        dtypes_of(results),
-        tuple(overflows(oracle, results, side)),
-        error,
-    )
-
-
-def dtypes_of(results: Mapping[str, Mapping[str, Any]]) -> dict[Place, Any]:
-    """The dtypes of outputs and state."""
-    return {
-        (group, name): array.dtype
-        for group in GROUPS[:2]
-        for name, array in results.get(group, {}).items()
-    }
-
-
 class Reference(abc.ABC):
     """What a side says: a torch module, a record of one, or a JAX model.
 
@@ -73,9 +52,11 @@ class Reference(abc.ABC):
 
     sides: tuple[str, str] = ("torch", "JAX")
     """What reports call the reference, and what is measured."""
+    problem: Problem
     name: str
     """Its class."""
     seed: int
+    _say: Say
     oracle: Results
     """In float64, without the casts to less that it has."""
     cast_to: Sequence[str] = ()
@@ -86,8 +67,35 @@ class Reference(abc.ABC):
 
     @functools.cached_property
     def own_run(self) -> Callable[[str], RunErrors]:
-        """What its own run in a dtype says."""
+        """How far its own run in a dtype is from the one in float64."""
         return functools.cache(self._own_run)
+
+    def _own_run(self, dtype: str) -> RunErrors:
+        theirs, oracle = self.sides[0], self.oracle
+        self._say(f"{theirs} in {dtype}")
+        results = oracle if dtype == "float64" else self._results_in(dtype)
+        error = None
+        if self.problem.logits:
+            group, name = logits_array(self.problem.logits, oracle)
+            error = logits_error(results[group][name], oracle[group][name])
+        return RunErrors(
+            errors_of(results, oracle),
+            self._dtypes_in(dtype, results),
+            tuple(overflows(oracle, results, f"{dtype} {theirs}")),
+            error,
+        )
+
+    @abc.abstractmethod
+    def _results_in(self, dtype: str) -> Results:
+        """Its results in a dtype below float64."""
+
+    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[Place, Any]:
+        """The dtypes of outputs and states, with its own casts."""
+        return {
+            (group, name): array.dtype
+            for group in GROUPS[:2]
+            for name, array in results.get(group, {}).items()
+        }
 
     @functools.cached_property
     def rounded(self) -> Callable[[str], Iterator[ErrorsByGroup]]:
@@ -100,9 +108,6 @@ class Reference(abc.ABC):
         return largest_by_group(self.rounded(dtype))
 
     @abc.abstractmethod
-    def _own_run(self, dtype: str) -> RunErrors: ...
-
-    @abc.abstractmethod
     def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...
 
     def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
@@ -112,28 +117,21 @@ class Reference(abc.ABC):
         """
         raise NotImplementedError(f"{self.name} has no calls")
 
+    @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
-        """By name, the constants that a run may move within the rounding of float32."""
+        """By name, the constants of its float64 run."""
         return {}
 
     @property
     def constant_count(self) -> int:
-        """The numbers that `constant_scatter` moves."""
-        return rounded_count(self.constants().values())
+        """How many numbers of the constants are rounded to float32."""
+        return rounded_count(self.constants.values())
 
     @property
     def constant_names(self) -> Sequence[str]:
         """The names of these constants."""
-        return names_of(self.constants())
+        return names_of(self.constants)
 
-    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by a relative perturbation."""
-        return self.oracle
-
-    @functools.cached_property
-    def constant_scatter(self) -> ErrorsByGroup:
-        """The largest errors of runs whose constants are off by their rounding at random."""
-        return largest_by_group(
-            errors_of(self.with_constants(moves), self.oracle)
-            for moves in random_moves(self.constants().values(), self.seed)
-        )
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results | None:
+        """The float64 results where each constant is scaled by 1 + its move; None if unknown."""
+        return None

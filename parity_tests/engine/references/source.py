@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from jax_models.ops.checks import described
+from jax_models.ops.checks import checked_bool, described
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.candidates.port import Start
 from parity_tests.engine.problem import (
@@ -16,6 +16,7 @@ from parity_tests.engine.problem import (
     checked_arrays,
     checked_dtypes,
     checked_int,
+    with_kwargs,
 )
 from parity_tests.engine.progress import Say
 from parity_tests.engine.references.reference import Reference
@@ -56,6 +57,13 @@ class Source:
         """The request, completed by what the reference itself prescribes."""
         return request
 
+    def checked_locate(self, locate: bool | None, names: Any) -> bool:
+        """Whether to locate a failure; None is True if the reference can tell its calls apart."""
+        is_chosen = locate is not None and checked_bool("locate", locate)
+        if (is_chosen or names) and self.no_calls:
+            raise ValueError(f"locate: {self.no_calls}")
+        return is_chosen if locate is not None else not self.no_calls
+
     def start(self, request: Request, logits: str | bool) -> Start:
         """A problem but for its JAX side."""
         call_twin = request.call_twin or called
@@ -91,8 +99,3 @@ def requested(
         None if seed is None else checked_int("seed", seed, 0),
         call_twin,
     )
-
-
-def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The last input has the arguments by name."""
-    return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])

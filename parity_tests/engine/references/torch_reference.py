@@ -5,12 +5,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
 import torch
 
-from parity_tests.engine.bounds.rounded_constants import random_moves
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.adapters import words
@@ -30,16 +30,15 @@ from parity_tests.engine.faults import not_a_number
 from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
 from parity_tests.engine.locate.run import Run
 from parity_tests.engine.locate.torch_side import of_torch, run_again
-from parity_tests.engine.logits import logits_array
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, Problem, arrays_of
 from parity_tests.engine.progress import Say
-from parity_tests.engine.references.reference import Reference, RunErrors, run_errors
+from parity_tests.engine.references.reference import Place, Reference
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
-    GROUPS,
     ErrorsByGroup,
     Results,
+    are_same,
     errors_of,
 )
 
@@ -49,6 +48,7 @@ class TorchReference(Reference):
 
     def __init__(self, problem: Problem, say: Say = lambda text: None):
         self.problem, self._say = problem, say
+        self._moves: dict[str, np.ndarray] = {}
         self.name, self.seed = type(problem.twin).__name__, problem.seed
         say("torch in float64")
         self.oracle, self._mode = run_oracle(problem)
@@ -68,14 +68,13 @@ class TorchReference(Reference):
         if "input gradient" not in self.oracle:
             yield "gradients are not compared: no output of the torch side has one"
 
-    def _own_run(self, dtype: str) -> RunErrors:
-        self._say(f"torch in {dtype}")
-        logits = logits_array(self.problem.logits, self.oracle) if self.problem.logits else None
-        results = self.oracle if dtype == "float64" else run_torch(self.problem, dtype)
-        found = run_errors(results, self.oracle, f"{dtype} torch", logits)
+    def _results_in(self, dtype: str) -> Results:
+        return run_torch(self.problem, dtype)
+
+    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[Place, Any]:
         if dtype == "float64" and self.cast_to:
-            found = dataclasses.replace(found, dtypes=result_dtypes(self.problem, dtype))
-        return found
+            return result_dtypes(self.problem, dtype)
+        return super()._dtypes_in(dtype, results)
 
     def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"torch, rounded to {dtype} at random")
@@ -100,9 +99,9 @@ class TorchReference(Reference):
                 yield traced(partial(run_torch_rounded, problem, dtype, seed, decisions))
 
         def moved() -> Iterator[Run]:
-            for moves in random_moves(self._constants.values(), self.seed):
-                by_name = dict(zip(self._constants, moves, strict=True))
-                yield traced(partial(_oracle, problem, moves=by_name))
+            if self._moves:  # twice as far as JAX's digits are, so that JAX is within
+                twice = {name: 2 * move for name, move in self._moves.items()}
+                yield traced(partial(_oracle, problem, moves=twice))
 
         return of_runs(
             dtype,
@@ -115,23 +114,17 @@ class TorchReference(Reference):
         )
 
     @functools.cached_property
-    def _constants(self) -> dict[str, np.ndarray]:
-        """Those that are rounded to float32, in float64."""
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """The constants that are rounded to float32, by name."""
         return rounded_constants(self.problem)
 
-    def constants(self) -> Mapping[str, np.ndarray]:
-        """The constants that may be moved within the rounding of float32, by name."""
-        return self._constants
-
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by a relative perturbation."""
-        if not moves:
-            return self.oracle
-        moved = dict(zip(self._constants, moves, strict=True))
-        return _oracle(self.problem, lambda twin: None, moved)
+        """The float64 results where each constant is scaled by 1 + its move."""
+        self._moves = dict(zip(self.constants, moves, strict=True))
+        return _oracle(self.problem, lambda twin: None, self._moves)
 
 
-def weights_of(twin: torch.nn.Module) -> ReferenceWeights:
+def reference_weights(twin: torch.nn.Module) -> ReferenceWeights:
     """The weights of a torch module, and which of them it trains."""
     parameters = [name for name, _ in twin.named_parameters(remove_duplicate=False)]
     return ReferenceWeights(
@@ -147,11 +140,7 @@ def random_results(problem: Problem, oracle: Results, mode: InFloat64) -> list[s
     if not mode.draws:
         return []
     again, _ = run_oracle(dataclasses.replace(problem, seed=problem.seed + 1))
-    if all(
-        np.array_equal(array, again[group][name], equal_nan=True)
-        for group in GROUPS[:2]
-        for name, array in oracle.get(group, {}).items()
-    ):
+    if are_same(oracle, again):
         return []
     return [
         f"torch: the results are random, by {', '.join(sorted(mode.draws))}: compare without, or "

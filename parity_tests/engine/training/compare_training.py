@@ -23,7 +23,7 @@ from parity_tests.engine.problem import (
     checked_dtypes,
     checked_int,
 )
-from parity_tests.engine.references.torch_reference import weights_of
+from parity_tests.engine.references.torch_reference import reference_weights
 from parity_tests.engine.training.dropout import MasksDifferError
 from parity_tests.engine.training.jax_training import JaxTraining, made_optimizer
 from parity_tests.engine.training.side_by_side import SideBySide, x64
@@ -125,7 +125,7 @@ def compare_training(
     )
     with x64(True), jax.default_matmul_precision("highest"):
         start = partial(Problem, twin=(checked := checked_twin(twin)))
-        problem, faults, notes = port(start, weights_of(checked), model, weights)
+        problem, faults, notes = port(start, reference_weights(checked), model, weights)
         if isinstance(model, nnx.Module) and problem.table is None:
             raise ValueError(notes[0])
         names, build = correspondence(problem, twin, weights, training)

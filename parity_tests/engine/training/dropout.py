@@ -49,10 +49,6 @@ def jax_masks(masks: list[jax.Array]) -> Iterator[None]:
     """Within it, `jax.random.bernoulli`, by which Flax, Equinox and haiku drop, gives these masks.
 
     Where channels come last in JAX and second in torch, their axis is moved.
-
-    Raises:
-        MasksDifferError: JAX draws other shapes, or another number of them.
-
     """
     left = list(enumerate(masks, 1))
 

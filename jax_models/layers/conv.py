@@ -1,0 +1,74 @@
+"""The causal depthwise convolution."""
+
+__all__ = ["CausalConv1D", "CausalConv1DState"]
+
+from typing import Unpack
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_models import ops
+from jax_models.layers.linear import torch_uniform
+from jax_models.ops import CausalConv1DState
+from jax_models.options import LayerOptions, with_inits
+from jax_models.sequence import SequenceLayer
+from jax_models.weights import Layouts, Weight, same
+
+
+class CausalConv1D(SequenceLayer[CausalConv1DState]):
+    """A depthwise convolution that sees the current and the last kernel_size − 1 inputs.
+
+        >>> layer = CausalConv1D(64, kernel_size=4, rngs=nnx.Rngs(0))
+        >>> y, state = layer(jnp.ones((8, 100, 64)))
+
+        y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias,    j = 0 … K−1
+
+    x and y are (batch, time, features), the state `CausalConv1DState(inputs)` with the last K − 1
+    inputs, (batch, features, K − 1), zeros at first. An input from before a `reset` counts as zero.
+
+    Args:
+        features: size of x_t and y_t.
+        kernel_size: K, the number of taps.
+        **options: as in `LayerOptions`. The (kernel_size, features) kernel and the bias start
+            uniform in ±1/√K, as in torch.
+
+    Raises:
+        ValueError: a size is not positive.
+
+    Layouts: `hawk` (torch_ref.CausalConv1d), `hf` (a torch.nn.Conv1d) and `deepmind`
+    (recurrentgemma's Conv1D).
+
+    """
+
+    divides_time = True
+
+    def __init__(self, features: int, kernel_size: int, **options: Unpack[LayerOptions]):
+        super().__init__(features, **options)
+        self.kernel_size = kernel_size
+        uniform = torch_uniform(kernel_size)
+        inits, rngs = with_inits(options, uniform, uniform), options["rngs"]
+        kernel = inits["kernel_init"](rngs.params(), (kernel_size, features), self.param_dtype)
+        self.kernel = nnx.Param(kernel)
+        self.bias = nnx.Param(inits["bias_init"](rngs.params(), (features,), self.param_dtype))
+
+    def init_state(self, batch_size: int) -> CausalConv1DState:
+        """Zeros, (batch, features, kernel_size − 1), in at least float32."""
+        shape = (batch_size, self.in_features, self.kernel_size - 1)
+        return CausalConv1DState(jnp.zeros(shape, self.state_dtype))
+
+    def sequence(self, x, state, rows):
+        """`ops.causal_conv`."""
+        dtype = self.computation_dtype(x)
+        kernel, bias = self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
+        return ops.causal_conv(x.astype(dtype), state, kernel=kernel, bias=bias, rows=rows)
+
+    def torch_layouts(self) -> Layouts:
+        """`hawk` and `hf`: a `torch.nn.Conv1d` of one input channel a group; `deepmind`."""
+
+        def table(prefix: str) -> list[Weight]:
+            key = (f"{prefix}weight",)
+            kernel = Weight(("kernel",), key, lambda a: (a[:, 0].T,), lambda a: (a.T[:, None],))
+            return [kernel, same("bias", f"{prefix}bias")]
+
+        deepmind = [same("kernel", "w"), same("bias", "b")]
+        return {"hawk": table("conv."), "hf": table(""), "deepmind": deepmind}

@@ -1,0 +1,94 @@
+"""The gated MLP."""
+
+__all__ = ["GatedMLP"]
+
+from typing import Unpack
+
+from flax import nnx
+
+from jax_models.layers.activation import ACTIVATIONS, GateActivation
+from jax_models.layers.linear import Linear, lecun_normal
+from jax_models.layers.norm import checked_rows
+from jax_models.mesh_axes import first_axis, last_axis
+from jax_models.options import CheckedOptions, Initializer, LayerOptions, refuse_unused, with_inits
+from jax_models.weights import Layouts, dense, linear, parts, stacked, transposed
+
+
+class GatedMLP(CheckedOptions, nnx.Module):
+    """The gated MLP of Griffin.
+
+        >>> mlp = GatedMLP(64, 192, rngs=nnx.Rngs(0))
+        >>> y = mlp(jnp.ones((8, 100, 64)))
+
+        y = (gelu(x W_gate) ⊙ x W_up) W_down
+
+    x and y are (…, features). gelu is the exact one, with erf, or the one by tanh, or else silu.
+
+    Args:
+        features: size of x and y.
+        mlp_features: width of the MLP.
+        use_bias: the three projections have biases.
+        activation: which gelu, or silu.
+        down_init: draws W_down. None: as the others.
+        **options: as in `LayerOptions`. The matrices start as `lecun_normal`, the biases at zero.
+
+    Raises:
+        ValueError: a size is not positive, or `bias_init` is given without biases.
+
+    Layouts: `hawk` (torch_ref.GatedMLP), and those of the packages `stripedhyena` and `hippogriff`.
+    With biases: `hf` (transformers' RecurrentGemma), `deepmind` (recurrentgemma in Flax) and
+    `deepmind-torch`.
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        mlp_features: int,
+        *,
+        use_bias: bool = False,
+        activation: GateActivation = "gelu",
+        down_init: Initializer | None = None,
+        **options: Unpack[LayerOptions],
+    ):
+        bias_init = options.get("bias_init")
+        refuse_unused("bias_init", bias_init, unless=use_bias, because="with use_bias=False")
+        matrix = with_inits(options, lecun_normal, use_bias=use_bias)
+        self.activation: GateActivation = activation
+        self.gate_proj = Linear(features, mlp_features, **matrix)
+        self.up_proj = Linear(features, mlp_features, **matrix)
+        matrix["kernel_init"] = down_init or matrix["kernel_init"]
+        self.down_proj = Linear(mlp_features, features, **matrix)
+
+    def __call__(self, x):
+        """Apply the MLP to the last axis of x."""
+        x = checked_rows(x, self.gate_proj.in_features)
+        gate = ACTIVATIONS[self.activation](self.gate_proj(x))
+        return self.down_proj(gate * self.up_proj(x))
+
+    mesh_axes = last_axis("hidden", "gate_proj", "up_proj") | first_axis(
+        "hidden", "down_proj.kernel"
+    )
+
+    def torch_layouts(self) -> Layouts:
+        """`hawk`: the twin's keys; those of packages; with biases, those of RecurrentGemma."""
+        bias = self.gate_proj.use_bias
+        rows = [row for p in ("gate_proj", "up_proj") for row in linear(p, p, bias=bias)]
+        keys = [*rows, *linear("down_proj", "down_proj", bias=bias)]
+        if not bias:
+            names = {"gate_proj": "l1", "up_proj": "l2", "down_proj": "l3"}
+            numbered = (row for p, key in names.items() for row in linear(p, key, bias=False))
+            joined = [
+                parts(["gate_proj.kernel", "up_proj.kernel"], "grow.weight"),
+                transposed("down_proj.kernel", "shrink.weight"),
+            ]
+            return {"hawk": keys, "stripedhyena": [*numbered], "hippogriff": joined}
+        up = [
+            stacked(("gate_proj.kernel", "up_proj.kernel"), "ffw_up.w"),
+            stacked(("gate_proj.bias", "up_proj.bias"), "ffw_up.b", (1, 2)),
+        ]
+        return {
+            "hf": keys,
+            "deepmind": [*up, *dense("down_proj", "ffw_down")],
+            "deepmind-torch": [*up, *linear("down_proj", "ffw_down")],
+        }

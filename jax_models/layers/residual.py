@@ -1,0 +1,52 @@
+"""The residual block: a mixer of steps and an MLP, each after a norm and added to its input."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from jaxtyping import Array, Float
+
+from jax_models.ops import Rows
+from jax_models.sequence import SequenceLayer, State
+
+Map = Callable[[Array], Array]
+"""A norm or an MLP, which sees each step by itself."""
+
+
+class ResidualBlock(SequenceLayer[State]):
+    """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the mixer's state is the block's.
+
+    A subclass makes the four parts, and says by which names it has them.
+    """
+
+    divides_time = True
+
+    parts: ClassVar[tuple[str, str, str, str]]
+    """The attributes that are the mixer's norm, the mixer, the MLP's norm and the MLP."""
+
+    def init_state(self, batch_size: int) -> State:
+        """The initial state of the mixer."""
+        return getattr(self, self.parts[1]).init_state(batch_size)
+
+    def start(self, batch_size: int) -> State | None:
+        """What the mixer starts from."""
+        return getattr(self, self.parts[1]).start(batch_size)
+
+    def sequence(self, x, state, rows):
+        """The mixer, then the MLP, each after a norm and added to its input."""
+        x = x.astype(self.computation_dtype(x))
+        return mixed(x, state, rows, *(getattr(self, part) for part in self.parts))
+
+
+def mixed(
+    x: Float[Array, "batch time features"],
+    state: Any,
+    rows: Rows,
+    norm: Map,
+    mixer: SequenceLayer,
+    mlp_norm: Map,
+    mlp: Map,
+) -> tuple[Float[Array, "batch time features"], Any]:
+    """A residual block from its parts."""
+    y, state = mixer.sequence(norm(x), state, rows)
+    x = x + y
+    return x + mlp(mlp_norm(x)), state

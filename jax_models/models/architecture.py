@@ -1,0 +1,257 @@
+"""What a config class declares about its architecture, and where the classes are found.
+
+A model is known by its config class. The class says how to recognize the model's checkpoints, what
+each layout calls the model's parts, and where a checkpoint's shapes tell the config's fields.
+`architectures` finds every class, also those of other packages.
+"""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+from jax_models.options import CheckedFields
+from jax_models.weights.keys import elsewhere, joined
+from jax_models.weights.rows import Weight
+
+ENTRY_POINTS = "twinscan.models"
+"""The entry point group in which other packages name the modules of their models."""
+
+Fields = Mapping[str, Any]
+
+
+class Size(NamedTuple):
+    """A field of a config that is the size of one axis of one weight.
+
+    The key begins after the prefix of the blocks. A `*` in place of a block's number stands for the
+    lowest block that has such a weight.
+    """
+
+    key: str
+    axis: int
+    rank: int = 2
+    """Number of axes of the weight."""
+    convert: Callable[[int, Fields], Any] = lambda size, fields: size
+    """Computes the field from the size and from the fields that the table lists before it."""
+
+
+class Layout(NamedTuple):
+    """The keys of a checkpoint, for `torch_layouts` and `from_state_dict`."""
+
+    embedding: str
+    """Key of the token embedding."""
+    blocks: str
+    """Prefix of the blocks. The number of a block follows, unless the model has a single layer."""
+    norm: str
+    """Key of the scale of the last norm. The key of its bias ends with `bias` instead."""
+    head: str | None = None
+    """Key of the head's kernel, likewise. None: the checkpoint has no head of its own."""
+    repeats_embedding: bool = True
+    """Whether the checkpoint of a model with a tied head has the embedding again as its head."""
+    positions: Weight | None = None
+    """The row of the position embedding."""
+    blocks_layout: str | None = None
+    """The layout of the blocks. None: the name of this layout."""
+    sizes: Mapping[str, Any] = {}
+    """Where the fields of the config are told, beside `vocab_size`, `features` and `num_layers`.
+
+    A field is told by a `Size`, by a function of the `Checkpoint` and the fields before, or by a
+    constant. If it is told by a tuple of these, the first whose weight is there counts.
+    """
+
+
+class Checkpoint:
+    """A state_dict in a layout, from which the fields of a config are read."""
+
+    def __init__(self, state_dict: Mapping[str, Any], layout: Layout):
+        self.weights = {str(key): value for key, value in state_dict.items()}
+        self.layout = layout
+        self.missing: list[str] = []
+        """The keys that a field needs and the state_dict lacks."""
+
+    @functools.cached_property
+    def numbers(self) -> list[str]:
+        """What follows the prefix of the blocks, up to the next dot."""
+        prefix = f"{self.layout.blocks}."
+        found = {
+            key.removeprefix(prefix).split(".")[0] for key in self.weights if key.startswith(prefix)
+        }
+        return sorted(found, key=lambda number: (len(number), number))
+
+    def find(self, key: str) -> str | None:
+        """The whole key of a weight of the lowest block that has it; None if no block has it."""
+        numbers = self.numbers if "*" in key else [""]
+        keys = (f"{self.layout.blocks}.{key.replace('*', number)}" for number in numbers)
+        return next((key for key in keys if key in self.weights), None)
+
+    def size(self, key: str, axis: int, rank: int) -> int | None:
+        """The size of an axis. None, and the key is missing, if there is no such weight."""
+        if key not in self.weights:
+            self.missing.append(key)
+            return None
+        shape = tuple(getattr(self.weights[key], "shape", ()))
+        if len(shape) != rank:
+            raise ValueError(f"state_dict: {key}: expected {rank} axes, got {shape}")
+        return int(shape[axis])
+
+    def field(self, told: Any, fields: Fields) -> Any:
+        """A field of the config, from what the layout's `sizes` say of it."""
+        if isinstance(told, tuple) and not isinstance(told, Size):
+            *first, last = told
+            there = (each for each in first if self.find(each.key) is not None)
+            told = next(there, last)
+        if isinstance(told, Size):
+            key = self.find(told.key) or f"{self.layout.blocks}.{told.key.replace('*', '0')}"
+            size = self.size(key, told.axis, told.rank)
+            return None if size is None or self.missing else told.convert(size, fields)
+        return told(self, fields) if callable(told) else told
+
+    def score(self) -> int:
+        """How many of the layout's keys the state_dict has."""
+        keys = (key for told in self.layout.sizes.values() for key in _keys(told))
+        return (self.layout.embedding in self.weights) + sum(
+            self.find(key) is not None for key in keys
+        )
+
+
+def _keys(told: Any) -> list[str]:
+    """The keys of the weights that tell a field."""
+    sizes = [told] if isinstance(told, Size) else told if isinstance(told, tuple) else []
+    return [size.key for size in sizes if isinstance(size, Size)]
+
+
+def has(key: str) -> Callable[[Checkpoint, Fields], bool]:
+    """For `Layout.sizes`: whether the checkpoint has a weight of this key."""
+    return lambda checkpoint, fields: checkpoint.find(key) is not None
+
+
+class ModelConfig(CheckedFields):
+    """The base class of the configs of models whose checkpoints `load_pretrained` reads."""
+
+    family: ClassVar[str] = ""
+    """What errors call the models. A class without a family is a base class of others."""
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """What a config.json calls the models."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Parts of keys by which checkpoints are recognized where no config.json names the model."""
+    layouts: ClassVar[Mapping[str, Layout]] = {}
+    """The keys of each layout. `to_torch` writes the first one that the model's blocks have."""
+
+    def build(self, **options: Any) -> Any:
+        """The model of this config."""
+        raise NotImplementedError(f"{type(self).__name__}: a subclass builds the model")
+
+    @classmethod
+    def recognizes(cls, keys: Iterable[str]) -> bool:
+        """Whether these are the keys of such a model."""
+        return any(mark in key for key in keys for mark in cls.marks)
+
+    @classmethod
+    def confused_with(cls, keys: Iterable[object]) -> str | None:
+        """Describes the model that has these keys, if it is a similar one: `RWKV-5 (it has …)`."""
+        return None
+
+    @classmethod
+    def foreign_format(cls, keys: Iterable[object]) -> str | None:
+        """Says that the keys are those of a similar model, for `from_torch`."""
+        other = cls.confused_with(keys)
+        return other and f"a checkpoint of {other}, this model is {cls.family}"
+
+    @classmethod
+    def layout_keys(cls) -> list[set[str]]:
+        """For each layout, the keys that tell the sizes of the lowest block and the vocabulary."""
+        return [
+            {
+                layout.embedding,
+                *(
+                    f"{layout.blocks}.{key.replace('*', '0')}"
+                    for told in layout.sizes.values()
+                    for key in _keys(told)
+                ),
+            }
+            for layout in cls.layouts.values()
+        ]
+
+    @classmethod
+    def from_checkpoint(
+        cls, weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any
+    ) -> Self:
+        """The config of a checkpoint with, or without, the fields of a config.json.
+
+        `options` are fields of the config that neither of the two tells.
+        """
+        return cls.from_state_dict(weights, **options)
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
+        """The config of a checkpoint in any of the model's layouts, read from keys and shapes.
+
+        Fields that no shape tells have the values of the published models, unless `options` give
+        others. `layouts` has the table.
+
+        Raises:
+            TypeError: the state_dict is no mapping, or the config has no such field.
+            ValueError: it is not a checkpoint of such a model.
+
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
+        if message := cls.foreign_format(state_dict):
+            raise ValueError(f"state_dict: {message}")
+        candidates = (Checkpoint(state_dict, layout) for layout in cls.layouts.values())
+        checkpoint = max(candidates, key=Checkpoint.score)
+        layout, numbers = checkpoint.layout, checkpoint.numbers
+        if numbers != [str(i) for i in range(len(numbers))]:
+            found = ", ".join(joined(f"{layout.blocks}.{number}" for number in numbers))
+            raise ValueError(f"state_dict: expected blocks numbered from 0 on, got {found}")
+        fields: dict[str, Any] = {
+            "vocab_size": checkpoint.size(layout.embedding, 0, 2),
+            "features": checkpoint.size(layout.embedding, 1, 2),
+            "num_layers": len(numbers),
+            **options,
+        }
+        for name, told in layout.sizes.items():
+            if name not in options:
+                fields[name] = checkpoint.field(told, fields)
+        if checkpoint.missing:
+            names = " and no ".join(joined(dict.fromkeys(checkpoint.missing)))
+            lacks = f"not a checkpoint of {cls.family}: it has no {names}"
+            raise ValueError(f"state_dict: {elsewhere(state_dict, cls.layout_keys()) or lacks}")
+        return cls(**fields)
+
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def modules_of(package: ModuleType, group: str) -> Iterator[ModuleType]:
+    """The modules of a package, and those that other packages name in an entry point group."""
+    for found in pkgutil.iter_modules(package.__path__):
+        yield importlib.import_module(f"{package.__name__}.{found.name}")
+    for entry in entry_points(group=group):
+        yield entry.load()
+
+
+@functools.cache
+def _all_architectures() -> tuple[type[ModelConfig], ...]:
+    package = importlib.import_module("jax_models.models")
+    return tuple(
+        value
+        for module in modules_of(package, ENTRY_POINTS)
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, ModelConfig)
+        and value.__module__ == module.__name__
+        and value.family
+    )
+
+
+def architectures(kind: type[Config] = ModelConfig) -> list[type[Config]]:
+    """The config classes of all architectures, here and in other packages.
+
+    Another package names the modules of its models in the entry point group `twinscan.models`.
+    """
+    return [config for config in _all_architectures() if issubclass(config, kind)]

@@ -1,0 +1,177 @@
+"""The rows of a batch: which of their steps are real, and where documents begin and end."""
+
+import dataclasses
+from functools import partial
+from typing import Annotated, Any, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, Shaped
+
+from jax_models.ops.time_axis import states_between
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("lengths", "reset", "active"),
+    meta_fields=("time_axis",),
+)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """How the rows of a batch are padded, packed and divided over devices.
+
+    A layer's call or an operator's makes it once, by `of`, and passes it on as one argument. What
+    gets it counts all its arguments as checked.
+    """
+
+    lengths: Int[Array, " batch"] | None = None
+    """How many steps of each row are real. None: all."""
+    reset: Bool[Array, "batch time"] | None = None
+    """The real steps before which the state restarts, as the first of each packed document."""
+    active: Bool[Array, "batch time"] | None = None
+    """The real steps, t < lengths[b] of row b. None: all."""
+    time_axis: str | None = None
+    """The mesh axis over whose devices time is divided, inside a `jax.shard_map`."""
+
+    @classmethod
+    def of(
+        cls,
+        time: int,
+        lengths: Int[Array, " batch"] | None = None,
+        reset: Bool[Array, "batch time"] | None = None,
+        time_axis: str | None = None,
+    ) -> "Rows":
+        """Rows of `time` steps, from arguments that are checked.
+
+        Raises:
+            NotImplementedError: there are both lengths and a time axis.
+
+        """
+        if time_axis is not None and lengths is not None:
+            raise NotImplementedError(
+                f"lengths: expected None where time is divided over the axis {time_axis!r}"
+            )
+        if lengths is None:
+            return cls(reset=reset, time_axis=time_axis)
+        active = jnp.arange(time, dtype=lengths.dtype)[None, :] < lengths[:, None]
+        return cls(lengths, None if reset is None else reset & active, active)
+
+    def masked(self, x: Shaped[Array, "batch time ..."]) -> Shaped[Array, "batch time ..."]:
+        """The sequences, with zeros at the steps that are not real."""
+        if self.active is None:
+            return x
+        active = self.active.reshape(self.active.shape + (1,) * (x.ndim - 2))
+        return jnp.where(active, x, jnp.zeros_like(x))
+
+    def restarts(self, *, reverse: bool = False) -> Bool[Array, "batch time"] | None:
+        """The steps before which a scan restarts: with `reverse`, the documents' last ones."""
+        return document_ends(self.reset) if reverse and self.reset is not None else self.reset
+
+    def reversed(self) -> "Rows":
+        """The rows of sequences that `reverse_time` has reversed."""
+        reset = self.restarts(reverse=True)
+        if reset is not None:
+            reset = reverse_time(reset, self.lengths)
+        return dataclasses.replace(self, reset=reset)
+
+    def positions(
+        self, start: Int[Array, " batch"], time: int
+    ) -> tuple[Int[Array, "batch time"], Int[Array, " batch"]]:
+        """Each step's position, counted from `start`, and that of the step after each row's last.
+
+        With a time axis, `start` and the end are those of all devices' steps.
+        """
+        if self.time_axis is None:
+            positions = positions_after(start, time, self.reset)
+            return positions, at_end(start, positions + 1, self.lengths)
+        count = positions_after(jnp.zeros_like(start), time, self.reset)[:, -1] + 1
+        restarts = jnp.zeros(count.shape, bool) if self.reset is None else self.reset.any(axis=1)
+
+        def after(steps, position):
+            restarts, count = steps
+            return jnp.where(restarts, 0, position) + count
+
+        before, end = states_between(after, (restarts, count), start, self.time_axis)
+        return positions_after(before, time, self.reset), end
+
+
+class Default(NamedTuple):
+    """The default of an option in a TypedDict, which is None where nothing else is said."""
+
+    value: Any
+
+
+class Masks(TypedDict, total=False):
+    """How an operator is told which steps of its rows are real, and where documents begin."""
+
+    lengths: Int[Array, " batch"] | None
+    """Row b runs only the steps t < lengths[b]; later steps leave its state unchanged."""
+    reset: Bool[Array, "batch time"] | None
+    """True at the first step of each packed document, where the state restarts. With `reverse`,
+    still mark the first steps: the state restarts where the scan enters each document."""
+    rows: Rows | None
+    """Lengths, reset and time axis as one value, from a caller that has checked all arguments."""
+
+
+class ScanMasks(Masks, total=False):
+    """The masks of an operator that runs in either direction."""
+
+    reverse: Annotated[bool, Default(False)]
+    """Run from the last step to the first."""
+
+
+class DividedMasks(Masks, total=False):
+    """The masks of an operator whose time may be divided over devices."""
+
+    time_axis: str | None
+    """The mesh axis over whose devices time is divided, inside a `jax.shard_map`. Each device has
+    some of the steps; states are those before and after all steps, the same on every device."""
+
+
+class DividedScanMasks(ScanMasks, DividedMasks, total=False):
+    """The masks of an operator that has both options."""
+
+
+def given_rows(masks: Masks) -> Rows:
+    """The rows that a checked operator gets."""
+    return masks.get("rows") or Rows()
+
+
+def reverse_time(
+    x: Shaped[Array, "batch time ..."], lengths: Int[Array, " batch"] | None
+) -> Shaped[Array, "batch time ..."]:
+    """Each row's first `lengths` steps in reverse order; the padding stays where it is."""
+    if lengths is None:
+        return jnp.flip(x, axis=1)
+    t = jnp.arange(x.shape[1], dtype=lengths.dtype)[None, :]
+    index = jnp.where(t < lengths[:, None], lengths[:, None] - 1 - t, t)
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
+
+
+def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
+    """The last step of each packed document except the row's last, from their first steps."""
+    return jnp.pad(reset, ((0, 0), (0, 1)))[:, 1:]
+
+
+def positions_after(
+    start: Int[Array, " batch"], time: int, reset: Bool[Array, "batch time"] | None
+) -> Int[Array, "batch time"]:
+    """Each step's position, counted on from `start`, and from 0 at each `reset`."""
+    steps = jnp.arange(time, dtype=start.dtype)[None, :]
+    positions = start[:, None] + steps
+    if reset is None:
+        return positions
+    last_reset = lax.cummax(jnp.where(reset, steps, -1), axis=1)
+    return jnp.where(last_reset >= 0, steps - last_reset, positions)
+
+
+def at_end(
+    start: Int[Array, " batch"],
+    values: Int[Array, "batch time"],
+    lengths: Int[Array, " batch"] | None,
+) -> Int[Array, " batch"]:
+    """Each row's value at its last step; `start` for a row without a step."""
+    ends = jnp.full(start.shape, values.shape[1], jnp.int32) if lengths is None else lengths
+    values = jnp.concatenate([start[:, None], values], axis=1)
+    return jnp.take_along_axis(values, ends[:, None], axis=1)[:, 0]

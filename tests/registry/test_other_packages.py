@@ -1,0 +1,211 @@
+"""An architecture of another package, in four files, is found wherever one of ours would be."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAYER = '''
+from jax_models import GRU, LayerNorm, SequenceLayer
+from jax_models.weights import layer_norm, nested
+
+
+class PlainBlock(SequenceLayer):
+    """x + GRU(norm(x))."""
+
+    def __init__(self, features: int, *, dtype=None, param_dtype="float32", rngs):
+        super().__init__(features, dtype=dtype, param_dtype=param_dtype)
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.norm = LayerNorm(features, **options)
+        self.gru = GRU(features, features, **options)
+
+    def init_state(self, batch_size):
+        return self.gru.init_state(batch_size)
+
+    def sequence(self, x, state, *masks):
+        y, state = self.gru.sequence(self.norm(x), state, *masks)
+        return x + y, state
+
+    def torch_layouts(self):
+        gru = self.gru.torch_layouts()["torch.nn"]
+        return {"plain": [*layer_norm("norm", "norm"), *nested(gru, "gru", "gru")]}
+'''
+MODEL = """
+import dataclasses
+from typing import ClassVar
+
+from flax import nnx
+
+from jax_models import LanguageModel, RMSNorm
+from jax_models.models.architecture import Layout, Size
+from jax_models.models.language_model import Preset, StackConfig
+from plain.layer import PlainBlock
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainLanguageModelConfig(StackConfig):
+    family: ClassVar = "Plain"
+    marks: ClassVar = (".gru.weight_ih_l0",)
+    twin: ClassVar = "plain.twin"
+    layouts: ClassVar = {
+        "plain": Layout("embedding.weight", "blocks", "norm.weight"),
+        "plain-shifted": Layout(
+            "model.embedding.weight", "model.blocks", "model.norm.weight", blocks_layout="plain"
+        ),
+    }
+
+    vocab_size: int = 11
+    features: int = 6
+    num_layers: int = 2
+
+    @classmethod
+    def presets(cls):
+        return {"plain": Preset(cls(features=8), options={"num_steps": 4, "window": 12})}
+
+    def build(self, **options):
+        return PlainLanguageModel(self, **options)
+
+
+class PlainLanguageModel(LanguageModel):
+    def __init__(self, config: PlainLanguageModelConfig, **options):
+        features = config.features
+        super().__init__(
+            config,
+            embedding=nnx.Embed(config.vocab_size, features, **options),
+            blocks=[PlainBlock(features, **options) for _ in range(config.num_layers)],
+            norm=RMSNorm(features, **options),
+        )
+"""
+TWIN = """
+import torch
+from torch import nn
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.norm = nn.LayerNorm(features)
+        self.gru = nn.GRU(features, features, batch_first=True)
+
+    def forward(self, x, state=None):
+        h = None if state is None else state[0]
+        y, h = self.gru(self.norm(x), h)
+        return x + y, (h,)
+
+
+class PlainLanguageModel(nn.Module):
+    def __init__(self, vocab_size, features, num_layers):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, features)
+        self.blocks = nn.ModuleList(PlainBlock(features) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(features, eps=1e-6)
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(config.vocab_size, config.features, config.num_layers)
+
+    def forward(self, tokens, state=None):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.norm(x) @ self.embedding.weight.T, ()
+"""
+REGISTRY = """
+from functools import partial
+
+from parity_tests.registry.case import Case
+from parity_tests.registry.mutation import Mutation, zeroed
+from plain import twin
+from plain.layer import PlainBlock
+from plain.model import PlainLanguageModelConfig
+
+config = PlainLanguageModelConfig()
+plain = partial(Case, layout="plain", architecture="plain")
+CASES = [
+    plain("PlainBlock", partial(twin.PlainBlock, 6), partial(PlainBlock, 6)),
+    plain(
+        "PlainLanguageModel",
+        partial(twin.PlainLanguageModel.from_config, config),
+        config.build,
+        twin_state=False,
+    ),
+]
+MUTATIONS = [
+    Mutation(
+        "the bias of a norm forgotten", "PlainBlock", "weights", zeroed("norm.bias"), culprit="norm"
+    ),
+]
+"""
+ENTRY_POINTS = """
+[twinscan.models]
+plain = plain.model
+
+[twinscan.registry]
+plain = plain.registry
+"""
+CONVERT = """
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+import train.convert
+from jax_models import load_pretrained, to_torch
+from plain.model import PlainLanguageModelConfig
+
+model = PlainLanguageModelConfig(features=4, num_layers=3).build(rngs=nnx.Rngs(0))
+save_file(to_torch(model), "plain.safetensors")
+assert load_pretrained("plain.safetensors").config == model.config
+arguments = "--from plain.safetensors --to b.safetensors --layout plain-shifted"
+train.convert.main(arguments.split())
+converted = load_pretrained("b.safetensors")
+assert converted.config == model.config
+for key, array in to_torch(model).items():
+    np.testing.assert_array_equal(to_torch(converted)[key], array)
+"""
+
+
+MESH = ["--mesh.data", "2", "--mesh.model", "2", "--mesh.fully-sharded"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs Python beside the package, which is installed in a temporary folder."""
+    monkeypatch.chdir(tmp_path)
+    files = {"layer": LAYER, "model": MODEL, "twin": TWIN, "registry": REGISTRY, "__init__": ""}
+    Path("plain").mkdir()
+    for name, text in files.items():
+        Path("plain", f"{name}.py").write_text(text)
+    Path("plain-1.0.dist-info").mkdir()
+    Path("plain-1.0.dist-info", "METADATA").write_text("Name: plain\nVersion: 1.0\n")
+    Path("plain-1.0.dist-info", "entry_points.txt").write_text(ENTRY_POINTS)
+    Path("text").write_text("To be, or not to be, that is the question.\n" * 9)
+    paths = [str(tmp_path), *filter(None, sys.path)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+
+    def run(*args: str) -> str:
+        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_it_is_in_the_report(run):
+    shown = run("-m", "parity_tests", "--platform", "cpu", "--case", "Plain", "--mutations")
+    assert "PlainBlock" in shown
+    assert "PlainLanguageModel" in shown
+    assert "planted faults: 1 of 1 caught" in shown
+
+
+def test_its_checkpoints_are_read_and_converted(run):
+    run("-c", CONVERT)
+
+
+@pytest.mark.slow
+def test_it_is_trained_on_a_mesh_and_compared_with_the_twin(run):
+    train = ["-m", "train", "--preset", "plain", "--text", "text", "--out", "run"]
+    shown = run(*train, "--optimizer.warmup-steps", "0", "--eval-batches", "1", *MESH)
+    assert "errors of the float32 logits against the float64 twin" in shown
+    assert run("-m", "train.generate", "--run", "run", "--prompt", "To be").startswith("To be")

@@ -1,0 +1,55 @@
+"""Runs of versions in which parameters had other paths."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+Path = tuple[Any, ...]
+
+
+def with_old_paths(state: Any) -> list[Any]:
+    """A training state as earlier versions wrote it: `layers.layers.0` stands for `blocks.0`.
+
+    There are two, because HyenaDNA called a head of its own `lm_head`.
+    """
+    return [_renamed(state, partial(_old, head=head)) for head in ("head", "lm_head")]
+
+
+def with_new_paths(state: Any) -> Any:
+    """The training state with the paths of this version. It may have them already."""
+    return _renamed(state, _new)
+
+
+def _old(path: Path, head: str) -> Path:
+    match path:
+        case ("blocks", int(), *_):
+            return ("layers", "layers", *path[1:])
+        case ("blocks", *rest):
+            return ("layers", *rest)
+        case ("head", *rest):
+            return (head, *rest)
+    return path
+
+
+def _new(path: Path) -> Path:
+    match path:
+        case ("layers", "layers", *rest) | ("layers", *rest):
+            return ("blocks", *rest)
+        case ("lm_head", *rest):
+            return ("head", *rest)
+    return path
+
+
+def _renamed(tree: Any, rename: Callable[[Path], Path]) -> Any:
+    """The tree, in which all parameters, their moments and averages have other paths."""
+
+    def renamed(state: Any) -> Any:
+        if not isinstance(state, nnx.State):
+            return state
+        flat = [(rename(path), leaf) for path, leaf in nnx.to_flat_state(state)]
+        return nnx.from_flat_state(flat)
+
+    return jax.tree.map(renamed, tree, is_leaf=lambda node: isinstance(node, nnx.State))
