@@ -11,9 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parity_tests.engine.compare import assert_parity, compare
+    from parity_tests.engine.compare import Pair, assert_parity, compare
     from parity_tests.engine.locate import tap
-    from parity_tests.engine.pair import Pair
     from parity_tests.engine.references.recording import record
     from parity_tests.engine.report import Report
     from parity_tests.engine.tables.draft import draft_table
@@ -34,12 +33,11 @@ __all__ = [
     "tap",
 ]
 ROOMS = {
-    "engine.compare": ("assert_parity", "compare"),
+    "engine.compare": ("Pair", "assert_parity", "compare"),
     "engine.tables.draft": ("draft_table",),
     "engine.locate": ("tap",),
     "engine.references.recording": ("record",),
     "engine.report": ("Report",),
-    "engine.pair": ("Pair",),
     "engine.training.compare_training": ("compare_training",),
     "engine.training.training_report": ("TrainingReport",),
     "report.own": ("save",),

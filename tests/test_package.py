@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,18 @@ def test_imports_run_one_way(room):
             assert any(f"{module}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[room]), (
                 f"{file.relative_to(ROOT)} imports {module}"
             )
+
+
+def test_the_engine_has_no_import_circle():
+    """Not even one that is hidden in a function or in a type."""
+    engine = ROOT / "parity_tests" / "engine"
+    arrows = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): [
+            *imported(file)
+        ]
+        for file in engine.rglob("*.py")
+    }
+    assert [*TopologicalSorter(arrows).static_order()]
 
 
 def test_compare_builds_no_registry():

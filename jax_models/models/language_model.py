@@ -29,6 +29,7 @@ from jax_models.sequence import (
     checked_reset,
     checked_state,
     checked_step_reset,
+    state_batch_axes,
 )
 from jax_models.weights import Layouts, Table, nested, same, tied, transposed
 from jax_models.weights.rows import at
@@ -227,7 +228,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
             x = x + self.pos_embedding(positions)
         return x if self.dropout is None else self.dropout(x)
 
-    def read_out(self, x: Float[Array, "batch time out"]) -> Float[Array, "batch time features"]:
+    def read_out(self, x: Any) -> Float[Array, "batch time features"]:
         """What of the blocks' output the norm and the head read: all of it."""
         return x
 
@@ -272,19 +273,23 @@ class LanguageModel(CheckedOptions, nnx.Module):
             raise ValueError(f"tokens: expected at most context_length={limit} steps, got {steps}")
         ends, outside = checked_lengths(lengths, (batch_size,), time)
         reset = checked_reset(reset, tokens.shape)
+        stack = self.stack
+        if reset is not None and not stack.resettable:
+            raise NotImplementedError(f"{type(self).__name__}: reset: {stack.unresettable_reason}")
         if state is None:
-            start, before = None, jnp.zeros(batch_size, jnp.int32)
+            start, before = stack.start(batch_size), jnp.zeros(batch_size, jnp.int32)
         else:
             expected = jax.eval_shape(lambda: self.init_state(batch_size))
             start, before = checked_state(state, expected)
 
         rows = Rows.of(time, ends, reset, self.time_axis)
         positions, after = rows.positions(before, time)
-        x = self.embed(tokens, positions)
-        x, layers = self.stack(x, start, lengths=lengths, reset=reset)
-        logits = rows.masked(self.unembed(self.norm(self.read_out(x))))
+        x = rows.masked(self.embed(tokens, positions))
+        x, layers = stack.sequence(stack.split(x), start, rows)
+        logits = rows.masked(self.unembed(self.norm(rows.masked(self.read_out(x)))))
         if outside is not None:
-            logits = nan_rows(outside, logits, 0)
+            axes = (0, state_batch_axes(stack))
+            logits, layers = nan_rows(outside, (logits, layers), axes)
         return logits, LanguageModelState(layers, after)
 
     def step(

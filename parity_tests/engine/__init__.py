@@ -1,1 +1,4 @@
-"""What measures any pair of a torch module and its JAX port. It knows no architecture."""
+"""Measures any pair of a torch module and its JAX port. It knows no architecture.
+
+Start with `compare.py`.
+"""

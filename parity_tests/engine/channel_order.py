@@ -1,7 +1,7 @@
 """Errors that say when torch has the channels first and JAX has them last."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,32 +10,11 @@ import numpy as np
 
 from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.faults import ORDERS, channels_last, other_order
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.results import Results, only_floating
-
-ORDERS = {
-    3: ("(N, C, L)", "(N, L, C)"),
-    4: ("(N, C, H, W)", "(N, H, W, C)"),
-    5: ("(N, C, D, H, W)", "(N, D, H, W, C)"),
-}
-"""The axes by rank, channels first and last."""
-Shape = tuple[int, ...]
-
-
-def channels_last(shape: Shape) -> Shape:
-    """The shape with its second axis as the last."""
-    return (*shape[:1], *shape[2:], *shape[1:2])
-
-
-def other_order(theirs: Shape, ours: Shape) -> str:
-    """What to do about two shapes that differ only in where the channels are; otherwise ""."""
-    if len(theirs) not in ORDERS or channels_last(theirs) != ours:
-        return ""
-    first, last = ORDERS[len(theirs)]
-    return (
-        f", as {first} and {last} have it: let the JAX side return jnp.moveaxis(y, -1, 1), by "
-        "`call` or in the function"
-    )
+from parity_tests.engine.references.reference import Reference
+from parity_tests.engine.report import Report
+from parity_tests.engine.results import GROUPS, Results, only_floating
 
 
 def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
@@ -57,15 +36,18 @@ def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
     )
 
 
-def fault_of_axes(
-    problem: Problem, oracle: Results, bound: float, run: Callable[[Problem], Results]
-) -> str | None:
+def faults_of_axes(
+    problem: Problem, reference: Reference, report: Report, jax_side: JaxSide
+) -> Iterator[str]:
     """What to move, if results that differ agree with the channels on the other axis.
 
     Only arrays of the same shape in both orders are moved: others would have had another shape, or
-    raised an error. `run` runs the JAX side's forward pass.
+    raised an error.
     """
-    expected = only_floating(oracle.get("outputs", {}))
+    dtype, group, error = next(report.failures, ("", "", None))
+    if error is None or group not in GROUPS[:2]:
+        return
+    expected = only_floating(reference.oracle.get("outputs", {}))
     may_move = [
         any(map(_is_square, arrays))
         for arrays in (jax.tree.leaves(problem.inputs), expected.values())
@@ -74,17 +56,18 @@ def fault_of_axes(
         if (inputs and not may_move[0]) or (outputs and not may_move[1]):
             continue
         again = with_channels_last(problem, _is_square) if inputs else problem
+        results = jax_side.run(again, dtype, reference.oracle.forward, reference.cast_to)
         ours = {
             name: np.moveaxis(array, -1, 1) if outputs and _is_square(array) else array
-            for name, array in only_floating(run(again)["outputs"]).items()
+            for name, array in only_floating(results["outputs"]).items()
         }
-        if all(error <= bound for error in relative_errors(ours, expected).values()):
+        if all(e <= error.bound for e in relative_errors(ours, expected).values()):
             what = "inputs and outputs" if inputs and outputs else "inputs" if inputs else "outputs"
-            return (
+            yield (
                 f"{what}: both sides agree if the JAX model has the channels on the last axis. "
                 f"{_move(inputs=inputs, outputs=outputs)}"
             )
-    return None
+            return
 
 
 def with_channels_last(problem: Problem, which: Callable[[Any], bool]) -> Problem:

@@ -1,10 +1,16 @@
-"""Compare any torch module with any JAX port of it."""
+"""Compare any torch module with any JAX port of it. Read this file first.
+
+`compare` goes from the arguments to the verdict in one function. Each stage has a room:
+`references` is what a model is measured against, `candidates` is how a JAX model is loaded and run,
+`bounds` is how large an error rounding explains, and `locate` is where two sides part.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +20,7 @@ from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.port import port, refuse_other_weights
-from parity_tests.engine.channel_order import fault_of_axes, note_on_inputs
+from parity_tests.engine.channel_order import faults_of_axes, note_on_inputs
 from parity_tests.engine.locate.find import checked_names, find_departure, where_it_raises
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.logits import checked_logits
@@ -32,15 +38,15 @@ from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.references.source import requested
 from parity_tests.engine.report import Report
 from parity_tests.engine.report_hooks import call_hooks
-from parity_tests.engine.results import GROUPS, Results
+from parity_tests.engine.results import GROUPS
 
 if TYPE_CHECKING:
     import torch
 
 JaxModel = nnx.Module | Callable[..., Any] | tuple[Any, Any]
-"""Of another framework, too; with its weights as a pair."""
+"""A model of NNX or another framework, or a function; alone or as (model, weights)."""
 Loader = Callable[[Mapping[str, Any]], Any]
-"""Makes the JAX side's weights, an `nnx.Module` or any tree of arrays, of a state_dict."""
+"""Turns a `state_dict` into the JAX side's weights: an `nnx.Module` or any tree of arrays."""
 
 
 def compare(
@@ -62,50 +68,52 @@ def compare(
 ) -> Report:
     """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
-    Both run, in evaluation mode, on copies in each dtype, and are measured against the torch module
-    in float64; the gradients are those of random cotangents. JAX may err by 1e-12 in float64, and
-    elsewhere by 4 times what torch errs, or by what its conditioning explains (`docs/bound.md`).
+    Both sides run in evaluation mode, on copies in each dtype, and are measured against the torch
+    module in float64. The gradients are those of random cotangents. In float64, JAX may err by
+    1e-12. In other dtypes it may err by 4 times as much as torch, or by as much as the conditioning
+    of the computation explains (`docs/bound.md`).
 
     Args:
-        twin: the torch module, with its weights; the path of a file that `record` wrote: then
-            inputs, dtypes and seed are the record's; or another JAX model, which runs on the CPU.
-            Random biases show more than zero ones.
+        twin: the torch module, with its weights; or the path of a file that `record` wrote, which
+            brings its own inputs, dtypes and seed; or another JAX model, which runs on the CPU.
+            Random biases reveal more faults than zeros.
         model: an `nnx.Module`; a function of weights and inputs (then `weights` is a loader); or a
             model of Linen, Equinox, haiku or Keras, or a function, alone or as (model, weights).
-        inputs: arrays, or trees of arrays, for both sides; floating ones are cast to each dtype.
-            A bool, a number of Python's, a text or None is a flag, which both sides get as it is.
+        inputs: arrays, or trees of arrays, for both sides. Floating arrays are cast to each dtype.
+            Both sides receive a bool, a Python number, a string or None unchanged.
         weights: how the twin's weights become the model's: a weight table (`jax_models.weights`),
-            the name of one of the model's own layouts, or a loader, a function of a `state_dict` of
-            arrays that returns what the function `model` takes, or the weights of a model of
-            another framework. By default the model's own layout; a model without `weights` must
-            have the twin's already, and its weight gradients are not compared. Beside a JAX model
-            it keeps its own, and gradients are compared by name.
-        call: how the JAX side is called with the inputs; by default `model(*inputs)`, or
-            `model(weights, *inputs)` if it is a function. Both calls return an array, or a tree of
-            arrays, whose leaves belong together by name if both sides have names, else in order.
-            Of a tuple, all but the first is state.
-        call_twin: the same of the torch side; by default `twin(*inputs)`.
-        dtypes: those to compare in; by default float64 and float32, or all that a record has.
+            the name of one of the model's own layouts, or a loader. A loader is a function of a
+            `state_dict` of arrays; it returns what the function `model` takes, or the weights of a
+            model of another framework. The default is the model's own layout. A model without
+            `weights` must have the twin's weights already, and its weight gradients are not
+            compared. If the twin is a JAX model, the model keeps its own weights, and gradients are
+            compared by name.
+        call: how to call the JAX side; by default `model(*inputs)`, or `model(weights, *inputs)` if
+            it is a function. Both calls return an array or a tree of arrays. Leaves are compared by
+            name if both sides have the same names, otherwise in order. In a tuple, everything after
+            the first entry is state.
+        call_twin: how to call the torch side; by default `twin(*inputs)`.
+        dtypes: the dtypes to compare in; by default float64 and float32, or all that a record has.
         platform: where JAX runs: "cpu", "gpu" or "tpu".
-        precision: of the model's matrix products: "highest", "high" or "default", as in
-            `jax.default_matmul_precision`.
-        seed: of the cotangents.
-        locate: say by submodule where a pair that fails first departs, forward or else backward.
-            Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch submodules
-            that have the same weights, name or place, and values with those that `tap` names; what
-            is left is looked for among all numbers that JAX computes. None is True where
-            the reference has submodules: not for a record without activations.
-        names: the JAX path of a torch submodule, by name, where that does not tell.
-        logits: True, or the name of an output as the report gives it (`y['logits']`): its last
-            axis is the vocabulary, and the report has KL, |Δ log p| and agreements of it, too.
+        precision: the precision of the model's matrix products: "highest", "high" or "default", as
+            in `jax.default_matmul_precision`.
+        seed: the seed of the cotangents.
+        locate: whether to name the submodule where a failing pair first departs, forward or else
+            backward. Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch
+            submodules that have the same weights, name or place, and values with those that `tap`
+            names. Other outputs are searched for among all numbers that JAX computes. None means
+            True unless the reference is a record without activations.
+        names: JAX paths of torch submodules, by name, for submodules that are not paired otherwise.
+        logits: True, or the name of an output as the report gives it (`y['logits']`), if its last
+            axis is a vocabulary. The report then shows KL, |Δ log p| and agreements, too.
         kwargs: further inputs, which both sides take by name.
-        edge_inputs: compare in float64 at inputs with exact zeros, ties and extremes, too, and with
+        edge_inputs: whether to compare in float64, too, at exact zeros, ties and extremes, and with
             masks that hide all or nothing.
 
     Raises:
-        ValueError: the weights do not fit the model, all faults are listed; or a model without
-            `weights` has others than the twin.
-        TypeError: a function without a loader, or a result that is no tree of arrays.
+        ValueError: the weights do not fit the model (the error lists all faults), or a model
+            without `weights` has other weights than the twin.
+        TypeError: a function comes without a loader, or a result is not a tree of arrays.
 
     """
     # Refuse wrong arguments before anything runs.
@@ -121,19 +129,20 @@ def compare(
         request = source.completed(request)
         locate = source.checked_locate(locate, names)
 
-        # Give both sides the same weights. What the JAX side cannot hold or does not read is a
-        # fault that no error of an output need show.
+        # Give both sides the same weights. A weight that the JAX side cannot hold or does not read
+        # is a fault, even if no output shows it.
         start = source.start(request, checked_logits(logits))
         problem, faults, notes = port(
             start, source.known, model, weights, call, has_kwargs=request.has_kwargs
         )
         names = checked_names({} if names is None else names, source.submodules, model)
 
-        # Run the reference in float64, so that both sides can be measured against results without
-        # rounding errors of their dtype.
+        # Run the reference in float64: both sides are measured against these results, which have
+        # no rounding errors of the dtypes that are compared.
         reference = source.reference(problem, say)
 
-        # Run both sides in each dtype, and compare JAX's errors with the reference's own.
+        # Run both sides in each dtype. JAX passes if its error is not much larger than the
+        # reference's own error, or if rounding explains it.
         jax_side = JaxSide(problem, platform, precision=precision)
         try:
             report = measure(
@@ -143,10 +152,11 @@ def compare(
             _explain(error, problem, reference, locate=bool(locate))
             raise
 
-        # Images that are square may have swapped axes without an error; moving them tells.
-        faults = [*faults, *_fault_of_axes(problem, reference, report, platform, precision)]
+        # If height, width and channels are equal, images with the axes in another order raise no
+        # error, so try whether the results agree in the other order.
+        faults = [*faults, *faults_of_axes(problem, reference, report, jax_side)]
 
-        # Random inputs hit no kink of a function, so run once more where the kinks are.
+        # Random inputs never hit the kink of a function, such as relu at 0, so compare there, too.
         if edge_inputs:
             from parity_tests.engine.edge_inputs import measure_edges  # needs torch
 
@@ -154,7 +164,7 @@ def compare(
             at_edges = measure_edges(problem, platform, jax_side)
             faults, notes = [*faults, *at_edges[0]], [*notes, *at_edges[1]]
 
-        # A failing pair is of interest only if both sides have the same weights. If it is, find
+        # If the pair fails, make sure that both sides have the same weights at all, and then find
         # the first submodule whose own code departs.
         location = None
         if not report.passed:
@@ -172,7 +182,7 @@ def compare(
 
 
 def _explain(error: Exception, problem: Problem, reference: Reference, *, locate: bool) -> None:
-    """Add to an error of the JAX side what is known: other axes, and the module that raised it."""
+    """Add notes to an error of the JAX side: axes in another order, and the module that raised."""
     if (note := note_on_inputs(problem, reference.oracle)) is not None:
         error.add_note(note)
     if locate:
@@ -181,26 +191,10 @@ def _explain(error: Exception, problem: Problem, reference: Reference, *, locate
             error.add_note(f"in JAX's {where or 'outermost module'}")
 
 
-def _fault_of_axes(
-    problem: Problem, reference: Reference, report: Report, platform: str, precision: str
-) -> Iterator[str]:
-    dtype, group, error = next(report.failures, ("", "", None))
-    if error is None or group not in GROUPS[:2]:
-        return
-    side, oracle = JaxSide(problem, platform, precision=precision), reference.oracle
-
-    def run(problem: Problem) -> Results:
-        return side.run(problem, dtype, oracle.forward, reference.cast_to)
-
-    fault = fault_of_axes(problem, oracle, error.bound, run)
-    if fault is not None:
-        yield fault
-
-
 def _departure(
     problem: Problem, reference: Reference, report: Report, names: Mapping[str, str]
 ) -> Location:
-    """Where a pair first departs, in the dtype of its first failure."""
+    """The place where a pair first departs, in the dtype of its first failure."""
     dtype, group, error = next(report.failures, (problem.dtypes[0], "", None))
     bound = error.bound if error is not None and dtype == "float64" else 0.0
     is_forward = group in GROUPS[:2]
@@ -209,11 +203,29 @@ def _departure(
 
 
 def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:
-    """Assert that `compare(…)` passes; the message has what fails, and where it begins.
+    """Assert that `compare(…)` passes; the message says what fails, and where it begins.
 
-    Where `locate` is not given, it is on if the reference has submodules.
+    By default, `locate` is on if the reference has submodules.
     """
     __tracebackhide__ = True
     report = compare(twin, *args, locate=locate, **kwargs)
     if not report.passed:
         raise AssertionError(f"the two sides differ\n{report.short}")
+
+
+class Pair:
+    """A torch module and its JAX port, for `twinscan parity FILE.py`.
+
+    The arguments are those of `compare`. FILE.py has pairs at module level, or functions `-> Pair`
+    without arguments, which are called when their pair is compared.
+    """
+
+    def __init__(
+        self, twin: torch.nn.Module, model: Callable[..., Any], *inputs: Any, **options: Any
+    ) -> None:
+        inspect.signature(compare).bind(twin, model, *inputs, **options)
+        self.twin, self.model, self.inputs, self.options = twin, model, inputs, options
+
+    def compare(self, **options: Any) -> Report:
+        """The report of `compare`; these options take the places of the pair's own."""
+        return compare(self.twin, self.model, *self.inputs, **{**self.options, **options})

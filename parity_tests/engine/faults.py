@@ -8,10 +8,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from parity_tests.engine.candidates.jax_program import Found, is_library
-from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.channel_order import other_order
 from parity_tests.engine.problem import COMPLEX
 from parity_tests.engine.results import GROUPS, Results, only_floating
+
+ORDERS = {
+    3: ("(N, C, L)", "(N, L, C)"),
+    4: ("(N, C, H, W)", "(N, H, W, C)"),
+    5: ("(N, C, D, H, W)", "(N, D, H, W, C)"),
+}
+"""The axes by rank, channels first and last."""
+Shape = tuple[int, ...]
+
+
+def channels_last(shape: Shape) -> Shape:
+    """The shape with its second axis as the last."""
+    return (*shape[:1], *shape[2:], *shape[1:2])
+
+
+def other_order(theirs: Shape, ours: Shape) -> str:
+    """What to do about two shapes that differ only in where the channels are; otherwise ""."""
+    if len(theirs) not in ORDERS or channels_last(theirs) != ours:
+        return ""
+    first, last = ORDERS[len(theirs)]
+    return (
+        f", as {first} and {last} have it: let the JAX side return jnp.moveaxis(y, -1, 1), by "
+        "`call` or in the function"
+    )
 
 
 def not_a_number(results: Results, side: str) -> list[str]:
@@ -88,10 +110,10 @@ def other_dtypes(
     ]
 
 
-def notes_on(jax_side: JaxSide, sides: tuple[str, str]) -> Iterator[str]:
+def notes_on(found_in: Mapping[str, Found], sides: tuple[str, str]) -> Iterator[str]:
     """What float64 ran without, what stays in less, and what was not compared."""
     theirs, us = sides
-    found = jax_side.found.get("float64")
+    found = found_in.get("float64")
     if found is not None and found.casts:
         yield (
             f"{us} casts to less than float64: float64 is compared without these casts: "
@@ -107,10 +129,10 @@ def notes_on(jax_side: JaxSide, sides: tuple[str, str]) -> Iterator[str]:
             f"{us} computes in less than float64 whatever it is given, so that a fault below that "
             f"rounding cannot be told: {first_of(found.stays)}"
         )
-    draws = dict.fromkeys(place for each in jax_side.found.values() for place in each.draws)
+    draws = dict.fromkeys(place for each in found_in.values() for place in each.draws)
     if draws and theirs == "torch":
         yield f"JAX draws random numbers, which are not torch's: {first_of(draws)}"
-    if any(each.padding for each in jax_side.found.values()):
+    if any(each.padding for each in found_in.values()):
         yield (
             "torch drops the gradient of an embedding's padding_idx and JAX does not: these rows "
             "are not compared"

@@ -4,7 +4,12 @@ from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 
-from parity_tests.engine.bounds.rounded_constants import Constants
+from parity_tests.engine.bounds.rounded_constants import (
+    moves_to,
+    names_of,
+    numbered,
+    rounded_count,
+)
 from parity_tests.engine.bounds.tolerance import FLOAT64, Error, tensor_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.faults import mismatches, notes_on, other_dtypes
@@ -18,6 +23,9 @@ from parity_tests.engine.results import (
     errors_of,
     only_floating,
 )
+
+MOST_NAMES = 3
+"""How many constants a note names."""
 
 
 def measure(
@@ -64,7 +72,7 @@ def measure(
             logits[dtype] = dict(zip(sides, (theirs.logits, error), strict=True))
         del ours  # so that it is not in memory beside the next dtype's results
     if not reference.faults:
-        notes += [*reference.notes, *notes_on(jax_side, sides)]
+        notes += [*reference.notes, *notes_on(jax_side.found, sides)]
     return Report(
         tensors,
         tuple(dict.fromkeys(faults)),
@@ -74,6 +82,36 @@ def measure(
         platform=platform,
         sides=sides,
     )
+
+
+class Constants:
+    """The constants of both sides that are rounded to float32."""
+
+    def __init__(self, problem: Problem, jax_side: JaxSide, reference: Reference):
+        self._problem, self._jax_side, self._reference = problem, jax_side, reference
+        self._ours = jax_side.constants_of(problem)
+        self.count = reference.constant_count + rounded_count(self._ours)
+
+    def __str__(self) -> str:
+        """How many there are, and some of their names."""
+        theirs, ours = self._reference.sides
+        named = [f"{theirs}'s {name}" for name in self._reference.constant_names]
+        named += [f"{ours}'s {name}" for name in names_of(numbered(self._ours))]
+        more = f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else ""
+        are = "constant is" if self.count == 1 else "constants are"
+        return f"{self.count} {are} in float32 ({', '.join(named[:MOST_NAMES])}{more})"
+
+    def with_digits(self) -> tuple[Results | None, bool]:
+        """The reference's results with JAX's digits of its constants, and whether JAX has all.
+
+        None if the reference cannot be run with other constants.
+        """
+        arrays = self._jax_side.argument_free(self._problem)
+        moves, have_own = moves_to(self._reference.constants.values(), arrays)
+        are_known = have_own and bool(moves) and not rounded_count(self._ours)
+        if not any(move.any() for move in moves):
+            return self._reference.oracle, are_known
+        return self._reference.with_constants(moves), are_known
 
 
 def _are_equal(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from parity_tests.engine.pair import Pair
+from parity_tests.engine.compare import Pair
 from parity_tests.engine.report import Report
 from parity_tests.report.files import Files, progress
 from parity_tests.report.own import record_of

@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,14 +41,14 @@ TABLES = {
 }
 
 
-def compared(table, fault=0.0):
+def compared(table, fault=0.0, after=lambda y: y):
     """The report, and how often the torch module was called."""
     calls = []
 
     def port(w, x):
         a, b = jnp.split(x @ w["query.weight"].T * (1 + fault), 2, -1)
         cos, sin = (f(TABLES[table]()).astype(x.dtype) for f in (jnp.cos, jnp.sin))
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+        return after(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
 
     def call_twin(twin, x):
         calls.append(x)
@@ -71,6 +72,13 @@ def test_one_rerun_tells_whether_constants_explain_a_difference(table):
 def test_constants_hide_no_small_difference(table):
     report, _ = compared(table, fault=1e-9)
     assert "float64" in {dtype for dtype, *_ in report.failures}, str(report)
+
+
+def test_a_wrong_gradient_beside_constants_is_of_the_gradients_alone():
+    """The constants are not moved to make up for it, which would move the outputs."""
+    report, _ = compared("frequencies", after=lambda y: 0.5 * (y + jax.lax.stop_gradient(y)))
+    assert {group for _, group, _ in report.failures} == {"input gradient", "weight gradients"}
+    assert {dtype for dtype, *_ in report.failures} == {"float64", "float32"}
 
 
 def test_the_memory_does_not_grow_with_the_number_of_constants():

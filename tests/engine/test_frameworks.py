@@ -217,36 +217,6 @@ def test_a_model_that_has_the_weights_needs_no_table():
     assert not compare(twin, model, x, call=lambda model, x: 1.1 * model(x)).passed
 
 
-class Recurrent(nnx.Module):
-    """Its cell counts the keys that it draws, and has one bias where torch has two."""
-
-    def __init__(self, rngs):
-        self.rnn = nnx.RNN(nnx.SimpleCell(4, 5, rngs=rngs), rngs=rngs)
-
-    def __call__(self, x):
-        return self.rnn(x)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_an_nnx_rnn(reverse):
-    twin = torch.nn.RNN(4, 5, batch_first=True)
-    torch.nn.init.zeros_(twin.bias_hh_l0)
-    biases = ("bias_ih_l0", "bias_hh_l0")
-    report = compare(
-        twin,
-        Recurrent(nnx.Rngs(0)),
-        np.random.default_rng(0).standard_normal((2, 7, 4)),
-        weights=[
-            transposed("rnn.cell.dense_i.kernel", "weight_ih_l0"),
-            transposed("rnn.cell.dense_h.kernel", "weight_hh_l0"),
-            Weight(("rnn.cell.dense_i.bias",), biases, lambda a, b: (a + b,), lambda a: (a, 0 * a)),
-        ],
-        call=lambda model, x: model(x[:, ::-1] if reverse else x),
-        call_twin=lambda twin, x: twin(x)[0],
-    )
-    assert report.passed != reverse, f"\n{report}"
-
-
 def flax_lstm_rows(forget):
     """Four kernels a key, and biases that are sums."""
     inner = [f"cell.{gate}" for gate in ("ii", forget, "ig", "io")]

@@ -1,8 +1,5 @@
 """`compare` of two JAX models: the first is the reference."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -295,36 +292,6 @@ def test_rounding_reaches_all_bodies_and_decides_nothing(place, dtype):
     for group in ("outputs", "input gradient"):
         for name, error in scatter.get(group, {}).items():
             assert 0.2 * ulp < error < 40 * ulp, (group, name, error)
-
-
-BLOCKED = """
-import sys
-
-
-class Blocker:
-    def find_spec(self, name, *args):
-        if name.partition(".")[0] == "torch":
-            raise ImportError("torch is not installed")
-
-
-sys.meta_path.insert(0, Blocker())
-import jax.numpy as jnp
-import numpy as np
-from parity_tests import compare, record
-
-x = np.random.default_rng(0).standard_normal(5)
-assert compare(jnp.sin, lambda x: jnp.cos(x - jnp.pi / 2), x).passed
-record(jnp.sin, x, path="sin.safetensors")
-assert not compare("sin.safetensors", jnp.cos).passed
-assert "torch" not in sys.modules
-"""
-
-
-def test_torch_is_not_needed(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_asked_in_vain_is_refused():

@@ -224,7 +224,7 @@ PLACES = {
         lambda: Within(Quantised(4, 4), torch.tanh),
         lambda: not_straight,
         dict,
-        {"inner"},
+        {"inner", None},
     ),
     "a gradient that JAX stops": (
         lambda: Within(LEAKY),
@@ -250,7 +250,7 @@ PLACES = {
         lambda: torch.nn.Sequential(LINEAR, Scaled(), torch.nn.Linear(4, 4)),
         lambda: scaled_with_a_lost_gradient,
         dict,
-        {"0"},
+        {"0", ""},
     ),
     "a gradient that is lost between two blocks": (
         lambda: torch.nn.Sequential(Residual(), Residual()),

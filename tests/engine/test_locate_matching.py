@@ -11,7 +11,7 @@ from flax import nnx
 from jax_models.weights.rows import Weight
 from jax_models.weights.tables import linear
 from parity_tests import compare
-from parity_tests.engine.locate.agree import difference
+from parity_tests.engine.locate.values import difference
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -9,7 +9,7 @@ from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchPar
 
 from parity_tests import assert_parity, compare, record, tap
 from parity_tests.engine.locate.record import SLOTS
-from parity_tests.engine.locate.theirs import Theirs, largest
+from parity_tests.engine.locate.reference_trace import ReferenceTrace, largest
 from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.source import requested
 
@@ -83,7 +83,7 @@ def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
     assert there == here
 
 
-def told(source, *inputs) -> list[Theirs]:
+def told(source, *inputs) -> list[ReferenceTrace]:
     """What it tells in each dtype."""
     with open_reference(source) as found:
         asked = found.completed(requested(inputs, None, ["float64", "bfloat16"], None, None))

@@ -19,16 +19,17 @@ from parity_tests.registry import CASES, MUTATIONS
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def departure(case, dtype):
+def departure(case, dtype, *, is_forward=False):
     problem = CASES[case].problem()
-    return find_departure(problem, TorchReference(problem).theirs(dtype), {})
+    reference = TorchReference(problem).theirs(dtype, is_forward=is_forward)
+    return find_departure(problem, reference, {}, is_forward=is_forward)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is not None], ids=str)
 def test_a_fault_of_the_registry_is_found_where_it_is(mutation):
     with mutation.plant():
-        location = departure(mutation.case, "float64")
+        location = departure(mutation.case, "float64", is_forward=True)
     assert location.culprit == mutation.culprit, f"\n{location}"
 
 

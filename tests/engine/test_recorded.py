@@ -113,8 +113,8 @@ class Pair(NamedTuple):
     twin: torch.nn.Module
     model: object
     inputs: tuple
-    record: dict
-    compare: dict
+    record: dict = {}  # noqa: RUF012
+    compare: dict = {"weights": dict}  # noqa: RUF012
 
 
 def pairs() -> dict[str, Pair]:
@@ -138,32 +138,27 @@ def pairs() -> dict[str, Pair]:
             {"call_twin": lambda twin, x: two(*twin(x))},
             {"call": lambda layer, x: (layer(x)[0], State(*(s[0] for s in layer(x)[1])))},
         ),
-        "tied": Pair(
-            Tied(), tied, (tokens,), {"kwargs": mask, "logits": "y['logits']"}, {"weights": dict}
-        ),
-        "tied, wrong": Pair(Tied(), slightly_wrong, (tokens,), {"kwargs": mask}, {"weights": dict}),
+        "tied": Pair(Tied(), tied, (tokens,), {"kwargs": mask, "logits": "y['logits']"}),
+        "tied, wrong": Pair(Tied(), slightly_wrong, (tokens,), {"kwargs": mask}),
         "bfloat16": Pair(
             torch.nn.Linear(4, 3).bfloat16(),
             lambda w, x: x @ w["weight"].T + w["bias"],
             (x,),
             {"dtypes": ["float32", "bfloat16"]},
-            {"weights": dict},
         ),
-        "complex": Pair(Complex(), lambda w, x: x @ w["weight"], (x,), {}, {"weights": dict}),
+        "complex": Pair(Complex(), lambda w, x: x @ w["weight"], (x,)),
         "ill-conditioned": Pair(Logistic(), logistic, (rng.uniform(0.1, 0.9, (7,)),), {}, {}),
         "detached": Pair(
             torch.nn.Linear(4, 3),
             lambda w, x: (x @ w["weight"].T + w["bias"], 2 * x),
             (x,),
             {"call_twin": lambda twin, x: (twin(x), 2 * x.detach())},
-            {"weights": dict},
         ),
         "nested inputs": Pair(
             torch.nn.Linear(4, 3),
             lambda w, a: a["x"][0] @ w["weight"].T + w["bias"] * a["on"],
             ({"x": [x, None], "on": 1},),
             {"call_twin": lambda twin, a: twin(a["x"][0])},
-            {"weights": dict},
         ),
     }
 
@@ -247,6 +242,7 @@ class Blocker:
 
 
 sys.meta_path.insert(0, Blocker())
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax_models.weights import linear
@@ -261,6 +257,10 @@ try:
 except AssertionError as error:
     print(*str(error).splitlines()[2].split()[:2])
     print(str(error).splitlines()[-1])
+x = np.random.default_rng(0).standard_normal(5)
+assert compare(jnp.sin, lambda x: jnp.cos(x - jnp.pi / 2), x).passed
+record(jnp.sin, x, path="sin.safetensors")
+assert not compare("sin.safetensors", jnp.cos).passed
 assert "torch" not in sys.modules
 """
 

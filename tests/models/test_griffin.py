@@ -66,8 +66,7 @@ def dense_attention(q, k, v, window, documents):
     return ops.attention(q, k, v, mask)
 
 
-@pytest.mark.parametrize("window", [1, 2, 4, 9, 40])
-@pytest.mark.parametrize("before", [0, 3, 11])
+@pytest.mark.parametrize(("window", "before"), [(1, 0), (2, 3), (4, 11), (9, 3), (40, 0), (40, 11)])
 def test_local_attention_in_tiles_is_attention_over_the_whole_row(monkeypatch, window, before):
     """Of packed documents, from a state; outputs, gradients, and the state that goes on."""
     monkeypatch.setattr(import_module("jax_models.ops.causal_attention"), "TILE", 8)
@@ -102,8 +101,20 @@ def test_local_attention_in_tiles_is_attention_over_the_whole_row(monkeypatch, w
             assert_same(ravel_pytree(ours)[0], ravel_pytree(whole)[0], "gradients, then outputs")
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("faulty", "qkv")
+@pytest.mark.parametrize(("platform", "tile"), [("cpu", 120), ("tpu", 352)])
+def test_the_tile_is_that_of_the_platform_that_a_program_is_lowered_for(platform, tile):
+    """And not that of the machine that lowers it."""
+    x = jax.ShapeDtypeStruct((2, 700, 1, 16), jnp.float32)
+    state = ops.LocalAttentionState(jnp.zeros(2, jnp.int32), *jnp.zeros((2, 2, 255, 1, 16)))
+    program = jax.jit(ops.local_attention).trace(x, x, x, state)
+    text = program.lower(lowering_platforms=(platform,)).as_text()
+    assert f"x{tile}x16xf32" in text
+    assert f"x{ {120: 352, 352: 120}[tile] }x16xf32" not in text
+
+
+@pytest.mark.parametrize(
+    ("faulty", "number"), [("q", np.nan), ("k", np.inf), ("v", -np.inf), ("v", np.nan)]
+)
 def test_only_the_steps_that_see_a_number_that_is_not_finite_know_of_it(
     monkeypatch, faulty, number
 ):

@@ -97,6 +97,7 @@ def test_every_report_is_kept_under_its_test(run, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_message_is_the_short_report(run):
     code, lines = run("-m", "parity")
     assert code == 1

@@ -1,11 +1,33 @@
 """What the tests of training share."""
 
+import os
+import signal
+
 import pytest
 
 import train.__main__ as train_command
+from train.step import Trainer
 
 
 @pytest.fixture
 def unreported(monkeypatch):
     """Training without the sample, the plot and the export at its end."""
     monkeypatch.setattr(train_command, "report", lambda *_: None)
+
+
+@pytest.fixture
+def interrupted_at(monkeypatch):
+    """Sends this process a signal, once, before the call that makes a step."""
+
+    def interrupt(step: int, number: signal.Signals) -> None:
+        steps = Trainer.steps
+
+        def send_and_step(self, state, batches, count):
+            if int(state.step) <= step < int(state.step) + count:
+                monkeypatch.setattr(Trainer, "steps", steps)
+                os.kill(os.getpid(), number)
+            return steps(self, state, batches, count)
+
+        monkeypatch.setattr(Trainer, "steps", send_and_step)
+
+    return interrupt

@@ -18,7 +18,6 @@ from jax_models import RNNLanguageModelConfig
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.run import Run
-from train.step import Trainer
 from train.text import ALL_WORK
 from train.vocabulary import Characters
 from twinscan.command_line import CommandLineError, one_line_errors
@@ -46,24 +45,6 @@ def whole(tmp_path_factory) -> nnx.State:
         patched.setattr(train_command, "report", lambda *_: None)
         command(folder)
     return params(folder)
-
-
-@pytest.fixture
-def interrupted_at(monkeypatch):
-    """Sends this process a signal, once, before the call that makes a step."""
-
-    def interrupt(step: int, number: signal.Signals) -> None:
-        steps = Trainer.steps
-
-        def send_and_step(self, state, batches, count):
-            if int(state.step) <= step < int(state.step) + count:
-                monkeypatch.setattr(Trainer, "steps", steps)
-                os.kill(os.getpid(), number)
-            return steps(self, state, batches, count)
-
-        monkeypatch.setattr(Trainer, "steps", send_and_step)
-
-    return interrupt
 
 
 @pytest.mark.parametrize(
@@ -163,6 +144,7 @@ def test_a_text_that_changed_is_accepted_by_its_flag(tmp_path):
     command(folder, *constant)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_alone(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     monkeypatch.undo()

@@ -19,6 +19,7 @@ from jax_models import (
     GriffinLanguageModelConfig,
     HawkLanguageModelConfig,
     HippogriffLanguageModelConfig,
+    HyenaDNALanguageModelConfig,
     RNNLanguageModelConfig,
     RWKV6LanguageModelConfig,
     RWKV7LanguageModelConfig,
@@ -52,6 +53,9 @@ MODELS = {
     "lstm": RNNLanguageModelConfig(**RNN, **DROPS, cell="lstm"),
     "min-gru": RNNLanguageModelConfig(**RNN, **DROPS, cell="min_gru"),
     "hyena": GPModelConfig(**SMALL, context_length=WINDOW, embedding_dropout_rate=0.2),
+    "hyena-dna": HyenaDNALanguageModelConfig(
+        **SMALL, mlp_features=64, context_length=WINDOW, embedding_dropout_rate=0.2
+    ),
     "attention": GPModelConfig(
         **SMALL, block="attention", num_heads=4, context_length=WINDOW, block_dropout_rate=0.2
     ),
@@ -66,7 +70,7 @@ MESHES = {
     "1×1×8, fully sharded": MeshConfig(data=1, sequence=8, fully_sharded=True),
 }
 WITHOUT_MODEL, WITHOUT_TIME = {"hyena"}, {"lstm", "attention"}
-WITHOUT_RESET = {"hyena"}
+WITHOUT_RESET = {"hyena", "hyena-dna"}
 
 ON_EIGHT_DEVICES = """
 import jax

@@ -193,23 +193,14 @@ def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
     ("name", "content", "message"),
     [
         ("config.json", "[1]", "recurrentgemma-2b: config.json:"),
-        ("config.json", "{", "recurrentgemma-2b: config.json: Expecting property name"),
-        ("config.json", json.dumps(RECURRENT_GEMMA | {"model_type": "llama"}), "config.json:"),
-        (
-            "config.json",
-            json.dumps(RECURRENT_GEMMA | {"intermediate_size": 14}),
-            "mlp_block.gate_proj.weight:",
-        ),
-        ("model-1.safetensors", None, "model-1.safetensors: No such file or directory"),
         ("model-1.safetensors", "cut", "recurrentgemma-2b: .*header"),
-        (INDEX, None, "expected one file of weights, or .+, got model-0.+, model-1.safetensors"),
         (INDEX, "{}", "model.safetensors.index.json:"),
         ("tokenizer.json", None, "recurrentgemma-2b has no tokenizer.json .*--prompt-tokens"),
         ("tokenizer.json", "{}", "recurrentgemma-2b: not a tokenizer: "),
     ],
 )
 def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, message):
-    """In one line."""
+    """In one line. `test_load_pretrained.py` has more damages."""
     path = Path("recurrentgemma-2b", name)
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(CommandLineError, match=message) as refused:

@@ -275,6 +275,7 @@ def test_a_run_ends_where_its_numbers_are_not_finite(
     assert Run.open(folder).metrics()[-1]["step"] == 30
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_epochs_become_steps(by_rows, text_file, tmp_path):
     """169 of 199 rows are to train on: half of them, eight a step, are 11 steps."""

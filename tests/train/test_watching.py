@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from train.config import TrainConfig
 from train.curve import draw_curve
 from train.monitor import peak
 from train.run import Run, build_trainer
-from train.step import Trainer
 from train.text import ALL_WORK
 from train.vocabulary import Characters
 from train.windows import Batches, split
@@ -120,19 +118,11 @@ def test_skipped_steps_are_told_with_their_rows(fails_at, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [9, 14, 15])
-def test_skipped_steps_and_an_interruption(step, fails_at, tmp_path, monkeypatch):
+def test_skipped_steps_and_an_interruption(step, fails_at, interrupted_at, tmp_path):
     """The same weights, skipped steps and lines as of a run that nothing interrupts."""
     fails_at(13, 14, 15, 27)
     whole = command(tmp_path / "whole")
-    steps = Trainer.steps
-
-    def interrupt(self, state, batches, count):
-        if int(state.step) <= step < int(state.step) + count:
-            monkeypatch.setattr(Trainer, "steps", steps)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return steps(self, state, batches, count)
-
-    monkeypatch.setattr(Trainer, "steps", interrupt)
+    interrupted_at(step, signal.SIGTERM)
     with pytest.raises(SystemExit), one_line_errors("prog"):
         command(tmp_path / "cut")
     cut = command(tmp_path / "cut")

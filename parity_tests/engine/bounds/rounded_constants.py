@@ -5,24 +5,12 @@ and a port computes them. In float64 the sides then differ by the rounding of th
 out whether they differ in nothing else, the reference runs once more with JAX's digits of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, ulp
 from parity_tests.engine.candidates.jax_program import is_rounded
-from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.problem import Problem
-from parity_tests.engine.results import Results
-
-if TYPE_CHECKING:
-    from parity_tests.engine.references.reference import Reference
-
-MOST_NAMES = 3
-"""How many constants a note names."""
 
 
 def rounded_count(values: Iterable[np.ndarray]) -> int:
@@ -73,33 +61,3 @@ def names_of(constants: Mapping[str, np.ndarray]) -> list[str]:
         f"{name} {value.shape}" if value.ndim else f"{name} = {value:.9g}"
         for name, value in constants.items()
     ]
-
-
-class Constants:
-    """The constants of both sides that are rounded to float32."""
-
-    def __init__(self, problem: Problem, jax_side: JaxSide, reference: Reference):
-        self._problem, self._jax_side, self._reference = problem, jax_side, reference
-        self._ours = jax_side.constants_of(problem)
-        self.count = reference.constant_count + rounded_count(self._ours)
-
-    def __str__(self) -> str:
-        """How many there are, and some of their names."""
-        theirs, ours = self._reference.sides
-        named = [f"{theirs}'s {name}" for name in self._reference.constant_names]
-        named += [f"{ours}'s {name}" for name in names_of(numbered(self._ours))]
-        more = f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else ""
-        are = "constant is" if self.count == 1 else "constants are"
-        return f"{self.count} {are} in float32 ({', '.join(named[:MOST_NAMES])}{more})"
-
-    def with_digits(self) -> tuple[Results | None, bool]:
-        """The reference's results with JAX's digits of its constants, and whether JAX has all.
-
-        None if the reference cannot be run with other constants.
-        """
-        arrays = self._jax_side.argument_free(self._problem)
-        moves, have_own = moves_to(self._reference.constants.values(), arrays)
-        are_known = have_own and bool(moves) and not rounded_count(self._ours)
-        if not any(move.any() for move in moves):
-            return self._reference.oracle, are_known
-        return self._reference.with_constants(moves), are_known

@@ -1,21 +1,23 @@
-"""What is known of the arrays of torch's calls, forward and backward."""
+"""What is known of the arrays of torch's calls: does JAX compute them, or others?"""
 
 import dataclasses
-import hashlib
 
 import numpy as np
 
-from parity_tests.engine.locate.agree import mask_of
+from parity_tests.engine.bounds.tolerance import rms
+from parity_tests.engine.locate.match import Pairs, assigned, stacked
 from parity_tests.engine.locate.record import Call, Trace
+from parity_tests.engine.locate.reference_trace import ReferenceTrace
+from parity_tests.engine.locate.run import Run
+from parity_tests.engine.locate.search import Search, Wanted
+from parity_tests.engine.locate.values import Difference, difference, identity, is_telling
 
-AGREES, DEPARTS, UNKNOWN = "agrees", "departs", "unknown"
-ROUND = 2.0**-20
-"""Its multiples are numbers that two computations may have in common by chance."""
+MATCHED, DEPARTS, UNKNOWN = "matched", "departs", "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-    """Forward, a call gets inputs and gives outputs; backward, gradients the other way."""
+    """Forward, a call takes inputs and gives outputs; backward, gradients the other way."""
 
     name: str
     taken: str
@@ -28,93 +30,211 @@ class Direction:
 
 FORWARD = Direction("forward", "inputs", "outputs")
 BACKWARD = Direction("backward", "output gradients", "input gradients")
-TAKEN, GIVEN = (FORWARD.taken, BACKWARD.taken), (FORWARD.given, BACKWARD.given)
+
+
+def wanted_values(trace: Trace) -> dict[bytes, Wanted]:
+    """The arrays of a reference that are looked for among JAX's, each once."""
+    wanted: dict[bytes, Wanted] = {}
+    for direction in (FORWARD, BACKWARD):
+        for slot in (direction.taken, direction.given):
+            for call in trace.calls:
+                for label, array in call.slots[slot].items():
+                    if is_telling(array):
+                        is_total = slot == BACKWARD.taken
+                        each = wanted.setdefault(
+                            identity(call, slot, label), Wanted(array, is_total)
+                        )
+                        each.is_total &= is_total
+    return wanted
 
 
 class Evidence:
-    """What is known of the arrays of torch's calls: each agrees, departs, or was not compared."""
+    """The states of all arrays of torch's calls in one direction.
 
-    def __init__(self, trace: Trace):
-        self.of: dict[tuple[Call, str], dict[str, str]] = {}
+    An array is matched if JAX's counterpart of the call has it, or if it occurs anywhere among what
+    JAX computes. It departs if the counterpart has another array in its place.
+    """
+
+    def __init__(
+        self,
+        reference: ReferenceTrace,
+        jax_run: Run,
+        pairs: Pairs,
+        wanted: dict[bytes, Wanted],
+        least: float,
+        direction: Direction,
+    ):
+        self.reference, self.jax_run, self.pairs = reference, jax_run, pairs
+        self.least, self.direction = least, direction
+        self.trace = reference.run.trace
+        self.states: dict[tuple[Call, str], dict[str, str]] = {}
+        self.differences: dict[tuple[Call, str], dict[str, Difference]] = {}
+        self.stopped: set[Call] = set()
+        """The calls in which, or before which, JAX stops a gradient."""
+        self.compared = pairs.keys() - {reference.run.whole}
+        self.parents = {call.parent for call in self.trace.calls}
         self._taken = {
-            numbers(call, slot, label)
-            for call in trace.calls
-            for slot in TAKEN
-            for label in call.slots[slot]
+            each for call in self.trace.calls for each in self.numbers(call, direction.taken)
         }
-        self.compared: set[Call] = set()
-        """The calls that have counterparts which are modules or taps."""
-        self.cut: set[Call] = set()
-        """The calls whose counterparts give no gradient: JAX stops it in them, or before them."""
-        self.similar: set[Call] = set()
-        """The calls beside which JAX computes something similar to what they give."""
+        self._compare_counterparts()
+        self._search(wanted)
+
+    def numbers(self, call: Call, slot: str) -> set[bytes]:
+        """What identifies the telling arrays of a slot."""
+        arrays = call.slots[slot].items()
+        return {identity(call, slot, label) for label, array in arrays if is_telling(array)}
 
     def state(self, call: Call, slot: str) -> str:
-        """Of all arrays of a slot.
+        """The state of all arrays of a slot.
 
-        Of what a call without a counterpart gives, the first array and those that matter, since
-        another call takes them or they have a gradient, may not be unknown: that JAX computes a
-        layer's attention weights somewhere says nothing of the layer's own output.
+        Of what a call without a counterpart gives, only the first array must be matched, and those
+        that another call takes or that have a gradient: that JAX computes a layer's attention
+        weights somewhere says nothing of the layer's output. A gradient that is only a part of a
+        sum need not be matched if those of the weights are.
         """
-        states = self.of.get((call, slot), {})
+        states = self.states[call, slot]
         if DEPARTS in states.values():
             return DEPARTS
-        if slot in GIVEN and call not in self.compared:
-            telling = [label for label in states if is_telling(call.slots[slot][label])]
-            used = [
-                label
-                for label in telling
-                if numbers(call, slot, label) in self._taken
-                or (slot == FORWARD.given and label in call.slots[BACKWARD.taken])
-            ]
-            known = all(states[label] == AGREES for label in (*telling[:1], *used))
-            return AGREES if telling and known else UNKNOWN
-        return AGREES if AGREES in states.values() else UNKNOWN
+        if slot == self.direction.given and call not in self.compared:
+            telling = [label for label in states if self.is_telling(call, slot, label)]
+            used = [label for label in telling if self._is_used(call, slot, label)]
+            if self.direction is FORWARD or not used:
+                used += telling[:1]
+            is_matched = all(states[label] == MATCHED for label in used)
+            return MATCHED if telling and is_matched else UNKNOWN
+        return MATCHED if MATCHED in states.values() else UNKNOWN
 
-    def spread(self, trace: Trace) -> None:
-        """What is known of an array holds where torch passes the same numbers on.
+    def is_right(self, call: Call) -> bool:
+        """Does JAX compute what the call gives?"""
+        return self.state(call, self.direction.given) == MATCHED
 
-        Of several such places, the last before tells; of those after, the first.
+    def is_telling(self, call: Call, slot: str, label: str) -> bool:
+        """Would JAX have the array only by computing the same?"""
+        return label.startswith("weight ") or is_telling(call.slots[slot][label])
+
+    def _is_used(self, call: Call, slot: str, label: str) -> bool:
+        return (
+            label.startswith("weight ")
+            or identity(call, slot, label) in self._taken
+            or (self.direction is FORWARD and label in call.slots[BACKWARD.taken])
+        )
+
+    def _compare_counterparts(self) -> None:
+        taken, given = self.direction.taken, self.direction.given
+        for call in self.trace.calls:
+            for slot in (taken, given):
+                self.states[call, slot] = dict.fromkeys(call.slots[slot], UNKNOWN)
+                if call in self.pairs:
+                    self._compare(call, slot)
+            if self.direction is BACKWARD and call in self.pairs:
+                self._note_stopped(call)
+        if self.direction is FORWARD:
+            whole = self.reference.run.whole
+            self.states[whole, taken] = dict.fromkeys(whole.slots[taken], MATCHED)
+        else:
+            self._compare_weight_gradients()
+
+    def _compare(self, call: Call, slot: str) -> None:
+        calls, expected = self.pairs[call], call.slots[slot]
+        if len({each.name for each in calls}) > 1:
+            self._compare_parts(call, slot)
+            return
+        largest = max((rms(each) for each in expected.values()), default=0.0)
+        largest *= self.direction is BACKWARD
+        for label, actual in assigned(expected, stacked(calls, slot)):
+            d = difference(actual, expected[label], self.least, largest)
+            if d is None or (slot == "inputs" and actual.size > expected[label].size):
+                continue  # padded, say, before JAX's module, where torch's pads within
+            bound = self.reference.bound(call, slot, label, d.error, self.least)
+            if bound > d.error or d.layout:
+                d = difference(actual, expected[label], bound, largest) or d
+            self._judge(call, slot, label, d, bound)
+
+    def _compare_parts(self, call: Call, slot: str) -> None:
+        """Several modules, where a port splits a joint projection, have its features together."""
+        for label, array in call.slots[slot].items() if slot != BACKWARD.given else ():
+            search = Search([Wanted(array)])
+            for each in self.pairs[call]:
+                for part in each.slots[slot].values():
+                    search.see(part)
+            search.finish()
+            error = search.wanted[0].error
+            bound = self.reference.bound(call, slot, label, error, self.least)
+            self._judge(call, slot, label, Difference(error), bound)
+
+    def _judge(self, call: Call, slot: str, label: str, found: Difference, bound: float) -> None:
+        self.differences.setdefault((call, slot), {})[label] = found
+        self.states[call, slot][label] = MATCHED if found.error <= bound else DEPARTS
+
+    def _note_stopped(self, call: Call) -> None:
+        """JAX stops a gradient where torch does not: after a module, or in it or before it."""
+        counterpart = self.pairs[call][0].slots
+        is_tap = not counterpart["inputs"]
+        if is_tap or not call.slots[BACKWARD.given] or counterpart[BACKWARD.given]:
+            return
+        if counterpart[BACKWARD.taken] or "weight gradients" not in self.jax_run.results:
+            self.stopped.add(call)
+        else:
+            self.states[call, BACKWARD.taken] = dict.fromkeys(call.slots[BACKWARD.taken], DEPARTS)
+
+    def _compare_weight_gradients(self) -> None:
+        """A call gives the gradients of its weights beside those of its inputs.
+
+        In float64, where rounding explains nothing, one that departs departs for all calls around.
         """
-        when: dict[tuple[Call, str], float] = {}
-        for index, event in enumerate(trace.events):
-            when.setdefault(event, index)
-        known: dict[bytes, list[tuple[float, str]]] = {}
-        for (call, slot), states in self.of.items():
-            at = when.get((call, slot), -1 if slot == "inputs" else np.inf)
-            for label, state in states.items():
-                if state != UNKNOWN:
-                    known.setdefault(numbers(call, slot, label), []).append((at, state))
-        for places in known.values():
-            places.sort(key=lambda place: place[0])
-        for call in trace.calls:
-            for slot in (*TAKEN, *GIVEN):
-                states, at = self.of.setdefault((call, slot), {}), when.get((call, slot), np.inf)
-                for label in call.slots[slot]:
-                    if states.get(label, UNKNOWN) != UNKNOWN:
-                        continue
-                    places = known.get(numbers(call, slot, label), [])
-                    before = [state for time, state in places if time <= at]
-                    after = [state for time, state in places if time > at]
-                    states[label] = (before[-1:] or after[:1] or [UNKNOWN])[0]
+        actual = self.jax_run.results.get("weight gradients", {})
+        expected = self.reference.run.results.get("weight gradients", {})
+        largest = max(map(rms, expected.values()), default=0.0)
+        slot, given = "weight gradients", BACKWARD.given
+        for call in self.trace.calls:
+            for key, wanted in call.slots[slot].items():
+                if key not in actual:
+                    continue
+                d = difference(actual[key], wanted, self.least, largest)
+                error = np.inf if d is None else d.error
+                bound = self.reference.bound(call, slot, key, error, self.least)
+                self.differences.setdefault((call, given), {})[key] = Difference(error)
+                state = MATCHED if error <= bound else DEPARTS
+                is_clear = state == DEPARTS and self.reference.dtype == "float64"
+                for giver in (call, *call.ancestors) if is_clear else (call,):
+                    self.states[giver, given][f"weight {key}"] = state
 
+    def _search(self, wanted: dict[bytes, Wanted]) -> None:
+        """Whatever is still unknown is matched if JAX computes it anywhere.
 
-def numbers(call: Call, slot: str, label: str) -> bytes:
-    """Identifies an array by its numbers, whatever its shape; a constant one by its place."""
-    array = call.slots[slot][label]
-    if is_constant(array):
-        return repr((id(call), slot, label)).encode()
-    is_gradient = slot.endswith("gradients")
-    return is_gradient.to_bytes() + hashlib.sha256(array.tobytes()).digest()
+        So is what a layer gives whose counterpart gives something else, if the layer takes what is
+        right: an activation, say, may belong to JAX's module and not to torch's.
+        """
+        places = [
+            (call, slot, label, identity(call, slot, label))
+            for call in self.trace.calls
+            for slot in (self.direction.taken, self.direction.given)
+            for label in call.slots[slot]
+        ]
+        matched = {each for c, s, label, each in places if self.states[c, s][label] == MATCHED}
+        tried = {*matched}
+        for call, slot, label, each in places:
+            if each in wanted and each not in tried:
+                error = wanted[each].error
+                if error <= self.reference.bound(call, slot, label, error, self.least):
+                    matched.add(each)
+                tried.add(each)
+        for call, slot, label, each in places:
+            if self.states[call, slot][label] == UNKNOWN and each in matched:
+                self.states[call, slot][label] = MATCHED
+        if self.direction is FORWARD:
+            self._set_straight(matched)
 
-
-def is_constant(array: np.ndarray) -> bool:
-    """Is it one number, once or everywhere? One that was computed, as a loss is, tells itself."""
-    if array.size == 1 and array.dtype.kind == "f" and np.isfinite(array).all():
-        return bool(array.flat[0] % ROUND == 0)
-    return array.size < 2 or bool((array == array.flat[0]).all())
-
-
-def is_telling(array: np.ndarray) -> bool:
-    """Has it numbers that are computed alone? A mask is also applied without being made."""
-    return array.dtype.kind == "f" and not is_constant(array) and mask_of(array) is None
+    def _set_straight(self, matched: set[bytes]) -> None:
+        """Match what layers give inside of counterparts that do more."""
+        for call in [*self.compared]:
+            if not call.weights or call in self.parents or len(self.pairs[call]) > 1:
+                continue
+            if self.state(call, FORWARD.taken) != MATCHED:
+                continue
+            states = self.states[call, FORWARD.given]
+            for label in states:
+                each = identity(call, FORWARD.given, label)
+                if states[label] == DEPARTS and each in matched:
+                    states[label] = MATCHED
+                    self.pairs.pop(call, None)

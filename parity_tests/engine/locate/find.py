@@ -8,16 +8,17 @@ from flax import nnx
 
 from parity_tests.engine.bounds.tolerance import floor
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.locate.blame import find
-from parity_tests.engine.locate.comparison import Comparison
-from parity_tests.engine.locate.evidence import BACKWARD, FORWARD
+from parity_tests.engine.locate.evidence import BACKWARD, FORWARD, MATCHED, Evidence, wanted_values
 from parity_tests.engine.locate.frameworks import nnx_modules, recording
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.locate.match import paired
 from parity_tests.engine.locate.record import Trace
+from parity_tests.engine.locate.reference_trace import ReferenceTrace
+from parity_tests.engine.locate.report import departure, nothing_departs
+from parity_tests.engine.locate.rule import Rule
 from parity_tests.engine.locate.run import of_jax
-from parity_tests.engine.locate.theirs import Theirs
-from parity_tests.engine.locate.verdict import departure, nothing_departs
+from parity_tests.engine.locate.search import Search, watched
+from parity_tests.engine.locate.substitute import Substitution
 from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
@@ -52,33 +53,42 @@ def checked_names(
 
 def find_departure(
     problem: Problem,
-    theirs: Theirs,
+    reference: ReferenceTrace,
     names: Mapping[str, str],
     bound: float = 0.0,
     *,
     is_forward: bool = False,
 ) -> Location:
-    """Run the JAX side call by call, and compare it with what the reference tells.
+    """Run the JAX side call by call, and compare it with the trace of the reference.
 
     `names` has the JAX paths of the reference's submodules that correspond for no other reason. An
     error up to `bound` is none, whatever rounding explains. `is_forward`: results depart, which no
     culprit backward explains.
     """
-    oracle = theirs.run
-    ours = of_jax(problem, theirs.dtype, oracle.results.forward if is_forward else oracle.results)
-    weigh(problem, ours.trace, theirs.owners)
-    pairs = paired(oracle.trace.calls, ours.trace.calls, names)
-    pairs[oracle.whole] = [ours.whole]
-    least = max(bound, floor(jnp.dtype(theirs.dtype)))
-    comparison = Comparison(problem, theirs, ours, pairs, least)
+    oracle = reference.run
+    wanted = wanted_values(oracle.trace)
+    search = Search([*wanted.values()])
+    jax_run = of_jax(
+        problem,
+        reference.dtype,
+        oracle.results.forward if is_forward else oracle.results,
+        transform=lambda function: watched(function, search.see),
+    )
+    search.finish()
+    weigh(problem, jax_run.trace, reference.owners)
+    least = max(bound, floor(jnp.dtype(reference.dtype)))
+    pairs = paired(oracle.trace.calls, jax_run.trace.calls, names, least)
+    pairs[oracle.whole] = [jax_run.whole]
     for direction in (FORWARD,) if is_forward else (FORWARD, BACKWARD):
-        evidence = comparison.evidence(direction)
-        if find(oracle.trace, direction, evidence) is None:
-            continue
-        comparison.search(direction, evidence)
-        if (blame := find(oracle.trace, direction, evidence)) is not None:
-            return departure(comparison, direction, evidence, blame)
-    return nothing_departs(comparison, is_forward)
+        evidence = Evidence(reference, jax_run, pairs, wanted, least, direction)
+        if not {*evidence.states[oracle.whole, direction.given].values()} <= {MATCHED}:
+            outermost = [call for call in oracle.trace.calls if call.parent is oracle.whole]
+            start = outermost[0] if [call.name for call in outermost] == [""] else oracle.whole
+            return departure(
+                evidence, Rule(evidence, Substitution(problem, evidence)).culprit(start)
+            )
+    evidence = Evidence(reference, jax_run, pairs, wanted, least, FORWARD)
+    return nothing_departs(evidence, is_forward=is_forward)
 
 
 def where_it_raises(problem: Problem, dtype: str, oracle: Results) -> str | None:

@@ -37,6 +37,8 @@ class Call:
     """Of each floating array by slot and label, as the module has it."""
     sources: "set[Call]" = dataclasses.field(default_factory=set)
     """Of torch's: the calls whose outputs its inputs are computed from, without others between."""
+    identities: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
+    """What identifies its arrays by their numbers, by slot and label."""
 
     def dtypes_in(self, slot: str) -> set[str]:
         """Those of a slot's floating arrays, as the module has them."""
@@ -94,7 +96,8 @@ class Trace:
 def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, path: str = "") -> Any:
     """A copy of nested containers with other arrays; what else they hold is kept as it is.
 
-    Containers are tuples, lists, mappings, and dataclasses, such as a ModelOutput.
+    Containers are tuples, lists, mappings, and dataclasses, such as a ModelOutput; modules of Linen
+    and Equinox are dataclasses, too, and no containers.
     """
     again = partial(mapped, change=change, is_array=is_array)
     if is_array(tree):
@@ -113,7 +116,7 @@ def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, pat
         for key, value in changed.items():
             result[key] = value
         return result
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not is_callable(tree):
+    if dataclasses.is_dataclass(tree) and not callable(tree):
         changed = {
             field.name: again(getattr(tree, field.name), path=f"{path}.{field.name}")
             for field in dataclasses.fields(tree)
@@ -124,11 +127,6 @@ def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, pat
                 object.__setattr__(result, name, value)
         return result
     return tree
-
-
-def is_callable(value: Any) -> bool:
-    """A module, say, is a dataclass in Linen and Equinox, and no container of values."""
-    return callable(value)
 
 
 def is_jax_array(value: Any) -> bool:

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from parity_tests.engine.locate.record import SLOTS, Call, Trace
+from parity_tests.engine.locate.reference_trace import OwnRun, Place, ReferenceTrace, largest
 from parity_tests.engine.locate.run import Run
-from parity_tests.engine.locate.theirs import Own, Place, Theirs, largest
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.results import Results
 
 
-def calls_as_facts(told: Sequence[Theirs], arrays: Arrays) -> dict[str, Any]:
+def calls_as_facts(told: Sequence[ReferenceTrace], arrays: Arrays) -> dict[str, Any]:
     """The calls of one run, and its rounding in some dtypes; their arrays are added to `arrays`."""
     trace, number = told[0].run.trace, told[0].number
     arrays |= {_name(place): _at(trace, place) for place in _places(trace)}
@@ -50,7 +50,7 @@ def calls_of(
     oracle: Results,
     owners: Mapping[str, str],
     dtype: str,
-) -> Theirs:
+) -> ReferenceTrace:
     """What `calls_as_facts` was told of a run with these results."""
     trace = Trace()
     for i, each in enumerate(facts["calls"]):
@@ -77,7 +77,9 @@ def calls_of(
         for of_call in facts["dtypes"][dtype]
     ]
     run = Run(oracle, trace, trace.calls[0])
-    return Theirs(dtype, run, owners, lambda: Own(own, dtypes), lambda: [rounded], lambda: [moved])
+    return ReferenceTrace(
+        dtype, run, owners, lambda: OwnRun(own, dtypes), lambda: [rounded], lambda: [moved]
+    )
 
 
 def _places(trace: Trace) -> list[Place]:

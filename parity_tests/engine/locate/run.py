@@ -1,7 +1,7 @@
 """Runs of a side in which each call is kept."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -30,12 +30,15 @@ def of_jax(
     *,
     rounding: str | None = None,
     noise: int = 0,
+    transform: Callable[[Callable], Callable] = lambda function: function,
 ) -> Run:
-    """The run of a JAX side; all but the problem is as in `JaxSide.run`."""
+    """The run of a JAX side; all but the problem is as in `JaxSide` and `JaxSide.run`."""
     trace = Trace()
     whole = trace.begin("", "run")
     with recording(trace, problem) as side, trace.running(whole):
-        results = JaxSide(side, rounding=rounding).run(side, dtype, oracle, cast_to, noise=noise)
+        results = JaxSide(side, rounding=rounding, transform=transform).run(
+            side, dtype, oracle, cast_to, noise=noise
+        )
     return whole_run(problem, results, trace)
 
 

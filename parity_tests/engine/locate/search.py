@@ -1,4 +1,4 @@
-"""Arrays of the torch side among all that the JAX side computes, whatever their names.
+"""Finds arrays of the torch side among all that the JAX side computes, whatever their names.
 
 So a function without modules is compared with a torch module's submodules, and so are the parts of
 a module that have no counterpart of their own.
@@ -17,11 +17,8 @@ from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from parity_tests.engine.candidates.jax_program import called_body, last_uses
-from parity_tests.engine.locate.agree import difference, layouts
-from parity_tests.engine.locate.record import Call, tell_p
-
-SIMILAR = 0.9
-"""The cosine from which an array may be another with a fault."""
+from parity_tests.engine.locate.record import tell_p
+from parity_tests.engine.locate.values import closest_error
 
 
 def watched(function: Callable[..., Any], tell: Callable[[np.ndarray], None]) -> Callable[..., Any]:
@@ -74,59 +71,89 @@ def _told(x: Any, tell: Callable) -> Any:
     return tell_p.bind(x, tell=tell) if is_array else x
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Wanted:
-    """An array that is looked for, how far the closest is off, and whether one is similar."""
+    """An array that is looked for, and how far the closest of JAX's arrays is off."""
 
     array: np.ndarray
-    givers: list[Call]
-    """The calls without parts that give it: of these it is of interest whether one is similar."""
-    bound: float
     is_total: bool = False
-    """True if only the summed gradient is meaningful."""
+    """True if only the sum of a gradient's parts counts, not one of the parts."""
     error: float = np.inf
-    similar: bool = False
 
 
 class Search:
-    """Looks at arrays as they come by."""
+    """Looks at JAX's arrays as they come by, and keeps none of them.
+
+    An array is found as it is, up to the order of its axes and repeated slices, or feature by
+    feature: JAX may have one array where torch has several, or several where torch has one.
+    """
 
     def __init__(self, wanted: Sequence[Wanted]):
+        self.wanted = wanted
         self._by_size: dict[int, list[tuple[Wanted, np.ndarray, float]]] = {}
+        self._by_rows: dict[int, list[Wanted]] = {}
+        self._features: dict[int, list[tuple[int, np.ndarray]]] = {}
         for each in wanted:
-            for form in {
-                array.size: array for array in (each.array, without_repeats(each.array))
-            }.values():
+            forms = {array.size: array for array in (each.array, without_repeats(each.array))}
+            for form in forms.values():
                 norm = float(np.linalg.norm(form))
                 self._by_size.setdefault(form.size, []).append((each, form, norm))
+            if _rows(each.array) > 1:
+                self._by_rows.setdefault(_rows(each.array), []).append(each)
 
     def see(self, value: np.ndarray, *, is_summand: bool = False) -> None:
-        """Is it one of those that are wanted, or like one?"""
-        candidates = self._by_size.get(value.size, ())
-        if not candidates:
+        """Compare an array of JAX's with all that are wanted."""
+        candidates, rows = self._by_size.get(value.size, ()), _rows(value)
+        if not candidates and rows not in self._by_rows:
             return
         value = np.asarray(value, float)
         with np.errstate(over="ignore"):  # an additive mask may have the least number of all
             norm = float(np.linalg.norm(value))
         if not np.isfinite(norm):
             return
-        is_known = False
         for wanted, form, its_norm in candidates:
-            is_near = abs(norm - its_norm) <= 1e3 * wanted.bound * its_norm
-            if is_near and not (is_summand and wanted.is_total):
-                found = difference(value, form, wanted.bound)
-                wanted.error = min(wanted.error, np.inf if found is None else found.error)
-                is_known |= found is not None and found.error <= wanted.bound
-        for wanted, form, its_norm in () if is_known else candidates:
-            if (
-                wanted.givers
-                and form.size > 1
-                and not wanted.similar
-                and wanted.error > wanted.bound
+            # the norms of two arrays differ by no more than the arrays
+            if abs(norm - its_norm) < wanted.error * its_norm and not (
+                is_summand and wanted.is_total
             ):
-                least = SIMILAR * norm * its_norm
-                each = (np.vdot(form, candidate) for _, candidate in layouts(value, form.shape))
-                wanted.similar = any(product > least > 0 for product in each)
+                wanted.error = min(wanted.error, closest_error(value, form))
+        if rows in self._by_rows and not is_summand:
+            self._features.setdefault(rows, []).append((value.shape[-1], _projected(value)))
+
+    def finish(self) -> None:
+        """Look for what was not found as it is feature by feature."""
+        for rows, seen in self._features.items():
+            numbers = np.concatenate([features for _, features in seen])
+            widths = np.repeat([width for width, _ in seen], [f.size for _, f in seen])
+            order = np.argsort(np.real(numbers))
+            by_width: dict[int, list[Wanted]] = {}
+            for wanted in self._by_rows[rows]:
+                by_width.setdefault(wanted.array.shape[-1], []).append(wanted)
+            for width, several in by_width.items():
+                # as many features in another order would be another array
+                others = order[widths[order] != width]
+                for wanted in several if others.size and width > 1 else ():
+                    wanted.error = min(wanted.error, _apart(wanted.array, numbers[others]))
+
+
+def _apart(array: np.ndarray, numbers: np.ndarray) -> float:
+    """How far an array's features are from the closest of these, which are sorted."""
+    features = _projected(array)
+    after = np.searchsorted(np.real(numbers), np.real(features))
+    near = [numbers[np.clip(after + i, 0, numbers.size - 1)] for i in (-1, 0)]
+    off = np.min([abs(each - features) for each in near], axis=0)
+    return float(np.linalg.norm(off) / (np.linalg.norm(features) or 1.0))
+
+
+def _rows(x: np.ndarray) -> int:
+    return int(np.prod(x.shape[:-1])) if x.ndim > 1 else 0
+
+
+def _projected(x: np.ndarray) -> np.ndarray:
+    """A complex number for each feature, which tells it from all others."""
+    rng = np.random.default_rng(0)
+    real, imaginary = rng.standard_normal((2, _rows(x))) @ x.reshape(-1, x.shape[-1])
+    return real + 1j * imaginary
 
 
 def without_repeats(x: np.ndarray) -> np.ndarray:

@@ -1,16 +1,18 @@
 """The calls of a torch module's submodules."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from parity_tests.engine.candidates.torch_module import weight_owners
-from parity_tests.engine.candidates.torch_run import Prepare
+from parity_tests.engine.candidates.torch_run import Prepare, forward
+from parity_tests.engine.locate.evidence import FORWARD, Direction
 from parity_tests.engine.locate.hyperparameters import hyperparameters_of
-from parity_tests.engine.locate.record import Call, Trace, mapped
+from parity_tests.engine.locate.record import Call, Rows, Trace, mapped
 from parity_tests.engine.locate.run import Run, whole_run
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
@@ -74,7 +76,69 @@ def observe(trace: Trace, call: Call, forward: str, backward: str, tree: Any) ->
         x.register_hook(lambda g: trace.keep(call, backward, label, as_array(g)))
         return x
 
-    return mapped(tree, one, lambda value: isinstance(value, torch.Tensor))
+    return mapped(tree, one, _is_tensor)
+
+
+def run_again(
+    problem: Problem,
+    number: int,
+    direction: Direction,
+    labels: Collection[str],
+    others: Sequence[np.ndarray],
+) -> list[Rows]:
+    """What the call of this number gives, in float64, where it takes each of these instead."""
+    found: list[Rows] = []
+    number_of = itertools.count(1)  # 0 is the run
+
+    def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        if next(number_of) == number:
+            for other in map(torch.from_numpy, map(np.ascontiguousarray, others)):
+                found.append(_given(module, (args, kwargs), direction, labels, other))
+
+    def prepare(twin: torch.nn.Module) -> None:
+        for module in twin.modules():
+            with contextlib.suppress(RuntimeError):
+                module.register_forward_pre_hook(before, with_kwargs=True)
+
+    forward(problem, prepare)
+    return found[: len(others)]
+
+
+def _given(
+    module: torch.nn.Module,
+    inputs: Any,
+    direction: Direction,
+    labels: Collection[str],
+    other: torch.Tensor,
+) -> Rows:
+    """What a module gives where it takes another array under some labels."""
+    is_forward = direction is FORWARD
+    leaves: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
+
+    def leaf(name: str, x: torch.Tensor) -> torch.Tensor:
+        x = other if is_forward and name in labels else x.detach()
+        leaves[name] = x.clone().requires_grad_(x.is_floating_point() and not is_forward)
+        return leaves[name]
+
+    args, kwargs = mapped(inputs, leaf, _is_tensor)
+    with torch.set_grad_enabled(not is_forward):
+        mapped(module(*args, **kwargs), results.setdefault, _is_tensor)
+    if is_forward:
+        return {name: as_array(x) for name, x in results.items()}
+    differentiated = {name: x for name, x in leaves.items() if x.requires_grad}
+    gradients = torch.autograd.grad(
+        [results[label] for label in labels],
+        [*differentiated.values()],
+        [other] * len(labels),
+        allow_unused=True,
+    )
+    given = zip(differentiated, gradients, strict=True)
+    return {name: as_array(gradient) for name, gradient in given if gradient is not None}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def givers(x: torch.Tensor, nodes: Mapping[Any, Call | None]) -> set[Call]:

@@ -23,8 +23,8 @@ from parity_tests.engine.candidates.model_weights import (
 from parity_tests.engine.candidates.port import port
 from parity_tests.engine.faults import first_of, not_a_number
 from parity_tests.engine.locate.frameworks import nnx_modules
+from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
 from parity_tests.engine.locate.run import Run, of_jax
-from parity_tests.engine.locate.theirs import Theirs, of_runs
 from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
 from parity_tests.engine.progress import Say
@@ -109,7 +109,7 @@ class JaxReference(Reference):
     def _owners(self) -> dict[str, str]:
         return {key: key for key in self.problem.state_dict}
 
-    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """What it records call by call, in float64 and of its rounding in a dtype."""
         coarse = self._coarse(dtype)
 

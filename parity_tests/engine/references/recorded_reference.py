@@ -11,7 +11,7 @@ import numpy as np
 
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, WeightsOnly
 from parity_tests.engine.locate.recorded import calls_of
-from parity_tests.engine.locate.theirs import Theirs
+from parity_tests.engine.locate.reference_trace import ReferenceTrace
 from parity_tests.engine.logits import LogitsError, logits_array
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.record_file import read, unpacked
@@ -30,7 +30,7 @@ class Recorded(Reference):
         facts: Mapping[str, Any],
         oracle: Results,
         problem: Problem,
-        theirs: Callable[[str], Theirs],
+        theirs: Callable[[str], ReferenceTrace],
     ):
         self._facts, self._theirs = facts, theirs
         self.name, self.seed, self.oracle = facts["name"], facts["seed"], oracle
@@ -60,7 +60,7 @@ class Recorded(Reference):
     def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
         return [self._facts["scatter"][dtype]]
 
-    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """What it records call by call, in float64 and of its rounding in a dtype."""
         return self._theirs(dtype)
 
@@ -135,7 +135,7 @@ def source_of(path: str | os.PathLike[str]) -> RecordSource:
     )
     inputs = unpacked(facts["inputs"], [arrays[name] for name in given])
 
-    def theirs(dtype: str) -> Theirs:
+    def theirs(dtype: str) -> ReferenceTrace:
         return calls_of(facts["calls"], arrays, oracle, owners, dtype)
 
     return RecordSource(

@@ -27,9 +27,9 @@ from parity_tests.engine.candidates.torch_run import (
     run_torch_rounded,
 )
 from parity_tests.engine.faults import not_a_number
+from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
 from parity_tests.engine.locate.run import Run
-from parity_tests.engine.locate.theirs import Theirs, of_runs
-from parity_tests.engine.locate.torch_side import of_torch
+from parity_tests.engine.locate.torch_side import of_torch, run_again
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, Problem, arrays_of
 from parity_tests.engine.progress import Say
@@ -89,7 +89,7 @@ class TorchReference(Reference):
 
         return functools.cache(run)
 
-    def theirs(self, dtype: str, *, is_forward: bool = False) -> Theirs:
+    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """What it records call by call, in float64 and of its rounding in a dtype."""
         problem, decisions = self.problem, self._mode.decisions
         traced = partial(of_torch, problem, is_forward=is_forward)
@@ -110,6 +110,7 @@ class TorchReference(Reference):
             lambda: traced(partial(run_torch, problem, dtype)),
             rounded(),
             moved(),
+            partial(run_again, problem),
         )
 
     @functools.cached_property

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import K, raised, rms
-from parity_tests.engine.locate.record import SLOTS, Call
+from parity_tests.engine.locate.record import SLOTS, Call, Rows
 from parity_tests.engine.locate.run import Run
 from parity_tests.engine.results import replayed
 
@@ -20,7 +20,11 @@ PLAIN = 1e3
 """An error in float64 of so many bounds is plain to see, whatever random rounding explains."""
 
 
-class Own(NamedTuple):
+RunAgain = Callable[[int, Any, Collection[str], Sequence[np.ndarray]], list[Rows]]
+"""What the call of a number gives in a direction, where it takes each of some other arrays."""
+
+
+class OwnRun(NamedTuple):
     """Of a reference's own run in a dtype."""
 
     errors: Errors
@@ -29,18 +33,20 @@ class Own(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Theirs:
+class ReferenceTrace:
     """A reference's run in float64, and its runs in a dtype, which are made on demand."""
 
     dtype: str
     run: Run
     owners: Mapping[str, str]
     """The key of each weight, or the first of the keys that share it."""
-    own: Callable[[], Own]
+    own: Callable[[], OwnRun]
     rounded: Callable[[], Iterable[Errors]]
     """The errors of runs that are rounded to the dtype at random, each run once."""
     moved: Callable[[], Iterable[Errors]]
     """The errors of runs whose constants are off by their rounding to float32, each run once."""
+    run_again: RunAgain | None = None
+    """None where the side is not there to be run."""
 
     @functools.cached_property
     def number(self) -> dict[Call, int]:
@@ -79,18 +85,25 @@ def of_runs(
     own: Callable[[], Run],
     rounded: Iterable[Run],
     moved: Iterable[Run] = (),
-) -> Theirs:
+    run_again: RunAgain | None = None,
+) -> ReferenceTrace:
     """The runs of a reference that can be run again."""
 
     @functools.cache
-    def of_own() -> Own:
+    def of_own() -> OwnRun:
         again = own()
         dtypes = [{slot: c.dtypes_in(slot) for slot in SLOTS} for c in again.trace.calls]
-        return Own(errors_at(again, run), dtypes)
+        return OwnRun(errors_at(again, run), dtypes)
 
     errors = partial(errors_at, oracle=run)
-    return Theirs(
-        dtype, run, owners, of_own, replayed(map(errors, rounded)), replayed(map(errors, moved))
+    return ReferenceTrace(
+        dtype,
+        run,
+        owners,
+        of_own,
+        replayed(map(errors, rounded)),
+        replayed(map(errors, moved)),
+        run_again,
     )
 
 

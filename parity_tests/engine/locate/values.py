@@ -1,22 +1,24 @@
 """Are two arrays the same numbers, whatever the order of their axes?"""
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import FLOAT64, rms
+from parity_tests.engine.locate.record import Call
 
 NUMBERS = "biufcV"
-"""The kinds of dtypes: ml_dtypes' are of kind V."""
+"""The kinds of dtypes that are numbers: those of ml_dtypes are of kind V."""
 MASKED = -1e3
-"""Numbers below it, in an array that has no others but zero, are an additive mask."""
+"""An array that has only zeros and numbers below this one is an additive mask."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far two arrays are from each other, and in what layout they are closest."""
+    """How far two arrays are apart, and the layout in which they are closest."""
 
     error: float
     layout: str = ""
@@ -26,21 +28,21 @@ class Difference:
 def difference(
     actual: np.ndarray, expected: np.ndarray, bound: float, largest: float = 0.0
 ) -> Difference | None:
-    """The error relative to the expected array; None if they are numbers of different kinds.
+    """The error relative to the expected array; None if the kinds of numbers differ.
 
-    In the axes' own order where the shapes agree, unless only another order is within the bound.
-    `largest`: beside numbers of this size, those of an array that are all rounding count as zero.
+    The axes are compared in their own order, unless only another order is within the bound. An
+    array that is all rounding beside numbers of the size `largest` counts as zero.
     """
     if not {actual.dtype.kind, expected.dtype.kind} <= {*NUMBERS}:
         return None
     if (actual.dtype == bool) != (expected.dtype == bool):
-        # one side's boolean mask says what to keep, or what to leave, and the other's is added
-        kept, wanted = (x if x.dtype == bool else mask_of(x) for x in (actual, expected))
-        if kept is None or wanted is None:
+        # a boolean mask may say what to keep or what to hide, and an additive mask says the same
+        keeps = [x if x.dtype == bool else mask_of(x) for x in (actual, expected)]
+        if keeps[0] is None or keeps[1] is None:
             return None
-        either = (difference(each, wanted, bound) for each in (kept, ~kept))
+        either = (difference(each, keeps[1], bound) for each in (keeps[0], ~keeps[0]))
         return min((each for each in either if each), key=lambda each: each.error)
-    actual, expected = _plain(actual), _plain(expected)
+    actual, expected = plain(actual), plain(expected)
     if actual.dtype.kind != expected.dtype.kind:
         return None
     closest = None
@@ -56,24 +58,24 @@ def difference(
 
 
 def mask_of(x: np.ndarray) -> np.ndarray | None:
-    """Where an additive mask is zero, or one of ones and zeros is one; None if it is neither."""
+    """What an additive mask, or a mask of ones and zeros, keeps; None if it is neither."""
     if ((x == 0) | (x == 1)).all():
         return x == 1
     return x == 0 if ((x < MASKED) | (x == 0)).all() else None
 
 
-def _plain(x: np.ndarray) -> np.ndarray:
-    """In float64 or int64; what an additive mask leaves out is the same whatever it adds."""
+def plain(x: np.ndarray) -> np.ndarray:
+    """The numbers in float64 or int64; all additive masks that hide the same are equal."""
     if x.dtype.kind in "biu":
         return x.astype(np.int64)
     if x.dtype.kind == "c":
         return x.astype(np.complex128)[..., None].view(float)
-    x = x.astype(float)
+    x = x.astype(float, copy=False)
     return np.maximum(x, MASKED) if (x <= MASKED).any() and mask_of(x) is not None else x
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
-    """The array in each layout that could be this shape, the most likely first."""
+    """The array in each layout that could have this shape, the most likely first."""
     if x.shape == shape:
         yield "", x
     squeezed = tuple(n for n in shape if n != 1)
@@ -95,8 +97,20 @@ def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.nda
             return
 
 
+def closest_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The least error in any layout."""
+    actual, expected = plain(actual), plain(expected)
+    errors = (_error(each, expected, 0.0) for _, each in layouts(actual, expected.shape))
+    least = np.inf
+    for error in errors:
+        least = min(least, error)
+        if least <= FLOAT64:
+            break
+    return least
+
+
 def _moves(order: tuple[int, ...]) -> int:
-    """How many pairs of axes have changed their order; moving the channels is few."""
+    """How many pairs of axes have changed their order: few where only the channels move."""
     return sum(a > b for a, b in itertools.combinations(order, 2))
 
 
@@ -109,3 +123,28 @@ def _error(actual: np.ndarray, expected: np.ndarray, largest: float) -> float:
     if scale <= FLOAT64 * largest:
         scale = largest
     return rms(off) / (scale or 1.0) if np.isfinite(off).all() else np.inf
+
+
+def identity(call: Call, slot: str, label: str) -> bytes:
+    """Identifies an array by its numbers, whatever its shape; a constant array by its place."""
+    if (slot, label) not in call.identities:
+        array = call.slots[slot][label]
+        found = repr((id(call), slot, label)).encode()
+        if not is_constant(array):
+            kind = slot.endswith("gradients").to_bytes()
+            found = kind + hashlib.sha256(array.tobytes()).digest()
+        call.identities[slot, label] = found
+    return call.identities[slot, label]
+
+
+def is_constant(array: np.ndarray) -> bool:
+    """Is it one number, once or everywhere? A scalar that was computed, as a loss, is not."""
+    if array.size == 1 and array.dtype.kind == "f" and np.isfinite(array).all():
+        with np.errstate(over="ignore"):
+            return bool(array.flat[0] == array.flat[0].astype(np.float16))
+    return array.size < 2 or bool((array == array.flat[0]).all())
+
+
+def is_telling(array: np.ndarray) -> bool:
+    """Has it numbers that only this computation gives? A mask may be applied without being made."""
+    return array.dtype.kind == "f" and not is_constant(array) and mask_of(array) is None

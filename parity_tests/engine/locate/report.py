@@ -1,0 +1,98 @@
+"""What the report says of a comparison call by call."""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+
+from parity_tests.engine.locate.evidence import DEPARTS, FORWARD, Evidence
+from parity_tests.engine.locate.hyperparameters import differing
+from parity_tests.engine.locate.location import Location, Visit
+from parity_tests.engine.locate.record import Call, Trace
+from parity_tests.engine.locate.rule import Culprit, timeline
+
+
+def departure(evidence: Evidence, culprit: Culprit) -> Location:
+    """What it says of the first departure."""
+    direction = evidence.direction
+    visits = []
+    for call in _compared(evidence):
+        states = (evidence.state(call, slot) for slot in (direction.taken, direction.given))
+        if not any(evidence.is_right(outer) for outer in call.ancestors):
+            visits.append(_visit(evidence, call, DEPARTS in states))
+        if call in (culprit.before, culprit.call):
+            break
+    title = partial(_title, evidence.trace)
+    if culprit.call is None:
+        verdict = f"not known, {direction}, in {title(culprit.within)}"
+    else:
+        verdict = f"{title(culprit.call)}, {direction}"
+    for word, call in (("after", culprit.after), ("before", culprit.before)):
+        if call is not None:
+            verdict += f", {word} {title(call)}"
+    candidates = " or ".join(dict.fromkeys(map(title, culprit.candidates)))
+    remarks = (
+        *([f"(it may be in {candidates})"] if candidates else []),
+        *_hyperparameters(evidence, culprit.call),
+    )
+    name = None if culprit.call is None else culprit.call.name
+    return Location(evidence.reference.dtype, tuple(visits), name, verdict, remarks)
+
+
+def nothing_departs(evidence: Evidence, *, is_forward: bool) -> Location:
+    """What it says if all numbers agree that could be compared: is there another dtype?"""
+    reference, pairs = evidence.reference, evidence.pairs
+    visits = []
+    for call in _compared(evidence):
+        (taken, right), (given, expected) = (
+            (pairs[call][0].dtypes_in(slot), reference.dtypes(call, slot))
+            for slot in (FORWARD.taken, FORWARD.given)
+        )
+        departs = taken <= right and not given <= expected
+        remark = f"{', '.join(sorted(given))}, not {', '.join(sorted(expected))}" if departs else ""
+        visits.append(dataclasses.replace(_visit(evidence, call, departs), remark=remark))
+        if departs:
+            verdict = f"{call.name or 'the module itself'}, by its dtype"
+            return Location(reference.dtype, tuple(visits), call.name, verdict)
+    if not visits and len(evidence.trace.calls) > 2:
+        verdict = "not known, no submodule could be compared with anything"
+    elif is_forward:
+        verdict = "not known, forward, no submodule is further off than rounding explains"
+    else:
+        verdict = "none, all that was compared agrees"
+    return Location(reference.dtype, tuple(visits), None, verdict)
+
+
+def _compared(evidence: Evidence) -> list[Call]:
+    """The calls that have counterparts, in the order in which they return."""
+    _, ends = timeline(evidence)
+    depth = {call: -len([*call.ancestors]) for call in ends}
+    calls = sorted(ends, key=lambda call: (ends[call], depth[call]))
+    return [call for call in calls if call in evidence.pairs and call.parent is not None]
+
+
+def _visit(evidence: Evidence, call: Call, departs: bool) -> Visit:
+    errors, layouts = [], []
+    for slot in (evidence.direction.taken, evidence.direction.given):
+        found = evidence.differences.get((call, slot), {}).values()
+        errors.append(max((d.error for d in found), default=None))
+        layouts += [d.layout for d in found if d.layout]
+    jax_name = evidence.pairs[call][0].name
+    return Visit(call.name, jax_name, errors[0], errors[1], departs, ", ".join({*layouts}))
+
+
+def _hyperparameters(evidence: Evidence, culprit: Call | None) -> Iterator[str]:
+    """Those of the culprit and of its JAX counterpart, where they differ."""
+    if culprit is None or culprit not in evidence.pairs:
+        return
+    counterpart = evidence.pairs[culprit][0]
+    if found := ", ".join(differing(culprit.hyperparameters, counterpart.hyperparameters)):
+        yield f"{culprit.kind} | {counterpart.kind}: {found}"
+
+
+def _title(trace: Trace, call: Call) -> str:
+    """The name of a call's submodule, and which of its calls it is if it has several."""
+    if not call.name:
+        return "the module itself"
+    calls = [each for each in trace.calls if each.name == call.name]
+    which = f" in call {calls.index(call) + 1} of {len(calls)}" if len(calls) > 1 else ""
+    return call.name + which

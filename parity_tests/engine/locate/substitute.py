@@ -1,0 +1,101 @@
+"""The substitution test: does JAX compute a torch call, of something else than torch does?
+
+Where a layer and the code around it are both suspects, the torch layer is run on what JAX computes.
+If JAX has the result, too, JAX's layer is right, and the code around gave it something else.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.locate.evidence import FORWARD, Evidence
+from parity_tests.engine.locate.frameworks import recording
+from parity_tests.engine.locate.record import Call, Rows, Trace
+from parity_tests.engine.locate.search import Search, Wanted, watched
+from parity_tests.engine.locate.values import identity, is_telling, layouts
+from parity_tests.engine.problem import Problem
+
+
+class Substitution:
+    """Runs torch's calls on JAX's arrays, in the direction of the evidence."""
+
+    def __init__(self, problem: Problem, evidence: Evidence):
+        self.problem, self.evidence, self.direction = problem, evidence, evidence.direction
+        self.calls, self.reference = evidence.trace.calls, evidence.reference
+
+    def computes_of_another(self, calls: Sequence[Call]) -> dict[Call, bool]:
+        """Does JAX compute what these calls compute, each of an array that torch's does not take?
+
+        Calls for which that says nothing are left out: forward, those that JAX may compute
+        elsewhere with the same weights or without any.
+        """
+        run_again = self.reference.run_again
+        asked = {call: self._taken(call) for call in calls if self._is_telling(call)}
+        if run_again is None or not asked:
+            return {}
+        sizes = {array.size for taken in asked.values() for _, array in taken}
+        jax_arrays: dict[int, dict[int, np.ndarray]] = {size: {} for size in sizes}
+
+        def keep(value: np.ndarray, *, is_summand: bool = False) -> None:
+            if value.size in jax_arrays and np.isfinite(value).all():
+                jax_arrays[value.size][hash(value.tobytes())] = np.array(value, float)
+
+        self._run_jax(keep)
+        results: list[tuple[Call, Wanted]] = []
+        for call, taken in asked.items():
+            for labels, array in taken:
+                others = [
+                    layout
+                    for other in jax_arrays[array.size].values()
+                    for _, layout in layouts(other, array.shape)
+                ]
+                number = self.reference.number[call]
+                given = run_again(number, self.direction, labels, others)
+                results += [
+                    (call, Wanted(result))
+                    for other, rows in zip(others, given, strict=True)
+                    for label, result in rows.items()
+                    if label in self._telling(call, self.direction.given)
+                    and not (result.size == other.size and (result.ravel() == other.ravel()).all())
+                ]
+        of_torch = Search([Wanted(each.array) for _, each in results])
+        for call in self.calls:
+            for slot in (self.direction.taken, self.direction.given):
+                for array in self._telling(call, slot).values():
+                    of_torch.see(array)
+        new = [
+            result
+            for result, own in zip(results, of_torch.wanted, strict=True)
+            if own.error > self.evidence.least
+        ]
+        self._run_jax(Search([each for _, each in new]).see)
+        found = {call for call, each in new if each.error <= self.evidence.least}
+        return {call: call in found for call in asked}
+
+    def _is_telling(self, call: Call) -> bool:
+        if not self._telling(call, self.direction.given):
+            return False
+        is_called_once = [each.name for each in self.calls].count(call.name) == 1
+        return self.direction is not FORWARD or (bool(call.weights) and is_called_once)
+
+    def _taken(self, call: Call) -> list[tuple[list[str], np.ndarray]]:
+        """The arrays that a call takes, each once, with its labels."""
+        taken = self._telling(call, self.direction.taken)
+        labels: dict[bytes, list[str]] = {}
+        for label in taken:
+            labels.setdefault(identity(call, self.direction.taken, label), []).append(label)
+        return [(each, taken[each[0]]) for each in labels.values()]
+
+    def _telling(self, call: Call, slot: str) -> Rows:
+        return {label: array for label, array in call.slots[slot].items() if is_telling(array)}
+
+    def _run_jax(self, see) -> None:
+        """Run the JAX side, which tells each of its arrays."""
+        results = self.reference.run.results
+        with recording(Trace(), self.problem) as side:
+            JaxSide(side, transform=lambda function: watched(function, see)).run(
+                side,
+                self.reference.dtype,
+                results.forward if self.direction is FORWARD else results,
+            )
