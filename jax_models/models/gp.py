@@ -5,7 +5,6 @@ __all__ = ["GPModel", "GPModelConfig"]
 import dataclasses
 from typing import Any, ClassVar, Literal, Unpack
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_models.layers.attention import SelfAttentionBlock
@@ -13,9 +12,9 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.layers.norm import LayerNorm
 from jax_models.models.architecture import Layout
-from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
+from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.ops.checks import checked_rate
-from jax_models.options import FloatingDtype
+from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import squeezed
 
@@ -96,7 +95,7 @@ class GPModelConfig(StackConfig):
             presets[f"{name}-small"] = Preset(small, "annotated-hyena-small", faster)
         return presets
 
-    def build(self, **options: Unpack[BuildOptions]) -> "GPModel":
+    def build(self, **options: Unpack[NormOptions]) -> "GPModel":
         """The model of this config."""
         return GPModel(self, **options)
 
@@ -135,32 +134,21 @@ class GPModel(LanguageModel):
 
     Args:
         config: the sizes and the kind of block.
-        dtype: of the computation; by default the parameters'.
-        param_dtype: of the parameters.
-        rngs: draws the parameters (`params`), the embeddings from a normal distribution, and the
-            dropout masks (`dropout`).
+        **options: as of every layer. The embeddings are drawn from a normal distribution.
 
     Layouts: `annotated-hyena` (torch_ref.GPModel; the tied `head.weight` must equal
     `tok_emb.weight`).
 
     """
 
-    def __init__(
-        self,
-        config: GPModelConfig,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, config: GPModelConfig, **options: Unpack[NormOptions]):
         init = nnx.initializers.normal(1.0)
         features, length = config.features, config.context_length
         super().__init__(
             config,
             embedding=nnx.Embed(config.vocab_size, features, embedding_init=init, **options),
             pos_embedding=nnx.Embed(length, features, embedding_init=init, **options),
-            dropout=Dropout(config.embedding_dropout_rate, rngs=rngs),
+            dropout=Dropout(config.embedding_dropout_rate, rngs=options["rngs"]),
             blocks=[config.build_block(**options) for _ in range(config.num_layers)],
             norm=LayerNorm(features, **options),
         )

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, Unpack, get_args
 
-import jax.numpy as jnp
 import ml_dtypes
 from flax import nnx
 
@@ -14,8 +13,8 @@ from jax_models.layers.activation import Gelu
 from jax_models.layers.griffin import GriffinBlock, GriffinMixing
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.models.architecture import Checkpoint, Fields, Layout, Size, has
-from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
-from jax_models.options import FloatingDtype
+from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.options import NormOptions
 
 HF_ACTIVATIONS: dict[str, Gelu] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """What transformers calls them; its default first."""
@@ -167,7 +166,7 @@ class GriffinLanguageModelConfig(StackConfig):
         """`griffin`."""
         return {"griffin": Preset(cls())}
 
-    def build(self, **options: Unpack[BuildOptions]) -> "GriffinLanguageModel":
+    def build(self, **options: Unpack[NormOptions]) -> "GriffinLanguageModel":
         """The model of this config."""
         return GriffinLanguageModel(self, **options)
 
@@ -277,9 +276,7 @@ class GriffinLanguageModel(LanguageModel):
     Args:
         config: the sizes; `GriffinLanguageModelConfig.from_hf` reads them from a config.json,
             `from_state_dict` from a checkpoint.
-        dtype: of the computation; by default the parameters'.
-        param_dtype: of the parameters.
-        rngs: draws the parameters, as recurrentgemma does.
+        **options: as of every layer; `rngs` draws the parameters as recurrentgemma does.
 
     Layouts: `hf` (transformers' RecurrentGemmaForCausalLM, whose `lm_head.weight` is the
     embedding), `hf-file` (the same without that key, as its files have it), and, with one head of
@@ -288,15 +285,7 @@ class GriffinLanguageModel(LanguageModel):
 
     """
 
-    def __init__(
-        self,
-        config: GriffinLanguageModelConfig,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, config: GriffinLanguageModelConfig, **options: Unpack[NormOptions]):
         init = nnx.initializers.normal(config.features**-0.5)
         scale = float(ml_dtypes.bfloat16(config.features**0.5)) if config.scale_embeddings else 1.0
         super().__init__(

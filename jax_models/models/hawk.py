@@ -5,15 +5,14 @@ __all__ = ["HawkLanguageModel", "HawkLanguageModelConfig"]
 import dataclasses
 from typing import ClassVar, Unpack
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_models.layers.hawk import HawkBlock, Parameterization
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
 from jax_models.models.architecture import Layout
-from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
-from jax_models.options import FloatingDtype
+from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.options import NormOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class HawkLanguageModelConfig(StackConfig):
         """`hawk`."""
         return {"hawk": Preset(cls(parameterization="softplus"))}
 
-    def build(self, **options: Unpack[BuildOptions]) -> "HawkLanguageModel":
+    def build(self, **options: Unpack[NormOptions]) -> "HawkLanguageModel":
         """The model of this config."""
         return HawkLanguageModel(self, **options)
 
@@ -58,23 +57,13 @@ class HawkLanguageModel(LanguageModel):
 
     Args:
         config: the sizes.
-        dtype: of the computation; by default the parameters'.
-        param_dtype: of the parameters.
-        rngs: draws the parameters.
+        **options: as of every layer.
 
     Layouts: `hawk` (torch_ref.HawkLanguageModel).
 
     """
 
-    def __init__(
-        self,
-        config: HawkLanguageModelConfig,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, config: HawkLanguageModelConfig, **options: Unpack[NormOptions]):
         super().__init__(
             config,
             embedding=nnx.Embed(config.vocab_size, config.features, **options),

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Iterable
 from typing import ClassVar, Unpack
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_models.layers.hippogriff import HippogriffBlock, HippogriffNorm, Version
 from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
-from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
-from jax_models.options import FloatingDtype
+from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.options import NormOptions
 
 TIME = "backbone.0.time."
 """The prefix of the time_module in version 0.0.3, which need not be a Hawk."""
@@ -91,7 +90,7 @@ class HippogriffLanguageModelConfig(StackConfig):
         """`hippogriff`."""
         return {"hippogriff": Preset(cls())}
 
-    def build(self, **options: Unpack[BuildOptions]) -> "HippogriffLanguageModel":
+    def build(self, **options: Unpack[NormOptions]) -> "HippogriffLanguageModel":
         """The model of this config."""
         return HippogriffLanguageModel(self, **options)
 
@@ -118,24 +117,14 @@ class HippogriffLanguageModel(LanguageModel):
     Args:
         config: the sizes; `HippogriffLanguageModelConfig.from_state_dict` reads them from a
             checkpoint.
-        dtype: of the computation; by default the parameters'.
-        param_dtype: of the parameters.
-        rngs: draws the parameters, as hippogriff does.
+        **options: as of every layer; `rngs` draws the parameters as hippogriff does.
 
     Layouts: `hippogriff` (its GriffinLM, whose `lm_head.weight` is the embedding) and
     `hippogriff-file` (the same without that key, as safetensors have it).
 
     """
 
-    def __init__(
-        self,
-        config: HippogriffLanguageModelConfig,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, config: HippogriffLanguageModelConfig, **options: Unpack[NormOptions]):
         init = nnx.initializers.normal(config.features**-0.5)
         super().__init__(
             config,

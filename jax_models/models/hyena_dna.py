@@ -7,7 +7,6 @@ import re
 from functools import partial
 from typing import ClassVar, Unpack
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -17,9 +16,9 @@ from jax_models.layers.hyena_dna import HyenaDNABlock
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
-from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
+from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.ops.checks import checked_rate
-from jax_models.options import FloatingDtype
+from jax_models.options import NormOptions
 from jax_models.weights.stored import as_numpy
 
 normal = nnx.initializers.normal(0.02)
@@ -147,7 +146,7 @@ class HyenaDNALanguageModelConfig(StackConfig):
         """`hyena-dna`."""
         return {"hyena-dna": Preset(cls(context_length=128))}
 
-    def build(self, **options: Unpack[BuildOptions]) -> "HyenaDNALanguageModel":
+    def build(self, **options: Unpack[NormOptions]) -> "HyenaDNALanguageModel":
         """The model of this config."""
         return HyenaDNALanguageModel(self, **options)
 
@@ -168,9 +167,7 @@ class HyenaDNALanguageModel(LanguageModel):
     Args:
         config: the sizes; `HyenaDNALanguageModelConfig.from_state_dict` reads them from a
             checkpoint.
-        dtype: of the computation; by default the parameters'.
-        param_dtype: of the parameters.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        **options: as of every layer.
 
     Layouts: `hyena-dna` (the model of HyenaDNA's standalone file, which has no head),
     `hyena-dna-file` (the same in safetensors, which hold shared tensors once); with a head that is
@@ -180,21 +177,13 @@ class HyenaDNALanguageModel(LanguageModel):
 
     """
 
-    def __init__(
-        self,
-        config: HyenaDNALanguageModelConfig,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, config: HyenaDNALanguageModelConfig, **options: Unpack[NormOptions]):
         features, vocab_size = config.features, config.vocab_size
         own_head = partial(Linear, use_bias=False, kernel_init=normal, **options)
         super().__init__(
             config,
             embedding=nnx.Embed(vocab_size, features, embedding_init=normal, **options),
-            dropout=Dropout(config.embedding_dropout_rate, rngs=rngs),
+            dropout=Dropout(config.embedding_dropout_rate, rngs=options["rngs"]),
             blocks=[
                 HyenaDNABlock(
                     features,

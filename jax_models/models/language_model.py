@@ -4,7 +4,7 @@ __all__ = ["LanguageModel", "LanguageModelConfig", "LanguageModelState"]
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Required, TypedDict, Unpack
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
 from jax_models.models.architecture import Layout, ModelConfig
 from jax_models.ops.checks import as_array, nan_rows
 from jax_models.ops.rows import Rows
-from jax_models.options import CheckedOptions, FloatingDtype
+from jax_models.options import CheckedOptions, NormOptions
 from jax_models.sequence import (
     SequenceLayer,
     checked_lengths,
@@ -33,14 +33,6 @@ from jax_models.sequence import (
 )
 from jax_models.weights import Layouts, Table, nested, same, tied, transposed
 from jax_models.weights.rows import at
-
-
-class BuildOptions(TypedDict, total=False):
-    """What a model takes beside its config."""
-
-    dtype: FloatingDtype | None
-    param_dtype: FloatingDtype
-    rngs: Required[nnx.Rngs]
 
 
 class Preset(NamedTuple):
@@ -70,7 +62,7 @@ class LanguageModelConfig(ModelConfig):
         """The runs that `twinscan train --preset` offers for this architecture, by name."""
         return {}
 
-    def build(self, **options: Unpack[BuildOptions]) -> "LanguageModel":
+    def build(self, **options: Unpack[NormOptions]) -> "LanguageModel":
         """The model of this config."""
         return super().build(**options)
 

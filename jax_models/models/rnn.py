@@ -6,7 +6,6 @@ import dataclasses
 from functools import partial
 from typing import ClassVar, Literal, Unpack
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_models.layers.gru import GRU
@@ -17,13 +16,12 @@ from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rnn import RNN
 from jax_models.models.architecture import Layout
 from jax_models.models.language_model import (
-    BuildOptions,
     LanguageModel,
     LanguageModelConfig,
     Preset,
 )
 from jax_models.ops.checks import checked_rate
-from jax_models.options import FloatingDtype
+from jax_models.options import NormOptions
 from jax_models.weights import Layouts, same
 
 CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU, "min_gru": MinGRU, "min_lstm": MinLSTM}
@@ -78,7 +76,7 @@ class RNNLanguageModelConfig(LanguageModelConfig):
             "min-gru": Preset(cls(cell="min_gru", num_layers=3, **sizes), "shakespeare"),
         }
 
-    def build(self, **options: Unpack[BuildOptions]) -> "RNNLanguageModel":
+    def build(self, **options: Unpack[NormOptions]) -> "RNNLanguageModel":
         """The model of this config."""
         return RNNLanguageModel(self, **options)
 
@@ -93,9 +91,7 @@ class RNNLanguageModel(LanguageModel):
 
     Args:
         config: the sizes.
-        dtype: of the computation; by default the parameters'.
-        param_dtype: of the parameters.
-        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
+        **options: as of every layer.
 
     Layouts: `scratch`, the keys of torch_ref.RNNLanguageModel, if the cell is one layer of `rnn`;
     `torch.nn`, the same around a torch.nn.RNN, LSTM or GRU; `minimal`, around torch_ref's MinGRU
@@ -103,15 +99,7 @@ class RNNLanguageModel(LanguageModel):
 
     """
 
-    def __init__(
-        self,
-        config: RNNLanguageModelConfig,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, config: RNNLanguageModelConfig, **options: Unpack[NormOptions]):
         embed = partial(
             nnx.Embed,
             features=config.embedding_features,

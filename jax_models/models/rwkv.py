@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar, Unpack
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
@@ -18,8 +17,8 @@ from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv import RWKVBlock, orthogonal
 from jax_models.layers.rwkv_version import rwkv_version
 from jax_models.models.architecture import Layout, Size
-from jax_models.models.language_model import BuildOptions, LanguageModel, Preset, StackConfig
-from jax_models.options import FloatingDtype
+from jax_models.models.language_model import LanguageModel, Preset, StackConfig
+from jax_models.options import NormOptions
 
 BLINKDL = Layout("emb.weight", "blocks", "ln_out.weight", "head.weight")
 FLA = Layout("model.embeddings.weight", "model.layers", "model.norm.weight", "lm_head.weight")
@@ -113,7 +112,7 @@ class RWKVLanguageModelConfig(RWKVConfig):
             "tie_word_embeddings": False,
         }
 
-    def build(self, **options: Unpack[BuildOptions]) -> "RWKVLanguageModel":
+    def build(self, **options: Unpack[NormOptions]) -> "RWKVLanguageModel":
         """The model of this config."""
         return RWKVLanguageModel(self, **options)
 
@@ -126,23 +125,13 @@ class RWKVLanguageModel(LanguageModel):
 
     Args:
         config: the sizes; `RWKVLanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        dtype: of the computation; by default the parameters'.
-        param_dtype: of the parameters.
-        rngs: draws the parameters, as RWKV-4 does.
+        **options: as of every layer; `rngs` draws the parameters as RWKV-4 does.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-4), `hf` (transformers' RwkvForCausalLM).
 
     """
 
-    def __init__(
-        self,
-        config: RWKVLanguageModelConfig,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, config: RWKVLanguageModelConfig, **options: Unpack[NormOptions]):
         gain = 1e-4 * max(config.vocab_size, config.features) ** 0.5
         super().__init__(
             config,

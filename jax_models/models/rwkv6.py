@@ -3,17 +3,16 @@
 __all__ = ["RWKV6LanguageModel", "RWKV6LanguageModelConfig"]
 
 import dataclasses
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv6 import RWKV6Block, default_hidden_features, default_ranks
 from jax_models.models.architecture import Fields, Size
-from jax_models.models.language_model import BuildOptions, LanguageModel, Preset
+from jax_models.models.language_model import LanguageModel, Preset
 from jax_models.models.rwkv import BLINKDL, FLA, HF, RWKVConfig, rwkv_head, small_uniform
-from jax_models.options import FloatingDtype
+from jax_models.options import NormOptions
 
 
 def _as_in_blinkdl(attention: str, feed_forward: str) -> dict[str, Size]:
@@ -78,7 +77,7 @@ class RWKV6LanguageModelConfig(RWKVConfig):
         """`rwkv6`."""
         return {"rwkv6": Preset(cls(), "shakespeare-small-batches")}
 
-    def build(self, **options: Unpack[BuildOptions]) -> "RWKV6LanguageModel":
+    def build(self, **options: Unpack[NormOptions]) -> "RWKV6LanguageModel":
         """The model of this config."""
         return RWKV6LanguageModel(self, **options)
 
@@ -91,24 +90,14 @@ class RWKV6LanguageModel(LanguageModel):
 
     Args:
         config: the sizes; `RWKV6LanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        dtype: of the computation; by default the parameters'.
-        param_dtype: of the parameters.
-        rngs: draws the parameters, as RWKV-6 does.
+        **options: as of every layer; `rngs` draws the parameters as RWKV-6 does.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-6), `fla` (flash-linear-attention), `hf`
     (RWKV's own repositories at Hugging Face).
 
     """
 
-    def __init__(
-        self,
-        config: RWKV6LanguageModelConfig,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, config: RWKV6LanguageModelConfig, **options: Unpack[NormOptions]):
         super().__init__(
             config,
             blocks=[

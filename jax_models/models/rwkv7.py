@@ -3,17 +3,16 @@
 __all__ = ["RWKV7LanguageModel", "RWKV7LanguageModelConfig"]
 
 import dataclasses
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv7 import RWKV7Block, default_ranks
 from jax_models.models.architecture import Size, has
-from jax_models.models.language_model import BuildOptions, LanguageModel, Preset
+from jax_models.models.language_model import LanguageModel, Preset
 from jax_models.models.rwkv import BLINKDL, FLA, RWKVConfig, rwkv_head, small_uniform
-from jax_models.options import FloatingDtype
+from jax_models.options import NormOptions
 
 RANKS = ("decay_rank", "rate_rank", "value_rank", "gate_rank")
 
@@ -84,7 +83,7 @@ class RWKV7LanguageModelConfig(RWKVConfig):
         """`rwkv7`."""
         return {"rwkv7": Preset(cls(), "shakespeare-small-batches")}
 
-    def build(self, **options: Unpack[BuildOptions]) -> "RWKV7LanguageModel":
+    def build(self, **options: Unpack[NormOptions]) -> "RWKV7LanguageModel":
         """The model of this config."""
         return RWKV7LanguageModel(self, **options)
 
@@ -97,23 +96,13 @@ class RWKV7LanguageModel(LanguageModel):
 
     Args:
         config: the sizes; `RWKV7LanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        dtype: of the computation; by default the parameters'.
-        param_dtype: of the parameters.
-        rngs: draws the parameters, as RWKV-7 does.
+        **options: as of every layer; `rngs` draws the parameters as RWKV-7 does.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-7), `fla` (flash-linear-attention).
 
     """
 
-    def __init__(
-        self,
-        config: RWKV7LanguageModelConfig,
-        *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    def __init__(self, config: RWKV7LanguageModelConfig, **options: Unpack[NormOptions]):
         ranks = {name: getattr(config, name) for name in RANKS}
         super().__init__(
             config,

@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
+from math import inf
 
 import jax
 import jax.numpy as jnp
@@ -15,38 +18,34 @@ from jax.sharding import PartitionSpec as P
 import jax_models
 from jax_models import ops
 from jax_models.sequence import SequenceLayer
-from parity_tests.registry import CASES
+from parity_tests.registry import CASES, Case
 
-FEATURES, TIME, DEVICES = 8, 24, 4
-RWKV = {"head_size": 4, "hidden_features": 12}
-LAYERS = {
-    "CausalConv1D": {"kernel_size": 4},
-    "RGLRU": {},
-    "Hawk": {},
-    "HawkBlock": {"mlp_features": 12},
-    "LocalAttention": {"num_heads": 2, "window": 9},
-    "GriffinRecurrence": {"num_blocks": 2},
-    "GriffinBlock": {"mlp_features": 12, "num_heads": 2, "mixing": "attention", "window": 4},
-    "MinGRU": {"hidden_features": FEATURES, "num_layers": 2},
-    "MinLSTM": {"hidden_features": FEATURES},
-    "RWKVTimeMix": {},
-    "RWKVChannelMix": {"hidden_features": 12},
-    "RWKVBlock": {"hidden_features": 12},
-    "RWKV6TimeMix": {"head_size": 4},
-    "RWKV6ChannelMix": {"hidden_features": 12},
-    "RWKV6Block": RWKV,
-    "RWKV7TimeMix": {"head_size": 4},
-    "RWKV7ChannelMix": {"hidden_features": 12},
-    "RWKV7Block": RWKV,
-    "HyenaBlock": {"max_length": 32},
-    "AuthenticHyenaBlock": {"max_length": 32},
-    "HyenaDNAMixer": {"max_length": 32, "order": 3},
-    "HyenaDNABlock": {"mlp_features": 12, "max_length": 32},
-    "HippogriffHawk": {},
-    "HippogriffBlock": {"mlp_features": 12, "num_heads": 2, "window": 9},
-    "StripedHyenaMixer": {"num_heads": 2},
-    "StripedHyenaBlock": {"mlp_features": 12},
-}
+TIME, DEVICES = 24, 4
+
+
+def wide_attention() -> SequenceLayer:
+    """Its window reaches over two devices before a step's own."""
+    return jax_models.LocalAttention(8, 2, window=9, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+
+
+def divisible_layers() -> dict[str, Callable[[], SequenceLayer]]:
+    """For each layer of the registry whose time can be divided, the case that sees most steps."""
+    cases: dict[str, list[Case]] = {}
+    for case in CASES.values():
+        layer = case.abstract(jnp.float32)
+        if isinstance(layer, SequenceLayer) and layer.divides_time:
+            cases.setdefault(type(layer).__name__, []).append(case)
+    widest = {name: max(each, key=lambda case: case.reach or inf) for name, each in cases.items()}
+    built = {name: partial(built_layer, case) for name, case in widest.items()}
+    return {**built, "LocalAttention, wide": wide_attention}
+
+
+def built_layer(case: Case) -> SequenceLayer:
+    """A layer with random weights, none of them zero or one."""
+    return case.build_layer(case.build_twin())
+
+
+LAYERS = divisible_layers()
 QUICK = {"HawkBlock"}
 
 ON_DEVICES = """
@@ -56,19 +55,6 @@ jax.config.update("jax_enable_x64", True)
 from tests.layers.test_time_axis import check_divided
 check_divided({name!r})
 """
-
-
-def built(name: str) -> SequenceLayer:
-    """A layer with random weights, none of them zero or one."""
-    layer = getattr(jax_models, name)(
-        FEATURES, **LAYERS[name], param_dtype=jnp.float64, rngs=nnx.Rngs(0)
-    )
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: x + 0.1 * rng.standard_normal(x.shape), nnx.state(layer, nnx.Param)
-    )
-    nnx.update(layer, jax_models.project(params))
-    return layer
 
 
 def run_of(layer: SequenceLayer, of_device):
@@ -89,9 +75,9 @@ def run_of(layer: SequenceLayer, of_device):
 
 def check_divided(name: str) -> None:
     """Compare a layer over devices with one on one, from no state and from some."""
-    layer = built(name)
+    layer = LAYERS[name]()
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((3, TIME, FEATURES)))
+    x = jnp.asarray(rng.standard_normal((3, TIME, layer.in_features)))
 
     def begun(s):  # positions count on
         is_floating = jnp.issubdtype(s.dtype, jnp.floating)
@@ -138,12 +124,6 @@ def test_time_divided_over_devices_is_whole(name):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr
-
-
-def test_every_layer_of_the_registry_that_divides_time_is_here():
-    layers = [type(case.abstract(jnp.float32)) for case in CASES.values()]
-    divides = {layer.__name__ for layer in layers if getattr(layer, "divides_time", False)}
-    assert divides <= {*LAYERS}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_models import RNNLanguageModel, RNNLanguageModelConfig, generate, stream
+from jax_models import (
+    GRU,
+    HawkBlock,
+    LanguageModel,
+    LanguageModelConfig,
+    RMSNorm,
+    RNNLanguageModel,
+    RNNLanguageModelConfig,
+    generate,
+    stream,
+)
 from jax_models.models import generation
 from jax_models.models.generation import Decoder, _keep_largest, sample
 
@@ -276,3 +286,30 @@ REFUSED = [
 def test_refuses(argument, call):
     with pytest.raises((TypeError, ValueError), match=argument):
         call(model())
+
+
+def test_the_old_name_of_the_blocks_is_answered_with_the_new_one():
+    with pytest.raises(AttributeError, match="is now called blocks"):
+        _ = model().layers
+    assert not hasattr(model(), "layers")
+
+
+def test_a_model_of_any_parts():
+    """Blocks of two kinds, a tied head and no layouts."""
+    rngs = nnx.Rngs(0)
+    lm = LanguageModel(
+        LanguageModelConfig(vocab_size=20),
+        embedding=nnx.Embed(20, 8, rngs=rngs),
+        blocks=[HawkBlock(8, 12, rngs=rngs), GRU(8, 8, rngs=rngs)],
+        norm=RMSNorm(8, rngs=rngs),
+    )
+    logits, state = lm(tokens(2, 5))
+    cut, middle = lm(tokens(2, 5)[:, :3])
+    rest, _ = lm(tokens(2, 5)[:, 3:], middle)
+    np.testing.assert_allclose(jnp.concatenate([cut, rest], axis=1), logits, rtol=1e-5, atol=1e-6)
+    assert logits.shape == (2, 5, 20)
+    assert state.layers[1].h.shape == (1, 2, 8)
+    with pytest.raises(ValueError, match="in_features=8"):
+        LanguageModel(
+            lm.config, [*lm.blocks, GRU(9, 9, rngs=rngs)], lm.norm, embedding=lm.embedding
+        )
