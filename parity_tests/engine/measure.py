@@ -56,15 +56,16 @@ def measure(
             continue
         faults += other_dtypes(theirs.dtypes, jax_side.found[dtype], dtype, sides)
         say(f"the errors in {dtype}")
-        in_dtype, expected = dtype, oracle
+        in_dtype, expected, may_scatter = dtype, oracle, True
         if dtype == "float64" and jax_side.found[dtype].stays:
             in_dtype = "float32"
         elif dtype == "float64" and not _are_equal(ours, oracle):
             constants = Constants(problem, jax_side, reference)
             if constants.count:
                 expected, in_dtype, how = _explained(constants, ours, oracle)
+                may_scatter = in_dtype == "float64"  # rounding of constants alone errs by less
                 notes.append(f"{constants}: float64 is compared {how}")
-        tensors[dtype] = _errors(reference, in_dtype, ours, expected)
+        tensors[dtype] = _errors(reference, in_dtype, ours, expected, may_scatter)
         del expected
         if place and theirs.logits:
             group, name = place
@@ -132,8 +133,9 @@ def _errors(
     dtype: str,
     ours: Results,
     oracle: Results,
+    may_scatter: bool,
 ) -> dict[str, dict[str, Error]]:
-    """The errors of each group's tensors."""
+    """The errors of each group's tensors; random rounding may raise their bounds."""
     theirs = reference.own_run(dtype).errors
     theirs32 = reference.own_run("float32").errors
     errors = errors_of(ours, oracle)
@@ -143,7 +145,7 @@ def _errors(
             ours=errors[group],
             theirs=theirs[group],
             theirs32=theirs32[group],
-            rounded=(run[group] for run in reference.rounded(dtype)),
+            rounded=(run[group] for run in (reference.rounded(dtype) if may_scatter else ())),
         )
         for group in GROUPS
         if only_floating(oracle.get(group, {})) and group in ours

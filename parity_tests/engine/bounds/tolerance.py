@@ -6,7 +6,7 @@ is the root mean square of its difference from y64, relative to the root mean sq
 - float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
   dtypes.
   Constants that one of them has in float32 (`rounded_constants.py`) are replaced by the digits of
-  the other, or the bound is that of float32.
+  the other, or the bound is K times the reference's own error in float32.
 - float32 and bfloat16: JAX errs by at most K times what torch errs in that dtype, or K ·
   `FLOOR_ULPS` ulp where torch happens to err by less.
 - Where JAX errs by more, torch's one run may have been lucky: in an ill-conditioned computation a
