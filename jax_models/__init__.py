@@ -25,6 +25,7 @@ from jax_models.layers.lstm import *
 from jax_models.layers.min_rnn import *
 from jax_models.layers.mlp import *
 from jax_models.layers.norm import *
+from jax_models.layers.residual import *
 from jax_models.layers.reversed import *
 from jax_models.layers.rnn import *
 from jax_models.layers.rwkv import *

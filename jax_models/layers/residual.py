@@ -1,5 +1,7 @@
 """The residual block: a mixer of steps and an MLP, each after a norm and added to its input."""
 
+__all__ = ["ResidualBlock"]
+
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -5,7 +5,7 @@ __all__ = ["Reversed"]
 from jaxtyping import Array, Float
 
 from jax_models.ops.rows import Rows, reverse_time
-from jax_models.sequence import SequenceLayer, State, refuse_time_major
+from jax_models.sequence import SequenceLayer, State
 from jax_models.weights import Layouts, nested
 
 
@@ -23,7 +23,7 @@ class Reversed(SequenceLayer[State]):
 
     Raises:
         TypeError: it is no `SequenceLayer`.
-        ValueError: it has no `step`, or has `time_major`.
+        ValueError: it has no `step`.
 
     Layouts: the layer's, whose keys begin with `layer.`.
 
@@ -35,9 +35,8 @@ class Reversed(SequenceLayer[State]):
     def __init__(self, layer: SequenceLayer):
         if not layer.causal:
             raise ValueError("layer: expected a layer that has a `step`, got one without")
-        refuse_time_major("layer", layer)
         super().__init__(layer.in_features, dtype=layer.dtype, param_dtype=layer.param_dtype)
-        self.layer = layer
+        self.layer, self.time_major = layer, layer.time_major
         self.resettable = layer.resettable
 
     def init_state(self, batch_size: int) -> State:

@@ -113,9 +113,8 @@ class Checkpoint:
     def score(self) -> int:
         """How many of the layout's keys the state_dict has."""
         keys = (key for told in self.layout.sizes.values() for key in _keys(told))
-        return (self.layout.embedding in self.weights) + sum(
-            self.find(key) is not None for key in keys
-        )
+        ends = {self.layout.embedding, self.layout.head} & self.weights.keys()
+        return len(ends) + sum(self.find(key) is not None for key in keys)
 
 
 def _keys(told: Any) -> list[str]:
