@@ -17,7 +17,17 @@ Map = Callable[[Array], Array]
 class ResidualBlock(SequenceLayer[State]):
     """`x ← x + mixer(norm(x))`, then `x ← x + mlp(norm(x))`; the mixer's state is the block's.
 
-    A subclass makes the four parts, and says by which names it has them.
+        >>> class Block(ResidualBlock):
+        ...     parts = ("norm1", "lstm", "norm2", "mlp")
+        ...     def __init__(self, features, *, rngs):
+        ...         super().__init__(features)
+        ...         self.norm1 = RMSNorm(features, rngs=rngs)
+        ...         self.lstm = LSTM(features, features, rngs=rngs)
+        ...         self.norm2 = RMSNorm(features, rngs=rngs)
+        ...         self.mlp = GatedMLP(features, 3 * features, rngs=rngs)
+        >>> y, state = Block(64, rngs=nnx.Rngs(0))(jnp.ones((8, 100, 64)))
+
+    A subclass makes the four parts and lists the names of their attributes in `parts`.
     """
 
     divides_time = True

@@ -191,7 +191,9 @@ _ANSWERS = {name: answers for names, answers in ANSWERS for name in names.split(
 
 
 def _answer(name: str, known: list[str]) -> str:
-    similar = () if name in _ANSWERS else difflib.get_close_matches(name, known, 1, cutoff=0.75)
+    similar = difflib.get_close_matches(name, known, 1, cutoff=0.75) or [
+        ours for ours in known if ours.startswith(f"{name}_")
+    ]
     for answer in _ANSWERS.get(name, similar):
         ours, _, hint = answer.partition(": ")
         if ours in known:

@@ -104,7 +104,7 @@ POSITIONS = f"{FILTER}.pos_emb.z"
 EDITS = [
     ("expected a mapping", lambda w: [*w]),
     (f"not a checkpoint of HyenaDNA: it has no {EMBEDDING}", lambda w: {}),
-    ("under", lambda w: {"state_dict": {f"model.{key}": array for key, array in w.items()}}),
+    ("in the entry", lambda w: {"state_dict": {f"model.{key}": array for key, array in w.items()}}),
     (f"has no {POSITIONS}", lambda w: {k: a for k, a in w.items() if not k.endswith("pos_emb.z")}),
     ("pos_emb.z:", lambda w: w | {POSITIONS: np.ones((24, 5))}),
     ("pos_emb.z:", lambda w: w | {POSITIONS.replace("0", "1"): np.ones((1, 23, 5))}),
