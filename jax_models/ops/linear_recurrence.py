@@ -255,13 +255,12 @@ def _scan_gpu(step, start, xs, *, outputs: int, reverse: bool):
     """The GPU's kernel, over chunks of time if the rows alone are too few to keep a GPU busy."""
     (a, b), (h0,) = xs, start
     batch, time, features = a.shape
-    count = BUSY // (batch * features)
-    if count * SHORTEST > time or batch * features >= ENOUGH:
+    count = min(BUSY // (batch * features), time // SHORTEST)
+    if count < 2 or batch * features >= ENOUGH:
         return row_scan_gpu.row_scan(step, start, xs, outputs=outputs, reverse=reverse)
     scan, ahead = row_scan_gpu.row_scan, step is _step_ahead
     h = _in_chunks(scan, count, a, b, h0, reverse=reverse, ahead=ahead)
-    last = h[:, 0 if reverse else -1]
-    return [h], [last]
+    return [h], [h[:, 0 if reverse else -1]]  # with `ahead`, nobody reads the last state
 
 
 def _step(state, a, b):
