@@ -49,7 +49,7 @@ GRIFFIN_LM = Layout(
         ),
     },
 )
-"""The keys of hippogriff's GriffinLM. No shape tells `num_kv_heads` and `window`."""
+"""The keys of hippogriff's GriffinLM. No shape determines `num_kv_heads` and `window`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ class SileroVADState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SileroVADConfig(ModelConfig):
-    """What a SileroVAD is built of."""
+    """The config of a `SileroVAD`."""
 
     family: ClassVar = "silero-VAD"
     marks: ClassVar = ("stft",)

@@ -230,10 +230,10 @@ def checked_function(name: str, value: Any) -> Any:
 
 
 def signature(function: Callable) -> inspect.Signature:
-    """The signature of a function, in which `**options: Unpack[Options]` are single keywords.
+    """The signature of a function, with `**options: Unpack[Options]` as single keywords.
 
-    Annotations are objects, unless they are strings that name what is not there. An option that is
-    not `Required` is None by default, or what `Annotated[…, Default(…)]` says.
+    Annotations are evaluated, unless a string among them has a name that is not defined. An option
+    that is not `Required` defaults to None, or to the value in `Annotated[…, Default(…)]`.
     """
     try:
         found = inspect.signature(function, eval_str=True)

@@ -23,7 +23,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
 
     """
     if not interpret and jax.__version_info__ >= (0, 11) and jax.default_backend() != "gpu":
-        raise NotImplementedError("from JAX 0.11 on, its kernels are compiled where a GPU is")
+        raise NotImplementedError("from JAX 0.11 on, a machine without a GPU cannot compile it")
     batch, time, features = xs[0].shape
     dtype = start[0].dtype
     groups = time // AHEAD
