@@ -210,7 +210,7 @@ class GatedRecurrence(SequenceLayer[State]):
 
         y = (activation(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
 
-    A subclass chooses the options of the parts. Without a `kernel_size`, there is no convolution.
+    A subclass chooses the options of the parts. If `kernel_size` is None, there is no convolution.
     """
 
     divides_time = True

@@ -27,7 +27,7 @@ HF = Layout("rwkv.embeddings.weight", "rwkv.blocks", "rwkv.ln_out.weight", "head
 
 @dataclasses.dataclass(frozen=True)
 class RWKVConfig(StackConfig):
-    """What the configs of all RWKV language models share. The `family` is the version."""
+    """The base class of the configs of RWKV language models. The `family` is the version."""
 
     features: int = 192
     """Width of the model."""
