@@ -329,9 +329,11 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
                 "out_variance: expected 1 with a kernel_init, which draws W_out and W_down, too, "
                 f"got {out_variance}"
             )
+        # W_out and W_down start smaller in deep models, so that the residuals stay small.
         out_init = kernel_init or normal_of_fan_in(out_variance)
         norm = partial(ZeroCenteredRMSNorm, features, epsilon=epsilon, **norm_options(options))
         self.temporal_pre_norm = norm()
+        # What the two mixings have in common is in `options`; the rest concerns one of them only.
         self.temporal_block: SequenceLayer[Any]
         if mixing == "recurrent":
             self.temporal_block = GriffinRecurrence(

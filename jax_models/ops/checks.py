@@ -131,6 +131,7 @@ class Scope:
             return self.checks[annotation](name, value)
         if annotation in (Any, inspect.Parameter.empty):
             return value
+        # Annotations of `typing`, which are not classes and stand for several checks or none.
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin in (Union, UnionType):
             others = [a for a in arguments if a is not NoneType]
@@ -153,6 +154,7 @@ class Scope:
                 return self.checked(name, value, annotation)
             theirs, ours = mark
             return self._alone(name, value, annotation, **{theirs: self.sizes[ours]})
+        # Arrays, NamedTuples of arrays, and other classes.
         if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
             known = annotation.dtype in KINDS and "..." not in annotation.dim_str
             return self._array(name, value, annotation) if known else value
