@@ -326,7 +326,7 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         kernel_init = options.get("kernel_init")
         if kernel_init is not None and out_variance != 1:
             raise ValueError(
-                "out_variance: expected 1 with a kernel_init, which draws W_out and W_down, too, "
+                "out_variance: expected 1 with a kernel_init, which also sets W_out and W_down, "
                 f"got {out_variance}"
             )
         # W_out and W_down start smaller in deep models, so that the residuals stay small.

@@ -200,7 +200,7 @@ class HyenaDNAMixer(HyenaOperator):
         filter_bias: whether B is added; if not, it is loaded and saved, but not used.
         activation: applied to v ⊙ x_0 before the output projection.
         **options: as in `LayerOptions`. W, W_out and the short convolution start as in torch, b and
-            b_out at zero. The filters have draws of their own.
+            b_out at zero. The filters ignore both initializers.
 
     Raises:
         ValueError: order is less than 2, a size is not as the filter needs it, or (at the call) x

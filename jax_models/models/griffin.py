@@ -279,7 +279,7 @@ class GriffinLanguageModel(LanguageModel):
     Args:
         config: the sizes; `GriffinLanguageModelConfig.from_hf` reads them from a config.json,
             `from_state_dict` from a checkpoint.
-        **options: as of every layer; `rngs` draws the parameters as recurrentgemma does.
+        **options: as of every layer; parameters are initialized as in recurrentgemma.
 
     Layouts: `hf` (transformers' RecurrentGemmaForCausalLM, whose `lm_head.weight` is the
     embedding), `hf-file` (the same without that key, as its files have it), and, with one head of

@@ -125,7 +125,7 @@ class RWKVLanguageModel(LanguageModel):
 
     Args:
         config: the sizes; `RWKVLanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        **options: as of every layer; `rngs` draws the parameters as RWKV-4 does.
+        **options: as of every layer; parameters are initialized as in RWKV-4.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-4), `hf` (transformers' RwkvForCausalLM).
 

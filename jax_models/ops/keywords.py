@@ -88,11 +88,11 @@ ANSWERS: list[tuple[str, tuple[str, ...]]] = [
     ("kernel_initializer", ("kernel_init",)),
     ("recurrent_initializer", ("recurrent_kernel_init",)),
     ("bias_initializer", ("bias_init",)),
-    ("unit_forget_bias", ("bias_init: bias_init draws the biases of all gates, side by side",)),
+    ("unit_forget_bias", ("bias_init: bias_init sets the biases of all gates, side by side",)),
     ("carry_init init_key", ("a call without a state starts from init_state(batch_size)",)),
     (
         "kernel_metadata recurrent_kernel_metadata bias_metadata scale_metadata",
-        ("nnx.with_partitioning gives metadata to what an initializer draws",),
+        ("nnx.with_partitioning gives metadata to the parameters of an initializer",),
     ),
     (
         "kernel_regularizer recurrent_regularizer bias_regularizer activity_regularizer",
