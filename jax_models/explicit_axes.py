@@ -13,12 +13,13 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def with_auto_axes(call: Call) -> Call:
-    """Runs the call of a layer or a language model with Auto axes where the mesh has Explicit ones.
+    """Runs the call of a layer or a model with Auto axes if the mesh that is set has Explicit ones.
 
     With Explicit axes, JAX refuses every operation whose result could be sharded in several ways,
     such as a projection from sharded features, or a scan from zeros over a sharded batch. With Auto
-    axes, the compiler chooses. The outputs are sharded as x is, except that their features are not.
-    The last state is sharded as the given state or, without one, along the batch as x is.
+    axes, the compiler chooses. The outputs are sharded like x, except that their features are not
+    sharded. The last state is sharded like the given state. Without one, its batch axis is sharded
+    like that of x.
     """
     signature = inspect.signature(call)
 
@@ -30,7 +31,7 @@ def with_auto_axes(call: Call) -> Call:
         bound = signature.bind(layer, *args, **kwargs)
         bound.apply_defaults()
         (_, x, state), masks = bound.args, bound.kwargs
-        # auto_axes must get every array as an argument, those of the layer as well
+        # auto_axes must get every array as an argument, including those of the layer
         graphdef, variables = nnx.split(layer)
         leaves, structure = jax.tree.flatten((variables, x, state, masks))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
@@ -42,6 +43,7 @@ def with_auto_axes(call: Call) -> Call:
             y, last_state = call(layer, x, state, **masks)
             return y, last_state, assigned(variables, nnx.state(layer))
 
+        # The layer inside is a copy, so what it assigned to its variables is returned, too.
         out_sharding = (*_output_specs(layer, x, state), P())
         auto: Any = jax.sharding.auto_axes(run, axes=explicit_axes, out_sharding=out_sharding)
         y, last_state, changes = auto(arrays)
@@ -58,6 +60,7 @@ def _output_specs(layer, x, state) -> tuple[P, Any]:
         spec = P(*spec[:-1])
     if state is not None:
         return spec, jax.tree.map(_spec, state)
+    # The batch axis of a state is the one whose size depends on the batch size.
     batch = None if len(spec) < 2 else spec[1 if time_major else 0]
     shapes = [jax.eval_shape(lambda size=size: layer.init_state(size)) for size in (1, 2)]
 
@@ -72,7 +75,7 @@ def _spec(array: Any) -> P:
 
 
 def assigned(before: nnx.State, after: nnx.State) -> nnx.State:
-    """Returns the variables that a layer assigned to, as dropout counts its masks."""
+    """Returns the variables that a layer assigned to, such as dropout's count of its masks."""
     old = {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(before)}
     new = nnx.to_flat_state(after)
     return nnx.from_flat_state([(k, v) for k, v in new if v.get_raw_value() is not old.get(k)])

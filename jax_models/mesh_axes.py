@@ -1,29 +1,32 @@
-"""Which axes of its parameters a layer allows a mesh to divide.
+"""The axes of a layer's parameters that a mesh may divide.
 
-A layer declares them beside its weight table, under names that say what an axis counts (Flax calls
-such names logical axes). Whoever has a mesh decides which of its axes divides which name. Each axis
-may be divided by itself: JAX computes the same results, but the names suggest what is fast.
+A layer declares these axes beside its weight table, under names that say what an axis counts (Flax
+calls such names logical axes). The code that has a mesh decides which mesh axis divides which name.
+The results are the same whichever axes are divided, but it is fastest to divide all axes of one
+name together.
 
     class MLP(nnx.Module):
         mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
 
-The paths are below the layer. That of a submodule stands for all parameters in it. Paths that an
-instance does not have are ignored. A model inherits the declarations of its layers. Parameters as
-large as a matrix from features to features need a declaration, at least that they stay `whole`.
+Paths are relative to the layer. The path of a submodule stands for all parameters in it. Paths that
+an instance does not have are ignored. A model has the declarations of all its layers. A parameter
+that is at least as large as a (features, features) matrix needs a declaration, even if only that it
+stays `whole`.
 """
 
 from flax import nnx
 
 MeshAxes = dict[str, tuple[str, int] | None]
-"""From the path of a parameter, or of a submodule, to the name of an axis and its index. None: all
-devices have all of it."""
+"""From the path of a parameter, or of a submodule, to the name of an axis and its index. None: the
+parameter is not divided."""
 
 VOCABULARY = "vocabulary"
-"""The name of an axis that stays whole where a mesh does not divide it: its size is the text's."""
+"""The name of the axis of tokens. If a mesh does not divide it evenly, it stays whole, because its
+size depends on the text."""
 
 
 def first_axis(name: str, *paths: str) -> MeshAxes:
-    """Names the first axis of parameters, as the inputs of a matrix.
+    """Names the first axis of parameters, such as the inputs of a matrix.
 
     >>> first_axis("hidden", "down_proj.kernel")
     {'down_proj.kernel': ('hidden', 0)}
@@ -32,7 +35,7 @@ def first_axis(name: str, *paths: str) -> MeshAxes:
 
 
 def last_axis(name: str, *paths: str) -> MeshAxes:
-    """Names the last axis of parameters, as the outputs of a matrix and of its bias.
+    """Names the last axis of parameters, such as the outputs of a matrix and its bias.
 
     >>> last_axis("hidden", "gate_proj", "up_proj")
     {'gate_proj': ('hidden', -1), 'up_proj': ('hidden', -1)}
@@ -46,9 +49,9 @@ def whole(*paths: str) -> MeshAxes:
 
 
 def declared_mesh_axes(model: nnx.Module) -> MeshAxes:
-    """Returns what the layers of a model declare, by the paths of its parameters.
+    """Returns the declarations of a model's layers, by the paths of its parameters.
 
-    If a layer and one of its submodules declare the same parameter, the submodule is right.
+    If a layer and one of its submodules declare the same parameter, the submodule's one counts.
 
         >>> declared_mesh_axes(GatedMLP(64, 192, rngs=nnx.Rngs(0)))["down_proj.kernel"]
         ('hidden', 0)

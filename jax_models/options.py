@@ -1,4 +1,4 @@
-"""What constructors, configs and functions of a run refuse, read from their annotations."""
+"""Checks of the arguments of constructors, configs and functions, by their annotations."""
 
 import dataclasses
 import inspect
@@ -23,40 +23,40 @@ Index = Annotated[int, "at least 0"]
 """An integer of at least 0."""
 
 Initializer = Callable[..., Array]
-"""A function `(key, shape, dtype)` that draws a parameter, as Flax's layers take it."""
+"""A function `(key, shape, dtype)` that returns initial values, as Flax's layers take it."""
 
 
 class NormOptions(TypedDict, total=False):
     """The keyword arguments that layers and norms take."""
 
     dtype: FloatingDtype | None
-    """The computation's dtype. None: from x and the parameters. States are carried, and norms,
+    """The computation's dtype. None: that of x and the parameters. States are carried, and norms,
     softmaxes, filters and transforms computed, in at least float32."""
     param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
     """The parameters' dtype, by default float32."""
     rngs: Required[nnx.Rngs]
-    """Draws the parameters (`params`) and the masks of dropout (`dropout`)."""
+    """Random keys for the parameters (`params`) and the masks of dropout (`dropout`)."""
 
 
 class MatrixOptions(NormOptions, total=False):
     """The keyword arguments that layers without biases take."""
 
     kernel_init: Initializer | None
-    """Draws the matrices and the kernels of convolutions. None: as the layer says."""
+    """Initializes matrices and the kernels of convolutions. None: the layer's default."""
 
 
 class LayerOptions(MatrixOptions, total=False):
     """The keyword arguments that layers take."""
 
     bias_init: Initializer | None
-    """Draws the biases. None: as the layer says, or else zero."""
+    """Initializes the biases. None: the layer's default, or zero if it names none."""
 
 
 Options = TypeVar("Options")
 
 
 def only(kind: type[Options], options: Any) -> Options:
-    """Of some options, those that a TypedDict has."""
+    """Those of the options that a TypedDict declares."""
     known: Any = {name: value for name, value in options.items() if name in kind.__annotations__}
     return known
 
@@ -70,9 +70,9 @@ def with_inits(
     bias_init: Initializer | None = nnx.initializers.zeros,
     **others: Any,
 ) -> dict[str, Any]:
-    """The options of a `Linear`, with a layer's own initializers where the caller gave none.
+    """The options of a `Linear`, with these initializers where the caller has given none.
 
-    Without a `bias_init`, they are of a part that has no bias.
+    If `bias_init` is None, the options have none, because the part has no bias.
     """
     others |= norm_options(options)
     if bias_init is not None:
@@ -93,13 +93,13 @@ def checked_rngs(name: str, rngs: Any) -> nnx.Rngs:
 
 
 def refuse_unused(name: str, init: Initializer | None, *, unless: bool, because: str) -> None:
-    """Refuse an initializer that would draw nothing, unless the options need it."""
+    """Refuse an initializer of a parameter that does not exist."""
     if init is not None and not unless:
         raise ValueError(f"{name}: expected None {because}, got an initializer")
 
 
 def checked_path(name: str, path: Any) -> Path:
-    """A path, or a str as one."""
+    """The Path of a path or a string."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name}: expected a path, got {described(path)}")
     return Path(path)
@@ -111,7 +111,7 @@ OPTIONS: dict[Any, Callable[[str, Any], Any]] = {
     nnx.Rngs: checked_rngs,
     Path: checked_path,
 }
-"""The annotations that options have beside those of `ops.checks`; an `int` is a size."""
+"""Checks of annotations, in addition to those of `ops.checks`. An `int` is a size."""
 
 checked_options = checked(OPTIONS)
 """The decorator of a function that refuses what its annotations do not allow."""

@@ -66,7 +66,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
     )
 
     def __init_subclass__(cls, **kwargs: Any):
-        """Refuse a `sequence` of earlier versions, which took lengths and reset by themselves."""
+        """Refuse a `sequence` of earlier versions, which took `lengths` and `reset`."""
         super().__init_subclass__(**kwargs)
         if "lengths" in inspect.signature(cls.sequence).parameters:
             raise TypeError(
@@ -82,7 +82,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         param_dtype: FloatingDtype = jnp.float32,
         **others: Any,
     ):
-        """Keep the options that all layers have; the others are for the parameters."""
+        """Keep the options that all layers have, and ignore those that concern parameters."""
         self.in_features = in_features
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.param_dtype = jnp.dtype(param_dtype)
@@ -136,13 +136,13 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         raise NotImplementedError
 
     def split(self, x: Float[Array, "batch time in"]) -> Any:
-        """What `sequence` gets: x, or a tuple of the streams that stand side by side in x."""
+        """The input as `sequence` reads it: x, or a tuple of the streams that x joins."""
         return x
 
     def joined_sequence(
         self, x: Float[Array, "batch time in"], state: State, rows: Rows
     ) -> tuple[Float[Array, "batch time out"], State]:
-        """`sequence`, where several streams come in and go out as one array."""
+        """Runs `sequence` with one array in and out, even if it has several streams."""
         y, state = self.sequence(self.split(x), state, rows)
         return jnp.concatenate(y, axis=-1) if isinstance(y, tuple) else y, state
 
@@ -272,7 +272,7 @@ def state_batch_axes(layer: HasState) -> Any:
 
 
 def refuse_time_major(name: str, layer: SequenceLayer) -> None:
-    """Refuse a layer with `time_major` inside of another."""
+    """Refuse a time-major layer inside another layer."""
     if layer.time_major:
         raise ValueError(
             f"{name}: expected a layer with time_major=False, got True: swap the axes of x around "

@@ -64,7 +64,7 @@ class Arguments:
     ~/.cache."""
     hosts: HostsConfig = HostsConfig()
     keep_warmup: Annotated[bool, tyro.conf.Suppress] = False
-    """The warm-up is on the command line, so a short run does not shorten it."""
+    """Whether the command line sets the warm-up, which a short run then does not shorten."""
 
 
 @dataclasses.dataclass(frozen=True)

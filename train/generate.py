@@ -28,8 +28,8 @@ class Arguments(CheckedFields):
     run: Path | None = None
     """The folder of the run."""
     weights: Path | None = None
-    """A published checkpoint instead of a run: a file or a folder as load_pretrained takes it, such
-    as a .pth of RWKV or transformers' folder of a RecurrentGemma."""
+    """A published checkpoint instead of a run: a file or a folder that load_pretrained can read,
+    such as RWKV's .pth or the folder of transformers' RecurrentGemma."""
     prompt: str | None = None
     """The text to continue. By default, a run's model continues its end-of-text token, or else the
     first token of its vocabulary."""

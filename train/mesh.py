@@ -1,4 +1,4 @@
-"""Which device has what: the mesh, and the places of parameters on it."""
+"""The mesh of devices, and the sharding of parameters over it."""
 
 import contextlib
 import dataclasses
@@ -116,13 +116,13 @@ def build_mesh(config: MeshConfig, *, rows: int, window: int, devices: Sequence[
 
 
 def places(model: nnx.Module, mesh: Mesh | AbstractMesh, *, fully_sharded: bool) -> dict[str, P]:
-    """Where each parameter of a model is, by its path.
+    """The sharding of each parameter of a model, by its path.
 
-    The axis `model` divides what the model's layers declare as their `mesh_axes`.
+    The mesh axis `model` divides the axes that the layers of the model declare as `mesh_axes`.
 
     Raises:
-        ValueError: the layers declare nothing that the axis `model` could divide, or it does not
-            divide it evenly.
+        ValueError: the layers declare no axis that `model` could divide, or `model` does not divide
+            a declared axis evenly.
 
     """
     declared = declared_mesh_axes(model)
@@ -146,10 +146,10 @@ def place(
     mesh: Mesh | AbstractMesh,
     fully_sharded: bool,
 ) -> P:
-    """Where a parameter is: which of its axes the mesh divides.
+    """The sharding of a parameter: which of its axes the mesh divides.
 
     Raises:
-        ValueError: the axis `model` does not divide the declared axis.
+        ValueError: the mesh axis `model` does not divide the declared axis evenly.
 
     """
     model = mesh.shape[MODEL]

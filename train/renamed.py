@@ -1,4 +1,4 @@
-"""Runs of versions in which parameters had other paths."""
+"""Restores runs of earlier versions, in which parameters had other paths."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,15 +11,15 @@ Path = tuple[Any, ...]
 
 
 def with_old_paths(state: Any) -> list[Any]:
-    """A training state as earlier versions wrote it: `layers.layers.0` stands for `blocks.0`.
+    """A training state with the paths of earlier versions: `layers.layers.0` for `blocks.0`.
 
-    There are two, because HyenaDNA called a head of its own `lm_head`.
+    Returns two, because HyenaDNA called its head `lm_head`, and other models called theirs `head`.
     """
     return [_renamed(state, partial(_old, head=head)) for head in ("head", "lm_head")]
 
 
 def with_new_paths(state: Any) -> Any:
-    """The training state with the paths of this version. It may have them already."""
+    """The training state with the paths of this version, which it may have already."""
     return _renamed(state, _new)
 
 
@@ -44,7 +44,7 @@ def _new(path: Path) -> Path:
 
 
 def _renamed(tree: Any, rename: Callable[[Path], Path]) -> Any:
-    """The tree, in which all parameters, their moments and averages have other paths."""
+    """The tree with other paths for all parameters, and for their moments and averages."""
 
     def renamed(state: Any) -> Any:
         if not isinstance(state, nnx.State):

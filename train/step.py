@@ -80,7 +80,7 @@ class Trainer:
 
     Raises:
         NotImplementedError: the model's time cannot be divided, or its state not be reset.
-        ValueError: no layer declares what the axis `model` could divide, or it does not divide it.
+        ValueError: no layer declares an axis that `model` could divide, or it does not divide one.
 
     """
 

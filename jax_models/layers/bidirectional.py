@@ -27,8 +27,8 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
 
     The two stacks meet at the end only. With one layer each, this is the network that
     `bidirectional=True` makes. With more, each layer reads its own direction of the layer below,
-    where `bidirectional=True` lets it read both. The
-    `dtype` and `param_dtype` are the forward stack's.
+    where `bidirectional=True` lets it read both. The `dtype` and `param_dtype` are the forward
+    stack's.
 
     Args:
         forward: the layer that runs from the first step to the last.

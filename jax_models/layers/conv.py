@@ -16,7 +16,7 @@ from jax_models.weights import Layouts, Weight, same
 
 
 class CausalConv1D(SequenceLayer[CausalConv1DState]):
-    """A depthwise convolution that sees the current and the last kernel_size − 1 inputs.
+    """A depthwise convolution that sees the current input and the kernel_size − 1 before it.
 
         >>> layer = CausalConv1D(64, kernel_size=4, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -63,7 +63,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
         return ops.causal_conv(x.astype(dtype), state, kernel=kernel, bias=bias, rows=rows)
 
     def torch_layouts(self) -> Layouts:
-        """`hawk` and `hf`: a `torch.nn.Conv1d` of one input channel a group; `deepmind`."""
+        """`hawk` and `hf`: a `torch.nn.Conv1d` with a group for each channel; `deepmind`."""
 
         def table(prefix: str) -> list[Weight]:
             key = (f"{prefix}weight",)

@@ -54,7 +54,7 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         rope_theta: θ of `ops.rotary`.
         use_bias: queries, keys and values have biases.
         out_bias: the last projection has a bias.
-        out_init: draws the last projection's matrix. None: as the others.
+        out_init: initializes the last projection's matrix. None: as the others.
         **options: as in `LayerOptions`. The matrices start normal, with the variance 1 / inputs,
             the biases at zero.
 
@@ -135,12 +135,12 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
 
     @property
     def mesh_axes(self) -> MeshAxes:
-        """Heads. The keys and values that several heads share are whole."""
+        """The heads. Keys and values that several heads share stay whole."""
         of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
         return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
-        """`hf`: transformers' keys; those of packages, where they have such a layer."""
+        """`hf`; if recurrentgemma or hippogriff has such a layer, its layouts, too."""
         bias = self.q_proj.use_bias
         inputs = ("q_proj", "k_proj", "v_proj")
         layouts = {
@@ -191,7 +191,7 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
         hidden_features: width of the recurrence. None: `features`.
         kernel_size: taps of the causal convolution.
         activation: which gelu.
-        out_init: draws W_out. None: as the other matrices.
+        out_init: initializes W_out. None: as the other matrices.
         **options: as in `LayerOptions`. Matrices and kernels start as in recurrentgemma, normal,
             with the variance 1 / inputs, the biases at zero.
 
@@ -276,7 +276,7 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         features: size of x_t.
         mlp_features: width of the gated MLP.
         num_heads: heads of the attention, or blocks of the RG-LRU's gates.
-        mixing: which of the two.
+        mixing: whether the mixing is a recurrence or attention.
         recurrent_features: width of the recurrence. None: `features`.
         kernel_size: taps of the causal convolution.
         num_kv_heads: heads of the keys and values.
@@ -292,7 +292,7 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
 
     Raises:
         ValueError: as `GriffinRecurrence` and `LocalAttention`, or `out_variance` is given with
-            `kernel_init`, which draws these matrices, too.
+            `kernel_init`, which initializes these matrices, too.
 
     Layouts: `hf` (transformers' RecurrentGemmaDecoderLayer), `deepmind` (recurrentgemma's
     ResidualBlock in Flax) and `deepmind-torch`, where the mixing has them.
@@ -326,12 +326,14 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         kernel_init = options.get("kernel_init")
         if kernel_init is not None and out_variance != 1:
             raise ValueError(
-                "out_variance: expected 1 with a kernel_init, which draws W_out and W_down, too, "
+                "out_variance: expected 1 with a kernel_init, which also sets W_out and W_down, "
                 f"got {out_variance}"
             )
+        # W_out and W_down start smaller in deep models, so that the residuals stay small.
         out_init = kernel_init or normal_of_fan_in(out_variance)
         norm = partial(ZeroCenteredRMSNorm, features, epsilon=epsilon, **norm_options(options))
         self.temporal_pre_norm = norm()
+        # What the two mixings have in common is in `options`; the rest concerns one of them only.
         self.temporal_block: SequenceLayer[Any]
         if mixing == "recurrent":
             self.temporal_block = GriffinRecurrence(

@@ -46,7 +46,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
         h_t = a_t ⊙ h_{t−1} + √(1 − a_t²) ⊙ (i_t ⊙ x_t)
 
     x and y = h are (batch, time, features), the state `RGLRUState(h)` with h (batch, features).
-    `1 − a_t²` is `−expm1(2 c r_t log a)`, which loses no digits where a is close to 1.
+    `1 − a_t²` is computed as `−expm1(2 c r_t log a)`, which loses no digits where a is close to 1.
 
     To train a new layer, choose `parameterization="softplus"`. The parameter is then `a_param`,
     which may be any number, with a = e^{−softplus(a_param)} = σ(−a_param) as in the paper, and the
@@ -102,6 +102,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
     ):
         super().__init__(features, **options)
         self.c = checked_positive("c", c)
+        # Block-diagonal gates are those of recurrentgemma, which always trains a_param.
         default = "direct" if num_blocks is None else "softplus"
         self.parameterization: Parameterization = parameterization or default
         direct = self.parameterization == "direct"
@@ -120,6 +121,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
         self.method: ops.LinearRecurrenceMethod = method
         self.num_blocks = num_blocks
         rngs, param_dtype = options["rngs"], self.param_dtype
+        # Dense gates have no bias, as in the paper; blocks have one, as in recurrentgemma.
         if num_blocks is None:
             because = "without num_blocks, because only blocks have biases"
             refuse_unused("bias_init", options.get("bias_init"), unless=False, because=because)
@@ -204,11 +206,11 @@ class HawkState(NamedTuple):
 
 
 class GatedRecurrence(SequenceLayer[State]):
-    """What the recurrent blocks of Griffin, in all its versions, have in common.
+    """The base class of the recurrent blocks of Griffin, RecurrentGemma and hippogriff.
 
         y = (activation(x W_gate) ⊙ rglru(conv(x W_rec))) W_out
 
-    A subclass chooses the options of the parts. Without a `kernel_size`, there is no convolution.
+    A subclass chooses the options of the parts. If `kernel_size` is None, there is no convolution.
     """
 
     divides_time = True
@@ -241,7 +243,7 @@ class GatedRecurrence(SequenceLayer[State]):
         self.out_proj = Linear(hidden_features, features, **matrix)
 
     def init_state(self, batch_size: int) -> Any:
-        """Zeros, in at least float32; no inputs where there is no convolution."""
+        """Zeros, in at least float32, and an array without inputs if there is no convolution."""
         rglru = self.rglru.init_state(batch_size)
         if self.conv is None:
             no_inputs = jnp.zeros((*rglru.h.shape, 0), rglru.h.dtype)

@@ -35,7 +35,7 @@ EPSILON = 1e-6
 """Added under the square root of the RG-LRU."""
 
 Version = Literal["0.0.2", "0.0.3"]
-"""The version of hippogriff that decides the keys, the order of a block's layers, and whether c is
+"""The version of hippogriff, which decides the keys, the order of a block's layers and whether c is
 stored."""
 
 

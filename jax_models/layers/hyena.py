@@ -221,7 +221,7 @@ class HyenaBlock(HyenaOperator):
         dropout_rate: dropout of W_out's output in training. The Annotated Hyena declares it
             but never applies it.
         **options: as in `LayerOptions`. W, W_out and the short convolution start as in torch, b and
-            b_out at zero. The filters have draws of their own.
+            b_out at zero. The filters ignore both initializers.
 
     Raises:
         ValueError: a size is not positive, or (at the call) x is longer than max_length.
@@ -290,7 +290,7 @@ class AuthenticHyenaBlock(HyenaOperator):
         implicit: True: a network computes the filters, as in the paper. False: the filters are
             parameters, as in the code of The Annotated Hyena.
         **options: as in `LayerOptions`. W, W_out and the short convolution start as in torch, b and
-            b_out at zero. The filters have draws of their own.
+            b_out at zero. The filters ignore both initializers.
 
     Raises:
         ValueError: a size is not as the filter needs it, or (at the call) x is longer than

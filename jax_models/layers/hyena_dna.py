@@ -200,7 +200,7 @@ class HyenaDNAMixer(HyenaOperator):
         filter_bias: whether B is added; if not, it is loaded and saved, but not used.
         activation: applied to v ⊙ x_0 before the output projection.
         **options: as in `LayerOptions`. W, W_out and the short convolution start as in torch, b and
-            b_out at zero. The filters have draws of their own.
+            b_out at zero. The filters ignore both initializers.
 
     Raises:
         ValueError: order is less than 2, a size is not as the filter needs it, or (at the call) x
@@ -301,15 +301,15 @@ class HyenaDNAOptions(LayerOptions, total=False):
     num_filter_layers: Annotated[int, Default(4)]
     """Linear layers of the filter's network, at least 2."""
     omega: Annotated[float, Default(10.0)]
-    """Frequency of the sines in the filter's network at first."""
+    """Initial frequency of the sines in the filter's network."""
     shift: Annotated[float, Default(0.05)]
-    """What the filter's window falls to."""
+    """The value to which the filter's window falls."""
     modulate: Annotated[bool, Default(True)]
     """Whether the filter's window is applied."""
     normalized: Annotated[bool, Default(False)]
     """Whether the filter network's outputs at a step are divided by their L1 norm."""
     filter_bias: Annotated[bool, Default(True)]
-    """Whether B is added; if not, it is loaded and saved, but not used."""
+    """Whether B is added. If False, B is loaded and saved, but not used."""
     activation: Annotated[MixerActivation, Default("identity")]
     """Applied to v ⊙ x_0 before the output projection."""
 

@@ -31,7 +31,7 @@ class FilterOptions(TypedDict, total=False):
     param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
     """The parameters' dtype, by default float32."""
     rngs: Required[nnx.Rngs]
-    """Draws the parameters."""
+    """Random keys for the parameters."""
 
 
 filter_options: Callable[[Any], FilterOptions] = partial(only, FilterOptions)

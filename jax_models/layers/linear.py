@@ -9,16 +9,16 @@ from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
 from jax_models.options import FloatingDtype, Initializer
 
 lecun_normal = nnx.initializers.lecun_normal()
-"""How Flax's Linear draws its kernel."""
+"""How Flax's Linear initializes its kernel."""
 
 
 def normal_of_fan_in(variance: float = 1.0) -> Initializer:
-    """How recurrentgemma draws matrices: normal, with this variance over the inputs' number."""
+    """How recurrentgemma initializes matrices: normal, with the variance `variance` / inputs."""
     return nnx.initializers.variance_scaling(variance, "fan_in", "normal")
 
 
 def torch_uniform(fan_in: int) -> Initializer:
-    """How `torch.nn.Linear` draws its matrix and its bias: uniform in ±1/√fan_in."""
+    """How `torch.nn.Linear` initializes its matrix and its bias: uniform in ±1/√fan_in."""
     bound = fan_in**-0.5
 
     def init(key, shape, dtype, **_) -> Array:

@@ -22,14 +22,15 @@ class GatedMLP(CheckedOptions, nnx.Module):
 
         y = (gelu(x W_gate) ⊙ x W_up) W_down
 
-    x and y are (…, features). gelu is the exact one, with erf, or the one by tanh, or else silu.
+    x and y are (…, features). By default, gelu is the exact one, with erf. `activation` replaces it
+    by its approximation with tanh, or by silu.
 
     Args:
         features: size of x and y.
         mlp_features: width of the MLP.
-        use_bias: the three projections have biases.
-        activation: which gelu, or silu.
-        down_init: draws W_down. None: as the others.
+        use_bias: whether the three projections have biases.
+        activation: the exact gelu, its approximation, or silu.
+        down_init: initializes W_down. None: as the other matrices.
         **options: as in `LayerOptions`. The matrices start as `lecun_normal`, the biases at zero.
 
     Raises:
@@ -71,7 +72,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
     )
 
     def torch_layouts(self) -> Layouts:
-        """`hawk`: the twin's keys; those of packages; with biases, those of RecurrentGemma."""
+        """`hawk`, `stripedhyena` and `hippogriff`; with biases, RecurrentGemma's layouts."""
         bias = self.gate_proj.use_bias
         rows = [row for p in ("gate_proj", "up_proj") for row in linear(p, p, bias=bias)]
         keys = [*rows, *linear("down_proj", "down_proj", bias=bias)]

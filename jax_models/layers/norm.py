@@ -29,8 +29,8 @@ class LayerNorm(nnx.LayerNorm, CheckedOptions):
         >>> norm = LayerNorm(64, rngs=nnx.Rngs(0))
         >>> y = norm(jnp.ones((8, 100, 64)))
 
-    The variance is computed from the centred values, not as a difference of squares. It works under
-    `jax_numpy_dtype_promotion="strict"`, where flax's own sees float64 or bfloat16 meet float32.
+    The variance is computed from the centered values, not as a difference of squares. Unlike Flax's
+    own, this norm works under `jax_numpy_dtype_promotion="strict"` in float64 and bfloat16.
     """
 
     def __init__(self, features: int, **options: Unpack[NormOptions]):
@@ -175,7 +175,7 @@ class RMSNorm(nnx.RMSNorm, CheckedOptions):
 
 
 class RootMeanSquareNorm(CheckedOptions, nnx.Module):
-    """A norm by the root mean square over the features, in at least float32, by a subclass."""
+    """The base class of norms by the root mean square of the features, in at least float32."""
 
     init = staticmethod(nnx.initializers.ones)
 
@@ -195,7 +195,7 @@ class RootMeanSquareNorm(CheckedOptions, nnx.Module):
         return self.scaled(x, square, jnp.broadcast_to(scale, x.shape)).astype(dtype)
 
     def scaled(self, x: Array, square: Array, scale: Array) -> Array:
-        """A subclass's equation, with the mean of the squares of x."""
+        """A subclass's equation; `square` is the mean of the squares of x."""
         raise NotImplementedError
 
 
@@ -205,7 +205,7 @@ class ZeroCenteredRMSNorm(RootMeanSquareNorm):
         >>> norm = ZeroCenteredRMSNorm(64, rngs=nnx.Rngs(0))
         >>> y = norm(jnp.ones((8, 100, 64)))
 
-    The norm of Gemma, whose scale is zero at first.
+    The norm of Gemma, whose scale is initialized to zero.
     """
 
     init = staticmethod(nnx.initializers.zeros)

@@ -87,8 +87,8 @@ class RecurrentStack(SequenceLayer[State]):
     """Layers of one gated recurrence, each running forward, or both ways with their outputs joined.
 
     The state's arrays are (num_layers · directions, batch, features), ordered as torch's: layer 0
-    forward, layer 0 backward, layer 1 forward, … Subclasses set `state_type` and
-    `gate_names` and define `operator`.
+    forward, layer 0 backward, layer 1 forward, … Subclasses set `state_type` and `gate_names` and
+    define `operator`.
     """
 
     state_type: ClassVar[type]

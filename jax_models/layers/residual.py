@@ -11,7 +11,7 @@ from jax_models.ops import Rows
 from jax_models.sequence import SequenceLayer, State
 
 Map = Callable[[Array], Array]
-"""A norm or an MLP, which sees each step by itself."""
+"""A norm or an MLP, which treats each step separately."""
 
 
 class ResidualBlock(SequenceLayer[State]):
@@ -40,7 +40,7 @@ class ResidualBlock(SequenceLayer[State]):
         return getattr(self, self.parts[1]).init_state(batch_size)
 
     def start(self, batch_size: int) -> State | None:
-        """What the mixer starts from."""
+        """The state from which the mixer starts."""
         return getattr(self, self.parts[1]).start(batch_size)
 
     def sequence(self, x, state, rows):
@@ -58,7 +58,7 @@ def mixed(
     mlp_norm: Map,
     mlp: Map,
 ) -> tuple[Float[Array, "batch time features"], Any]:
-    """A residual block from its parts."""
+    """Runs a residual block, given its parts."""
     y, state = mixer.sequence(norm(x), state, rows)
     x = x + y
     return x + mlp(mlp_norm(x)), state

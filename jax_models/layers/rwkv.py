@@ -42,14 +42,14 @@ class RWKVOptions(MatrixOptions, total=False):
     layer_index: Annotated[Index, Default(0)]
     """Which layer of a model this is, 0 for the lowest."""
     num_layers: Annotated[int, Default(1)]
-    """How many layers the model has. Vectors, such as decays, bonuses and the μ, start as in this
-    layer of the version's training code; each channel has its own."""
+    """How many layers the model has. Vectors, such as decays, bonuses and the μ, are initialized as
+    in the version's training code, by functions of the layer and of the channel."""
 
 
 def orthogonal(
     key, shape: tuple[int, int], dtype, *, gain: float | None = None, **_
 ) -> Float[Array, "in out"]:
-    """RWKV-4's orthogonal (in, out) matrices: by default, where out > in, longer by √(out / in)."""
+    """RWKV-4's orthogonal (in, out) matrices, by default scaled by √(out / in) if out > in."""
     gain = math.sqrt(max(shape[1] / shape[0], 1)) if gain is None else gain
     return nnx.initializers.orthogonal(gain)(key, shape, carry_dtype(dtype)).astype(dtype)
 
@@ -60,7 +60,7 @@ def scaled_orthogonal(factor: float) -> Initializer:
 
 
 def matrices(options: RWKVOptions) -> Callable[..., Linear]:
-    """Makes a `Linear` from its sizes and its initializer, which is zero if none is given."""
+    """Returns a function that makes a `Linear` from its sizes and an initializer, or zeros."""
 
     def matrix(in_features: int, out_features: int, init: Initializer = nnx.initializers.zeros):
         return Linear(in_features, out_features, **with_inits(options, init, None, use_bias=False))
@@ -69,7 +69,7 @@ def matrices(options: RWKVOptions) -> Callable[..., Linear]:
 
 
 MIXES = ("key", "value", "receptance")
-"""The projections of the time mix, each of its own mixture of the last two inputs."""
+"""The projections of the time mix. Each reads its own mixture of the last two inputs."""
 
 
 class RWKVTimeMixState(NamedTuple):
@@ -182,12 +182,12 @@ class RWKVChannelMixState(NamedTuple):
 
 
 class ChannelMix(SequenceLayer[RWKVChannelMixState]):
-    """What the feed-forward parts of all RWKVs have in common.
+    """The base class of the feed-forward parts of all RWKVs.
 
         k, r = mix(x_t, x_{t−1}) W, each with its own μ and W
-        y_t = σ(r) ⊙ (max(k, 0)² W_v)                   without σ(r) where it is not `gated`
+        y_t = σ(r) ⊙ (max(k, 0)² W_v)                   without σ(r) if not `gated`
 
-    A subclass says how its μ are called and start, and what W_k starts as.
+    A subclass defines the names and the initial values of the μ, and the initializer of W_k.
     """
 
     divides_time = True
@@ -200,7 +200,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     gated: ClassVar[bool] = True
     prefix: ClassVar[str]
-    """The names of the μ, without the first letter of the projection."""
+    """The names of the μ, up to the first letter of the projection."""
     key_init = staticmethod(orthogonal)
 
     def __init__(self, features: int, hidden_features: int, **options: Unpack[RWKVOptions]):
@@ -218,7 +218,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         self.value = matrix(hidden_features, features)
 
     def first_mix(self, channel: np.ndarray, height: float) -> np.ndarray:
-        """The μ of each channel, 0 … 1, at first, by a subclass."""
+        """The initial μ, by a subclass. `channel` runs from 0 to 1 over the features."""
         raise NotImplementedError
 
     def mixed(self, letter: str, x: Array, previous: Array) -> Array:
@@ -230,7 +230,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
 
     def sequence(self, x, state, rows):
-        """The squared relu of the key, projected, times the receptance where there is one."""
+        """The squared relu of the key, projected, times the receptance if there is one."""
         x = x.astype(self.computation_dtype(x))
         previous, last = token_shift(x, state.last, rows)
         k = self.key(self.mixed("k", x, previous))
@@ -295,7 +295,7 @@ Att = TypeVar("Att")
 
 
 class RWKVBlockState(NamedTuple, Generic[Att]):
-    """What a block carries."""
+    """What a block carries: the states of its time mix and of its channel mix."""
 
     att: Att
     ffn: RWKVChannelMixState
@@ -310,7 +310,7 @@ PARTS = {
 
 
 class ResidualMixes(SequenceLayer[RWKVBlockState[Att]]):
-    """What the blocks of all RWKVs are: a time mix and a channel mix, each added to its input.
+    """The base class of the blocks of all RWKVs: a time mix, a channel mix and residuals.
 
         x ← ln0(x)              in the lowest layer only
         x ← x + att(ln1(x))
@@ -431,7 +431,7 @@ def low_rank(
 def heads_of(
     x: Float[Array, "batch time features"], head_size: int
 ) -> Float[Array, "batch time heads head"]:
-    """The features by head."""
+    """Splits the features into heads."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // head_size, head_size)
 
 
@@ -449,7 +449,7 @@ def mixed(mu: nnx.Param, x, previous) -> Float[Array, "batch time features"]:
 
 
 def depth_and_height(options: RWKVOptions) -> tuple[float, float]:
-    """How far up a layer is, 0 (lowest) to 1 (highest), and what remains, 1 to almost 0."""
+    """How far up a layer is, from 0 to 1, and the fraction of the layers from it to the top."""
     layer_index, num_layers = options.get("layer_index", 0), options.get("num_layers", 1)
     if not 0 <= layer_index < num_layers:
         raise ValueError(

@@ -45,16 +45,16 @@ from jax_models.weights import (
 )
 
 GROUP_NORM_EPSILON = 64e-5
-"""In every RWKV with heads, whatever their size."""
+"""The ε of the norm of each head, in all RWKVs that have heads of any size."""
 
 MIXES = ("w", "k", "v", "r", "g")
 """The data-dependent mixes, in the order of BlinkDL's files."""
 FLA_MIXES = ("r", "w", "k", "v", "g")
-"""The same in fla's."""
+"""The same mixes, in the order of fla's files."""
 
 
 class RWKV6TimeMixState(NamedTuple):
-    """What a time mix carries: its last input, and a matrix a head."""
+    """What a time mix carries: its last input, and a matrix for each head."""
 
     last: Float[Array, "batch features"]
     wkv: Float[Array, "batch heads key value"]
@@ -80,8 +80,8 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
     Args:
         features: size of x_t and y_t.
         head_size: of each head; it divides `features`.
-        mix_rank: the width of A, for each mix. None: 32, from 4096 features on 64.
-        decay_rank: the width of D_1. None: 64, from 4096 features on 128.
+        mix_rank: the width of A, for each mix. None: 32, or 64 from 4096 features on.
+        decay_rank: the width of D_1. None: 64, or 128 from 4096 features on.
         method: how `ops.delta_rule` runs.
         **options: as in `RWKVOptions`. The five W start as in RWKV-6, orthogonal, smaller for k and
             g, zero for the output. Decays and the state are kept in at least float32.
@@ -184,7 +184,7 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         return -jnp.exp(jnp.minimum(exponent, LARGEST_DECAY))
 
     def _mixed(self, x: Array, previous: Array) -> list[Array]:
-        """For each of the `MIXES`, x with some of its predecessor."""
+        """For each of the `MIXES`, the mixture of x and its predecessor."""
         hidden = lerp_to_previous(x, previous, self.time_maa_x)
         hidden = jnp.tanh(ops.affine(hidden, self.time_maa_w1[...].astype(x.dtype)))
         ups = self.time_maa_w2[...].astype(x.dtype)
@@ -214,7 +214,7 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
 
 
 def _fla_time_mix() -> Table:
-    """The mixes in another order and the low-rank matrices as those of `torch.nn.Linear`."""
+    """The keys of fla: mixes in another order, low-rank matrices as in `torch.nn.Linear`."""
     to_fla = [MIXES.index(name) for name in FLA_MIXES]
     from_fla = [FLA_MIXES.index(name) for name in MIXES]
 
@@ -265,7 +265,8 @@ class RWKV6ChannelMix(ChannelMix):
 
     Args:
         features: size of x_t and y_t.
-        hidden_features: size of k; in RWKV-6 3.5 times `features`, rounded down to 32.
+        hidden_features: size of k; in RWKV-6, 3.5 times `features`, rounded down to
+            a multiple of 32.
         **options: as in `RWKVOptions`. W_k starts orthogonal, the others at zero.
 
     Raises:
@@ -347,7 +348,7 @@ class RWKV6Block(ResidualMixes[RWKV6TimeMixState]):
 
 
 def default_ranks(features: int, mix_rank: int | None, decay_rank: int | None) -> tuple[int, int]:
-    """The ranks of the released models of a width, where none are given."""
+    """The given ranks, or else those of the released models of this width."""
     scale = 2 if features >= 4096 else 1
     return mix_rank or 32 * scale, decay_rank or 64 * scale
 

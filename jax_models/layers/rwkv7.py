@@ -39,14 +39,14 @@ from jax_models.weights import Layouts, Table, layer_norm, linear, same, squeeze
 from jax_models.weights.constant import Constant
 
 LEAST_LOG_DECAY = -math.exp(-0.5)
-"""The least log decay."""
+"""The lower bound of log w."""
 SMALLEST_NORM = 1e-12
-"""Of a removal key, which is divided by its norm."""
+"""The lower bound of the norm by which a removal key is divided."""
 MIXES = ("r", "w", "k", "v", "a", "g")
 
 
 class RWKV7TimeMixState(NamedTuple):
-    """What a time mix carries: its last input, and a matrix a head."""
+    """What a time mix carries: its last input, and a matrix for each head."""
 
     last: Float[Array, "batch features"]
     wkv: Float[Array, "batch heads value key"]
@@ -117,6 +117,7 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         self.features, self.head_size = features, head_size
         self.heads = checked_heads(features, head_size)
         self.method: ops.DeltaRuleMethod = method
+        # Most parameters start as functions of the layer and the channel, as in the training code.
         depth, height = depth_and_height(options)
         channel = np.arange(features)
         width = channel / max(features - 1, 1)
@@ -141,6 +142,7 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         self.w1, self.w2 = zeros_and_draw(decay_rank)
         self.a1, self.a2 = zeros_and_draw(rate_rank)
         self.g1, self.g2 = zeros_and_draw(gate_rank)
+        # The lowest layer has no values to move towards, but some checkpoints have its parameters.
         self.has_values = keep_unused or not self.is_lowest
         if self.has_values:
             kind = Constant if self.is_lowest else nnx.Param
@@ -167,7 +169,7 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         )
 
     def split(self, x):
-        """x, or above the lowest layer x and the values of the lowest."""
+        """The input x; above the lowest layer, the pair of x and the lowest layer's values."""
         return x if self.is_lowest else tuple(jnp.split(x, 2, axis=-1))
 
     def sequence(self, x, state, rows) -> Any:
@@ -231,11 +233,11 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         return (normed.reshape(o.shape) + bonus).reshape(batch, time, self.features)
 
     def _raised(self, base: nnx.Variable, x: Array) -> Array:
-        """A vector and what the data add to it."""
+        """A trained vector plus a term that depends on the data."""
         return jnp.broadcast_to(base[...].astype(x.dtype), x.shape) + x
 
     def removal_and_key(self, k: Array, rate: Array) -> tuple[Array, Array]:
-        """κ̂ by head, of the key as it is, and the key as the state learns it."""
+        """κ̂ by head, which is made from the given key, and the key that the state learns."""
         k, k_k, k_a = (y.astype(rate.dtype) for y in (k, self.k_k[...], self.k_a[...]))
         removal = heads_of(k * jnp.broadcast_to(k_k, k.shape), self.head_size)
         square = jnp.sum(removal**2, axis=-1, keepdims=True)
@@ -273,7 +275,7 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
 
 
 def _fla_low_rank(name: str) -> Table:
-    """Two matrices as those of `torch.nn.Linear`, and a bias."""
+    """Two matrices in the layout of `torch.nn.Linear`, and a bias."""
     return [
         transposed(f"{name}1", f"{name}_lora.lora.0.weight"),
         transposed(f"{name}2", f"{name}_lora.lora.2.weight"),
@@ -325,7 +327,7 @@ class RWKV7Options(RWKVOptions, total=False):
     head_size: Annotated[int, Default(64)]
     """Size of each head; it divides the features."""
     decay_rank: int | None
-    """This and the next four as in `RWKV7TimeMix`."""
+    """As in `RWKV7TimeMix`, which also describes the next four options."""
     rate_rank: int | None
     value_rank: int | None
     gate_rank: int | None
@@ -375,11 +377,11 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
     foreign_format = staticmethod(foreign_to("RWKV-7"))
 
     def split(self, x):
-        """What the time mix gets."""
+        """The input as the time mix reads it."""
         return self.att.split(x)
 
     def sequence(self, x, state, rows) -> Any:
-        """The time mix, then the channel mix; the lowest layer's values go on beside."""
+        """The time mix, then the channel mix; the lowest layer's values are passed on."""
         x, *v_first = x if isinstance(x, tuple) else (x,)
         x = x.astype(self.computation_dtype(x))
         if self.ln0 is not None:
@@ -398,7 +400,7 @@ def default_ranks(
     value_rank: int | None,
     gate_rank: int | None,
 ) -> tuple[int, int, int, int]:
-    """The ranks of the training code where none are given: a multiple of 32 that grows as √."""
+    """The given ranks, or else the training code's: multiples of 32 that grow with √features."""
     factors = ((decay_rank, 2.5), (rate_rank, 2.5), (value_rank, 1.7), (gate_rank, 5.0))
     decay, rate, value, gate = (
         rank or max(32, 32 * round(factor * features**0.5 / 32)) for rank, factor in factors

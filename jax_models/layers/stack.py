@@ -62,9 +62,8 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         >>> layer = Stack([LSTM(64, 256, rngs=rngs), Hawk(256, rngs=rngs)])
         >>> y, state = layer(jnp.ones((8, 100, 64)))
 
-    The state is the tuple of the layers' states, the lowest first. Of neighboring
-    layers with equal structure JAX traces one. The stack's
-    `dtype` and `param_dtype` are the lowest layer's.
+    The state is the tuple of the layers' states, the lowest first. Of neighboring layers with equal
+    structure, JAX traces one. The stack's `dtype` and `param_dtype` are the lowest layer's.
 
     Args:
         layers: at least one; each returns as many features as the next one reads.
@@ -76,8 +75,8 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
 
     Raises:
         TypeError: `layers` is not iterable, or holds something else than a `SequenceLayer`.
-        ValueError: `layers` is empty, there is no such `remat`, a layer has
-            `time_major`, or a layer reads another size than the one below returns.
+        ValueError: `layers` is empty, there is no such `remat`, a layer has `time_major`, or one
+            reads another size than the one below returns.
 
     Layouts: those that all layers have; the keys of layer i begin with `{i}.`.
 
@@ -119,7 +118,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         return tuple(layer.start(batch_size) for layer in self.layers)
 
     def split(self, x):
-        """What the lowest layer gets."""
+        """The input as the lowest layer reads it."""
         return self.layers[0].split(x)
 
     def sequence(self, x, state, rows):

@@ -1,8 +1,8 @@
-"""What a config class declares about its architecture, and where the classes are found.
+"""What a config class declares about its architecture, and how the classes are found.
 
-A model is known by its config class. The class says how to recognize the model's checkpoints, what
-each layout calls the model's parts, and where a checkpoint's shapes tell the config's fields.
-`architectures` finds every class, also those of other packages.
+Each model has a config class. The class says how to recognize the model's checkpoints, which keys
+each layout uses, and how to read the fields of the config from the shapes of a checkpoint.
+`architectures` finds all config classes, including those of other packages.
 """
 
 import functools
@@ -27,7 +27,7 @@ Fields = Mapping[str, Any]
 class Size(NamedTuple):
     """A field of a config that is the size of one axis of one weight.
 
-    The key begins after the prefix of the blocks. A `*` in place of a block's number stands for the
+    The key leaves out the prefix of the blocks. A `*` in place of a block's number stands for the
     lowest block that has such a weight.
     """
 
@@ -47,35 +47,36 @@ class Layout(NamedTuple):
     blocks: str
     """Prefix of the blocks. The number of a block follows, unless the model has a single layer."""
     norm: str
-    """Key of the scale of the last norm. The key of its bias ends with `bias` instead."""
+    """Key of the last norm's scale. The key of its bias ends with `bias` instead."""
     head: str | None = None
-    """Key of the head's kernel, likewise. None: the checkpoint has no head of its own."""
+    """Key of the head's kernel; the key of its bias ends with `bias`. None: there is no head."""
     repeats_embedding: bool = True
-    """Whether the checkpoint of a model with a tied head has the embedding again as its head."""
+    """If the head is tied: whether checkpoints store the embedding again under the head's key."""
     positions: Weight | None = None
     """The row of the position embedding."""
     blocks_layout: str | None = None
-    """The layout of the blocks. None: the name of this layout."""
+    """The name of the blocks' layout. None: the same name as this layout."""
     sizes: Mapping[str, Any] = {}
-    """Where the fields of the config are told, beside `vocab_size`, `features` and `num_layers`.
+    """How to read the fields of the config, except `vocab_size`, `features` and `num_layers`.
 
-    A field is told by a `Size`, by a function of the `Checkpoint` and the fields before, or by a
-    constant. If it is told by a tuple of these, the first whose weight is there counts.
+    A field has a `Size`, a function of the `Checkpoint` and of the fields before it, or a constant.
+    A tuple of these begins with `Size`s: the first of them whose weight exists is used, or else the
+    last item of the tuple.
     """
 
 
 class Checkpoint:
-    """A state_dict in a layout, from which the fields of a config are read."""
+    """A state_dict, read in one layout to find the fields of a config."""
 
     def __init__(self, state_dict: Mapping[str, Any], layout: Layout):
         self.weights = {str(key): value for key, value in state_dict.items()}
         self.layout = layout
         self.missing: list[str] = []
-        """The keys that a field needs and the state_dict lacks."""
+        """The keys that a field needs but the state_dict lacks."""
 
     @functools.cached_property
     def numbers(self) -> list[str]:
-        """What follows the prefix of the blocks, up to the next dot."""
+        """The numbers of the blocks, as the keys have them after the prefix of the blocks."""
         prefix = f"{self.layout.blocks}."
         found = {
             key.removeprefix(prefix).split(".")[0] for key in self.weights if key.startswith(prefix)
@@ -83,13 +84,13 @@ class Checkpoint:
         return sorted(found, key=lambda number: (len(number), number))
 
     def find(self, key: str) -> str | None:
-        """The whole key of a weight of the lowest block that has it; None if no block has it."""
+        """The full key of a weight in the lowest block that has it, or None if no block does."""
         numbers = self.numbers if "*" in key else [""]
         keys = (f"{self.layout.blocks}.{key.replace('*', number)}" for number in numbers)
         return next((key for key in keys if key in self.weights), None)
 
     def size(self, key: str, axis: int, rank: int) -> int | None:
-        """The size of an axis. None, and the key is missing, if there is no such weight."""
+        """The size of an axis. If there is no such weight, None, and the key goes to `missing`."""
         if key not in self.weights:
             self.missing.append(key)
             return None
@@ -99,7 +100,7 @@ class Checkpoint:
         return int(shape[axis])
 
     def field(self, told: Any, fields: Fields) -> Any:
-        """A field of the config, from what the layout's `sizes` say of it."""
+        """Reads a field of the config in the way that the layout's `sizes` give."""
         if isinstance(told, tuple) and not isinstance(told, Size):
             *first, last = told
             there = (each for each in first if self.find(each.key) is not None)
@@ -118,13 +119,13 @@ class Checkpoint:
 
 
 def _keys(told: Any) -> list[str]:
-    """The keys of the weights that tell a field."""
+    """The keys of the weights from which a field is read."""
     sizes = [told] if isinstance(told, Size) else told if isinstance(told, tuple) else []
     return [size.key for size in sizes if isinstance(size, Size)]
 
 
 def has(key: str) -> Callable[[Checkpoint, Fields], bool]:
-    """For `Layout.sizes`: whether the checkpoint has a weight of this key."""
+    """For `Layout.sizes`: whether the checkpoint has a weight with this key."""
     return lambda checkpoint, fields: checkpoint.find(key) is not None
 
 
@@ -132,13 +133,13 @@ class ModelConfig(CheckedFields):
     """The base class of the configs of models whose checkpoints `load_pretrained` reads."""
 
     family: ClassVar[str] = ""
-    """What errors call the models. A class without a family is a base class of others."""
+    """The models' name in error messages. A class without one is a base class of others."""
     model_types: ClassVar[tuple[str, ...]] = ()
-    """What a config.json calls the models."""
+    """The values of `model_type` in a config.json of such a model."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """Parts of keys by which checkpoints are recognized where no config.json names the model."""
+    """Substrings of keys that identify a checkpoint if no config.json names the model."""
     layouts: ClassVar[Mapping[str, Layout]] = {}
-    """The keys of each layout. `to_torch` writes the first one that the model's blocks have."""
+    """The keys of each layout. By default, `to_torch` writes the first that all blocks have."""
 
     def build(self, **options: Any) -> Any:
         """The model of this config."""
@@ -151,18 +152,18 @@ class ModelConfig(CheckedFields):
 
     @classmethod
     def confused_with(cls, keys: Iterable[object]) -> str | None:
-        """Describes the model that has these keys, if it is a similar one: `RWKV-5 (it has …)`."""
+        """Describes the similar model that has these keys, such as `RWKV-5 (it has …)`, or None."""
         return None
 
     @classmethod
     def foreign_format(cls, keys: Iterable[object]) -> str | None:
-        """Says that the keys are those of a similar model, for `from_torch`."""
+        """The error message of `from_torch` if the keys are those of a similar model, or None."""
         other = cls.confused_with(keys)
         return other and f"a checkpoint of {other}, this model is {cls.family}"
 
     @classmethod
     def layout_keys(cls) -> list[set[str]]:
-        """For each layout, the keys that tell the sizes of the lowest block and the vocabulary."""
+        """For each layout, the keys from which the sizes of block 0 and the vocabulary are read."""
         return [
             {
                 layout.embedding,
@@ -179,9 +180,9 @@ class ModelConfig(CheckedFields):
     def from_checkpoint(
         cls, weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any
     ) -> Self:
-        """The config of a checkpoint with, or without, the fields of a config.json.
+        """The config of a checkpoint, which may come with the fields of a config.json.
 
-        `options` are fields of the config that neither of the two tells.
+        `options` are fields of the config that neither of the two contains.
         """
         return cls.from_state_dict(weights, **options)
 
@@ -189,24 +190,25 @@ class ModelConfig(CheckedFields):
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
         """The config of a checkpoint in any of the model's layouts, read from keys and shapes.
 
-        Fields that no shape tells have the values of the published models, unless `options` give
-        others. `layouts` has the table.
+        `layouts` says how each field is read. Fields that no shape determines have the values of
+        the published models, unless `options` give others.
 
         Raises:
-            TypeError: the state_dict is no mapping, or the config has no such field.
-            ValueError: it is not a checkpoint of such a model.
+            TypeError: the state_dict is not a mapping, or an option is not a field of the config.
+            ValueError: the state_dict is not a checkpoint of such a model.
 
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
         if message := cls.foreign_format(state_dict):
             raise ValueError(f"state_dict: {message}")
+        # The layout is not named in a checkpoint, so take the one that most keys fit.
         candidates = (Checkpoint(state_dict, layout) for layout in cls.layouts.values())
         checkpoint = max(candidates, key=Checkpoint.score)
         layout, numbers = checkpoint.layout, checkpoint.numbers
         if numbers != [str(i) for i in range(len(numbers))]:
             found = ", ".join(joined(f"{layout.blocks}.{number}" for number in numbers))
-            raise ValueError(f"state_dict: expected blocks numbered from 0 on, got {found}")
+            raise ValueError(f"state_dict: expected blocks numbered 0, 1, 2, …, got {found}")
         fields: dict[str, Any] = {
             "vocab_size": checkpoint.size(layout.embedding, 0, 2),
             "features": checkpoint.size(layout.embedding, 1, 2),
@@ -249,7 +251,7 @@ def _all_architectures() -> tuple[type[ModelConfig], ...]:
 
 
 def architectures(kind: type[Config] = ModelConfig) -> list[type[Config]]:
-    """The config classes of all architectures, here and in other packages.
+    """The config classes of all architectures in this package and in others.
 
     Another package names the modules of its models in the entry point group `twinscan.models`.
     """

@@ -30,12 +30,12 @@ def _kv_heads(size: int, fields: Fields) -> int:
 
 
 def _all_blocks(size: int, fields: Fields) -> int:
-    """The width of a recurrence, from the width of a gate's block. There is a block for a head."""
+    """The width of a recurrence, from that of a gate's block. Each head has a block of its own."""
     return size * fields["num_heads"]
 
 
 def _block_types(gate: str) -> Callable[[Checkpoint, Fields], tuple[GriffinMixing, ...]]:
-    """The shortest pattern that the kinds of the blocks repeat. Recurrent blocks have a gate."""
+    """Finds the shortest repeating pattern of kinds of blocks. Recurrent blocks have this gate."""
 
     def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[GriffinMixing, ...]:
         kinds: list[GriffinMixing] = [
@@ -51,7 +51,7 @@ def _block_types(gate: str) -> Callable[[Checkpoint, Fields], tuple[GriffinMixin
 def _sizes(
     *, mlp: Size, gate: str, conv: Size, keys: Size, query_bias: str, window: int
 ) -> dict[str, Any]:
-    """Where a layout tells the fields, except for the window, which no shape tells."""
+    """How to read the fields in a layout. No shape determines the window, so it is given."""
     return {
         "mlp_features": mlp,
         "block_types": _block_types(gate.removeprefix("*.")),
@@ -82,7 +82,7 @@ HF = Layout(
 
 
 def _deepmind(keys: Size) -> Layout:
-    """The window of the published models is that of `HF`: it also counts the current step."""
+    """The window of recurrentgemma, 2048, does not count the current step; `window` does."""
     sizes = _sizes(
         mlp=Size("*.mlp_block.ffw_up.w", 2, rank=3),
         gate="*.recurrent_block.rg_lru.input_gate.w",
@@ -235,7 +235,10 @@ class GriffinLanguageModelConfig(StackConfig):
 
         """
         if not self.scale_embeddings:
-            raise ValueError("a RecurrentGemma of transformers scales its embeddings, this not")
+            raise ValueError(
+                "scale_embeddings: expected True, because transformers' RecurrentGemma always "
+                "scales its embeddings, got False"
+            )
         of_ours = {ours: theirs for theirs, ours in HF_ACTIVATIONS.items()}
         rotary = {"rope_theta": self.rope_theta, "partial_rotary_factor": self.rotary_fraction}
         return {
@@ -276,7 +279,7 @@ class GriffinLanguageModel(LanguageModel):
     Args:
         config: the sizes; `GriffinLanguageModelConfig.from_hf` reads them from a config.json,
             `from_state_dict` from a checkpoint.
-        **options: as of every layer; `rngs` draws the parameters as recurrentgemma does.
+        **options: as of every layer; parameters are initialized as in recurrentgemma.
 
     Layouts: `hf` (transformers' RecurrentGemmaForCausalLM, whose `lm_head.weight` is the
     embedding), `hf-file` (the same without that key, as its files have it), and, with one head of

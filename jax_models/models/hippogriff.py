@@ -49,7 +49,7 @@ GRIFFIN_LM = Layout(
         ),
     },
 )
-"""The keys of hippogriff's GriffinLM. No shape tells `num_kv_heads` and `window`."""
+"""The keys of hippogriff's GriffinLM. No shape determines `num_kv_heads` and `window`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class HippogriffLanguageModel(LanguageModel):
     Args:
         config: the sizes; `HippogriffLanguageModelConfig.from_state_dict` reads them from a
             checkpoint.
-        **options: as of every layer; `rngs` draws the parameters as hippogriff does.
+        **options: as of every layer; parameters are initialized as in hippogriff.
 
     Layouts: `hippogriff` (its GriffinLM, whose `lm_head.weight` is the embedding) and
     `hippogriff-file` (the same without that key, as safetensors have it).

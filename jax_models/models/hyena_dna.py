@@ -22,10 +22,10 @@ from jax_models.options import NormOptions
 from jax_models.weights.stored import as_numpy
 
 normal = nnx.initializers.normal(0.02)
-"""How HyenaDNA draws embeddings and the head."""
+"""How HyenaDNA initializes embeddings and the head."""
 
 HEAD, LIGHTNING = "lm_head.weight", "model."
-"""The key of the head, and what a training program of PyTorch Lightning puts before keys."""
+"""The key of the head, and the prefix of all keys in checkpoints of PyTorch Lightning."""
 
 
 def _order(size: int, fields: Fields) -> int:

@@ -40,9 +40,9 @@ class Preset(NamedTuple):
 
     model: "LanguageModelConfig"
     recipe: str = "shakespeare-warmup"
-    """The other options, by their name in `train.config.RECIPES`."""
+    """The name of the other options in `train.config.RECIPES`."""
     options: Mapping[str, Any] = {}
-    """Options that differ from the recipe, as `{"optimizer.learning_rate": 1e-3}`."""
+    """Options that differ from the recipe, such as `{"optimizer.learning_rate": 1e-3}`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LanguageModelState(NamedTuple):
 
 
 class Blocks(Stack):
-    """The blocks of a model as one layer. `Stack` has checked them when the model was built."""
+    """The blocks of a model as one layer. `Stack` checked them when the model was built."""
 
     def __init__(self, config: LanguageModelConfig, blocks: nnx.List):
         self.layers = blocks
@@ -123,19 +123,19 @@ class LanguageModel(CheckedOptions, nnx.Module):
         logits = head(norm(blocks(x)))
 
     The contract is a sequence layer's: state in and out, `step`, `lengths`, `reset`. A model with a
-    `context_length` counts positions from its state, or from the last `reset`; beyond that length,
-    as under `jit` for tokens outside the vocabulary and for rows whose length lies outside
-    0 … time, its logits are NaN.
+    `context_length` counts positions from its state, or from the last `reset`. Its logits are NaN
+    beyond that length and, under `jit`, for tokens outside the vocabulary and for rows whose length
+    lies outside 0 … time.
 
     Args:
         config: has the vocabulary's size, and the `context_length` if there is one.
         blocks: the blocks from the lowest up, or one layer, such as an LSTM of several layers.
-        norm: what normalizes the output of the blocks.
-        head: what maps it to logits. None: the embedding's matrix E, as `x Eᵀ`.
-        embedding: of the tokens.
-        pos_embedding: of the positions. None: there is none.
-        dropout: of the sum of both embeddings, in training.
-        embedding_scale: a factor of the token embeddings.
+        norm: normalizes the output of the blocks.
+        head: maps the normalized output to logits. None: `x Eᵀ`, where E is the embedding's matrix.
+        embedding: the embedding of the tokens.
+        pos_embedding: the embedding of the positions. None: positions are not embedded.
+        dropout: dropout of the sum of both embeddings, in training.
+        embedding_scale: the factor by which token embeddings are multiplied.
         logits_soft_cap: logits are cap · tanh(logits / cap). 0: no cap.
 
     Raises:
@@ -176,7 +176,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
 
     @property
     def context_length(self) -> int | None:
-        """How many positions the model knows. None: it has no positions, and no limit."""
+        """The longest sequence that the model can read. None: there is no limit."""
         return getattr(self.config, "context_length", None)
 
     def set_view(self, time_axis: str | None = None) -> None:
@@ -206,7 +206,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return tables
 
     def _ends(self, layout: Layout) -> Table:
-        """The rows of what is before and after the blocks."""
+        """The rows of the embeddings, the last norm and the head."""
         table, head = "embedding.embedding", layout.head
         rows = [same(table, layout.embedding)]
         if head is not None and self.head is not None:
@@ -220,7 +220,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
     def embed(
         self, tokens: Int[Array, "batch time"], positions: Int[Array, "batch time"]
     ) -> Float[Array, "batch time features"]:
-        """What the blocks read: the embeddings of the tokens and, if there are any, positions."""
+        """The input of the blocks: embeddings of the tokens and, if there are any, of positions."""
         x = self.embedding(tokens)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -229,7 +229,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return x if self.dropout is None else self.dropout(x)
 
     def read_out(self, x: Any) -> Float[Array, "batch time features"]:
-        """What of the blocks' output the norm and the head read: all of it."""
+        """The part of the blocks' output that the norm and the head read: by default, all of it."""
         return x
 
     def unembed(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:

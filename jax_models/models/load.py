@@ -1,4 +1,4 @@
-"""`load_pretrained`: the model in a file or a folder, whichever architecture it has."""
+"""`load_pretrained`: loads a model from a file or a folder, whatever its architecture."""
 
 __all__ = ["griffin_from_weights", "hyena_dna_from_weights", "load_pretrained", "rwkv_from_torch"]
 
@@ -27,7 +27,7 @@ from jax_models.weights.stored import cast, dtype_of, is_floating
 from jax_models.weights.transfer import params_of
 
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
-"""Where a parameter of a path and a shape is."""
+"""From the path and the shape of a parameter to its sharding."""
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "features",
@@ -35,7 +35,7 @@ SIZES = {
     "d_model": "features",
     "n_layer": "num_layers",
 }
-"""The sizes in a config.json, and what our configs call them."""
+"""The names of sizes in a config.json, and the fields of our configs for them."""
 
 
 @checked_options
@@ -47,7 +47,7 @@ def load_pretrained(
     sharding: ShardingOf | None = None,
     **config: Any,
 ) -> LanguageModel | SileroVAD:
-    """The model in a file or a folder that somebody else trained, with its weights.
+    """Loads a pretrained model, with its weights, from a file or a folder.
 
         >>> from safetensors.numpy import save_file
         >>> config = RWKV7LanguageModelConfig(features=64, num_layers=1)
@@ -56,17 +56,17 @@ def load_pretrained(
 
     It reads RecurrentGemma (transformers' folders, and DeepMind's in orbax and PyTorch), RWKV-4, 6
     and 7 (BlinkDL's files, fla's, transformers'), HyenaDNA, hippogriff, silero-VAD and the models
-    that other packages declare, from safetensors, files of `torch.save`, both also in parts that an
-    index names, and folders of orbax. Keys, shapes and the config.json identify the model. No
-    weights are drawn. A weight is read when its parameter is made, so that little more memory than
-    the model's is needed.
+    that other packages declare. The weights may be safetensors or files of `torch.save`, whole or
+    in parts that an index lists, or a folder of orbax. Keys, shapes and the config.json identify
+    the model. No weights are initialized at random. Each weight is read when its parameter is made,
+    so that little more memory than the model's is needed.
 
     Args:
         path: the file, or the folder with it.
-        dtype: of the computation; by default the parameters', and float32 for those in float16,
-            in which RWKV-4 overflows.
-        param_dtype: of the parameters. None: the widest of the file. Another one rounds.
-        sharding: where a parameter of a path and a shape is, as
+        dtype: of the computation. None: that of the parameters, but float32 if they are in
+            float16, in which RWKV-4 overflows.
+        param_dtype: of the parameters. None: the widest in the file. A narrower one rounds.
+        sharding: from the path and the shape of a parameter to its sharding, such as
             `lambda path, shape: NamedSharding(mesh, spec)`. None: as in `from_torch`.
         **config: fields of the model's config that the file does not contain, such as hippogriff's
             `window` or safari's `activation`.
@@ -75,7 +75,7 @@ def load_pretrained(
         ImportError: a package that the file needs is not installed.
         TypeError: `path` is not a path, or the model's config has no such field.
         OSError: a file is missing or cannot be opened.
-        ValueError: a file is damaged, it is of another model, or keys, shapes and the config.json
+        ValueError: a file is damaged or holds another model, or keys, shapes and the config.json
             contradict each other.
 
     """
@@ -103,12 +103,13 @@ def config_of(
     `options` are fields of the config that neither contains; `kind` is a base class of the config.
 
     Raises:
-        TypeError: the weights are no mapping, or the config has no such field.
+        TypeError: the weights are not a mapping, or an option is not a field of the config.
         ValueError: there is no such model, or the two contradict each other.
 
     """
     if not isinstance(weights, Mapping):
         raise TypeError(f"state_dict: expected a mapping, got {type(weights).__name__}")
+    # A config.json names the model; without one, the keys identify it.
     known = [each for each in architectures(kind) if each.marks or each.model_types]
     names = ", ".join(each.family for each in known)
     keys, model_type = [*map(str, weights)], (fields or {}).get("model_type")
@@ -119,6 +120,7 @@ def config_of(
     if not found and model_type is not None:
         name, *_ = (fields or {}).get("architectures") or [model_type]
         raise ValueError(f"config.json: expected a model of {names}, got {name}")
+    # The weights may be in an entry of the state_dict or under a prefix: say where.
     if not found:
         layouts = [layout for each in known for layout in each.layout_keys()]
         if place := elsewhere(weights, layouts):
@@ -128,6 +130,7 @@ def config_of(
         got = next(others, f"another model (it has {some})")
         raise ValueError(f"state_dict: expected one of {names}, got {got}")
     config = found[0].from_checkpoint(weights, fields, **options)
+    # Most configs are read from the weights alone, so the config.json may contradict them.
     for field, ours in SIZES.items():
         size = getattr(config, ours, None)
         if fields and size is not None and _size(fields, field, size) != size:
@@ -136,7 +139,7 @@ def config_of(
 
 
 def _size(fields: Mapping[str, Any], name: str, default: int) -> Any:
-    """A size in a config.json; a vocabulary's is rounded up, where there is a multiple for it."""
+    """A size in a config.json. A vocabulary is padded as `pad_vocab_size_multiple` says."""
     size = fields.get(name, default)
     if name == "vocab_size" and isinstance(multiple := fields.get("pad_vocab_size_multiple"), int):
         return -(-size // multiple) * multiple
@@ -152,27 +155,28 @@ def rwkv_from_torch(
     rescaled_every: Index = 0,
     sharding: ShardingOf | None = None,
 ) -> LanguageModel:
-    """The RWKV language model, of version 4, 6 or 7, whose checkpoint this is.
+    """Loads the RWKV language model, of version 4, 6 or 7, of a checkpoint.
 
         >>> weights = to_torch(RWKV7LanguageModelConfig(features=64).build(rngs=nnx.Rngs(0)))
         >>> model = rwkv_from_torch(weights)
 
     The version, the layout and the sizes are read from the keys and the shapes. No weights are
-    drawn.
+    initialized at random.
 
     Args:
         state_dict: torch tensors or arrays by key, as `read_pth` gives them.
-        dtype: of the computation; by default the parameters'.
+        dtype: of the computation. None: that of the parameters.
         param_dtype: of the parameters.
-        rescaled_every: `rescale_every` of transformers' model, if it had run in evaluation before
-            its weights were saved: it then had divided some of them by powers of two. 0: it had
-            not, as in the published checkpoints.
-        sharding: where a parameter of a path and a shape is. None: as in `from_torch`.
+        rescaled_every: the `rescale_every` of transformers' model, if the model ran in evaluation
+            mode before its weights were saved, because it then divides some of them by powers of
+            two. 0: the weights are not divided, as in the published checkpoints.
+        sharding: from the path and the shape of a parameter to its sharding. None: as in
+            `from_torch`.
 
     Raises:
-        TypeError: the state_dict is no mapping.
-        ValueError: it is not of an RWKV, or of a version that this package does not have, or its
-            keys and shapes contradict each other.
+        TypeError: the state_dict is not a mapping.
+        ValueError: the state_dict is not an RWKV's, its version is not supported, or its keys and
+            shapes contradict each other.
 
     """
     config = config_of(state_dict, kind=RWKVConfig)
@@ -190,27 +194,28 @@ def griffin_from_weights(
     param_dtype: FloatingDtype = jnp.float32,
     sharding: ShardingOf | None = None,
 ) -> GriffinLanguageModel:
-    """The Griffin language model whose checkpoint this is: a RecurrentGemma, or smaller.
+    """Loads the Griffin language model of a checkpoint: a RecurrentGemma, or a smaller one.
 
         >>> sizes = {"features": 64, "recurrent_features": 64, "mlp_features": 96}
         >>> model = GriffinLanguageModelConfig(**sizes).build(rngs=nnx.Rngs(0))
         >>> model = griffin_from_weights(to_torch(model), model.config)
 
-    The layout is told by the keys. No weights are drawn.
+    The keys tell the layout. No weights are initialized at random.
 
     Args:
         weights: torch tensors or arrays by key, in transformers' layout or recurrentgemma's; or
             recurrentgemma's tree of Flax variables.
-        config: `GriffinLanguageModelConfig.from_hf` of a config.json, or of your own. None: what
-            `GriffinLanguageModelConfig.from_state_dict` reads from the shapes.
-        dtype: of the computation; by default the parameters'.
+        config: your own, or what `GriffinLanguageModelConfig.from_hf` reads from a config.json.
+            None: what `GriffinLanguageModelConfig.from_state_dict` reads from the shapes.
+        dtype: of the computation. None: that of the parameters.
         param_dtype: of the parameters.
-        sharding: where a parameter of a path and a shape is. None: as in `from_torch`.
+        sharding: from the path and the shape of a parameter to its sharding. None: as in
+            `from_torch`.
 
     Raises:
-        TypeError: the weights are no mapping.
-        ValueError: they are of no Griffin, or their keys and shapes contradict each other or the
-            config.
+        TypeError: the weights are not a mapping.
+        ValueError: the weights are not a Griffin's, or their keys and shapes contradict each other
+            or the config.
 
     """
     if not isinstance(weights, Mapping):
@@ -229,25 +234,26 @@ def hyena_dna_from_weights(
     param_dtype: FloatingDtype = jnp.float32,
     sharding: ShardingOf | None = None,
 ) -> HyenaDNALanguageModel:
-    """The HyenaDNA whose checkpoint this is.
+    """Loads the HyenaDNA of a checkpoint.
 
         >>> model = HyenaDNALanguageModelConfig(context_length=128).build(rngs=nnx.Rngs(0))
         >>> model = hyena_dna_from_weights(to_torch(model))
 
-    The layout and the sizes, the longest sequence among them, are read from the keys and the
-    shapes. No weights are drawn, unless the config has dropout.
+    The layout and the sizes, including the longest sequence, are read from the keys and the shapes.
+    No weights are initialized at random, unless the config has dropout.
 
     Args:
         weights: torch tensors or arrays by key, in any of `HyenaDNALanguageModel`'s layouts.
         config: None: what `HyenaDNALanguageModelConfig.from_state_dict` reads from the shapes.
-        dtype: of the computation; by default the parameters'.
+        dtype: of the computation. None: that of the parameters.
         param_dtype: of the parameters.
-        sharding: where a parameter of a path and a shape is. None: as in `from_torch`.
+        sharding: from the path and the shape of a parameter to its sharding. None: as in
+            `from_torch`.
 
     Raises:
-        TypeError: the weights are no mapping.
-        ValueError: they are of no HyenaDNA, or their keys and shapes contradict each other or the
-            config.
+        TypeError: the weights are not a mapping.
+        ValueError: the weights are not a HyenaDNA's, or their keys and shapes contradict each other
+            or the config.
 
     """
     known = config or HyenaDNALanguageModelConfig.from_state_dict(weights)
@@ -261,11 +267,12 @@ def loaded(
     param_dtype: Any,
     sharding: ShardingOf | None,
 ) -> Any:
-    """The model of a config with these weights, each read when its parameters are made."""
+    """Builds the model of a config. Each weight is read when its parameters are made."""
 
     def build() -> Any:
         return config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
 
+    # eval_shape would leave the random state of dropout without a value
     draws_masks = any(
         getattr(config, field.name)
         for field in dataclasses.fields(config)

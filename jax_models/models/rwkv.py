@@ -27,7 +27,7 @@ HF = Layout("rwkv.embeddings.weight", "rwkv.blocks", "rwkv.ln_out.weight", "head
 
 @dataclasses.dataclass(frozen=True)
 class RWKVConfig(StackConfig):
-    """What the configs of all RWKV language models share. The `family` is the version."""
+    """The base class of the configs of RWKV language models. The `family` is the version."""
 
     features: int = 192
     """Width of the model."""
@@ -41,7 +41,7 @@ class RWKVConfig(StackConfig):
 
     @classmethod
     def confused_with(cls, keys: Iterable[object]) -> str | None:
-        """The other version of which a checkpoint is."""
+        """The other version, if a checkpoint is of another one."""
         version, key = rwkv_version(keys) or (cls.family, "")
         return None if version == cls.family else f"{version} (it has {key})"
 
@@ -49,8 +49,8 @@ class RWKVConfig(StackConfig):
 def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
     """The weights as they were before transformers' RwkvForCausalLM first ran in evaluation.
 
-    With a `rescale_every` it then divides the last matrices of block i by 2^(i // rescale_every),
-    in place, so that what is saved later has them divided.
+    A model with a `rescale_every` then divides the last matrices of block i, in place, by
+    2^(i // rescale_every), so that weights that are saved later are divided.
     """
     last = re.compile(r"rwkv\.blocks\.(\d+)\.(attention\.output|feed_forward\.value)\.weight")
     return {
@@ -60,7 +60,7 @@ def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
 
 
 def rwkv_head(config: RWKVConfig, **options: Any) -> Linear:
-    """The head of all versions. Its matrix is half of what `orthogonal` draws."""
+    """The head of all versions. Its matrix is half of what `orthogonal` returns."""
     return Linear(config.features, config.vocab_size, use_bias=False, kernel_init=_half, **options)
 
 
@@ -125,7 +125,7 @@ class RWKVLanguageModel(LanguageModel):
 
     Args:
         config: the sizes; `RWKVLanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        **options: as of every layer; `rngs` draws the parameters as RWKV-4 does.
+        **options: as of every layer; parameters are initialized as in RWKV-4.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-4), `hf` (transformers' RwkvForCausalLM).
 

@@ -90,7 +90,7 @@ class RWKV6LanguageModel(LanguageModel):
 
     Args:
         config: the sizes; `RWKV6LanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        **options: as of every layer; `rngs` draws the parameters as RWKV-6 does.
+        **options: as of every layer; parameters are initialized as in RWKV-6.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-6), `fla` (flash-linear-attention), `hf`
     (RWKV's own repositories at Hugging Face).

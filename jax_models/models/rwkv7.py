@@ -96,7 +96,7 @@ class RWKV7LanguageModel(LanguageModel):
 
     Args:
         config: the sizes; `RWKV7LanguageModelConfig.from_state_dict` reads them from a checkpoint.
-        **options: as of every layer; `rngs` draws the parameters as RWKV-7 does.
+        **options: as of every layer; parameters are initialized as in RWKV-7.
 
     Layouts: `blinkdl` (RWKV-LM's checkpoints of RWKV-7), `fla` (flash-linear-attention).
 

@@ -49,7 +49,7 @@ class SileroVADState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SileroVADConfig(ModelConfig):
-    """What a SileroVAD is built of."""
+    """The config of a `SileroVAD`."""
 
     family: ClassVar = "silero-VAD"
     marks: ClassVar = ("stft",)
@@ -59,7 +59,7 @@ class SileroVADConfig(ModelConfig):
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """The config of a checkpoint: the windows of its STFT tell the sample rate."""
+        """The config of a checkpoint. The size of the STFT's windows determines the sample rate."""
         stft = next(array for key, array in state_dict.items() if "stft" in key)
         return dataclasses.replace(cls(16000 if stft.shape[-1] == 256 else 8000), **options)
 

@@ -131,6 +131,7 @@ class Scope:
             return self.checks[annotation](name, value)
         if annotation in (Any, inspect.Parameter.empty):
             return value
+        # Annotations of `typing`, which are not classes and stand for several checks or none.
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin in (Union, UnionType):
             others = [a for a in arguments if a is not NoneType]
@@ -153,6 +154,7 @@ class Scope:
                 return self.checked(name, value, annotation)
             theirs, ours = mark
             return self._alone(name, value, annotation, **{theirs: self.sizes[ours]})
+        # Arrays, NamedTuples of arrays, and other classes.
         if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
             known = annotation.dtype in KINDS and "..." not in annotation.dim_str
             return self._array(name, value, annotation) if known else value
@@ -230,10 +232,10 @@ def checked_function(name: str, value: Any) -> Any:
 
 
 def signature(function: Callable) -> inspect.Signature:
-    """The signature of a function, in which `**options: Unpack[Options]` are single keywords.
+    """The signature of a function, with `**options: Unpack[Options]` as single keywords.
 
-    Annotations are objects, unless they are strings that name what is not there. An option that is
-    not `Required` is None by default, or what `Annotated[…, Default(…)]` says.
+    Annotations are evaluated, unless a string among them has a name that is not defined. An option
+    that is not `Required` defaults to None, or to the value in `Annotated[…, Default(…)]`.
     """
     try:
         found = inspect.signature(function, eval_str=True)

@@ -54,7 +54,7 @@ ANSWERS: list[tuple[str, tuple[str, ...]]] = [
         ("a norm always has its parameters; the norms of Flax can leave them out",),
     ),
     ("axis axis_name reduction_axes feature_axes", ("the features are the last axis of x",)),
-    ("use_fast_variance", ("the variance is always computed from the centred values",)),
+    ("use_fast_variance", ("the variance is always computed from the centered values",)),
     ("track_running_stats", ("after norm.eval(), the running statistics are used",)),
     ("partial_rotary_factor", ("rotary_fraction",)),
     ("tie_word_embeddings", ("tied_head",)),
@@ -88,11 +88,11 @@ ANSWERS: list[tuple[str, tuple[str, ...]]] = [
     ("kernel_initializer", ("kernel_init",)),
     ("recurrent_initializer", ("recurrent_kernel_init",)),
     ("bias_initializer", ("bias_init",)),
-    ("unit_forget_bias", ("bias_init: bias_init draws the biases of all gates, side by side",)),
+    ("unit_forget_bias", ("bias_init: bias_init sets the biases of all gates, side by side",)),
     ("carry_init init_key", ("a call without a state starts from init_state(batch_size)",)),
     (
         "kernel_metadata recurrent_kernel_metadata bias_metadata scale_metadata",
-        ("nnx.with_partitioning gives metadata to what an initializer draws",),
+        ("nnx.with_partitioning gives metadata to the parameters of an initializer",),
     ),
     (
         "kernel_regularizer recurrent_regularizer bias_regularizer activity_regularizer",
@@ -128,7 +128,7 @@ ANSWERS: list[tuple[str, tuple[str, ...]]] = [
         ("temperature: tokens are drawn by temperature and top_k only",),
     ),
     ("num_return_sequences", ("prompt: repeat the rows of the prompt",)),
-    ("eos_token_id stop", ("num_tokens: cut the tokens behind the one that ends the text",)),
+    ("eos_token_id stop", ("num_tokens: cut the tokens after the one that ends the text",)),
     ("streamer", ("stream yields the tokens one by one",)),
     # loading
     ("strict", ("layer: every key and every parameter is always checked",)),
@@ -139,7 +139,7 @@ ANSWERS: list[tuple[str, tuple[str, ...]]] = [
     ("pretrained_model_name_or_path model_name_or_path filename", ("path",)),
     ("cache_dir revision", ("path: path is a file or a folder of this machine",)),
 ]
-"""Argument names of other packages, with what answers them: our likeliest arguments first.
+"""Argument names of other packages, and our arguments for them, the likeliest first.
 
 The names are those of PyTorch, Flax, Keras, Equinox and transformers. A hint after one of our
 arguments says how it differs. A sentence in its place says what to do instead.

@@ -58,8 +58,8 @@ def min_lstm(
         f_t = σ(x_t W_f + b_f),   i_t = σ(x_t W_i + b_i)
         h_t = f_t / (f_t + i_t) ⊙ h_{t−1} + i_t / (f_t + i_t) ⊙ (x_t W_h + b_h)
 
-    `masks` are those of `linear_recurrence`. The shares of f and i
-    are quotients of exponentials of numbers ≤ 0, which stay accurate where both gates are tiny.
+    `masks` are those of `linear_recurrence`. The shares of f and i are quotients of exponentials of
+    numbers ≤ 0, which stay accurate where both gates are tiny.
     """
     f, i, candidate = jnp.split(affine(x, kernel, bias), 3, axis=-1)
     keep, let_in = _shares(f, i)

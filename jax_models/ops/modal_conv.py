@@ -132,11 +132,13 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
     chunks = jnp.pad(u, ((0, 0), (0, padding), (0, 0))).reshape(batch, count, size, features)
     powers = _powers(poles, size)
 
+    # The outputs that a chunk owes to its own inputs: a product with a Toeplitz matrix of taps.
     taps = jnp.sum(residues[None] * powers[:-1], axis=-1).real
     age = jnp.arange(size)[None] - jnp.arange(size)[:, None]
     own = jnp.where((age >= 0)[..., None], taps[jnp.maximum(age, 0)], 0)
     y = _einsum("bkid,ijd->bkjd", chunks, own)
 
+    # The states at the ends of whole chunks are a linear recurrence with the powers of the poles.
     given = _einsum("bkid,idnc->bkdnc", chunks[:, :full], _parts(powers[size - 1 :: -1]))
     of_chunks = None if rows.lengths is None else rows.lengths // size
     ends, last = linear_recurrence(
@@ -145,6 +147,7 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
         start.reshape(batch, poles.size),
         rows=Rows.of(full, of_chunks, rows.reset, rows.time_axis),
     )
+    # The outputs that a chunk owes to the state before it.
     first = start.reshape(batch, 1, poles.size)
     if rows.time_axis is not None:
         first = of_device_before(ends[:, -1:], first, rows.time_axis)
@@ -154,6 +157,7 @@ def _chunked(u, start, poles, residues, skip, rows: Rows):
     before = _parts(before.reshape(batch, count, *poles.shape))
     y = y + _einsum("bkdnc,jdnc->bkjd", before, _parts((residues[None] * powers[1:]).conj()))
 
+    # A row may end inside a chunk, so run the steps of its last chunk from the state before them.
     if size > 1 and (rows.lengths is not None or full < count):
         steps = jnp.full(batch, time, jnp.int32) if rows.lengths is None else rows.lengths
         at = jnp.minimum(steps // size, count - 1)[:, None, None, None]

@@ -300,6 +300,7 @@ def _recurrence_jvp(static: _Static, primals, tangents):
     of_x = {name: a if isinstance(products[name], Pair) else None for name, a in of_x.items()}
     instantiate = partial(jax.tree.map, _dense)
 
+    # The tangents of the products that do not depend on the state's tangent, over all steps.
     d_kept, d_of_x, transposable = {}, {}, {}
     for names in kept:
         group = [products[name] for name in names]
@@ -311,6 +312,7 @@ def _recurrence_jvp(static: _Static, primals, tangents):
         d_of_x |= {name: a if of_x[name] is not None else None for name, _, a, _ in by_name}
         transposable[names] = _transposable(merged.kernel)
 
+    # The loop is linear in the state's tangent, so JAX can transpose it for the backward pass.
     @partial(jax.checkpoint, prevent_cse=False)
     def body(d_state, at_step):
         primals, tangents, active, reset = at_step

@@ -51,8 +51,7 @@ def rg_lru(
     Either `a` is given or, as in recurrentgemma, `a_param`: a = e^{−softplus(a_param)}. Then
     `epsilon` is added under the root. Kernels (blocks, block, block) are the blocks of
     block-diagonal matrices. At the `first` steps of documents √(1 − a_t²) counts as 1. `masks` are
-    those of `linear_recurrence`. The position of `state` is ignored,
-    and the new state has none.
+    those of `linear_recurrence`. The position of `state` is ignored, and the new state has none.
     """
     if not isinstance(c, Array):
         checked_positive("c", c)

@@ -21,16 +21,16 @@ from jax_models.ops.time_axis import states_between
 class Rows:
     """How the rows of a batch are padded, packed and divided over devices.
 
-    A layer's call or an operator's makes it once, by `of`, and passes it on as one argument. What
-    gets it counts all its arguments as checked.
+    The call of a layer or an operator makes one with `of`, and passes it on as a single argument. A
+    function that receives one takes all its arguments as checked.
     """
 
     lengths: Int[Array, " batch"] | None = None
     """How many steps of each row are real. None: all."""
     reset: Bool[Array, "batch time"] | None = None
-    """The real steps before which the state restarts, as the first of each packed document."""
+    """True at the real steps before which the state restarts: the first of each document."""
     active: Bool[Array, "batch time"] | None = None
-    """The real steps, t < lengths[b] of row b. None: all."""
+    """True at the real steps, which are t < lengths[b] in row b. None: all are real."""
     time_axis: str | None = None
     """The mesh axis over whose devices time is divided, inside a `jax.shard_map`."""
 
@@ -42,10 +42,10 @@ class Rows:
         reset: Bool[Array, "batch time"] | None = None,
         time_axis: str | None = None,
     ) -> "Rows":
-        """Rows of `time` steps, from arguments that are checked.
+        """Rows of `time` steps, from arguments that have been checked.
 
         Raises:
-            NotImplementedError: there are both lengths and a time axis.
+            NotImplementedError: both lengths and a time axis are given.
 
         """
         if time_axis is not None and lengths is not None:
@@ -65,7 +65,7 @@ class Rows:
         return jnp.where(active, x, jnp.zeros_like(x))
 
     def restarts(self, *, reverse: bool = False) -> Bool[Array, "batch time"] | None:
-        """The steps before which a scan restarts: with `reverse`, the documents' last ones."""
+        """The steps before which a scan restarts. With `reverse`, the last of each document."""
         return document_ends(self.reset) if reverse and self.reset is not None else self.reset
 
     def reversed(self) -> "Rows":
@@ -78,9 +78,9 @@ class Rows:
     def positions(
         self, start: Int[Array, " batch"], time: int
     ) -> tuple[Int[Array, "batch time"], Int[Array, " batch"]]:
-        """Each step's position, counted from `start`, and that of the step after each row's last.
+        """Each step's position, counted from `start`, and the position after each row's last step.
 
-        With a time axis, `start` and the end are those of all devices' steps.
+        With a time axis, `start` and the second result are those of all devices' steps together.
         """
         if self.time_axis is None:
             positions = positions_after(start, time, self.reset)
@@ -97,13 +97,13 @@ class Rows:
 
 
 class Default(NamedTuple):
-    """The default of an option in a TypedDict, which is None where nothing else is said."""
+    """The default of an option in a TypedDict. An option without one is None by default."""
 
     value: Any
 
 
 class Masks(TypedDict, total=False):
-    """How an operator is told which steps of its rows are real, and where documents begin."""
+    """Keyword arguments that say which steps of a row are real, and where documents begin."""
 
     lengths: Int[Array, " batch"] | None
     """Row b runs only the steps t < lengths[b]; later steps leave its state unchanged."""
@@ -111,7 +111,7 @@ class Masks(TypedDict, total=False):
     """True at the first step of each packed document, where the state restarts. With `reverse`,
     still mark the first steps: the state restarts where the scan enters each document."""
     rows: Rows | None
-    """Lengths, reset and time axis as one value, from a caller that has checked all arguments."""
+    """Lengths, reset and time axis as one value, for callers that have checked all arguments."""
 
 
 class ScanMasks(Masks, total=False):
@@ -134,7 +134,7 @@ class DividedScanMasks(ScanMasks, DividedMasks, total=False):
 
 
 def given_rows(masks: Masks) -> Rows:
-    """The rows that a checked operator gets."""
+    """The `Rows` among the masks that `checked` has passed to an operator."""
     return masks.get("rows") or Rows()
 
 
@@ -150,14 +150,14 @@ def reverse_time(
 
 
 def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
-    """The last step of each packed document except the row's last, from their first steps."""
+    """Marks the last step of each packed document but the row's last, from the first steps."""
     return jnp.pad(reset, ((0, 0), (0, 1)))[:, 1:]
 
 
 def positions_after(
     start: Int[Array, " batch"], time: int, reset: Bool[Array, "batch time"] | None
 ) -> Int[Array, "batch time"]:
-    """Each step's position, counted on from `start`, and from 0 at each `reset`."""
+    """Each step's position, counted from `start`, and again from 0 at each `reset`."""
     steps = jnp.arange(time, dtype=start.dtype)[None, :]
     positions = start[:, None] + steps
     if reset is None:

@@ -52,7 +52,7 @@ def flattened(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Place(NamedTuple):
-    """An entry of a `state_dict` in which many keys of a layout are, all under one prefix."""
+    """A part of a `state_dict` that has many keys of a layout, all under one prefix."""
 
     name: str
     code: str
@@ -67,17 +67,18 @@ def elsewhere(
     layouts: Collection[Collection[str]],
     misfit: Callable[[Mapping[Any, Any], str], str | None] | None = None,
 ) -> str | None:
-    """Where at least half of a layout's keys are: in an entry, or under a prefix.
+    """Says where at least half of a layout's keys are: in an entry, or under a prefix.
 
     The answer ends with Python code that gives these entries. With `misfit`, it ends with the
-    `prefix` argument to pass instead; `misfit` gets an entry and a prefix, and says which of the
-    shapes there do not fit. Only places that fit are proposed.
+    `prefix` argument to pass instead. `misfit(entry, prefix)` says which of the shapes there do not
+    fit, or returns None. Only places that fit are proposed.
     """
     places = [*_places(state_dict, layouts)]
     faults = [misfit and misfit(place.entry, place.prefix) for place in places]
     fitting = [place for place, fault in zip(places, faults, strict=True) if not fault]
     if not places:
         return None
+    # Of the prefixes in one entry, propose those under which most keys are.
     place = (fitting or places)[0]
     same = [p for p in fitting or places if p.prefix and p.code == place.code]
     most = max((p.num_keys for p in same), default=0)

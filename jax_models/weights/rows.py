@@ -141,8 +141,8 @@ def tied(param: str, keys: tuple[str, ...]) -> Weight:
 def unused(key: str, value: np.ndarray) -> Weight:
     """A key that no parameter holds, such as a counter.
 
-    It may be missing, and import checks only its shape. Export writes the value, in the value's
-    dtype, and not what import read.
+    The key may be missing, and import checks only its shape. Export writes `value`, in its own
+    dtype, instead of what import read.
     """
     return Weight((), (key,), lambda a: (), lambda: (value,), exact=False)
 

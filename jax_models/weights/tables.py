@@ -3,8 +3,8 @@
 A table is a list of `Weight` rows. A layout is the name of a table: a layer that can read several
 kinds of `state_dict` has a table for each, and its `torch_layouts` returns them by name.
 `from_torch` and `to_torch` read the same table in the two directions. For a layer without
-a bias, pass `bias=False`, as in torch, or `use_bias=False`, as in Flax: both mean the same, and
-two that contradict each other are refused.
+a bias, pass `bias=False`, as in torch, or `use_bias=False`, as in Flax. Both mean the same; values
+that contradict each other are refused.
 """
 
 from math import prod
@@ -243,7 +243,7 @@ def _with_bias(
 
 
 def _has_bias(bias: bool | None, use_bias: bool | None) -> bool:
-    """What the two names of one option say; the default is True."""
+    """The value that was given under either name of the option; the default is True."""
     given = {value for value in (bias, use_bias) if value is not None}
     if len(given) == 2:
         raise ValueError(

@@ -27,10 +27,10 @@ def matrix_scan(
     """`state, ys_t = step(state, *xs_t)` for t = 0 … T−1: all outputs, the last state.
 
     A kernel for TPUs goes through time once, with the state on the chip (`matrix_scan_tpu`). It was
-    compiled for TPUs and runs in an interpreter, but has not run on a TPU yet. A kernel for GPUs,
-    by Triton, took 8 to 26 times as long as the chunked form on an H100 and was removed. Tangents
-    and gradients are matrix scans, too, of the step's derivatives, for which the state before each
-    step is kept.
+    compiled for TPUs and runs in an interpreter, but has not run on a TPU yet. There is no kernel
+    for GPUs, because one by Triton took 8 to 26 times as long as the chunked form on an H100.
+    Tangents and gradients are matrix scans of the step's derivatives, for which the state before
+    each step is kept.
 
     Args:
         step: in jnp, the same function at each call: programs are kept by it.

@@ -23,9 +23,10 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
 
     """
     if not interpret and jax.__version_info__ >= (0, 11) and jax.default_backend() != "gpu":
-        raise NotImplementedError("from JAX 0.11 on, its kernels are compiled where a GPU is")
+        raise NotImplementedError("from JAX 0.11 on, a machine without a GPU cannot compile it")
     batch, time, features = xs[0].shape
     dtype = start[0].dtype
+    # Steps go in groups of AHEAD, so that a group is computed while the next one is loaded.
     groups = time // AHEAD
 
     def kernel(starts, inputs, results, lasts):
@@ -56,6 +57,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
                 state = advance(group * AHEAD + j, state, now[j])
             return state, following
 
+        # The steps after the last whole group are already loaded, so take them one by one.
         state = tuple(plt.load(s.at[row, lanes], mask=inside, other=0) for s in starts)
         state, now = lax.fori_loop(0, groups, take, (state, ahead(0)))
         for j in range(time % AHEAD):
