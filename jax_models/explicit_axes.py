@@ -65,6 +65,8 @@ def _output_specs(layer, x, state) -> tuple[P, Any]:
     shapes = [jax.eval_shape(lambda size=size: layer.init_state(size)) for size in (1, 2)]
 
     def along_batch(one, two) -> P:
+        if batch is None:  # x may be unbatched, and then the state has no batch axis
+            return P()
         return P(*(None if a == b else batch for a, b in zip(one.shape, two.shape, strict=True)))
 
     return spec, jax.tree.map(along_batch, *shapes)

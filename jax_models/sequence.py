@@ -83,6 +83,11 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         **others: Any,
     ):
         """Keep the options that all layers have, and ignore those that concern parameters."""
+        if others.get("time_major"):
+            raise TypeError(
+                f"{type(self).__name__}: time_major: only RNN, LSTM and GRU have it: swap the axes "
+                "of x and y around the call instead"
+            )
         self.in_features = in_features
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.param_dtype = jnp.dtype(param_dtype)

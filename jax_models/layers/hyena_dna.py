@@ -344,7 +344,6 @@ class HyenaDNABlock(ResidualBlock[HyenaState]):
 
     """
 
-    resettable = False
     parts = ("norm1", "mixer", "norm2", "mlp")
 
     def __init__(

@@ -171,8 +171,8 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             rows=rows,
             method=self.method,
         )
-        rows = o.reshape(x.shape[0] * x.shape[1], self.in_features)
-        normed = self.ln_x(rows).reshape(x.shape).astype(dtype)
+        steps = o.reshape(x.shape[0] * x.shape[1], self.in_features)
+        normed = self.ln_x(steps).reshape(x.shape).astype(dtype)
         y = self.output(normed * jax.nn.silu(self.gate(x_g)))
         return y, RWKV6TimeMixState(last, wkv.mT)
 

@@ -203,6 +203,10 @@ class ModelConfig(CheckedFields):
         if message := cls.foreign_format(state_dict):
             raise ValueError(f"state_dict: {message}")
         # The layout is not named in a checkpoint, so take the one that most keys fit.
+        if not any(layout.sizes for layout in cls.layouts.values()):
+            raise NotImplementedError(
+                f"{cls.__name__}: a checkpoint does not tell its fields; build the config yourself"
+            )
         candidates = (Checkpoint(state_dict, layout) for layout in cls.layouts.values())
         checkpoint = max(candidates, key=Checkpoint.score)
         layout, numbers = checkpoint.layout, checkpoint.numbers

@@ -167,6 +167,11 @@ class LanguageModel(CheckedOptions, nnx.Module):
         self.embedding_scale, self.logits_soft_cap = embedding_scale, logits_soft_cap
         self.blocks = blocks if isinstance(blocks, SequenceLayer) else Stack(blocks).layers
         self.norm, self.head = norm, head
+        if embedding.features != (expected := self.stack.in_features):
+            raise ValueError(
+                f"embedding: expected features={expected}, as the blocks read, got "
+                f"{embedding.features}"
+            )
 
     @property
     def stack(self) -> SequenceLayer:
@@ -177,7 +182,9 @@ class LanguageModel(CheckedOptions, nnx.Module):
     @property
     def context_length(self) -> int | None:
         """The longest sequence that the model can read. None: there is no limit."""
-        return getattr(self.config, "context_length", None)
+        positions = self.pos_embedding
+        longest = None if positions is None else positions.num_embeddings
+        return getattr(self.config, "context_length", longest)
 
     def set_view(self, time_axis: str | None = None) -> None:
         """What `nnx.view` calls: `time_axis` is as a sequence layer's."""
@@ -229,8 +236,8 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return x if self.dropout is None else self.dropout(x)
 
     def read_out(self, x: Any) -> Float[Array, "batch time features"]:
-        """The part of the blocks' output that the norm and the head read: by default, all of it."""
-        return x
+        """What the norm and the head read of the blocks' output: the first stream of several."""
+        return x[0] if isinstance(x, tuple) else x
 
     def unembed(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
         """The logits of the normalized output of the blocks."""
@@ -306,6 +313,9 @@ class LanguageModel(CheckedOptions, nnx.Module):
         token = checked_tokens("token", token, self.config.vocab_size)
         if token.ndim != 1:
             raise ValueError(f"token: expected shape (batch,), got {token.shape}")
+        stack = self.stack
+        if not stack.causal:
+            raise NotImplementedError(f"{type(self).__name__}: step: {stack.noncausal_reason}")
         reset = checked_step_reset(reset, token.shape, 1)
         logits, state = self(token[:, None], state, reset=reset)
         return logits[:, 0], state

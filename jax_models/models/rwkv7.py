@@ -125,7 +125,3 @@ class RWKV7LanguageModel(LanguageModel):
             norm=LayerNorm(config.features, **options),
             head=rwkv_head(config, **options),
         )
-
-    def read_out(self, x):
-        """The features, without the lowest layer's values beside them."""
-        return x[0]

@@ -48,6 +48,8 @@ KINDS = {
 NOT_EMPTY = {"heads", "kv_heads", "head_features", "kernel_size", "vocab"}
 """Axes whose size must be at least 1. Others, such as batch and features, may be 0."""
 
+MASKS = ("lengths", "reset", "time_axis")
+"""The arguments that `Rows` joins."""
 LARGEST_SIZE = 2**28 - 1
 """XLA ends the process where the bytes of a kernel, a product of two sizes, pass 2⁶³."""
 
@@ -89,7 +91,9 @@ def checked(
 
         @wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            if kwargs.get("rows") is not None:
+            if "rows" in annotations and kwargs.get("rows") is not None:
+                if twice := [name for name in MASKS if kwargs.get(name) is not None]:
+                    raise TypeError(f"{twice[0]}: expected rows alone, got rows as well")
                 return function(*args, **kwargs)
             try:
                 given = parameters.bind(*args, **kwargs)
@@ -105,8 +109,7 @@ def checked(
                 lengths, time = given.arguments["lengths"], scope.sizes["time"]
                 given.arguments["lengths"], outside = lengths_within(lengths, time)
             if "rows" in annotations:
-                names = ("lengths", "reset", "time_axis")
-                masks = {name: given.arguments.pop(name, None) for name in names}
+                masks = {name: given.arguments.pop(name, None) for name in MASKS}
                 given.arguments["rows"] = Rows.of(scope.sizes["time"], **masks)
             results: Any = function(*given.args, **given.kwargs)
             return results if outside is None else nan_rows(outside, results, batch_axes)

@@ -46,7 +46,7 @@ ANSWERS: list[tuple[str, tuple[str, ...]]] = [
     ),
     ("recurrent_activation gate_fn", ("the activations of the gates are fixed",)),
     (
-        "eps epsilon layer_norm_eps layer_norm_epsilon layer_norm_eps rms_norm_eps norm_eps",
+        "eps epsilon layer_norm_eps layer_norm_epsilon rms_norm_eps norm_eps",
         ("epsilon", "ε is fixed; nnx.LayerNorm and nnx.RMSNorm of Flax take epsilon"),
     ),
     (
@@ -194,7 +194,7 @@ def _answer(name: str, known: list[str]) -> str:
     similar = difflib.get_close_matches(name, known, 1, cutoff=0.75) or [
         ours for ours in known if ours.startswith(f"{name}_")
     ]
-    for answer in _ANSWERS.get(name, similar):
+    for answer in (*_ANSWERS.get(name, ()), *similar):
         ours, _, hint = answer.partition(": ")
         if ours in known:
             return f"{name}: no such argument; {hint or f'did you mean {ours}?'}"

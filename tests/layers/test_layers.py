@@ -17,6 +17,7 @@ from jax_models import (
     CausalConv1D,
     HyenaBlock,
     LSTMState,
+    ResidualBlock,
     Reversed,
     RNNLanguageModelConfig,
     RNNState,
@@ -250,3 +251,22 @@ def test_a_layer_of_ones_own_takes_rows():
 
         class Old(SequenceLayer):
             def sequence(self, x, state, lengths, reset): ...
+
+
+def test_a_residual_block_can_do_what_its_mixer_can():
+    class Block(ResidualBlock):
+        parts = ("norm", "mixer", "norm", "mlp")
+
+        def __init__(self, mixer):
+            super().__init__(5)
+            self.norm, self.mixer, self.mlp = jnp.sin, mixer, jnp.cos
+
+    x, reset = jnp.ones((2, 4, 5)), jnp.zeros((2, 4), bool)
+    both_ways = Block(Bidirectional(*(LSTM(5, n, rngs=nnx.Rngs(0)) for n in (2, 3))))
+    with pytest.raises(NotImplementedError, match="needs the whole sequence"):
+        both_ways.step(x[:, 0], both_ways.init_state(2))
+    convolving = Block(HyenaBlock(5, 16, rngs=nnx.Rngs(0)))
+    with pytest.raises(NotImplementedError, match="reset: a long convolution"):
+        convolving(x, reset=reset)
+    causal = Block(LSTM(5, 5, rngs=nnx.Rngs(0)))
+    assert causal(x, reset=reset)[0].shape == x.shape

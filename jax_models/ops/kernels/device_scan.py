@@ -161,7 +161,8 @@ def _flat(scan: Kernel, states: int):
 def _divided_by_xla(context) -> bool:
     """Whether XLA divides the program over devices by itself, outside of `jax.shard_map`."""
     if hasattr(context, "manual_axes"):
-        return context.manual_axes != frozenset(context.mesh.axis_names)
+        manual = context.manual_axes | frozenset(getattr(context.mesh, "manual_axes", ()))
+        return manual != frozenset(context.mesh.axis_names)
     return getattr(context, "num_devices", 1) > 1
 
 
