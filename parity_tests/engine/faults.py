@@ -131,7 +131,7 @@ def notes_on(found_in: Mapping[str, Found], sides: tuple[str, str]) -> Iterator[
         )
     draws = dict.fromkeys(place for each in found_in.values() for place in each.draws)
     if draws and theirs == "torch":
-        yield f"JAX draws random numbers, which are not torch's: {first_of(draws)}"
+        yield f"JAX draws random numbers, which differ from torch's: {first_of(draws)}"
     if any(each.padding for each in found_in.values()):
         yield (
             "torch drops the gradient of an embedding's padding_idx and JAX does not: these rows "

@@ -155,7 +155,7 @@ def gelu_by_tanh() -> Plant:
 
 
 def deaf_to(mask: str) -> Callable[[Any], Any]:
-    """A function that does not mind one of its masks."""
+    """Makes a function ignore one of its masks."""
     gone: dict[str, None] = {mask: None} | ({"active": None} if mask == "lengths" else {})
 
     def without(rows: Any = None, **kwargs: Any) -> dict[str, Any]:

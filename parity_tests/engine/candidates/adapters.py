@@ -170,7 +170,7 @@ def _keras(keras: Any, model: Any, weights: Any) -> ForeignModel | None:
             "KERAS_BACKEND=jax before Keras is imported"
         )
     if not model.built:
-        raise ValueError("model: expected a Keras model that is built, call it once or build it")
+        raise ValueError("model: expected a built Keras model: call it once, or call its `build`")
     variables = {variable.path: variable for variable in model.variables}
     trained = {variable.path for variable in model.trainable_variables}
 

@@ -127,7 +127,7 @@ def _of_module(
     if weights is None and known.is_jax:
         return _of_named(start, known, model)
     if weights is None and not hasattr(model, "torch_layouts"):
-        note = "weight gradients are not compared: `weights` does not say which is which"
+        note = "weight gradients are not compared: `weights` does not say which ones correspond"
         notes = [note] if known.parameters else []
         return start(build=lambda _, dtype: weights_in(model, dtype), to_torch=None), [], notes
     if isinstance(weights, str) and not hasattr(model, "torch_layouts"):
@@ -216,7 +216,7 @@ def _of_loader(
         )
     except Exception:  # NumPy and torch raise various errors for traced arrays
         notes = [
-            "weight gradients are not compared: the loader is not in JAX (np where jnp could be)"
+            "weight gradients are not compared: JAX cannot trace the loader (use jnp, not np)"
         ]
 
         def build(state_dict: Arrays, dtype: str) -> Any:
@@ -269,7 +269,7 @@ def refuse_other_weights(problem: Problem) -> None:
     ours = numbers(leaf for leaf in jax.tree.leaves(built) if is_floating(leaf))
     if np.isin(theirs, ours).sum() < theirs.size / 2:
         raise ValueError(
-            "weights: the model has other weights than the twin, so that nothing can be compared: "
-            "say by a table or a loader how the twin's become the model's, as in "
+            "weights: the model has other weights than the twin, so nothing can be compared: give "
+            "a table or a loader that makes the model's weights from the twin's, as in "
             "weights=[*linear('out', 'fc')] or weights=lambda state_dict: …"
         )

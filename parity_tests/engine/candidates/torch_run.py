@@ -34,8 +34,8 @@ def run_oracle(problem: Problem, prepare: Prepare = lambda twin: None) -> tuple[
         if "dtype" not in str(error):
             raise
         raise TypeError(
-            f"torch: {error}: float64 meets tensors of the module that stay in less; make them "
-            "buffers, or of the inputs' dtype"
+            f"torch: {error}: some tensors of the module are not cast to float64: make them "
+            "buffers, or give them the inputs' dtype"
         ) from error
     return results, mode
 

@@ -145,7 +145,7 @@ def source_of(model: Any) -> Source:
         except TypeError as error:
             if is_function and "must be Tensor" in str(error):
                 raise TypeError(
-                    "twin: a function is taken for one of JAX, and this calls torch: put it into a "
+                    "twin: expected a function of JAX arrays, but this calls torch: wrap it in a "
                     "torch.nn.Module"
                 ) from error
             raise

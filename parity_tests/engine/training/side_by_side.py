@@ -113,7 +113,7 @@ class SideBySide:
         ):
             notes.append(
                 f"not compared: {', '.join(changed)}, which change: return `(loss, weights)` from "
-                "`loss`, with what they become"
+                "`loss`, with their new values"
             )
         if self._random:
             notes.append(
