@@ -215,9 +215,7 @@ def _of_loader(
             _floating(reads.arrays),
         )
     except Exception:  # NumPy and torch raise various errors for traced arrays
-        notes = [
-            "weight gradients are not compared: JAX cannot trace the loader (use jnp, not np)"
-        ]
+        notes = ["weight gradients are not compared: JAX cannot trace the loader (use jnp, not np)"]
 
         def build(state_dict: Arrays, dtype: str) -> Any:
             return weights_in(checked_loaded(loader(all_in_dtype(state_dict, dtype))), dtype)
