@@ -20,8 +20,8 @@ def refuse_onnx(twin: Any) -> None:
     is_path = isinstance(twin, str | os.PathLike) and os.fspath(twin).endswith(".onnx")
     if is_path or (onnx is not None and isinstance(twin, onnx.ModelProto)):
         raise TypeError(
-            "twin: ONNX models are no longer references: run the model in PyTorch (for example with "
-            "onnx2torch) and pass that module, or pass a file that `record` wrote of it; "
+            "twin: ONNX models are no longer references: run the model in PyTorch (onnx2torch, for "
+            "example) and pass that module, or pass a file that `record` wrote of it; "
             "jax_models.from_onnx imports recurrent layers"
         )
 
