@@ -78,7 +78,7 @@ class Workers:
 
     def __init__(self, platform: str | None = None, allocator: Allocator = "default"):
         self.environment = dict(ENVIRONMENT)
-        if platform:  # "gpu" is a name for devices, which the variable does not take
+        if platform:  # the variable does not accept "gpu", which is only a name for devices
             self.environment["JAX_PLATFORMS"] = "cuda" if platform == "gpu" else platform
         self.platform, self.allocator = platform, allocator
         self.cores = len(os.sched_getaffinity(0))  # importing torch can make it less

@@ -19,7 +19,7 @@ COLLECTIVES = (
 
 
 class Array(NamedTuple):
-    """What an array of a program is, on one chip."""
+    """The dtype and the shape of a program's array on one chip."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Collective(NamedTuple):
 
     kind: str
     results: tuple[Array, ...]
-    """Those of a chip; of a reduce-scatter in a fusion, before the scattering."""
+    """The results on one chip; for a reduce-scatter in a fusion, before the scattering."""
     groups: tuple[tuple[int, ...], ...]
     """The chips that exchange with each other; if none is named, all do."""
 
@@ -75,7 +75,7 @@ def exchanges(hlo: str) -> list[Collective]:
 
 
 def collectives(hlo: str) -> Counter[str]:
-    """How many of each the program has, a loop's once."""
+    """How many collectives of each kind the program has; those of a loop count once."""
     return Counter(each.kind for each in exchanges(hlo))
 
 

@@ -31,16 +31,16 @@ class Outcome:
     code_bytes: int | None = None
     """Size of the instructions."""
     peak_bytes: int | None = None
-    """The most memory of the chip that is in use at once, arguments included."""
+    """The peak of the chip's memory use, including the arguments."""
     flops: float | None = None
-    """Operations, a loop's once."""
+    """The number of operations; those of a loop count once."""
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
     collective_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The results of all collectives of each kind."""
+    """The size of the results of all collectives, by kind."""
     largest_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Those of the largest."""
+    """The size of the results of the largest collective, by kind."""
     precisions: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Products of each precision."""
+    """The number of products, by precision."""
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome for JSON."""
@@ -89,7 +89,7 @@ def compile_program(program: Program) -> Outcome:
 
 
 def hlo_faults(hlo: str, expected: Mapping[str, int]) -> Iterator[str]:
-    """What a compiled program has that it should not, or has not that it should."""
+    """How a compiled program differs from what is expected."""
     found, outside = collectives(hlo), collectives(entry(hlo))
     if found != expected:
         yield f"expected {counts(expected)}, got {counts(found)}"

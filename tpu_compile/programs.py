@@ -35,10 +35,10 @@ class Program:
     topology: str
     lower: Lower
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """How many of each it should have, none in a loop; the results are then whole on every chip."""
+    """How many collectives of each kind there should be; none in a loop, and no result divided."""
     exchange_faults: Callable[[Sequence[Collective]], Iterator[str]] | None = None
-    """What is wrong with its collectives, instead, in a program whose results are in parts and
-    whose products are as coarse as when it trains."""
+    """Finds what is wrong with the collectives of a program whose results are divided and whose
+    products are as coarse as in training; `collectives` is then not checked."""
 
     @property
     def title(self) -> str:

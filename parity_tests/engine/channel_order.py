@@ -1,4 +1,4 @@
-"""Errors that say when torch has the channels first and JAX has them last."""
+"""Notes and faults for pairs in which torch has the channels first and JAX has them last."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -39,10 +39,10 @@ def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
 def faults_of_axes(
     problem: Problem, reference: Reference, report: Report, jax_side: JaxSide
 ) -> Iterator[str]:
-    """What to move, if results that differ agree with the channels on the other axis.
+    """Which axes to move, if results that differ agree with the channels on the other axis.
 
-    Only arrays of the same shape in both orders are moved: others would have had another shape, or
-    raised an error.
+    Only arrays that have the same shape in both orders are moved. For others, the shapes would
+    differ, or JAX would have raised an error.
     """
     dtype, group, error = next(report.failures, ("", "", None))
     if error is None or group not in GROUPS[:2]:
@@ -87,7 +87,7 @@ def _move(*, inputs: bool, outputs: bool) -> str:
 
 
 def _is_square(x: Any) -> bool:
-    """May x be an image whose shape is the same with the channels on another axis?"""
+    """True if x may be an image whose shape is the same with its channels last."""
     return _is_image(x) and channels_last(x.shape) == tuple(x.shape)
 
 
@@ -100,5 +100,5 @@ def _results(problem: Problem) -> Results | None:
 
 
 def _is_image(x: Any) -> bool:
-    """Is x a real array of enough axes to have channels?"""
+    """True if x is a real array with enough axes to have channels."""
     return getattr(x, "ndim", 0) in ORDERS and jnp.issubdtype(x.dtype, jnp.floating)

@@ -1,8 +1,8 @@
 """Compare any torch module with any JAX port of it. Read this file first.
 
 `compare` goes from the arguments to the verdict in one function. Each stage has a room:
-`references` is what a model is measured against, `candidates` is how a JAX model is loaded and run,
-`bounds` is how large an error rounding explains, and `locate` is where two sides part.
+`references` holds what a model can be measured against, `candidates` loads and runs a JAX model,
+`bounds` says how large an error rounding explains, and `locate` finds where the two sides part.
 """
 
 from __future__ import annotations
@@ -84,26 +84,28 @@ def compare(
         weights: how the twin's weights become the model's: a weight table (`jax_models.weights`),
             the name of one of the model's own layouts, or a loader. A loader is a function of a
             `state_dict` of arrays; it returns what the function `model` takes, or the weights of a
-            model of another framework. The default is the model's own layout. A model without
-            `weights` must have the twin's weights already, and its weight gradients are not
+            model of another framework. The default is the model's own layout. A model that
+            has no layout must already have the twin's weights, and its weight gradients are not
             compared. If the twin is a JAX model, the model keeps its own weights, and gradients are
             compared by name.
         call: how to call the JAX side; by default `model(*inputs)`, or `model(weights, *inputs)` if
-            it is a function. Both calls return an array or a tree of arrays. Leaves are compared by
-            name if both sides have the same names, otherwise in order. In a tuple, everything after
-            the first entry is state.
+            it is a function. `call` and `call_twin` return an array or a tree of arrays. Leaves are
+            compared by name if both sides have the same names, otherwise in order. In a tuple,
+            everything after the first entry is state.
         call_twin: how to call the torch side; by default `twin(*inputs)`.
         dtypes: the dtypes to compare in; by default float64 and float32, or all that a record has.
         platform: where JAX runs: "cpu", "gpu" or "tpu".
         precision: the precision of the model's matrix products: "highest", "high" or "default", as
             in `jax.default_matmul_precision`.
-        seed: the seed of the cotangents.
+        seed: the seed of the random cotangents; by default 0, or that of the record.
         locate: whether to name the submodule where a failing pair first departs, forward or else
             backward. Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch
-            submodules that have the same weights, name or place, and values with those that `tap`
-            names. Other outputs are searched for among all numbers that JAX computes. None means
-            True unless the reference is a record without activations.
-        names: JAX paths of torch submodules, by name, for submodules that are not paired otherwise.
+            submodules that have the same weights, name or place. A value that `tap` names is
+            compared with the output of the torch submodule of that name. Other outputs are searched
+            for among all numbers that JAX computes. None means True unless the reference is a
+            record without activations.
+        names: the JAX path of each torch submodule that is not paired otherwise, by the name of the
+            torch submodule.
         logits: True, or the name of an output as the report gives it (`y['logits']`), if its last
             axis is a vocabulary. The report then shows KL, |Δ log p| and agreements, too.
         kwargs: further inputs, which both sides take by name.
@@ -182,7 +184,7 @@ def compare(
 
 
 def _explain(error: Exception, problem: Problem, reference: Reference, *, locate: bool) -> None:
-    """Add notes to an error of the JAX side: axes in another order, and the module that raised."""
+    """Add notes to an error of the JAX side: an order of axes that runs, and where it raised."""
     if (note := note_on_inputs(problem, reference.oracle)) is not None:
         error.add_note(note)
     if locate:
@@ -227,5 +229,5 @@ class Pair:
         self.twin, self.model, self.inputs, self.options = twin, model, inputs, options
 
     def compare(self, **options: Any) -> Report:
-        """The report of `compare`; these options take the places of the pair's own."""
+        """The report of `compare`; `options` override those of the pair."""
         return compare(self.twin, self.model, *self.inputs, **{**self.options, **options})

@@ -1,4 +1,4 @@
-"""Inputs where functions have kinks: exact zeros, ties, extremes, masks of all or nothing."""
+"""Compare where functions have kinks: at zeros, ties and extremes, and with full or empty masks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from parity_tests.engine.problem import Problem, is_flag
 from parity_tests.engine.references.torch_reference import measure_twin
 
 LARGE = 1024.0
-"""Beyond what exp can take of usual inputs, in float64 too."""
+"""The factor for extreme inputs: the exponential of most of them overflows, even in float64."""
 
 FLOATING: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "zeros": lambda rng, x: np.zeros_like(x),
@@ -27,7 +27,7 @@ FLOATING: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "extremes": lambda rng, x: LARGE * x,
 }
 ALL_HIDDEN = "masks all false"
-"""What is left then is nobody's definition: a difference is told, and is no fault."""
+"""If everything is masked, the result is not defined, so a difference is a note and no fault."""
 OTHERS: dict[str, tuple[Any, Any]] = {
     "the largest integers, masks all true": (
         lambda n, lookup: np.full_like(n, lookup.size - 1 if lookup else n.max(initial=0)),
@@ -45,7 +45,7 @@ NUDGE = 1e-9
 
 
 def edge_problems(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """The problem with other inputs of the same shapes, by what they are."""
+    """Yields a description of edge inputs, and the problem with such inputs of the same shapes."""
     arrays = [leaf for leaf in jax.tree.leaves(problem.inputs) if not is_flag(leaf)]
     if any(np.issubdtype(array.dtype, np.inexact) for array in arrays):
         for name, change in FLOATING.items():
@@ -157,7 +157,7 @@ def _padded(rng: np.random.Generator, n: np.ndarray, lookup: Lookup | None) -> n
 
 
 def is_mask(array: np.ndarray) -> bool:
-    """Has it booleans, or nothing but 0 and 1?"""
+    """True if the array holds booleans, or only 0 and 1."""
     return array.dtype == bool or bool(np.isin(array, (0, 1)).all())
 
 
@@ -171,7 +171,7 @@ def with_floating(problem: Problem, change: Callable[[np.ndarray], np.ndarray]) 
 
 
 def is_picked(problem: Problem) -> bool:
-    """Does torch pick one of several equals, by a sort, say: another one of inputs hardly moved?"""
+    """True if torch picks one of several equals, by a sort, say, and a tiny nudge changes which."""
     rng = np.random.default_rng(problem.seed)
 
     def nudged(x: np.ndarray) -> np.ndarray:
@@ -185,7 +185,7 @@ def is_picked(problem: Problem) -> bool:
 
 
 def without_biases(twin: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose biases are zero, so that zeros stay zeros on their way."""
+    """A copy whose biases are zero, so that inputs of zeros stay zeros in inner layers."""
     twin = twin_in(twin, "float64")
     with torch.no_grad():
         for name, weight in twin.named_parameters():
@@ -197,7 +197,7 @@ def without_biases(twin: torch.nn.Module) -> torch.nn.Module:
 def measure_edges(
     problem: Problem, platform: str, jax_side: JaxSide
 ) -> tuple[list[str], list[str]]:
-    """What differs at the edges in float64, each a fault, and what was compared there."""
+    """Faults for what differs at edge inputs in float64, and notes on what was compared."""
     faults, compared, told = [], [], []
     for name, edge in edge_problems(problem):
         try:

@@ -1,4 +1,4 @@
-"""What no error can say: faults in kind, and notes on what was not compared."""
+"""Faults other than numerical errors, and notes on what was not compared."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ def other_order(theirs: Shape, ours: Shape) -> str:
 
 
 def not_a_number(results: Results, side: str) -> list[str]:
-    """NaN on the side of the reference."""
+    """Faults for NaN in the reference's results."""
     return [
         f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
         for group, named in results.items()
@@ -47,7 +47,7 @@ def not_a_number(results: Results, side: str) -> list[str]:
 
 
 def overflows(oracle: Results, theirs: Results, side: str) -> list[str]:
-    """Numbers of the reference's side that are finite in float64 and not in less."""
+    """Faults for numbers of the reference that are finite in float64 but not in another dtype."""
     return [
         f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
         for group, named in theirs.items()
@@ -57,7 +57,7 @@ def overflows(oracle: Results, theirs: Results, side: str) -> list[str]:
 
 
 def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[str]:
-    """What is wrong in kind with our results; `sides` are what theirs and ours are called."""
+    """Faults in names, shapes, kinds and integers of JAX's results; `sides` names both sides."""
     theirs, us = sides
     faults = []
     if not any(like.size for like in oracle.get("outputs", {}).values()):
@@ -83,7 +83,7 @@ def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[s
 
 
 def kind(array: np.ndarray) -> str:
-    """What kind of numbers: integers and booleans are one, as in an index."""
+    """The kind of numbers: complex, real or integer. Booleans count as integers."""
     kinds = {"complex": jnp.complexfloating, "real": jnp.floating}
     return next((k for k, t in kinds.items() if jnp.issubdtype(array.dtype, t)), "integer")
 
@@ -91,7 +91,7 @@ def kind(array: np.ndarray) -> str:
 def other_dtypes(
     theirs: Mapping[Any, Any], found: Found, dtype: str, sides: tuple[str, str]
 ) -> list[str]:
-    """Results in another dtype than was asked for, if the reference's have not the same.
+    """Faults for results in another dtype than requested, unless the reference's has it, too.
 
     In float64, a layer of a framework, such as `nnx.Embed`, may compute in another dtype, and so
     may everything after it. A program that is traced without x64 may, too. A final state may have
@@ -131,7 +131,7 @@ def notes_on(found_in: Mapping[str, Found], sides: tuple[str, str]) -> Iterator[
         )
     draws = dict.fromkeys(place for each in found_in.values() for place in each.draws)
     if draws and theirs == "torch":
-        yield f"JAX draws random numbers, which are not torch's: {first_of(draws)}"
+        yield f"JAX draws random numbers, which differ from torch's: {first_of(draws)}"
     if any(each.padding for each in found_in.values()):
         yield (
             "torch drops the gradient of an embedding's padding_idx and JAX does not: these rows "

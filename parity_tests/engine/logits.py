@@ -9,7 +9,7 @@ from parity_tests.engine.results import GROUPS, Results, only_floating
 
 TOP = 5
 BLOCK = 2**22
-"""Logits that are looked at a time, in float64."""
+"""How many logits are converted to float64 at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +33,14 @@ class LogitsError:
 
 
 def checked_logits(logits: str | bool) -> str | bool:
-    """`logits`, of the right type."""
+    """Check the type of `logits`."""
     if not isinstance(logits, str | bool):
         raise TypeError(f"logits: expected True, False or a name, got {logits!r}")
     return logits
 
 
 def logits_array(logits: str | bool, results: Results) -> tuple[str, str]:
-    """The group and the name of the logits; True is the only floating array of the outputs."""
+    """The group and the name of the logits; True means the only floating array of the outputs."""
     named = {
         name: group
         for group in (GROUPS[:1] if logits is True else GROUPS[:2])

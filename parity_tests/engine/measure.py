@@ -1,4 +1,4 @@
-"""Measure a JAX side against a reference, which knows of no framework."""
+"""Measure the JAX side of a problem against any reference."""
 
 from collections.abc import Callable, Iterable
 
@@ -25,7 +25,7 @@ from parity_tests.engine.results import (
 )
 
 MOST_NAMES = 3
-"""How many constants a note names."""
+"""The largest number of constants that a note names."""
 
 
 def measure(
@@ -37,10 +37,10 @@ def measure(
     jax_side: JaxSide | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """The errors in those of the dtypes that the problem has.
+    """Measure the errors in each of these dtypes that the problem has.
 
-    `jax_side` may be that of a problem with other weights and inputs of the same shapes. `say` is
-    told what runs.
+    `jax_side` may have been compiled for a problem with other weights and inputs of the same
+    shapes. `say` receives a line about what runs.
     """
     jax_side = jax_side or JaxSide(problem, platform)
     tensors, faults, notes, logits = {}, [*reference.faults], [], {}
@@ -63,7 +63,8 @@ def measure(
             constants = Constants(problem, jax_side, reference)
             if constants.count:
                 expected, in_dtype, how = _explained(constants, ours, oracle)
-                may_scatter = in_dtype == "float64"  # rounding of constants alone errs by less
+                # Random rounding moves every number, which allows more than rounded constants do.
+                may_scatter = in_dtype == "float64"
                 notes.append(f"{constants}: float64 is compared {how}")
         tensors[dtype] = _errors(reference, in_dtype, ours, expected, may_scatter)
         del expected
@@ -103,9 +104,9 @@ class Constants:
         return f"{self.count} {are} in float32 ({', '.join(named[:MOST_NAMES])}{more})"
 
     def with_digits(self) -> tuple[Results | None, bool]:
-        """The reference's results with JAX's digits of its constants, and whether JAX has all.
+        """The results with JAX's digits in the reference's constants, and whether JAX has all.
 
-        None if the reference cannot be run with other constants.
+        The results are None if the reference cannot be run with other constants.
         """
         arrays = self._jax_side.argument_free(self._problem)
         moves, have_own = moves_to(self._reference.constants.values(), arrays)
@@ -121,7 +122,7 @@ def _are_equal(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -
 
 
 def _explained(constants: Constants, ours: Results, oracle: Results) -> tuple[Results, str, str]:
-    """The results to compare float64 with, the dtype whose bound they have, and a note."""
+    """The results to compare float64 with, the dtype whose bound applies, and words for a note."""
     expected, are_known = constants.with_digits()
     if expected is not None and (are_known or _are_equal(ours, expected, GROUPS[:2])):
         return expected, "float64", "with JAX's digits in their place"

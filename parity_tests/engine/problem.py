@@ -29,33 +29,33 @@ Arrays = dict[str, np.ndarray]
 class Problem:
     """A torch module, its JAX port, and what both run on.
 
-    A result is one array, or any tree of arrays; of a tuple, the first entry is the outputs and the
-    rest the final state. Both sides' leaves come in the same order.
+    A result is an array or a tree of arrays. In a tuple, the first entry is the outputs, and the
+    rest is the final state. The leaves of both sides come in the same order.
     """
 
     twin: Any
-    """The torch module, or what else has a `state_dict()`."""
+    """The torch module, or another object with a `state_dict()`."""
     build: Callable[[Arrays, str], Any]
-    """`build(state_dict, dtype)`: the JAX side's weights, those of the twin."""
+    """`build(state_dict, dtype)` makes the JAX side's weights from those of the twin."""
     call: Callable[..., Any]
-    """`call(weights, *inputs)`: the JAX side's result."""
+    """`call(weights, *inputs)` returns the JAX side's result."""
     to_torch: Callable[[Any], Arrays] | None
-    """Names weights as the twin does; None where nobody can."""
+    """Returns the JAX side's weights under the twin's names; None if the names are unknown."""
     gradient_to_torch: Callable[[Any], Arrays] | None = None
-    """The same of a gradient with respect to them, where that is another function."""
+    """Does the same for gradients with respect to the weights; by default `to_torch` does."""
     constants: frozenset[str] = frozenset()
-    """The twin's buffers that the JAX side does not read: it has numbers of its own for them."""
+    """The twin's buffers that the JAX side does not read, because it has these numbers itself."""
     call_twin: Callable[..., Any] = lambda twin, *inputs: twin(*inputs)
-    """`call_twin(twin, *inputs)`: the torch side's result."""
+    """`call_twin(twin, *inputs)` returns the torch side's result."""
     inputs: tuple[Any, ...] = ()
     dtypes: tuple[str, ...] = DTYPES
     seed: int = 0
     table: Table | None = None
-    """The weight table, which says what submodules correspond."""
+    """The weight table, if there is one."""
     logits: str | bool = False
-    """The name of the output that is logits; True is the only one."""
+    """The name of the output that holds logits; True if there is only one output."""
     has_padding_gradients: bool = False
-    """Whether the gradient of an embedding's `padding_idx` row is compared, too."""
+    """Whether the gradients of an embedding's `padding_idx` row are compared, too."""
 
     @functools.cached_property
     def state_dict(self) -> Arrays:
@@ -73,35 +73,35 @@ def arrays_of(state_dict: Mapping[str, Any]) -> Arrays:
 
 
 def all_in_dtype(arrays: Mapping[str, np.ndarray], dtype: str) -> Arrays:
-    """The arrays, the floating ones in a dtype."""
+    """The arrays, with the floating ones cast to a dtype."""
     return {key: in_dtype(array, dtype) for key, array in arrays.items()}
 
 
 def is_torch_module(value: Any) -> bool:
-    """Is it a torch module? Imports no torch."""
+    """True if the value is a torch module. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def kind_of(value: Any) -> str:
-    """The name of a value's class, or that it is a class."""
+    """The name of a value's class; for a class, its name and that it is a class."""
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     return f"the class {name}" if isinstance(value, type) else name
 
 
 def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """The result of a model that is called as usual."""
+    """Call a model with the inputs and return its result."""
     return model(*inputs, **kwargs)
 
 
 def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call where the last input is a dict of inputs by name."""
+    """A call whose last input is a dict, which is passed as keyword arguments."""
     return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
 
 
 def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
-    """The dtypes to compare in, at least one, each once."""
+    """The dtypes to compare in: at least one, without repetitions."""
     given = (dtypes,) if isinstance(dtypes, str) or not isinstance(dtypes, Iterable) else dtypes
     chosen = tuple(given)
     if not chosen or not all(isinstance(name, str) and name in DTYPES for name in chosen):
@@ -139,7 +139,7 @@ def checked_precision(precision: str) -> str:
 
 
 def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Refuse what is no function, as a class or a module is none; an optional one may be None."""
+    """Refuse classes, modules and all else but functions; the optional ones may be None."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {**needed, **given}.items():
         is_model = isinstance(value, type | nnx.Module) or is_torch_module(value)
@@ -148,9 +148,9 @@ def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> N
 
 
 def checked_arrays(name: str, tree: Any, *, flags: bool = False) -> Any:
-    """A tree of arrays as NumPy's, the floating ones in float64; a list of numbers is an array.
+    """The tree as NumPy arrays, the floating ones in float64. A list of numbers counts as an array.
 
-    With `flags`, a bool, a number of Python's and a text stay as they are.
+    With `flags`, a bool, a Python number and a string are kept unchanged.
     """
 
     def array(path: Any, value: Any) -> Any:
@@ -171,13 +171,13 @@ def checked_arrays(name: str, tree: Any, *, flags: bool = False) -> Any:
 
 
 def is_list_of_numbers(node: Any) -> bool:
-    """Is it a list of Python's numbers, or of such lists?"""
+    """True if the node is a list of Python numbers, or a list of such lists."""
     leaves = jax.tree.leaves(node) if isinstance(node, list) else []
     return bool(leaves) and all(isinstance(leaf, int | float) for leaf in leaves)
 
 
 def plain(tree: Any) -> Any:
-    """The tree with each mapping of another class, as transformers' tokenizers make, as a dict."""
+    """The tree with mappings of other classes, such as a tokenizer's output, turned into dicts."""
     if isinstance(tree, Mapping) and type(tree) is not OrderedDict:
         return {key: plain(value) for key, value in tree.items()}
     if type(tree) is tuple:
@@ -186,19 +186,19 @@ def plain(tree: Any) -> Any:
 
 
 def is_flag(value: Any) -> bool:
-    """Is it no array but a value of Python's, for both sides to decide by?"""
+    """True if the value is a Python number or string, which both sides may branch on."""
     return isinstance(value, str) or type(value) in (bool, int, float)
 
 
 def checked_int(name: str, value: int, least: int) -> int:
-    """An integer of at least so much."""
+    """The value, which must be an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
     return int(value)
 
 
 def arrays(tree: Any, dtype: str) -> Any:
-    """A tree of arrays as JAX's, the floating ones in a dtype."""
+    """The tree as JAX arrays, with the floating ones cast to a dtype."""
 
     def array(values: Any) -> Any:
         return values if is_flag(values) else jnp.asarray(in_dtype(np.asarray(values), dtype))
@@ -207,12 +207,12 @@ def arrays(tree: Any, dtype: str) -> Any:
 
 
 def in_dtype(array: Any, dtype: str) -> Any:
-    """An array in a dtype if it is floating; a complex one in the dtype that goes with it."""
+    """The array, cast to a dtype if it is floating; a complex one to the matching complex dtype."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return array.astype(COMPLEX[dtype])
     return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def in_every_dtype(x: np.ndarray) -> np.ndarray:
-    """The numbers rounded to bfloat16, so that every dtype starts from the same."""
+    """The numbers rounded to bfloat16, so that every dtype starts from the same numbers."""
     return x.astype(jnp.bfloat16).astype(np.float64)

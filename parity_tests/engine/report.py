@@ -14,8 +14,8 @@ from parity_tests.engine.logits import LogitsError, logits_lines
 class Report:
     """How far the JAX port and the torch module are from the torch module in float64.
 
-    `tensors` are the errors by dtype, group and tensor; `faults` are what no error can say, each a
-    failure; `notes` are what was not compared.
+    `tensors` are the errors by dtype, group and tensor; `faults` are failures other than
+    numerical errors; `notes` say what was not compared.
     """
 
     tensors: dict[str, dict[str, dict[str, Error]]]
@@ -48,7 +48,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Was something compared, and is all of it equal?"""
+        """True if something was compared and all of it agrees."""
         return bool(self.errors) and not self.faults and not any(self.failures)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Who hears of every report that `compare` makes. Imports neither JAX nor torch."""
+"""Functions that receive every report of `compare`. Imports neither JAX nor torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +10,6 @@ REPORT_HOOKS: list[Hook] = []
 
 
 def call_hooks(report: Any) -> None:
-    """Hand a report to all who listen."""
+    """Pass a report to every hook."""
     for hook in REPORT_HOOKS:
         hook(report)

@@ -25,13 +25,13 @@ class Results(dict[str, Arrays]):
     """Arrays by group and name."""
 
     without_gradient: frozenset[tuple[str, str]] = frozenset()
-    """Group and name of what torch does not differentiate."""
+    """Group and name of each result that torch does not differentiate."""
     padding: Mapping[str, Collection[int]] = MappingProxyType({})
     """The rows of embeddings whose gradient torch drops, by the weights' names."""
 
     @property
     def forward(self) -> "Results":
-        """Those of the forward pass."""
+        """The results of the forward pass."""
         results = Results({group: self[group] for group in GROUPS[:2] if group in self})
         results.without_gradient = self.without_gradient
         return results
@@ -40,9 +40,9 @@ class Results(dict[str, Arrays]):
 def aligned(
     groups: dict[str, dict[str, Any]], names: Sequence[tuple[str, str]]
 ) -> dict[str, dict[str, Any]]:
-    """The leaves under the names that the other side has for them, if they are as many.
+    """The leaves under the other side's names, if both sides have as many leaves.
 
-    By name where both sides have the same names, otherwise in order.
+    Leaves correspond by name if both sides have the same names, otherwise by order.
     """
     ours = {route(name): leaf for named in groups.values() for name, leaf in named.items()}
     leaves = [leaf for named in groups.values() for leaf in named.values()]
@@ -64,7 +64,7 @@ def route(name: str) -> tuple[str, ...]:
 
 
 def grouped(result: Any, side: str, as_array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
-    """A result's arrays by group and name; `as_array` gives None for a leaf that is none."""
+    """A result's arrays by group and name; `as_array` gives None for a leaf that is no array."""
     first, *rest = result if type(result) is tuple else (result,)
     groups = {
         "outputs": leaves_of(first, "y"),
@@ -115,12 +115,12 @@ def named_leaves(tree: Any, name: str) -> dict[str, Any]:
 
 
 def only_floating(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of real or complex numbers."""
+    """The arrays of real or complex numbers."""
     return {name: a for name, a in named.items() if jnp.issubdtype(a.dtype, jnp.inexact)}
 
 
 def errors_of(results: Results, oracle: Results) -> ErrorsByGroup:
-    """The relative error of each floating array, of the groups that both have."""
+    """The relative error of each floating array in the groups that both sides have."""
     return {
         group: relative_errors(
             only_floating(results[group]),
@@ -132,7 +132,7 @@ def errors_of(results: Results, oracle: Results) -> ErrorsByGroup:
 
 
 def are_same(results: Results, others: Results) -> bool:
-    """True if outputs and states are the same numbers."""
+    """True if the outputs and final states of two runs are equal."""
     return all(
         np.array_equal(array, others[group][name], equal_nan=True)
         for group in GROUPS[:2]
@@ -177,7 +177,7 @@ def cotangents(seed: int, results: Results) -> list[np.ndarray]:
 
 
 def without_padding(results: Results, rows: Mapping[str, Collection[int]]) -> bool:
-    """Make the gradients of padding rows zero; is there one that was not?"""
+    """Set the gradients of padding rows to zero. True if any of them was not zero."""
     found = False
     for name, padding in rows.items():
         gradient = results["weight gradients"].get(name)

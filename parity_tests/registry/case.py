@@ -49,26 +49,26 @@ class Case:
     call: Callable[..., tuple[Tensor, TorchState]] = run_recurrence
     """`call(twin, x, state=None) -> (y, state)`, and `lengths` if the twin packs."""
     twin_state: bool = True
-    """Has the twin's state the leaves of the JAX layer's?"""
+    """Whether the twin's state has the same leaves as the JAX layer's."""
     packs: bool = False
-    """Does `call` take `lengths`?"""
+    """Whether `call` takes `lengths`."""
     bounded: Callable[[nn.Module], list[Tensor]] = lambda twin: []
     """The twin's parameters that must stay in [0, 1], to be written to."""
     draw_bounded: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = inside
-    """Their values."""
+    """Draws values for these parameters."""
     valid_state: Callable[[Any], Any] = lambda state: state
-    """A state that a layer may be in, from random numbers."""
+    """Makes a state that a layer may be in from random numbers."""
     dtypes: tuple[str, ...] = DTYPES
-    """Those that the comparison with the twin runs in."""
+    """The dtypes of the comparison with the twin."""
     platforms: tuple[str, ...] = PLATFORMS
-    """Those that the JAX layer runs on."""
+    """The platforms that the JAX layer runs on."""
     reach: int | None = None
-    """Steps that an output sees, its own among them. None: all before it."""
+    """How many steps an output depends on, including its own; None means all before it."""
     prefix: int = 0
-    """Steps that make the JAX layer's states, of rows that end apart, where not any numbers are a
-    state. 0: states are random."""
+    """How many steps compute the JAX layer's states, if a state cannot be arbitrary numbers. The
+    rows then have different lengths. 0 means that states are random."""
     mixes_steps: bool = False
-    """Does a step see all others by rounding errors, as in an FFT?"""
+    """Whether rounding errors mix all steps, as in an FFT."""
 
     def build_twin(self, seed: int = 0) -> nn.Module:
         """The twin in float64, every weight and bias random and exact in bfloat16."""

@@ -37,9 +37,9 @@ class Mutation:
     kind: Literal["weights", "forward", "states and masks", "training"]
     plant: Plant
     check: str | None = None
-    """The check that must find it; None is the comparison with the twin."""
+    """The check that must find the fault; None means the comparison with the twin."""
     dtypes: tuple[str, ...] = ("float64",)
-    """Those in which the comparison must fail."""
+    """The dtypes in which the comparison must fail."""
     culprit: str | None = None
     """The twin's submodule that `locate` must name; "" is the whole module."""
 
@@ -49,9 +49,9 @@ class Mutation:
 
 
 def replaced(targets: str | Sequence[str], wrong: Callable[[Any], Any]) -> Plant:
-    """What is at `module.attribute`, or `module.Class.attribute`, is `wrong` of it.
+    """Replaces what is at `module.attribute`, or at `module.Class.attribute`, by `wrong` of it.
 
-    What was compiled from it before is compiled anew, and again afterwards.
+    JAX's caches are cleared before and afterwards, so that everything is compiled anew.
     """
 
     @contextlib.contextmanager
@@ -155,7 +155,7 @@ def gelu_by_tanh() -> Plant:
 
 
 def deaf_to(mask: str) -> Callable[[Any], Any]:
-    """A function that does not mind one of its masks."""
+    """Makes a function ignore one of its masks."""
     gone: dict[str, None] = {mask: None} | ({"active": None} if mask == "lengths" else {})
 
     def without(rows: Any = None, **kwargs: Any) -> dict[str, Any]:

@@ -34,15 +34,15 @@ class Arguments(Files):
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Only the pairs with this in their names; may be given several times."""
     dtypes: tuple[Literal["float64", "float32", "bfloat16"], ...] = ()
-    """Those to compare in, in the place of the pairs' own."""
+    """The dtypes to compare in, instead of the pairs' own."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
-    """Where JAX runs, in the place of the pairs' own."""
+    """Where JAX runs, instead of on the pairs' own platform."""
     locate: bool = False
     """Say where the pairs that fail first depart."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What takes the place of a pair's own options."""
+        """The options that override a pair's own."""
         given = {"dtypes": self.dtypes, "platform": self.platform, "locate": self.locate}
         return {name: value for name, value in given.items() if value}
 

@@ -131,13 +131,13 @@ class LogitsMeasurement:
 
 @dataclasses.dataclass(frozen=True)
 class MutationResult:
-    """Was a planted fault caught?"""
+    """Whether a planted fault was caught."""
 
     name: str
     case: str
     kind: str
     check: str | None
-    """What was to find it; None is the comparison with the twin."""
+    """The check that must find the fault; None means the comparison with the twin."""
     caught: bool
 
 
@@ -150,7 +150,7 @@ class Record:
     """"ran", "not asked for" or "not on this machine", by name."""
     measurements: tuple[Measurement, ...]
     faults: tuple[str, ...] = ()
-    """What no error can say."""
+    """Failures other than numerical errors."""
     precision: tuple[PrecisionError, ...] = ()
     cases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Each case's architecture."""
@@ -167,7 +167,7 @@ class Record:
     locations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Where failing cases first depart."""
     done: tuple[str, ...] = ()
-    """What of it is measured, where it is not finished."""
+    """What has been measured so far, if the record is not finished."""
 
     def only(self, **fields: Any) -> "Record":
         """A record of the same machine with nothing but these fields."""
@@ -175,7 +175,7 @@ class Record:
 
     @property
     def passed(self) -> bool:
-        """Is every pair within its bounds, and every planted fault caught?"""
+        """True if every pair is within its bounds and every planted fault is caught."""
         within = not self.faults and all(m.error.passed for m in self.measurements)
         return within and not self.missed
 
@@ -282,7 +282,7 @@ def merged(records: Sequence[Record]) -> Record:
 
 
 def versions() -> dict[str, str]:
-    """What is measured with."""
+    """The versions of the packages that measure."""
     packages = ("jax", "flax", "numpy", "torch")
     found = {name: importlib.metadata.version(name) for name in packages}
     return {"python": machine.python_version(), **found}

@@ -1,7 +1,7 @@
 """Monte Carlo arithmetic in JAX: the counterpart of `torch_rounding.RandomRounding`.
 
-Each number is carried twice, without and with rounding. Comparisons and indices are those of the
-numbers without: rounding does not carry a computation to another one.
+Each number is carried twice, exact and rounded. Comparisons and indices use the exact numbers, so
+that rounding does not send a computation down another branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,18 +48,18 @@ EXACT = (
     "tell",
     "transpose",
 )
-"""Operations whose results are numbers that they were given."""
+"""Operations that do not round: they only move, choose or negate numbers."""
 
 
 class ExactAndRounded(NamedTuple):
-    """A number without rounding, and with."""
+    """A number without rounding, and the same number with rounding."""
 
     exact: Any
     rounded: Any
 
 
 def exact_and_rounded(x: Any) -> Any:
-    """A floating array twice; all else as it is."""
+    """A floating array twice; any other value unchanged."""
     return ExactAndRounded(x, x) if is_floating(x) else x
 
 
@@ -104,7 +104,7 @@ class Rounded(Lift):
     def _round(self, x: Any, operands: Sequence[Any]) -> Any:
         if jnp.iscomplexobj(x):
             return lax.complex(self._round(x.real, operands), self._round(x.imag, operands))
-        if x.dtype != jnp.float64:  # what computes in less whatever it is given
+        if x.dtype != jnp.float64:  # computed in another dtype, whatever the inputs
             return x
         parts = filter(is_floating, [_part(each, 1) for each in operands])
         are_short = self._dtype != "float64" or all_short([*parts])
@@ -123,17 +123,17 @@ def in_format(dtype: str, x: jax.Array) -> jax.Array:
 
 
 def all_short(arrays: Sequence[jax.Array]) -> Any:
-    """Are all numbers some of bfloat16?"""
+    """True if bfloat16 has all these numbers."""
     parts = [part for x in arrays for part in (x.real, x.imag)]
     return jnp.asarray([(in_format("bfloat16", part) == part).all() for part in parts]).all()
 
 
 @partial(jax.jit, static_argnums=0)
 def moved(dtype: str, x: jax.Array, are_short: Any, seed: Any, count: Any) -> jax.Array:
-    """The numbers of float64 in a dtype, those that it does not have moved at random.
+    """The float64 numbers rounded to a dtype; those that it does not have are perturbed first.
 
-    Of float64 itself, they are kept if they are some of bfloat16 and the operands `are_short`. The
-    random numbers are others for another seed, operation, place or number.
+    For float64 itself, a number is kept if bfloat16 has it and the operands `are_short`. The random
+    perturbation depends on the seed, the operation, the place and the number.
     """
     kept = in_format("bfloat16" if dtype == "float64" else dtype, x) == x
     place = lax.iota(jnp.uint64, x.size).reshape(x.shape)
@@ -145,7 +145,7 @@ def moved(dtype: str, x: jax.Array, are_short: Any, seed: Any, count: Any) -> ja
 
 
 def _mixed(bits: jax.Array) -> jax.Array:
-    """A hash (SplitMix64's finaliser)."""
+    """A hash (SplitMix64's finalizer)."""
     bits = bits + jnp.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> 30)) * jnp.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> 27)) * jnp.uint64(0x94D049BB133111EB)

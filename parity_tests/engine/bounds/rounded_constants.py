@@ -21,7 +21,7 @@ def rounded_count(values: Iterable[np.ndarray]) -> int:
 def moves_to(
     values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
 ) -> tuple[list[np.ndarray], bool]:
-    """Moves that give each constant the digits of one array; whether each constant has an array.
+    """The moves that give each constant the digits of one array; whether each one has an array.
 
     Each constant takes the array that contains most of its numbers, of either sign. An array with
     many other numbers does not count as a constant's own: the sines of small frequencies, for

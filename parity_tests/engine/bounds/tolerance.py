@@ -5,8 +5,8 @@ is the root mean square of its difference from y64, relative to the root mean sq
 
 - float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
   dtypes.
-  Constants that one of them has in float32 (`rounded_constants.py`) are replaced by the digits of
-  the other, or the bound is K times the reference's own error in float32.
+  Constants that one side has in float32 (`rounded_constants.py`) get the digits of the other side.
+  Where that is impossible, the bound is K times the reference's own error in float32.
 - float32 and bfloat16: JAX errs by at most K times what torch errs in that dtype, or K ·
   `FLOOR_ULPS` ulp where torch happens to err by less.
 - Where JAX errs by more, torch's one run may have been lucky: in an ill-conditioned computation a
@@ -80,7 +80,7 @@ class Error:
     bound: float
     unstable: bool
     tensor: str
-    """Its name; of a group the one that takes most of its bound."""
+    """The tensor's name; for a group, the tensor that takes most of its bound."""
 
     @property
     def ratio(self) -> float | None:
@@ -89,17 +89,17 @@ class Error:
 
     @property
     def share(self) -> float:
-        """The part of the bound that JAX's error takes; NaN takes more than any."""
+        """The share of the bound that JAX's error takes; infinite if the error is not finite."""
         return self.jax / self.bound if np.isfinite(self.jax) else np.inf
 
     @property
     def passed(self) -> bool:
-        """Is JAX within the bound? NaN and infinity are not."""
+        """True if JAX's error is within the bound; NaN and infinity never are."""
         return self.share <= 1
 
     @property
     def verdict(self) -> str:
-        """What it says of the pair."""
+        """The verdict on the pair."""
         if self.passed:
             return "pass"
         return "undetermined" if self.bound == UNDETERMINED else "FAIL"
@@ -113,8 +113,8 @@ def relative_errors(
 ) -> dict[str, float]:
     """Each tensor's relative error; the names and shapes must be the oracle's.
 
-    A `negligible` tensor may be nothing beside the largest, as the gradient of an attention's key
-    bias is but for rounding: it is measured against the largest.
+    With `negligible`, a tensor that is only rounding beside the largest, such as the gradient of an
+    attention's key bias, is measured against the largest.
     """
     if tensors.keys() != oracle.keys():
         raise ValueError(f"expected the tensors {sorted(oracle)}, got {sorted(tensors)}")
@@ -139,7 +139,7 @@ def finite(x: np.ndarray) -> np.ndarray:
 
 
 def difference(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """How far the numbers are apart in float64: not at all where both are the same infinity."""
+    """The difference in float64; zero where both are the same infinity."""
     wide = np.complex128 if np.iscomplexobj(expected) else np.float64
     actual, expected = (x.astype(wide, copy=False) for x in (actual, expected))
     both = np.isinf(expected) & (actual == expected)
@@ -214,7 +214,7 @@ def group_error(
     rounded: Iterable[Mapping[str, float]],
     negligible: bool = False,
 ) -> Error:
-    """The worst of `tensor_errors`, of tensors; `negligible`: as in `relative_errors`."""
+    """The worst error of the tensors; `negligible` is as in `relative_errors`."""
     ours, theirs, theirs32 = (
         relative_errors(tensors, oracle, negligible=negligible) for tensors in (jax, torch, torch32)
     )

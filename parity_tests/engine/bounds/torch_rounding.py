@@ -1,7 +1,7 @@
 """Monte Carlo arithmetic: how far a torch computation's own rounding errors could carry it.
 
-Each operation, forward and backward, is computed in float64; a result that is no number of the
-dtype is moved by up to 8 ulp at random, and then rounded. How far a few such runs scatter shows how
+Each operation, forward and backward, is computed in float64. A result that the dtype does not have
+is moved by up to 8 ulp at random, and then rounded. How far a few such runs scatter shows how
 well the computation is conditioned, where a single run in the dtype itself may be lucky.
 
 Source: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with floating point and
@@ -38,11 +38,11 @@ FUSED = get_decompositions(
         aten.tanh_backward,
     ]
 )
-"""Operations that are several, each with a rounding of its own: a GELU cancels far from zero."""
+"""Operations that consist of several, each of which rounds: a GELU cancels far from zero."""
 
 
 class Float64Mode(TorchDispatchMode):
-    """Within it, what a module makes without saying in which dtype is in float64."""
+    """Within this mode, tensors that a module makes without naming a dtype are in float64."""
 
     def __init__(self):
         super().__init__()
@@ -61,9 +61,9 @@ class Float64Mode(TorchDispatchMode):
 
 
 def is_rounded_number(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Is it a number, as Gemma's √features, that is cast to half precision?
+    """True if a single number, such as Gemma's √features, is cast to half precision.
 
-    It then is another number, which both sides have to have. JAX rounds those of its own.
+    The cast changes the number, and both sides need the changed one. JAX rounds its own numbers.
     """
     is_half = kwargs.get("dtype") in (torch.bfloat16, torch.float16)
     is_cast = is_half and func is aten._to_copy.default
@@ -71,7 +71,7 @@ def is_rounded_number(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of an operation, in float64 where some are and the others are in less."""
+    """The arguments of an operation; if only some are in float64, the others are cast to it."""
     if is_rounded_number(func, args, kwargs):
         return args, kwargs
     if kwargs.get("dtype") in COARSER:
@@ -95,10 +95,10 @@ def widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
 
 
 class InFloat64(Float64Mode):
-    """Within it, a module in float64 stays there: casts to a coarser dtype are counted and ignored.
+    """Within this mode, a float64 module ignores casts to a coarser dtype, which are counted.
 
-    So the oracle has float64's accuracy where the module computes a norm, say, in float32. What the
-    module decides by its numbers (comparisons, indices) is kept for runs that are to decide alike.
+    So the oracle has float64's accuracy even if the module computes a norm, say, in float32. The
+    results of comparisons and the indices are kept, so that other runs can use the same ones.
     """
 
     def __init__(self):
@@ -111,7 +111,7 @@ class InFloat64(Float64Mode):
         self.decisions: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, in float64 if it is to be in less."""
+        """Run an operation, in float64 even if it asks for a coarser dtype."""
         kwargs = kwargs or {}
         if kwargs.get("dtype") in COARSER and not is_rounded_number(func, args, kwargs):
             if func is aten._to_copy.default and args[0].dtype in COARSER.values():
@@ -126,11 +126,11 @@ class InFloat64(Float64Mode):
 
 
 class RandomRounding(Float64Mode):
-    """Within it, the results of operations on float64 tensors are rounded to a dtype at random.
+    """Within this mode, results of operations on float64 tensors are rounded to a dtype at random.
 
-    Results that are numbers of the dtype count as exact; of float64 itself those of bfloat16 do, if
-    the operands are such numbers, too. Comparisons and indices are those that were decided without
-    rounding: it does not carry a computation to another one.
+    Results that the dtype has count as exact. For float64 itself, results that bfloat16 has count
+    as exact if bfloat16 has the operands, too. Comparisons and indices are those of a run without
+    rounding, so that rounding does not send a computation down another branch.
     """
 
     def __init__(self, dtype: str, seed: int, decisions: Sequence[torch.Tensor] = ()):
@@ -140,7 +140,7 @@ class RandomRounding(Float64Mode):
         self._decisions = iter(decisions)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, and round what it writes; a view it leaves alone."""
+        """Run an operation and round what it writes; views are left alone."""
         kwargs = kwargs or {}
         if func in FUSED:
             with self:
@@ -195,6 +195,6 @@ def _floating(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_short(x: torch.Tensor) -> bool:
-    """Are all its numbers those of bfloat16?"""
+    """True if bfloat16 has all numbers of the tensor."""
     real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return bool((real.bfloat16() == real).all())

@@ -1,7 +1,7 @@
 """Models of other frameworks as weights, and a function of weights and inputs.
 
-One adapter a framework. A framework that nobody has imported has made no model, so none is imported
-here.
+There is one adapter for each framework. A framework that has not been imported cannot have made the
+model, so none is imported here.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ class ForeignModel:
     """A model of another framework."""
 
     weights: Any
-    """A tree of arrays and of whatever else the model holds; None if it was given without."""
+    """A tree of arrays and whatever else the model holds; None if it came without weights."""
     run: Callable[[Call, Any, tuple[Any, ...]], Any]
     """`run(call, weights, inputs)`: what `call(model, *inputs)` returns with these weights."""
     loaded: Callable[[Any], Any] = lambda weights: weights
-    """What a loader returned, as `weights`."""
+    """Turns what a loader returned into `weights`."""
     name: Callable[[Any], str] = lambda path: words(path)
     """What a weight table calls the leaf at a path."""
     is_trained: Callable[[Any], bool] = lambda path: True
-    """Is the leaf at a path a parameter, rather than a statistic?"""
+    """True if the leaf at a path is a parameter rather than a statistic."""
 
     def named(self) -> dict[str, tuple[Any, Any]]:
         """The path and the value of each floating array, by name."""
@@ -58,7 +58,7 @@ HeldWeights.__name__ = "the model"  # in errors, because users do not know this 
 
 
 def weights_of(held: HeldWeights, foreign: ForeignModel) -> Any:
-    """The model's tree with the weights that are held."""
+    """The model's tree, filled with the weights that `held` has."""
     values = {path: getattr(held, name).get_value() for name, (path, _) in foreign.named().items()}
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: values.get(path, leaf), foreign.weights
@@ -66,21 +66,21 @@ def weights_of(held: HeldWeights, foreign: ForeignModel) -> Any:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Is it an array of real or complex numbers?"""
+    """True for an array of real or complex numbers."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def words(path: Any) -> str:
-    """The keys, fields and places of a path, with dots between."""
+    """The keys, fields and places of a path, joined by dots."""
     return ".".join(
         str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
     )
 
 
 def foreign_model(model: Any) -> ForeignModel | None:
-    """The model if it is of another framework than NNX, or a pair of such a model and weights.
+    """The model, if it belongs to another framework than NNX; None otherwise.
 
-    A function of weights and inputs, beside weights, is such a pair, too.
+    The model may come as a pair with its weights. A pair of a function and weights counts, too.
     """
     if isinstance(model, nnx.Module | type):
         return None
@@ -170,7 +170,7 @@ def _keras(keras: Any, model: Any, weights: Any) -> ForeignModel | None:
             "KERAS_BACKEND=jax before Keras is imported"
         )
     if not model.built:
-        raise ValueError("model: expected a Keras model that is built, call it once or build it")
+        raise ValueError("model: expected a built Keras model: call it once, or call its `build`")
     variables = {variable.path: variable for variable in model.variables}
     trained = {variable.path for variable in model.trainable_variables}
 

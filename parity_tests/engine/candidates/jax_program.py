@@ -1,7 +1,7 @@
-"""What a JAX computation in float64 does in less: casts, constants, random numbers.
+"""Find casts to coarser dtypes, rounded constants and random numbers in a JAX program.
 
-`torch_rounding.InFloat64` is the counterpart of torch: both sides then have float64's accuracy,
-wherever they cast to float32, so that a fault far below float32's rounding is seen.
+`torch_rounding.InFloat64` does the same for torch. As neither side then casts to float32, a fault
+far below float32's rounding is found.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ CALLS = (
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 )
-"""What only runs a body. Derivatives are taken before a computation is rewritten."""
+"""Operations that only run a body. Derivatives are taken before a program is rewritten."""
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 ENGINE = str(Path(__file__).parents[1])
 STANDARD = sysconfig.get_path("stdlib")
 SHORT = 6
-"""Digits of a constant that somebody wrote, such as 1e-5: float64 has it more exactly."""
+"""The most digits of a constant that a person wrote, such as 1e-5; float64 has more of it."""
 
 
 def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
-    """What a dtype becomes: float32 float64, and a coarser one if the torch side casts to it."""
+    """The replacement of each dtype. Half precision is replaced if the torch side casts to it."""
     return {
         dtype: to
         for dtype, to in (COARSER | COARSER_COMPLEX).items()
@@ -53,18 +53,18 @@ def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
 
 @dataclasses.dataclass
 class Found:
-    """What a traced computation does that its reader should know."""
+    """What a traced computation does that a report should mention."""
 
     casts: list[str] = dataclasses.field(default_factory=list)
-    """The lines that cast numbers that depend on the arguments from float64 to less."""
+    """The lines that cast from float64 to a coarser dtype what depends on the arguments."""
     draws: list[str] = dataclasses.field(default_factory=list)
     """Where random numbers are drawn."""
     stays: list[str] = dataclasses.field(default_factory=list)
-    """What computes in less than float64 whatever its inputs are, such as a kernel."""
+    """Operations, such as kernels, that compute in a coarser dtype whatever their inputs are."""
     dtypes: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     """The dtypes of the results without rewriting, by group and name."""
     constants: list[np.ndarray] = dataclasses.field(default_factory=list)
-    """Those in less than float64, in float64."""
+    """The constants that are rounded to float32, as float64 arrays."""
     padding: bool = False
     """Whether an embedding has a gradient in a row for which torch computes none."""
     x64_error: str = ""
@@ -83,13 +83,13 @@ def place_of(equation: Any) -> str:
 
 
 def is_library(place: str) -> bool:
-    """Is the code there installed, rather than the user's?"""
+    """True if the code there belongs to an installed package or to this engine."""
     place, *_ = place.partition(", from ")
     return any(part in place for part in ("site-packages", ENGINE, STANDARD))
 
 
 def look_into(closed: ClosedJaxpr, found: Found) -> None:
-    """Find casts and random numbers, in all bodies."""
+    """Find casts and random numbers in a program, including all its bodies."""
     for equation, varies, place in equations_in(closed.jaxpr, [True] * len(closed.jaxpr.invars)):
         name = equation.primitive.name
         if name == "convert_element_type" and varies:
@@ -107,9 +107,9 @@ def look_into(closed: ClosedJaxpr, found: Found) -> None:
 def equations_in(
     jaxpr: Any, inputs_vary: Sequence[bool], place: str = ""
 ) -> Iterator[tuple[Any, bool, str]]:
-    """Each equation of a body and of those within, whether an argument reaches it, and its place.
+    """Each equation of a body and its inner bodies, whether an argument reaches it, and its place.
 
-    A body that JAX has kept from an earlier trace has no places; it is where it is called.
+    A body that JAX has cached from an earlier trace has no places, so its caller's place counts.
     """
     vary = {v for v, varies in zip(jaxpr.invars, inputs_vary, strict=True) if varies}
     for equation in jaxpr.eqns:
@@ -131,7 +131,7 @@ def bodies_in(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """What a body and those within have of numbers, in order."""
+    """The constants of a body and of its inner bodies, in order."""
     yield from (
         (atom, value)
         for atom, value in zip(jaxpr.constvars, consts, strict=False)
@@ -147,7 +147,7 @@ def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]
 
 
 def short_decimal(value: Any) -> float | None:
-    """The number of so few digits that is this one in float32, as 1e-5; None if there is none."""
+    """The number of few digits, such as 1e-5, that float32 rounds to this one; None if none."""
     if np.ndim(value):
         return None
     with np.errstate(over="ignore"):
@@ -157,9 +157,10 @@ def short_decimal(value: Any) -> float | None:
 
 
 def is_rounded(values: Any) -> np.ndarray:
-    """Which numbers are some of float32 that a shorter format has not, as 1/2 and 1 are?
+    """Which numbers have float32's digits, so that they may have been rounded to it.
 
-    In float64, too, where NumPy's float32 is promoted; integers are exact.
+    Integers, short decimals and numbers that bfloat16 has, such as 1/2, do not count. A float64
+    array may have such numbers, too, because NumPy promotes float32.
     """
     values = np.asarray(values, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -185,7 +186,7 @@ def last_uses(jaxpr: Any) -> list[set[Any]]:
 
 
 def called_body(equation: Any) -> Any:
-    """The body that an operation only runs; None if it is another."""
+    """The body of an operation that only runs a body; None for any other operation."""
     if equation.primitive.name not in CALLS:
         return None
     return next((equation.params[key] for key in BODIES if key in equation.params), None)

@@ -38,28 +38,28 @@ from parity_tests.engine.results import (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fixed:
-    """A leaf that is no array: what a compiled function knows beforehand."""
+    """A leaf that is not an array, which is static in a compiled function."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        """Is it the same, 1 and True apart?"""
+        """True if both hold the same value; 1 and True differ."""
         if not isinstance(other, Fixed) or type(self.value) is not type(other.value):
             return False
         return self.value is other.value or (is_flag(self.value) and self.value == other.value)
 
     def __hash__(self) -> int:
-        """By value if it is a flag, else by identity."""
+        """A flag is hashed by its value, anything else by its identity."""
         return hash((type(self.value), self.value if is_flag(self.value) else id(self.value)))
 
 
 def fixed(tree: Any) -> Any:
-    """The tree with what is no array made part of its structure."""
+    """The tree with each leaf that is not an array wrapped in `Fixed`."""
     return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else Fixed(leaf), tree)
 
 
 def unfixed(tree: Any) -> Any:
-    """The tree of before."""
+    """The tree that `fixed` was given."""
 
     def is_fixed(node: Any) -> bool:
         return isinstance(node, Fixed)
@@ -69,23 +69,23 @@ def unfixed(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a compiled function is made for, beside shapes."""
+    """What a function is compiled for, beside the shapes of its arguments."""
 
     dtype: str
     names: tuple[tuple[str, str], ...]
-    """Of the oracle's results: group and name."""
+    """The group and name of each of the oracle's results."""
     lifted: tuple[tuple[str, str], ...]
     """The dtypes that are replaced, and by what."""
     backward: bool
 
 
 class JaxSide:
-    """A problem's JAX side, compiled once a dtype for all weights and inputs of the same shapes.
+    """A problem's JAX side, compiled once per dtype for all weights and inputs of its shapes.
 
     `transform` rewrites the function of the whole forward and backward pass before it is compiled.
-    float64 runs with JAX's x64, and without the casts to float32 inside; all else runs without x64,
-    where nothing is promoted to more than a user has. `rounding`: the dtype to which the results of
-    operations in float64 are rounded at random.
+    float64 runs under x64 and ignores casts to float32. The other dtypes run without x64, so that
+    nothing is promoted further than in a user's program. `rounding` is the dtype to which results
+    of float64 operations are rounded at random.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class JaxSide:
         self._device, self._precision = jax.devices(platform)[0], precision
         self._compiled = jax.jit(self._forward_and_backward, static_argnums=0)
         self.found: dict[str, Found] = {}
-        """What was seen when a dtype was compiled."""
+        """What was found when the program for a dtype was compiled."""
 
     def run(
         self,
@@ -112,12 +112,12 @@ class JaxSide:
         casts_of_torch: Sequence[str] = (),
         noise: int = 0,
     ) -> Results:
-        """The result under the oracle's names, and the gradients of the same random cotangents.
+        """The results under the oracle's names, and the gradients for the same random cotangents.
 
-        The problem is the one that was compiled, with any weights, inputs and seed. There are no
-        gradients where the result's shapes are others than the oracle's, or where it has none.
-        `casts_of_torch`: the dtypes that the torch side casts to in float64. `noise`: the seed of
-        random rounding.
+        The problem is the one that was compiled, with any weights, inputs and seed. Gradients are
+        left out if the oracle has none, or if the results and the oracle differ in their shapes.
+        `casts_of_torch` are the dtypes that the torch side casts to in float64. `noise` is the seed
+        of random rounding.
         """
         with self._settings(dtype):
             differentiated, given = self._arguments(problem, dtype)
@@ -194,7 +194,7 @@ class JaxSide:
     def _arguments(
         self, problem: Problem, dtype: str
     ) -> tuple[tuple[Any, Any], tuple[Any, Any, Any]]:
-        """What is differentiated, and what is given."""
+        """The arguments that are differentiated, and the others."""
         weights, rest = _split(problem.build(problem.state_dict, dtype))
         floating, others = _partition(fixed(arrays(problem.inputs, dtype)))
         differentiated = (None if self._to_torch is None else weights, floating)
@@ -231,7 +231,7 @@ class JaxSide:
         return rewritten(self._transform(function), dict(traced.lifted), found, evaluator)(*args)
 
     def _forward(self, differentiated, given, traced: Traced, found: Found):
-        """The floating leaves of the result, and all of it by group and name."""
+        """The floating leaves of the results, and all leaves by group and name."""
         (weights, floating), (constants, rest, others) = differentiated, given
         model = _merge(constants if weights is None else weights, rest)
         inputs = jax.tree.map(
@@ -252,7 +252,7 @@ class JaxSide:
 
 
 def _split(built: Any) -> tuple[Any, Any]:
-    """The weights, and what an NNX module has beside them."""
+    """The weights, and the rest of an NNX module."""
     if not isinstance(built, nnx.Module):
         return fixed(built), None
     graphdef, weights, rest = nnx.split(built, nnx.Param, ...)
@@ -260,7 +260,7 @@ def _split(built: Any) -> tuple[Any, Any]:
 
 
 def _is_constant(leaf: Any) -> bool:
-    """Is it an array that an NNX module holds, and no weight or statistic?"""
+    """True for a floating array of an NNX module that is neither a weight nor a statistic."""
     known = nnx.Param | nnx.BatchStat | Constant
     value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
     return not isinstance(leaf, known) and is_floating(value)
@@ -283,7 +283,7 @@ def _merge(weights: Any, rest: Any) -> Any:
 
 
 def _partition(tree: Any) -> tuple[Any, Any]:
-    """The floating leaves and the others, None in the places of the rest."""
+    """The floating leaves and the other leaves, as two trees with None where a leaf is left out."""
     differentiable = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
     return (
         jax.tree.map(lambda x, keep: x if keep else None, tree, differentiable),
@@ -292,6 +292,6 @@ def _partition(tree: Any) -> tuple[Any, Any]:
 
 
 def as_array(leaf: Any) -> Any:
-    """The leaf as an array, None if it is none."""
+    """The leaf as an array; None if it is not one."""
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
     return jnp.asarray(leaf) if is_array or type(leaf) in (bool, int, float) else None

@@ -1,4 +1,4 @@
-"""A JAX computation with its numbers of some dtypes in others: casts to float32 left out."""
+"""Run a JAX program with some dtypes replaced, so that its casts to float32 have no effect."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ BIT_PATTERNS = ("bitcast_convert_type", "nextafter")
 
 
 class Lift:
-    """Evaluates a computation with its numbers of some dtypes in others."""
+    """Evaluates a program with some dtypes replaced by others."""
 
     def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str], found: Found):
         self._closed, self._dtypes, self._found = closed, dtypes, found
@@ -48,7 +48,7 @@ class Lift:
         found.constants = [each for each in numbers if dtypes and is_rounded(each).any()]
 
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
-        """The results."""
+        """The results of the program."""
         return self._run(self._closed.jaxpr, self._closed.consts, args)
 
     def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -81,7 +81,7 @@ class Lift:
         return jnp.asarray(self._decimal(value), wide)
 
     def _decimal(self, value: Any) -> np.ndarray:
-        """In float64; a short decimal, as somebody wrote it, with all its digits."""
+        """The value in float64; a short decimal, such as 1e-5, with all digits of float64."""
         short = short_decimal(value)
         return np.asarray(value if short is None else short, np.float64)
 
@@ -150,12 +150,12 @@ class Lift:
         return results if equation.primitive.multiple_results else [results]
 
     def _param(self, value: Any) -> Any:
-        """The dtype that an operation is to compute in, or return."""
+        """A parameter of an operation; a dtype is replaced."""
         is_dtype = isinstance(value, np.dtype | type) and str(np.dtype(value)) in self._dtypes
         return np.dtype(self._dtypes[str(np.dtype(value))]) if is_dtype else value
 
     def _keeps(self, equation: Any) -> bool:
-        """Does it round to the dtype that its operand has already?"""
+        """True if the operation rounds to the dtype that its operand already has."""
         info = jnp.finfo(equation.invars[0].aval.dtype)
         bits = equation.params["exponent_bits"], equation.params["mantissa_bits"]
         return bits == (info.nexp, info.nmant)
@@ -221,7 +221,7 @@ class ArgumentFree(PartialLift):
 
 
 def _as_many_axes(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
-    """Which of a scan's arrays has its body whole, rather than a slice of?"""
+    """For each array of a scan, whether the body gets all of it rather than a slice."""
     return [len(v.aval.shape) == len(a.shape) for v, a in zip(outer, inner, strict=True)]
 
 
@@ -237,7 +237,7 @@ def traced(
     make = partial(jax.make_jaxpr, return_shape=True)
     try:
         return make(function)(*args)
-    except Exception as error:  # the model may raise any
+    except Exception as error:  # a model may raise anything
         with jax.enable_x64(False):
             narrowed = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
             narrow = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, narrowed(x.dtype)), args)
@@ -255,7 +255,7 @@ def rewritten(
     found: Found,
     evaluator: Callable[..., Lift] = Lift,
 ) -> Callable[..., Any]:
-    """The function with its numbers of some dtypes in others; tells what it found on the way."""
+    """The function with some dtypes replaced; `found` gets what its program does."""
 
     def run(*args):
         closed, shapes = traced(function, args, found)

@@ -24,18 +24,18 @@ from parity_tests.engine.problem import (
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceWeights:
-    """What is known of the weights that a port is to have."""
+    """The reference's weights, which a port is to have."""
 
     arrays: Arrays
-    """By key, in their own dtypes."""
+    """The weights by key, in their own dtypes."""
     owners: Mapping[str, str]
-    """The key of each floating one, or the first of the keys that share it."""
+    """For the key of each floating weight, the first of the keys that share the weight."""
     parameters: Collection[str]
     """The keys that torch would train."""
     matters: Callable[[Problem, str], bool]
-    """Does the result depend on a key?"""
+    """`matters(problem, key)` says whether the result depends on the weight of a key."""
     is_jax: bool = False
-    """Are they a JAX model's, under its own names?"""
+    """Whether the weights belong to a JAX model, under its own names."""
 
 
 def own_weights(model: Any) -> tuple[Arrays, list[str]]:
@@ -52,12 +52,12 @@ def own_weights(model: Any) -> tuple[Arrays, list[str]]:
 
 
 def named_table(names: Iterable[str]) -> Table:
-    """Each weight is that of the same name."""
+    """A table in which weights of the same name correspond."""
     return [same(name, name) for name in names]
 
 
 def is_trivial(value: np.ndarray) -> bool:
-    """Is it all zeros, or all ones?"""
+    """True if the array is all zeros or all ones."""
     return bool((value == 0).all() or (value == 1).all())
 
 
@@ -68,19 +68,19 @@ class WeightsOnly:
     arrays: Arrays
 
     def state_dict(self) -> Arrays:
-        """By key."""
+        """The weights by key."""
         return self.arrays
 
 
 def evaluating(weights: Any) -> Any:
-    """The same, of an `nnx.Module` for evaluation: without dropout, norms on their statistics."""
+    """The weights; an `nnx.Module` without dropout, its norms with their running statistics."""
     if not isinstance(weights, nnx.Module):
         return weights
     return nnx.view(weights, deterministic=True, use_running_average=True, raise_if_not_found=False)
 
 
 def checked_loaded(weights: Any) -> Any:
-    """What a loader returns: an `nnx.Module`, or a tree with arrays."""
+    """Check what a loader returns: an `nnx.Module`, or a tree with arrays."""
     if isinstance(weights, nnx.Module):
         return weights
 
@@ -117,7 +117,7 @@ class TrackedStateDict(Mapping[str, np.ndarray]):
 
 
 def weights_in(weights: Any, dtype: str) -> Any:
-    """A copy of the weights, their floating arrays in a dtype; of a module, for evaluation."""
+    """A copy of the weights with floating arrays in a dtype; a module is set to evaluation."""
     graphdef = None
     if isinstance(weights, nnx.Module):
         graphdef, weights = nnx.split(weights)
@@ -130,5 +130,5 @@ def weights_in(weights: Any, dtype: str) -> Any:
 
 
 def is_number(leaf: Any) -> bool:
-    """Is it an array of real or complex numbers, or a float of Python's?"""
+    """True for an array of real or complex numbers, or a Python float."""
     return is_floating(leaf) or type(leaf) is float

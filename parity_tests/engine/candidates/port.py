@@ -1,4 +1,4 @@
-"""A JAX port, of whatever framework, as a problem."""
+"""Turn a JAX port of any framework into a problem."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -53,7 +53,7 @@ def port(
     *,
     has_kwargs: bool = False,
 ) -> tuple[Problem, list[str], list[str]]:
-    """The problem, the faults of the weights, and what cannot be compared.
+    """The problem, the faults of the weights, and notes on what cannot be compared.
 
     With `has_kwargs`, the last input is a dict of inputs by name.
     """
@@ -86,7 +86,7 @@ def port(
 
 
 Start = Callable[..., Problem]
-"""A `Problem` but for its JAX side."""
+"""Makes a `Problem` from the fields of its JAX side; the others are filled in."""
 
 
 def _of_foreign(
@@ -127,7 +127,7 @@ def _of_module(
     if weights is None and known.is_jax:
         return _of_named(start, known, model)
     if weights is None and not hasattr(model, "torch_layouts"):
-        note = "weight gradients are not compared: `weights` does not say which is which"
+        note = "weight gradients are not compared: `weights` does not say which ones correspond"
         notes = [note] if known.parameters else []
         return start(build=lambda _, dtype: weights_in(model, dtype), to_torch=None), [], notes
     if isinstance(weights, str) and not hasattr(model, "torch_layouts"):
@@ -167,7 +167,7 @@ def _of_module(
 def _of_named(
     start: Start, known: ReferenceWeights, model: nnx.Module
 ) -> tuple[Problem, list[str], list[str]]:
-    """A module with the weights that it has, beside a JAX model's of the same names."""
+    """A module with its own weights, compared with a JAX model by the names of the weights."""
     ours, _ = own_weights(model)
     start = partial(start, build=lambda _, dtype: weights_in(model, dtype))
     if any(key not in ours or ours[key].shape != known.arrays[key].shape for key in known.arrays):
@@ -195,7 +195,7 @@ def _of_named(
 def _of_loader(
     start: Start, known: ReferenceWeights, model: Callable[..., Any], loader: Any
 ) -> tuple[Problem, list[str], list[str]]:
-    """A function with a loader: JAX differentiates through it, if it can be traced."""
+    """A function with a loader, through which JAX differentiates if it can trace the loader."""
     owners = known.owners
     reads = TrackedStateDict(all_in_dtype(known.arrays, "float32"))
     loaded = loader(reads)
@@ -214,10 +214,8 @@ def _of_loader(
             lambda arrays: [leaf for leaf in jax.tree.leaves(load(arrays)) if is_floating(leaf)],
             _floating(reads.arrays),
         )
-    except Exception:  # whatever NumPy or torch say of what JAX traces
-        notes = [
-            "weight gradients are not compared: the loader is not in JAX (np where jnp could be)"
-        ]
+    except Exception:  # NumPy and torch raise various errors for traced arrays
+        notes = ["weight gradients are not compared: JAX cannot trace the loader (use jnp, not np)"]
 
         def build(state_dict: Arrays, dtype: str) -> Any:
             return weights_in(checked_loaded(loader(all_in_dtype(state_dict, dtype))), dtype)
@@ -247,12 +245,12 @@ def _of_loader(
 
 
 def _shows(known: ReferenceWeights, key: str) -> bool:
-    """Is it a buffer whose numbers JAX cannot have without reading or computing them?"""
+    """True for a buffer whose numbers JAX can only have by reading or computing them."""
     return key not in known.parameters and not is_trivial(known.arrays[key])
 
 
 def _floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Those that a table names: integers, such as BatchNorm's counter, are no weights."""
+    """The weights that a table names. Integers, such as BatchNorm's counter, are not weights."""
     return {key: array for key, array in arrays.items() if is_floating(array)}
 
 
@@ -269,7 +267,7 @@ def refuse_other_weights(problem: Problem) -> None:
     ours = numbers(leaf for leaf in jax.tree.leaves(built) if is_floating(leaf))
     if np.isin(theirs, ours).sum() < theirs.size / 2:
         raise ValueError(
-            "weights: the model has other weights than the twin, so that nothing can be compared: "
-            "say by a table or a loader how the twin's become the model's, as in "
+            "weights: the model has other weights than the twin, so nothing can be compared: give "
+            "a table or a loader that makes the model's weights from the twin's, as in "
             "weights=[*linear('out', 'fc')] or weights=lambda state_dict: …"
         )

@@ -20,9 +20,9 @@ def gradients_by_table(
     owners: Mapping[str, str],
     gradient: nnx.Module,
 ) -> Arrays:
-    """The gradient of each key, of a module that holds gradients in the places of its weights.
+    """The gradient of each key, from a module that holds gradients in place of its weights.
 
-    Keys with one owner are one weight: each has the gradient of all of them.
+    Keys with the same owner are one weight, so each gets the sum of their gradients.
     """
     params = {
         ".".join(map(str, path)): np.asarray(param.get_value())
@@ -63,7 +63,7 @@ def gradients(
 
     try:  # compiled together, in much less time than one by one
         found = pulled_back(derived)
-    except Exception:  # whatever NumPy says of what JAX traces
+    except Exception:  # NumPy raises various errors for traced arrays
         found = {}
     for i, row in enumerate(rows):
         if row.gradients is not None:

@@ -12,7 +12,7 @@ from parity_tests.engine.problem import COMPLEX, is_flag, kind_of
 
 
 def tensors(tree: Any, dtype: str) -> Any:
-    """A tree of arrays as tensors, the floating ones in a dtype."""
+    """The tree of arrays as tensors, with the floating ones in a dtype."""
 
     def tensor(array: Any) -> Any:
         return array if is_flag(array) else cast(torch.tensor(np.asarray(array)), dtype)
@@ -21,7 +21,7 @@ def tensors(tree: Any, dtype: str) -> Any:
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor in a dtype if it is floating; a complex one in the dtype that goes with it."""
+    """The tensor, cast to a dtype if it is floating; a complex one to the matching dtype."""
     if tensor.is_complex():
         return tensor.to(getattr(torch, COMPLEX[dtype]))
     return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -33,7 +33,7 @@ def in_double(tree: Any) -> Any:
 
 
 def weight_owners(twin: torch.nn.Module) -> dict[str, str]:
-    """The key of each real or complex weight or buffer, or the first of the keys that share it."""
+    """For the key of each real or complex weight or buffer, the first of the keys that share it."""
     first: dict[int, str] = {}
     return {
         key: first.setdefault(id(weight), key)

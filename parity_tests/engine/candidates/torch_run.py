@@ -22,11 +22,11 @@ from parity_tests.engine.results import (
 )
 
 Prepare = Callable[[torch.nn.Module], object]
-"""Changes the copy of the twin that is to run."""
+"""Changes the copy of the twin before it runs."""
 
 
 def run_oracle(problem: Problem, prepare: Prepare = lambda twin: None) -> tuple[Results, InFloat64]:
-    """What `run_torch` returns, in float64 throughout, and what was found on the way."""
+    """The results of `run_torch` in float64 throughout, and the mode with what it recorded."""
     try:
         with InFloat64() as mode:
             results = run_torch(problem, "float64", prepare)
@@ -34,14 +34,14 @@ def run_oracle(problem: Problem, prepare: Prepare = lambda twin: None) -> tuple[
         if "dtype" not in str(error):
             raise
         raise TypeError(
-            f"torch: {error}: float64 meets tensors of the module that stay in less; make them "
-            "buffers, or of the inputs' dtype"
+            f"torch: {error}: some tensors of the module are not cast to float64: make them "
+            "buffers, or give them the inputs' dtype"
         ) from error
     return results, mode
 
 
 def run_torch(problem: Problem, dtype: str, prepare: Prepare = lambda twin: None) -> Results:
-    """The torch side's result, and the gradients that random cotangents give."""
+    """The torch side's results, and the gradients for random cotangents."""
     twin = twin_in(problem.twin, dtype)
     prepare(twin)
     return _run_twin(problem, twin, tensors(problem.inputs, dtype))
@@ -54,7 +54,7 @@ def run_torch_rounded(
     decisions: Sequence[torch.Tensor],
     prepare: Prepare = lambda twin: None,
 ) -> Results:
-    """As `run_torch`, in float64 with each operation's result rounded to the dtype at random."""
+    """As `run_torch`, in float64, with each operation's result rounded to a dtype at random."""
     twin = converted(problem.twin, lambda tensor: cast(cast(tensor, dtype), "float64"))
     prepare(twin)
     with RandomRounding(dtype, seed, decisions):
@@ -102,13 +102,13 @@ def forward(problem: Problem, prepare: Prepare = lambda twin: None) -> Results:
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
-    """What torch.compile was called on runs as it is written."""
+    """A context in which modules that `torch.compile` wrapped run uncompiled."""
     return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """JAX has the other cores."""
+    """A context in which torch uses one thread and leaves the other cores to JAX."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -119,7 +119,7 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_draws(problem: Problem) -> Iterator[None]:
-    """What draws random numbers draws the same in each run, and nothing outside is touched."""
+    """A context in which each run draws the same random numbers, with a generator of its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(problem.seed)
         yield
@@ -195,7 +195,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def as_array(leaf: Any) -> torch.Tensor | None:
-    """The leaf as a dense tensor, None if it is none."""
+    """The leaf as a dense tensor; None if it is not one."""
     if isinstance(leaf, torch.Tensor):
         return leaf if leaf.layout == torch.strided else leaf.to_dense()
     is_number = isinstance(leaf, np.ndarray | np.generic) or type(leaf) in (bool, int, float)
@@ -207,7 +207,7 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _gradient(tensor: torch.Tensor) -> np.ndarray:
-    """Zero where nothing depends on the tensor, as in JAX."""
+    """The gradient as an array; zeros if nothing depends on the tensor, as in JAX."""
     if tensor.grad is None:
         return np.zeros(tensor.shape)
     return _shared(tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad)

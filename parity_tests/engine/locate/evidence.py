@@ -1,4 +1,4 @@
-"""What is known of the arrays of torch's calls: does JAX compute them, or others?"""
+"""Which arrays of torch's calls JAX computes, and which it computes differently."""
 
 import dataclasses
 
@@ -17,14 +17,14 @@ MATCHED, DEPARTS, UNKNOWN = "matched", "departs", "unknown"
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-    """Forward, a call takes inputs and gives outputs; backward, gradients the other way."""
+    """Forward, a call takes inputs and gives outputs; backward, it takes and gives gradients."""
 
     name: str
     taken: str
     given: str
 
     def __str__(self) -> str:
-        """As in a sentence."""
+        """The name of the direction, for sentences."""
         return self.name
 
 
@@ -80,17 +80,18 @@ class Evidence:
         self._search(wanted)
 
     def numbers(self, call: Call, slot: str) -> set[bytes]:
-        """What identifies the telling arrays of a slot."""
+        """The identities of the telling arrays in a slot."""
         arrays = call.slots[slot].items()
         return {identity(call, slot, label) for label, array in arrays if is_telling(array)}
 
     def state(self, call: Call, slot: str) -> str:
         """The state of all arrays of a slot.
 
-        Of what a call without a counterpart gives, only the first array must be matched, and those
-        that another call takes or that have a gradient: that JAX computes a layer's attention
-        weights somewhere says nothing of the layer's output. A gradient that is only a part of a
-        sum need not be matched if those of the weights are.
+        If a call has no counterpart, not every array that it gives must be matched: only the first
+        one, and those that another call takes or that have a gradient. If JAX computes a layer's
+        attention weights somewhere, for example, that says nothing about the layer's output. An
+        input gradient that is only a part of a sum need not be matched if the gradients of the
+        weights are.
         """
         states = self.states[call, slot]
         if DEPARTS in states.values():
@@ -105,11 +106,11 @@ class Evidence:
         return MATCHED if MATCHED in states.values() else UNKNOWN
 
     def is_right(self, call: Call) -> bool:
-        """Does JAX compute what the call gives?"""
+        """True if JAX computes what the call gives."""
         return self.state(call, self.direction.given) == MATCHED
 
     def is_telling(self, call: Call, slot: str, label: str) -> bool:
-        """Would JAX have the array only by computing the same?"""
+        """True if JAX can only have the array by computing the same."""
         return label.startswith("weight ") or is_telling(call.slots[slot][label])
 
     def _is_used(self, call: Call, slot: str, label: str) -> bool:
@@ -144,14 +145,14 @@ class Evidence:
         for label, actual in assigned(expected, stacked(calls, slot)):
             d = difference(actual, expected[label], self.least, largest)
             if d is None or (slot == "inputs" and actual.size > expected[label].size):
-                continue  # padded, say, before JAX's module, where torch's pads within
+                continue  # JAX pads before its module, for example, and torch's module pads inside
             bound = self.reference.bound(call, slot, label, d.error, self.least)
             if bound > d.error or d.layout:
                 d = difference(actual, expected[label], bound, largest) or d
             self._judge(call, slot, label, d, bound)
 
     def _compare_parts(self, call: Call, slot: str) -> None:
-        """Several modules, where a port splits a joint projection, have its features together."""
+        """Look for the features in several modules, into which a port splits a joint projection."""
         for label, array in call.slots[slot].items() if slot != BACKWARD.given else ():
             search = Search([Wanted(array)])
             for each in self.pairs[call]:
@@ -167,7 +168,7 @@ class Evidence:
         self.states[call, slot][label] = MATCHED if found.error <= bound else DEPARTS
 
     def _note_stopped(self, call: Call) -> None:
-        """JAX stops a gradient where torch does not: after a module, or in it or before it."""
+        """Note if JAX stops a gradient that torch does not: after a module, in it or before it."""
         counterpart = self.pairs[call][0].slots
         is_tap = not counterpart["inputs"]
         if is_tap or not call.slots[BACKWARD.given] or counterpart[BACKWARD.given]:
@@ -178,9 +179,10 @@ class Evidence:
             self.states[call, BACKWARD.taken] = dict.fromkeys(call.slots[BACKWARD.taken], DEPARTS)
 
     def _compare_weight_gradients(self) -> None:
-        """A call gives the gradients of its weights beside those of its inputs.
+        """Compare the gradients of weights, which a call gives beside those of its inputs.
 
-        In float64, where rounding explains nothing, one that departs departs for all calls around.
+        In float64, where rounding explains nothing, a gradient that departs counts as departing in
+        all enclosing calls, too.
         """
         actual = self.jax_run.results.get("weight gradients", {})
         expected = self.reference.run.results.get("weight gradients", {})
@@ -200,10 +202,10 @@ class Evidence:
                     self.states[giver, given][f"weight {key}"] = state
 
     def _search(self, wanted: dict[bytes, Wanted]) -> None:
-        """Whatever is still unknown is matched if JAX computes it anywhere.
+        """Match every array that is still unknown if JAX computes it anywhere.
 
-        So is what a layer gives whose counterpart gives something else, if the layer takes what is
-        right: an activation, say, may belong to JAX's module and not to torch's.
+        The same holds for the output of a layer whose counterpart gives something else, if the
+        layer takes what is right: JAX's module may include an activation that torch's does not.
         """
         places = [
             (call, slot, label, identity(call, slot, label))
@@ -226,7 +228,7 @@ class Evidence:
             self._set_straight(matched)
 
     def _set_straight(self, matched: set[bytes]) -> None:
-        """Match what layers give inside of counterparts that do more."""
+        """Match the outputs of layers whose counterparts compute more than the layers do."""
         for call in [*self.compared]:
             if not call.weights or call in self.parents or len(self.pairs[call]) > 1:
                 continue

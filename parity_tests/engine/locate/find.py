@@ -27,11 +27,11 @@ from parity_tests.engine.results import Results
 def checked_names(
     names: Mapping[str, str], submodules: Collection[str] | None, model: Any
 ) -> Mapping[str, str]:
-    """The JAX paths of the reference's submodules, all of which exist if it is known which do.
+    """The JAX paths of the reference's submodules, checked as far as the submodules are known.
 
     Raises:
-        TypeError: it is no mapping.
-        ValueError: there is no such submodule.
+        TypeError: `names` is not a mapping.
+        ValueError: a submodule does not exist.
 
     """
     if not isinstance(names, Mapping):
@@ -61,9 +61,9 @@ def find_departure(
 ) -> Location:
     """Run the JAX side call by call, and compare it with the trace of the reference.
 
-    `names` has the JAX paths of the reference's submodules that correspond for no other reason. An
-    error up to `bound` is none, whatever rounding explains. `is_forward`: results depart, which no
-    culprit backward explains.
+    `names` has the JAX paths of the reference's submodules that are not paired otherwise. An error
+    up to `bound` counts as agreement. With `is_forward`, the results already depart, so only the
+    forward pass is searched.
     """
     oracle = reference.run
     wanted = wanted_values(oracle.trace)
@@ -92,7 +92,7 @@ def find_departure(
 
 
 def where_it_raises(problem: Problem, dtype: str, oracle: Results) -> str | None:
-    """The JAX path of the innermost module in which the JAX side raises; None if in none."""
+    """The JAX path of the innermost module that raises an error; None if no module does."""
     trace = Trace()
     with recording(trace, problem) as side:
         try:

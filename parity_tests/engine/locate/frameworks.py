@@ -1,6 +1,6 @@
-"""The calls of a JAX side's modules, of whatever frameworks they are.
+"""Record the calls of a JAX side's modules, whatever their framework.
 
-A framework that has not been imported is not: then nothing can be of it.
+A framework that has not been imported is not imported here, because no module can belong to it.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class Recorder:
         return observe(self.trace, call, "outputs", "output gradients", result)
 
     def register(self, prefix: str, modules: Iterator[tuple[str, Any]]) -> None:
-        """The names of a module's submodules, where they have none."""
+        """Name a module's submodules, except those that have a name already."""
         for path, module in modules:
             name = ".".join(part for part in (prefix, path) if part)
             if self.names.setdefault(id(module), name) == name:
@@ -74,8 +74,8 @@ class Recorder:
     def name(self, module: Any, submodules: Callable[[Any], Iterator[tuple[str, Any]]]) -> str:
         """A module's path.
 
-        One that a transformation has taken apart and put together is another object. It takes the
-        path of a module of its class in the call that it is in, one that has not been called there.
+        A module that a transformation has split and merged is a new object. It gets the path of a
+        module of its class inside the current call that has not been called there.
         """
         if id(module) not in self.names:
             self.register(self._guess(module), submodules(module))
@@ -117,7 +117,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _methods_replaced(base: type, name_of: Callable, weights_of: Callable, recorder: Recorder):
-    """The methods of all classes with this base tell the recorder."""
+    """A context in which the methods of all classes with this base tell the recorder."""
 
     def telling(method):
         @wraps(method)
@@ -143,7 +143,7 @@ def _methods_replaced(base: type, name_of: Callable, weights_of: Callable, recor
 
 
 def nnx_modules(module: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
-    """The paths of a module's submodules, its own is empty."""
+    """The paths of a module and its submodules; the module's own path is empty."""
     for path, submodule in nnx.iter_modules(module):
         yield ".".join(map(str, path)), submodule
 
@@ -158,7 +158,7 @@ def _of_nnx(recorder: Recorder):
 
 
 def _interceptor(recorder: Recorder, name_of: Callable, weights_of: Callable) -> Callable:
-    """What Linen and haiku call in the place of each method."""
+    """A function that Linen and haiku call in place of each method."""
 
     def intercept(method, args, kwargs, context):
         module = context.module
@@ -249,10 +249,10 @@ def recording(
     problem: Problem,
     on_weights: Callable[[Call, list[Any]], None] | None = None,
 ) -> Iterator[Problem]:
-    """The problem with a JAX side whose modules tell the trace of their calls, to run within it.
+    """A context that gives the problem with a JAX side whose modules tell the trace of their calls.
 
-    JAX runs operation by operation, so there is nothing that a transformation traces once and calls
-    twice, and `scan` is a loop. `jax.checkpoint` would trace all the same, so it does nothing.
+    JAX runs operation by operation, so that no transformation traces a module once and calls it
+    twice, and `scan` is a loop. `jax.checkpoint` would still trace, so it returns its function.
     """
     recorder = Recorder(trace, on_weights)
 

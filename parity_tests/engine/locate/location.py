@@ -9,7 +9,7 @@ import numpy as np
 class Visit:
     """A call of a torch submodule, its JAX counterpart, and how far JAX's arrays are off.
 
-    Backward, the input is the output's gradient, and the output is the input's and the weights'.
+    Backward, the input is the output's gradient, and the output is all that the call gives.
     Errors are relative to the float64 torch submodule; None where nothing was compared.
     """
 
@@ -23,7 +23,7 @@ class Visit:
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """The submodules that were compared up to the first that departs, and whose code it is."""
+    """The submodules that were compared, up to the first that departs, and the culprit."""
 
     dtype: str
     visits: tuple[Visit, ...]

@@ -9,16 +9,16 @@ from parity_tests.engine.locate.record import Call, Rows
 from parity_tests.engine.locate.values import difference
 
 Pairs = dict[Call, list[Call]]
-"""By torch call: JAX's, which are several where JAX calls a module once a step, say."""
+"""JAX's calls by torch call; several if, for example, JAX calls a module once per step."""
 
 
 def paired(
     reference: list[Call], jax_calls: list[Call], names: Mapping[str, str], bound: float
 ) -> Pairs:
-    """Calls correspond that are named so, hold the same weights, or have the same name.
+    """Pair the calls that `names` pairs, that hold the same weights, or that have the same name.
 
-    Of what is left in two calls that correspond, those do that have the same last name, or the two
-    that are the only ones, if they take the same numbers up to the bound.
+    Calls that are left in two paired calls are paired if they have the same last name, or if one is
+    left on each side and both take the same numbers up to the bound.
     """
     matching = _Matching(reference, jax_calls, bound)
     matching.by(lambda call: names.get(call.name), lambda call: call.name)
@@ -37,7 +37,7 @@ class _Matching:
         self.taken: set[Call] = set()
 
     def add(self, reference: list[Call], jax_calls: list[Call]) -> bool:
-        """The k-th with the k-th; of more than torch's, those of its sizes, or all with its one."""
+        """Pair the calls in order if they are as many; or all of JAX's with torch's only one."""
         fitting = jax_calls
         if len(reference) < len(jax_calls):
             fitting = [c for c in jax_calls if any(_sizes_agree(r, c) == 2 for r in reference)]
@@ -58,14 +58,14 @@ class _Matching:
         )
 
     def by(self, key: Callable[[Call], Hashable], jax_key: Callable[[Call], Hashable]) -> None:
-        """Those that have one key."""
+        """Pair the calls that have the same key."""
         reference, jax_calls = self.left
         groups = grouped(jax_calls, jax_key)
         for value, calls in grouped(reference, key).items():
             self.add(calls, groups.get(value, []))
 
     def by_weights(self) -> None:
-        """Those that hold the same weights; of calls inside each other, the most alike."""
+        """Pair the calls that hold the same weights; of nested calls, the most similar ones."""
         reference, jax_calls = self.left
         groups = grouped(jax_calls, lambda call: call.weights or None)
         for weights, calls in grouped(reference, lambda call: call.weights or None).items():
@@ -83,13 +83,13 @@ class _Matching:
                     self.add(*([call] for call in pair))
 
     def _likeness(self, call: Call, jax_call: Call) -> int:
-        """In how much they are alike, the sizes before the numbers before the names."""
+        """How similar two calls are: sizes count more than numbers, and numbers more than names."""
         same = sum(self._is_same(call, jax_call, slot) for slot in ("inputs", "outputs"))
         is_named_so = _last_name(call) == _last_name(jax_call)
         return 6 * _sizes_agree(call, jax_call) + 2 * same + is_named_so
 
     def _is_same(self, call: Call, jax_call: Call, slot: str) -> bool:
-        """Have both the same first array there?"""
+        """True if both calls have the same first array in the slot."""
         first, other = (next(iter(c.slots[slot].values()), None) for c in (call, jax_call))
         if first is None or other is None:
             return False
@@ -97,7 +97,7 @@ class _Matching:
         return found is not None and found.error <= self.bound
 
     def by_place(self) -> bool:
-        """What is left in two calls that correspond."""
+        """Pair calls that are left in two paired calls."""
         found = False
         for parent, (jax_parent, *others) in [*self.pairs.items()]:
             if others:
@@ -132,7 +132,7 @@ def grouped(calls: Iterable[Call], key: Callable[[Call], Hashable]) -> dict[Hash
 
 
 def _chains(calls: list[Call]) -> Iterator[list[Call]]:
-    """Calls inside each other, the outermost first."""
+    """Groups of nested calls, the outermost first."""
     chain: list[Call] = []
     for call in calls:
         if chain and chain[0] not in call.ancestors:
@@ -153,7 +153,7 @@ def _sizes_agree(call: Call, jax_call: Call) -> int:
 
 
 def _within(calls: list[Call], parent: Call, taken) -> list[Call]:
-    """Those called in the parent, not in another that has a counterpart."""
+    """The calls in the parent, except those inside another call that has a counterpart."""
     return [
         call
         for call in calls
@@ -166,7 +166,7 @@ def _within(calls: list[Call], parent: Call, taken) -> list[Call]:
 
 
 def _outermost(call: Call) -> str | None:
-    """The whole module, if it is called."""
+    """A key for the call of the whole module."""
     is_root = call.parent is not None and call.parent.parent is None
     return "whole" if is_root and not call.name else None
 
@@ -176,7 +176,7 @@ def _last_name(call: Call) -> str | None:
 
 
 def stacked(calls: list[Call], slot: str) -> Rows:
-    """The arrays of a module's calls, the calls as an axis if they are more than one."""
+    """The arrays of a module's calls, stacked along a new axis if there are several calls."""
     first, *others = (call.slots[slot] for call in calls)
     if not others:
         return first
@@ -191,7 +191,7 @@ def stacked(calls: list[Call], slot: str) -> Rows:
 
 
 def assigned(expected: Rows, actual: Rows) -> Iterator[tuple[str, np.ndarray]]:
-    """Which of JAX's arrays is which of torch's: of one label and shape, then of one shape."""
+    """JAX's array for each of torch's labels: by label and shape, then by shape, then by size."""
     left, wanted = dict(actual), dict(expected)
     for same in (
         lambda e, a: e == a and wanted[e].shape == left[a].shape,

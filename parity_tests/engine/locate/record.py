@@ -17,7 +17,7 @@ Rows = dict[str, np.ndarray]
 """Arrays by label."""
 
 SLOTS = ("inputs", "outputs", "output gradients", "input gradients", "weight gradients")
-"""Those of weights are of the innermost module around each that is called, in its first call."""
+"""A weight's gradient belongs to the first call of the innermost called module around it."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,18 +30,18 @@ class Call:
     weights: frozenset[str] = frozenset()
     """The torch keys of the weights that the module holds."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Those of these weights, sorted."""
+    """The shapes of these weights, sorted."""
     hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     slots: dict[str, Rows] = dataclasses.field(default_factory=lambda: {s: {} for s in SLOTS})
     dtypes: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    """Of each floating array by slot and label, as the module has it."""
+    """The dtype of each floating array by slot and label, as the module computes it."""
     sources: "set[Call]" = dataclasses.field(default_factory=set)
-    """Of torch's: the calls whose outputs its inputs are computed from, without others between."""
+    """For torch's calls: those whose outputs are the last ones that its inputs come from."""
     identities: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
     """What identifies its arrays by their numbers, by slot and label."""
 
     def dtypes_in(self, slot: str) -> set[str]:
-        """Those of a slot's floating arrays, as the module has them."""
+        """The dtypes of a slot's floating arrays, as the module computes them."""
         return {dtype for (at, _), dtype in self.dtypes.items() if at == slot}
 
     @property
@@ -61,18 +61,18 @@ class Trace:
     events: list[tuple[Call, str]] = dataclasses.field(default_factory=list)
     open: list[Call] = dataclasses.field(default_factory=list)
     nodes: dict[Any, Call | None] = dataclasses.field(default_factory=dict)
-    """The call that gives a node of torch's graph, None if it takes it."""
+    """The call that gives a node of torch's graph; None for a node that a call takes."""
     is_forward: bool = False
     """Whether gradients are kept only as labels, without their values."""
 
     def begin(self, name: str, kind: str, **fields: Any) -> Call:
-        """A call, made in the innermost one that has not returned."""
+        """Begin a call inside of the innermost call that has not returned."""
         call = Call(name, kind, self.open[-1] if self.open else None, **fields)
         self.calls.append(call)
         return call
 
     def fed_by(self) -> dict[Call, set[Call]]:
-        """Of each call that gives to others: those that it feeds, the reverse of `sources`."""
+        """For each call, the calls that take what it gives: the reverse of `sources`."""
         fed: dict[Call, set[Call]] = {}
         for call in self.calls:
             for source in call.sources:
@@ -81,23 +81,23 @@ class Trace:
 
     @contextlib.contextmanager
     def running(self, call: Call) -> Iterator[None]:
-        """Until it returns, or for ever if it raises: then `open` says where."""
+        """A context in which a call is open; if it raises, it stays open, which says where."""
         self.open.append(call)
         yield
         self.open.remove(call)
 
     def keep(self, call: Call, slot: str, label: str, value: Any) -> None:
-        """A value that came by; of several under one label, the last."""
+        """Keep a value; a later value under the same label replaces it."""
         self.events.append((call, slot))
         is_kept = not self.is_forward or slot in ("inputs", "outputs")
         call.slots[slot][label] = np.array(value if is_kept else ())
 
 
 def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, path: str = "") -> Any:
-    """A copy of nested containers with other arrays; what else they hold is kept as it is.
+    """A copy of nested containers with changed arrays; anything else in them is kept.
 
-    Containers are tuples, lists, mappings, and dataclasses, such as a ModelOutput; modules of Linen
-    and Equinox are dataclasses, too, and no containers.
+    Containers are tuples, lists, mappings, and dataclasses, such as a ModelOutput. Modules of Linen
+    and Equinox are dataclasses, too, but they are not containers.
     """
     again = partial(mapped, change=change, is_array=is_array)
     if is_array(tree):
@@ -130,14 +130,14 @@ def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, pat
 
 
 def is_jax_array(value: Any) -> bool:
-    """An array of numbers, also one that is being traced."""
+    """True for an array of numbers, including a traced one."""
     return isinstance(value, jax.Array | np.ndarray) and (
         jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool
     )
 
 
 tell_p = Primitive("tell")
-"""Its operand; whoever runs it, in whatever transformation, tells a function the value."""
+"""Returns its operand, and gives the value to a function under any transformation."""
 tell_p.def_abstract_eval(lambda x, *, tell: x)
 
 
@@ -163,7 +163,7 @@ mlir.register_lowering(tell_p, mlir.lower_fun(_tell_from_device, multiple_result
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def observed(forward: Callable, backward: Callable, x: jax.Array) -> jax.Array:
-    """The array; `forward` is told its value and `backward` that of its gradient."""
+    """The same array; `forward` gets its value, and `backward` that of its gradient."""
     return tell_p.bind(x, tell=forward)
 
 
@@ -200,7 +200,7 @@ _active: list[Trace] = []
 
 @contextlib.contextmanager
 def tapped(trace: Trace) -> Iterator[None]:
-    """Within it, `tap` tells the trace."""
+    """A context in which `tap` tells the trace."""
     _active.append(trace)
     try:
         yield
@@ -215,7 +215,7 @@ def tap(name: str, x: Any) -> Any:
     the submodule `layers.0.mlp`. Outside of such a comparison it returns `x` and does nothing else.
 
     Args:
-        name: of the torch submodule; of several calls with one name, each belongs to one call.
+        name: the name of the torch submodule; if it is called several times, `tap` each call.
         x: an array, or a tree of arrays.
 
     """

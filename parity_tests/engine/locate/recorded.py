@@ -1,4 +1,4 @@
-"""What a reference tells call by call, as arrays and what JSON can hold."""
+"""The calls of a reference as arrays and JSON, and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def calls_of(
     owners: Mapping[str, str],
     dtype: str,
 ) -> ReferenceTrace:
-    """What `calls_as_facts` was told of a run with these results."""
+    """The trace that `calls_as_facts` was given, of a run with these results."""
     trace = Trace()
     for i, each in enumerate(facts["calls"]):
         call = Call(

@@ -1,4 +1,4 @@
-"""What a reference tells call by call: of its run, and of how far rounding carries it."""
+"""The calls of a reference's run, and how far rounding moves their arrays."""
 
 import dataclasses
 import functools
@@ -17,19 +17,19 @@ Place = tuple[int, str, str]
 """The number of a call, a slot of it, and a label."""
 Errors = dict[Place, float]
 PLAIN = 1e3
-"""An error in float64 of so many bounds is plain to see, whatever random rounding explains."""
+"""An error in float64 of so many bounds is a fault, whatever random rounding explains."""
 
 
 RunAgain = Callable[[int, Any, Collection[str], Sequence[np.ndarray]], list[Rows]]
-"""What the call of a number gives in a direction, where it takes each of some other arrays."""
+"""What a call gives in a direction if each of some arrays replaces inputs of some labels."""
 
 
 class OwnRun(NamedTuple):
-    """Of a reference's own run in a dtype."""
+    """The errors and dtypes of a reference's own run in a dtype."""
 
     errors: Errors
     dtypes: list[dict[str, set[str]]]
-    """Of each call, by slot: those of floating arrays, as the module has them."""
+    """For each call, by slot: the dtypes of floating arrays, as the module computes them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReferenceTrace:
     moved: Callable[[], Iterable[Errors]]
     """The errors of runs whose constants are off by their rounding to float32, each run once."""
     run_again: RunAgain | None = None
-    """None where the side is not there to be run."""
+    """None if the reference cannot be run, such as a record."""
 
     @functools.cached_property
     def number(self) -> dict[Call, int]:
@@ -59,7 +59,7 @@ class ReferenceTrace:
             return least
         place = self.number[call], slot, label
         errors, bounds, plain = {place: error}, {place: least}, {place: np.inf}
-        if self.dtype == "float64":  # a run of its own has the casts that are left out elsewhere
+        if self.dtype == "float64":  # its own run has casts that this one ignores
             bounds = raised(bounds, errors, self.moved(), plain)
             plain = {place: PLAIN * bounds[place]}
         else:
@@ -67,14 +67,14 @@ class ReferenceTrace:
         return raised(bounds, errors, self.rounded(), plain)[place]
 
     def constant_error(self, call: Call, slot: str, label: str) -> float:
-        """How far an array is off, in float64, where constants are off by their rounding."""
+        """How far an array is off in float64 if constants are off by their rounding."""
         if self.dtype != "float64":
             return 0.0
         place = self.number[call], slot, label
         return max((errors.get(place, 0.0) for errors in self.moved()), default=0.0)
 
     def dtypes(self, call: Call, slot: str) -> set[str]:
-        """Those of a slot's floating arrays in the run of its own."""
+        """The dtypes of a slot's floating arrays in the reference's own run."""
         return self.own().dtypes[self.number[call]][slot]
 
 
@@ -87,7 +87,7 @@ def of_runs(
     moved: Iterable[Run] = (),
     run_again: RunAgain | None = None,
 ) -> ReferenceTrace:
-    """The runs of a reference that can be run again."""
+    """The trace of a reference that can be run again."""
 
     @functools.cache
     def of_own() -> OwnRun:
@@ -108,7 +108,7 @@ def of_runs(
 
 
 def largest(runs: Iterable[Errors]) -> Errors:
-    """The error at each place of the run that is furthest off there."""
+    """The largest error at each place."""
     most: Errors = {}
     for errors in runs:
         most |= {place: max(error, most.get(place, 0.0)) for place, error in errors.items()}
@@ -116,7 +116,7 @@ def largest(runs: Iterable[Errors]) -> Errors:
 
 
 def errors_at(run: Run, oracle: Run) -> Errors:
-    """How far a run is off wherever it has an array of the oracle's shape, if that is a number."""
+    """How far a run is off wherever its array has the oracle's shape and the error is finite."""
     errors: Errors = {}
     for i, (call, true) in enumerate(zip(run.trace.calls, oracle.trace.calls, strict=False)):
         for slot, rows in true.slots.items():

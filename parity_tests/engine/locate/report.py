@@ -12,7 +12,7 @@ from parity_tests.engine.locate.rule import Culprit, timeline
 
 
 def departure(evidence: Evidence, culprit: Culprit) -> Location:
-    """What it says of the first departure."""
+    """The report of the first departure."""
     direction = evidence.direction
     visits = []
     for call in _compared(evidence):
@@ -39,7 +39,7 @@ def departure(evidence: Evidence, culprit: Culprit) -> Location:
 
 
 def nothing_departs(evidence: Evidence, *, is_forward: bool) -> Location:
-    """What it says if all numbers agree that could be compared: is there another dtype?"""
+    """The report if all numbers that were compared agree: perhaps a dtype differs."""
     reference, pairs = evidence.reference, evidence.pairs
     visits = []
     for call in _compared(evidence):

@@ -1,7 +1,7 @@
 """The one rule: the culprit is the smallest region that takes what is right and gives what is not.
 
-JAX need not compute what torch does inside. So a call is excused whose output JAX does not have, if
-another call needs it whose output JAX does have.
+JAX need not compute all that torch computes inside. So if JAX does not have the output of a call,
+the call is excused if another call needs this output, and JAX has the output of that other call.
 """
 
 import dataclasses
@@ -75,10 +75,10 @@ class Rule:
         self.harmless = {
             each for call in right for each in evidence.numbers(call, self.direction.taken)
         } | {each for call in self.excused for each in evidence.numbers(call, self.direction.given)}
-        """What calls take or give that lead to what is right, whether JAX has it or not."""
+        """The arrays that lead to what is right, whether JAX has them or not."""
 
     def culprit(self, frame: Call) -> Culprit:
-        """The culprit in a call, unless JAX stops a gradient there: that may be before it, too."""
+        """The culprit in a call; unknown if JAX stops a gradient there, maybe before the call."""
         found = self._descend(frame)
         stopped = [c for c in self.evidence.stopped if found.call in (c, *c.ancestors)]
         return self._unsure(found, *stopped) if stopped else found
@@ -107,7 +107,7 @@ class Rule:
         return self._leaf(here, first)
 
     def _leaf(self, here: Culprit, leaf: Call) -> Culprit:
-        """A call without others in it, or the code around that hands it what it takes."""
+        """The culprit is a call without inner calls, or the code around it that feeds it."""
         alone = Culprit(leaf, leaf)
         if self._is_certain(leaf) or not self.evidence.states[leaf, self.direction.taken]:
             return alone
@@ -125,10 +125,10 @@ class Rule:
         if leaf in found:
             idle = [user for user in users if found.get(user) is False]
             return self._unsure(here, leaf, *idle) if idle and self.direction is FORWARD else alone
-        if self.direction is FORWARD:  # of integers, nobody knows which JAX's layer takes
+        if self.direction is FORWARD:  # which integers JAX's layer takes is unknown
             return alone if taken else self._unsure(here, leaf)
         states = self.evidence.states[leaf, self.direction.given].values()
-        if MATCHED in states:  # so it takes what is right, and JAX may stop the rest before it
+        if MATCHED in states:  # it takes what is right; JAX may stop the rest before it
             return alone if DEPARTS in states else self._unsure(here, leaf)
         compared = [outer for outer in around if outer in self.evidence.compared]
         if compared:
@@ -139,9 +139,9 @@ class Rule:
         return dataclasses.replace(culprit, call=None, candidates=(*others, culprit.within))
 
     def _is_suspect(self, call: Call) -> bool:
-        """Does it give something that JAX does not have, and that nothing right needs?"""
+        """True if it gives something that JAX does not have and that nothing right needs."""
         states = self.evidence.states[call, self.direction.given]
-        if call in self.excused:  # gradients of weights lead nowhere
+        if call in self.excused:  # no call takes gradients of weights
             return any(s == DEPARTS for label, s in states.items() if label[:7] == "weight ")
         return not self.evidence.is_right(call) and (
             DEPARTS in states.values()
@@ -149,12 +149,12 @@ class Rule:
         )
 
     def _is_certain(self, call: Call) -> bool:
-        """Does JAX have a counterpart, and does it take the same?"""
+        """True if JAX has a counterpart that takes the same."""
         state = self.evidence.state(call, self.direction.taken)
         return call in self.evidence.compared and state == MATCHED
 
     def takes_right(self, call: Call) -> bool:
-        """Is all right that the call takes?
+        """True if everything that the call takes is right.
 
         JAX's counterpart may take less and compute the rest.
         """
@@ -169,5 +169,5 @@ class Rule:
         )
 
     def numbers(self, call: Call) -> set[bytes]:
-        """What the call takes."""
+        """The identities of what the call takes."""
         return self.evidence.numbers(call, self.direction.taken)

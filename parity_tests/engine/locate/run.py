@@ -32,7 +32,7 @@ def of_jax(
     noise: int = 0,
     transform: Callable[[Callable], Callable] = lambda function: function,
 ) -> Run:
-    """The run of a JAX side; all but the problem is as in `JaxSide` and `JaxSide.run`."""
+    """The run of a JAX side; the arguments are those of `JaxSide` and `JaxSide.run`."""
     trace = Trace()
     whole = trace.begin("", "run")
     with recording(trace, problem) as side, trace.running(whole):
@@ -43,7 +43,7 @@ def of_jax(
 
 
 def whole_run(problem: Problem, results: Results, trace: Trace) -> Run:
-    """The first call is that of the whole: it gets the problem's inputs and gives the results."""
+    """Fill in the first call, that of the whole: it takes the inputs and gives the results."""
     whole = trace.calls[0]
     whole.slots["inputs"] = {
         jax.tree_util.keystr(path): np.asarray(leaf)

@@ -1,7 +1,7 @@
 """Finds arrays of the torch side among all that the JAX side computes, whatever their names.
 
-So a function without modules is compared with a torch module's submodules, and so are the parts of
-a module that have no counterpart of their own.
+This compares a function without modules with a torch module's submodules, and also the parts of a
+module that have no counterpart of their own.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from parity_tests.engine.locate.values import closest_error
 
 
 def watched(function: Callable[..., Any], tell: Callable[[np.ndarray], None]) -> Callable[..., Any]:
-    """The function; each floating array that it computes for its results is told."""
+    """The function; `tell` gets each floating array that its results depend on."""
 
     def run(*args):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -84,7 +84,7 @@ class Wanted:
 class Search:
     """Looks at JAX's arrays as they come by, and keeps none of them.
 
-    An array is found as it is, up to the order of its axes and repeated slices, or feature by
+    An array is found as a whole, up to the order of its axes and repeated slices, or feature by
     feature: JAX may have one array where torch has several, or several where torch has one.
     """
 
@@ -102,12 +102,12 @@ class Search:
                 self._by_rows.setdefault(_rows(each.array), []).append(each)
 
     def see(self, value: np.ndarray, *, is_summand: bool = False) -> None:
-        """Compare an array of JAX's with all that are wanted."""
+        """Compare an array of JAX's with all wanted arrays."""
         candidates, rows = self._by_size.get(value.size, ()), _rows(value)
         if not candidates and rows not in self._by_rows:
             return
         value = np.asarray(value, float)
-        with np.errstate(over="ignore"):  # an additive mask may have the least number of all
+        with np.errstate(over="ignore"):  # an additive mask may hold its dtype's smallest number
             norm = float(np.linalg.norm(value))
         if not np.isfinite(norm):
             return
@@ -121,7 +121,7 @@ class Search:
             self._features.setdefault(rows, []).append((value.shape[-1], _projected(value)))
 
     def finish(self) -> None:
-        """Look for what was not found as it is feature by feature."""
+        """Look feature by feature for arrays that were not found as a whole."""
         for rows, seen in self._features.items():
             numbers = np.concatenate([features for _, features in seen])
             widths = np.repeat([width for width, _ in seen], [f.size for _, f in seen])
@@ -130,14 +130,14 @@ class Search:
             for wanted in self._by_rows[rows]:
                 by_width.setdefault(wanted.array.shape[-1], []).append(wanted)
             for width, several in by_width.items():
-                # as many features in another order would be another array
+                # the same number of features in another order is another array
                 others = order[widths[order] != width]
                 for wanted in several if others.size and width > 1 else ():
                     wanted.error = min(wanted.error, _apart(wanted.array, numbers[others]))
 
 
 def _apart(array: np.ndarray, numbers: np.ndarray) -> float:
-    """How far an array's features are from the closest of these, which are sorted."""
+    """How far an array's features are from the closest of these sorted numbers."""
     features = _projected(array)
     after = np.searchsorted(np.real(numbers), np.real(features))
     near = [numbers[np.clip(after + i, 0, numbers.size - 1)] for i in (-1, 0)]
@@ -150,7 +150,7 @@ def _rows(x: np.ndarray) -> int:
 
 
 def _projected(x: np.ndarray) -> np.ndarray:
-    """A complex number for each feature, which tells it from all others."""
+    """A complex number for each feature, which identifies the feature."""
     rng = np.random.default_rng(0)
     real, imaginary = rng.standard_normal((2, _rows(x))) @ x.reshape(-1, x.shape[-1])
     return real + 1j * imaginary
@@ -159,7 +159,7 @@ def _projected(x: np.ndarray) -> np.ndarray:
 def without_repeats(x: np.ndarray) -> np.ndarray:
     """One of several equal slices of an axis, and of equal halves or pairs of the last axis.
 
-    So a rotary embedding's cosines are the same for all rows, and for both halves of a head.
+    A rotary embedding's cosines, for example, are equal for all rows and for both halves of a head.
     """
     for axis in range(x.ndim):
         first = x.take([0], axis)

@@ -1,7 +1,7 @@
-"""The substitution test: does JAX compute a torch call, of something else than torch does?
+"""The substitution test: does JAX apply a torch layer to something else than torch does?
 
-Where a layer and the code around it are both suspects, the torch layer is run on what JAX computes.
-If JAX has the result, too, JAX's layer is right, and the code around gave it something else.
+If a layer and the code around it are both suspects, the torch layer is run on what JAX computes. If
+JAX has the result, too, JAX's layer is right, and the code around it gave it another input.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ class Substitution:
         self.calls, self.reference = evidence.trace.calls, evidence.reference
 
     def computes_of_another(self, calls: Sequence[Call]) -> dict[Call, bool]:
-        """Does JAX compute what these calls compute, each of an array that torch's does not take?
+        """For each call, whether JAX computes it from an array that torch's call does not take.
 
-        Calls for which that says nothing are left out: forward, those that JAX may compute
-        elsewhere with the same weights or without any.
+        Calls for which this says nothing are left out. Forward, these are calls without weights and
+        calls of a module that is called several times, because JAX may compute them elsewhere.
         """
         run_again = self.reference.run_again
         asked = {call: self._taken(call) for call in calls if self._is_telling(call)}
@@ -91,7 +91,7 @@ class Substitution:
         return {label: array for label, array in call.slots[slot].items() if is_telling(array)}
 
     def _run_jax(self, see) -> None:
-        """Run the JAX side, which tells each of its arrays."""
+        """Run the JAX side, and give each of its arrays to `see`."""
         results = self.reference.run.results
         with recording(Trace(), self.problem) as side:
             JaxSide(side, transform=lambda function: watched(function, see)).run(

@@ -1,4 +1,4 @@
-"""The calls of a torch module's submodules."""
+"""Record the calls of a torch module's submodules."""
 
 import contextlib
 import itertools
@@ -33,8 +33,7 @@ def of_torch(
 def hook(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None:
     """Make the submodules tell the trace what they take and return.
 
-    Each floating tensor passes through a copy of its own, so that its gradient is that of this call
-    alone.
+    Each floating tensor is copied at each call, so that its gradient is that of this call alone.
     """
     shapes = {key: tuple(weight.shape) for key, weight in twin.state_dict().items()}
     for name, module in twin.named_modules():
@@ -86,9 +85,9 @@ def run_again(
     labels: Collection[str],
     others: Sequence[np.ndarray],
 ) -> list[Rows]:
-    """What the call of this number gives, in float64, where it takes each of these instead."""
+    """What the call of this number gives in float64 if each of `others` replaces its inputs."""
     found: list[Rows] = []
-    number_of = itertools.count(1)  # 0 is the run
+    number_of = itertools.count(1)  # 0 is the whole run
 
     def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         if next(number_of) == number:
@@ -111,7 +110,7 @@ def _given(
     labels: Collection[str],
     other: torch.Tensor,
 ) -> Rows:
-    """What a module gives where it takes another array under some labels."""
+    """What a module gives if another array replaces what it takes under some labels."""
     is_forward = direction is FORWARD
     leaves: dict[str, torch.Tensor] = {}
     results: dict[str, torch.Tensor] = {}
@@ -157,7 +156,7 @@ def givers(x: torch.Tensor, nodes: Mapping[Any, Call | None]) -> set[Call]:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Its numbers, the floating ones in float64."""
+    """The tensor as an array; floating numbers are in float64."""
     tensor = tensor.detach().cpu().resolve_conj()
     if tensor.is_floating_point():
         tensor = tensor.double()

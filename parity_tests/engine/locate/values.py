@@ -1,4 +1,4 @@
-"""Are two arrays the same numbers, whatever the order of their axes?"""
+"""Compare the numbers of two arrays, whatever the order of their axes."""
 
 import dataclasses
 import hashlib
@@ -110,7 +110,7 @@ def closest_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _moves(order: tuple[int, ...]) -> int:
-    """How many pairs of axes have changed their order: few where only the channels move."""
+    """How many pairs of axes have changed their order; few if only the channels move."""
     return sum(a > b for a, b in itertools.combinations(order, 2))
 
 
@@ -138,7 +138,7 @@ def identity(call: Call, slot: str, label: str) -> bytes:
 
 
 def is_constant(array: np.ndarray) -> bool:
-    """Is it one number, once or everywhere? A scalar that was computed, as a loss, is not."""
+    """True if the array repeats one number. A computed scalar, such as a loss, does not count."""
     if array.size == 1 and array.dtype.kind == "f" and np.isfinite(array).all():
         with np.errstate(over="ignore"):
             return bool(array.flat[0] == array.flat[0].astype(np.float16))
@@ -146,5 +146,5 @@ def is_constant(array: np.ndarray) -> bool:
 
 
 def is_telling(array: np.ndarray) -> bool:
-    """Has it numbers that only this computation gives? A mask may be applied without being made."""
+    """True if only this computation gives the numbers; a mask need not be an array in JAX."""
     return array.dtype.kind == "f" and not is_constant(array) and mask_of(array) is None

@@ -1,4 +1,4 @@
-"""Which of the reference's weights each JAX module holds, seen in their numbers."""
+"""Find which of the reference's weights each JAX module holds, by their numbers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,14 +16,14 @@ from parity_tests.engine.problem import Arrays, Problem
 
 Keys = frozenset[str]
 MOST = 64
-"""The most weights that one array is taken to be made of."""
+"""An array with more distinct numbers is not made of filled weights."""
 
 
 def weigh(problem: Problem, trace: Trace, owners: Mapping[str, str]) -> None:
-    """Tell of each call of JAX's trace what weights of the reference its module holds.
+    """Note for each call of JAX's trace which weights of the reference its module holds.
 
-    That is seen in a run in which each weight is filled with a number of its own; or, of a module
-    that keeps the weights that it has, from these.
+    In a run for this purpose, each weight is filled with a number of its own, which identifies it.
+    A model that keeps its own weights is recognized by their numbers instead.
     """
     marks, marked = _marked(problem.state_dict, owners)
     sums = {a + b: frozenset((x, y)) for a, x in marks.items() for b, y in marks.items() if x != y}
@@ -49,7 +49,7 @@ def weigh(problem: Problem, trace: Trace, owners: Mapping[str, str]) -> None:
 
 
 def _marked(weights: Arrays, owners: Mapping[str, str]) -> tuple[dict[float, str], Arrays]:
-    """Whose each mark is, and the weights, each filled with its own."""
+    """The key of each mark, and the weights, each filled with its mark."""
     keys = [*dict.fromkeys(owners.values())]
     steps = np.random.default_rng(0).choice(2**22, len(keys), replace=False)
     marks = {key: 0.5 + float(step) / 2**23 for key, step in zip(keys, steps, strict=True)}
@@ -66,7 +66,7 @@ def _seen(
 ) -> list[tuple[str, Keys, tuple]]:
     """The name, the keys and the shapes of each call in a run with these weights.
 
-    Of that run, only what depends on no input is computed.
+    Only the part of that run that depends on no input is computed.
     """
     found: list[tuple[str, set[str], tuple]] = []
 
@@ -82,19 +82,19 @@ def _seen(
     try:
         with recording(trace, filled, on_weights) as side, trace.running(trace.begin("", "run")):
             JaxSide(side).compute_weights(side)
-    except Exception:  # whatever a model says of weights that are none
+    except Exception:  # a model may raise anything for such weights
         return []
     return [(name, frozenset(keys), shapes) for name, keys, shapes in found]
 
 
 def _by_numbers(weights: Arrays, owners: Mapping[str, str]) -> dict[bytes, Keys]:
-    """The key of each weight by its numbers, but for those that are one number everywhere."""
+    """The key of each weight by its numbers, except weights that repeat one number."""
     numbers = {_sorted(weights[key]): frozenset((key,)) for key in owners.values()}
     return {each: key for each, key in numbers.items() if each}
 
 
 def _sorted(values: np.ndarray) -> bytes:
-    """What tells an array from others in whatever order its numbers are."""
+    """Identifies an array by its numbers in any order; empty if it repeats one number."""
     if values.size < 2 or (values == values.flat[0]).all():
         return b""
     kind = np.complex64 if np.iscomplexobj(values) else np.float32

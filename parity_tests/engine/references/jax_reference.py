@@ -1,4 +1,4 @@
-"""A JAX model as the reference: on a CPU, where it is measured what another one does."""
+"""A JAX model, run on the CPU, as the reference for another JAX model."""
 
 import dataclasses
 import functools
@@ -43,12 +43,12 @@ SIDES = ("reference", "model")
 
 
 class JaxReference(Reference):
-    """A JAX model, run on a CPU when it is asked."""
+    """A JAX model on the CPU; each run is made when it is first needed."""
 
     sides = SIDES
 
     def __init__(self, name: str, own: Problem, parameters: Collection[str], say: Say):
-        """`own` is the problem whose JAX side the model is; `parameters` are its weights' keys."""
+        """`own` is a problem whose JAX side is the model; `parameters` are the model's keys."""
         self.name, self.seed, self.problem, self._say = name, own.seed, own, say
         self._side = JaxSide(own)
         say("reference in float64")
@@ -89,7 +89,7 @@ class JaxReference(Reference):
         yield from (errors_of(run(noise=seed), self.oracle) for seed in range(ROUNDED_RUNS))
 
     def _coarse(self, dtype: str) -> Problem:
-        """With weights and inputs of a dtype."""
+        """The problem with weights and inputs rounded to a dtype."""
 
         def coarse(array: Any) -> Any:
             return array if is_flag(array) else in_dtype(in_dtype(array, dtype), "float64")
@@ -110,7 +110,7 @@ class JaxReference(Reference):
         return {key: key for key in self.problem.state_dict}
 
     def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
-        """What it records call by call, in float64 and of its rounding in a dtype."""
+        """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         coarse = self._coarse(dtype)
 
         def rounded() -> Iterator[Run]:
@@ -128,12 +128,12 @@ class JaxReference(Reference):
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
-        """The constants of its float64 run."""
+        """The constants of the model's float64 run, numbered."""
         return numbered(self._side.constants_of(self.problem))
 
 
 def source_of(model: Any) -> Source:
-    """What a model of NNX or another framework, or a function, has."""
+    """The source that a model of NNX or another framework, or a function, makes."""
     arrays, parameters = own_weights(model)
     is_function = not isinstance(model, nnx.Module) and foreign_model(model) is None
     parts = model if type(model) is tuple else (model,)
@@ -145,7 +145,7 @@ def source_of(model: Any) -> Source:
         except TypeError as error:
             if is_function and "must be Tensor" in str(error):
                 raise TypeError(
-                    "twin: a function is taken for one of JAX, and this calls torch: put it into a "
+                    "twin: expected a function of JAX arrays, but this calls torch: wrap it in a "
                     "torch.nn.Module"
                 ) from error
             raise

@@ -21,14 +21,14 @@ def refuse_onnx(twin: Any) -> None:
     if is_path or (onnx is not None and isinstance(twin, onnx.ModelProto)):
         raise TypeError(
             "twin: ONNX models are no longer references: run the model in PyTorch (onnx2torch, for "
-            "example) and pass that module, or a file that `record` wrote of it; a recurrent layer "
-            "is imported by jax_models.from_onnx"
+            "example) and pass that module, or pass a file that `record` wrote of it; "
+            "jax_models.from_onnx imports recurrent layers"
         )
 
 
 @contextlib.contextmanager
 def open_reference(twin: Any) -> Iterator[Source]:
-    """The reference that a user names: a torch module, a JAX model, or a record."""
+    """Open a torch module, a JAX model or the path of a record as the source of a reference."""
     refuse_onnx(twin)
     if isinstance(twin, str | os.PathLike):
         yield recorded_reference.source_of(twin)

@@ -1,4 +1,4 @@
-"""Arrays and facts in a safetensors file, which is whole or refused."""
+"""Write and read arrays with facts in a safetensors file; damaged files are refused."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ from parity_tests.engine.problem import Arrays, is_flag
 from twinscan.files import whole
 
 KEY, CHECKSUM = "twinscan", "twinscan.checksum"
-"""Of the file's metadata: the facts, and what shows damage to them or to an array."""
+"""The keys of the file's metadata: the facts, and a checksum of facts and arrays."""
 SCHEMA = 3
 PLAIN = {np.dtype(name) for name in ("float64", "float32", "float16", "int64", "int32", "bool")}
 """What safetensors stores as it is; other arrays are stored as their bytes."""
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-    """Write a file, whole or not at all; `facts` are what JSON can hold.
+    """Write a file, whole or not at all; JSON must be able to hold `facts`.
 
     Equal arrays are stored once.
     """
@@ -102,7 +102,7 @@ def packed(tree: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def unpacked(node: Any, arrays: list[np.ndarray]) -> Any:
-    """The tree of before."""
+    """The tree that `packed` was given."""
     ((kind, value),) = node.items()
     if kind == "flag":
         return value

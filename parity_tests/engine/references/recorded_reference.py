@@ -61,17 +61,17 @@ class Recorded(Reference):
         return [self._facts["scatter"][dtype]]
 
     def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
-        """What it records call by call, in float64 and of its rounding in a dtype."""
+        """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         return self._theirs(dtype)
 
     @property
     def constant_count(self) -> int:
-        """The numbers that were moved."""
+        """How many numbers of the constants are rounded to float32."""
         return self._constants["count"]
 
     @property
     def constant_names(self) -> Sequence[str]:
-        """Their names; an older record has none."""
+        """The names of these constants; an older record has none."""
         return self._constants.get("names", ())
 
 
@@ -84,7 +84,7 @@ class RecordSource(Source):
     inputs: tuple[Any, ...]
 
     def completed(self, request: Request) -> Request:
-        """The record's inputs, dtypes and seed, if no others are request for."""
+        """The record's inputs, dtypes and seed; a request for others is refused."""
         recorded, seed = self.facts["dtypes"], self.facts["seed"]
         if request.inputs and not _same(request.inputs, self.inputs):
             raise ValueError(f"inputs: expected those of {self.path}, or none, got others")
@@ -99,7 +99,7 @@ class RecordSource(Source):
 
 
 def _same(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
-    """Are they the same trees of the same numbers?"""
+    """True if both are the same tree of the same numbers."""
     ours, theirs = jax.tree.leaves(given), jax.tree.leaves(recorded)
     return jax.tree.structure(given) == jax.tree.structure(recorded) and all(
         type(a) is type(b) and np.array_equal(a, b, equal_nan=isinstance(a, np.ndarray))
@@ -108,7 +108,7 @@ def _same(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
 
 
 def source_of(path: str | os.PathLike[str]) -> RecordSource:
-    """What a file of `record` has."""
+    """The source that a file of `record` makes."""
     path = Path(path)
     arrays, facts = read(path)
     owners = facts["owners"]

@@ -37,23 +37,23 @@ def record(
     logits: str | bool = False,
     activations: bool = True,
 ) -> None:
-    """Run one side alone, and write what `compare(path, model)` needs of it.
+    """Run the reference alone, and write a file for `compare(path, model)`.
 
-    The file has the weights, the inputs, results and gradients in float64, and how far the side
-    errs in each dtype. It is there whole or not at all. Where it is compared, torch is not needed.
+    The file has the weights, the inputs, results and gradients in float64, and the reference's own
+    error in each dtype. It is written completely or not at all. Comparing with it needs no torch.
 
     Args:
         twin: a torch module, a `torch.jit.ScriptModule`, or a JAX model, as in `compare`.
         inputs: as in `compare`; flags and arrays, in tuples, lists and dicts.
         path: the file to write, a `.safetensors`.
-        call_twin: how it is called; by default `twin(*inputs)`.
+        call_twin: how to call the twin; by default `twin(*inputs)`.
         kwargs: further inputs, by name.
-        dtypes: those that can be compared in.
-        seed: of the cotangents.
-        logits: as in `compare`; the record keeps their errors for it.
-        activations: what each submodule takes and returns, and the gradients of that, too, in
-            float64, and how far rounding carries it: for `compare(path, model, locate=True)`. The
-            file, the memory and the time are several times those without.
+        dtypes: the dtypes that a comparison may use.
+        seed: the seed of the random cotangents.
+        logits: as in `compare`; the file then also has the errors of the reference's logits.
+        activations: whether to store what each submodule takes and returns in float64, the
+            gradients, and how far rounding moves all of these. `compare(path, model, locate=True)`
+            needs them. File size, memory and time are then several times as large.
 
     Raises:
         ValueError: the results are random, or not numbers.
@@ -99,7 +99,7 @@ def record(
 
 
 def _facts(problem: Problem, reference: Reference, known: ReferenceWeights) -> dict[str, Any]:
-    """What the file says beside arrays."""
+    """What the file holds besides arrays."""
     oracle = reference.oracle
     dtypes = dict.fromkeys((*problem.dtypes, "float32"))
     return {

@@ -1,4 +1,4 @@
-"""What the other side is measured against."""
+"""What a JAX side is measured against."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ Place = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class RunErrors:
-    """What a reference's own run in a dtype says."""
+    """How far a reference's own run in a dtype is off, and its dtypes."""
 
     errors: ErrorsByGroup
-    """How far it is from the reference in float64."""
+    """The errors relative to the reference in float64."""
     dtypes: Mapping[Place, Any]
-    """Of its results."""
+    """The dtypes of its results."""
     overflows: tuple[str, ...] = ()
     """Why nothing can be compared in this dtype."""
     logits: LogitsError | None = None
 
 
 class Reference(abc.ABC):
-    """What a side says: a torch module, a record of one, or a JAX model.
+    """A torch module, a record of one, or a JAX model, against which a JAX side is measured.
 
-    Each method runs what it needs when it is first asked.
+    Each run is made when it is first needed.
     """
 
     sides: tuple[str, str] = ("torch", "JAX")
     """What reports call the reference, and what is measured."""
     problem: Problem
     name: str
-    """Its class."""
+    """The name of the reference's class."""
     seed: int
     _say: Say
     oracle: Results
-    """In float64, without the casts to less that it has."""
+    """The results in float64, without the reference's own casts to coarser dtypes."""
     cast_to: Sequence[str] = ()
     """The dtypes of these casts, as JAX calls them."""
     faults: Sequence[str] = ()
@@ -67,7 +67,7 @@ class Reference(abc.ABC):
 
     @functools.cached_property
     def own_run(self) -> Callable[[str], RunErrors]:
-        """How far its own run in a dtype is from the one in float64."""
+        """How far the reference's own run in a dtype is from the one in float64."""
         return functools.cache(self._own_run)
 
     def _own_run(self, dtype: str) -> RunErrors:
@@ -87,10 +87,10 @@ class Reference(abc.ABC):
 
     @abc.abstractmethod
     def _results_in(self, dtype: str) -> Results:
-        """Its results in a dtype below float64."""
+        """The results in a dtype coarser than float64."""
 
     def _dtypes_in(self, dtype: str, results: Results) -> Mapping[Place, Any]:
-        """The dtypes of outputs and states, with its own casts."""
+        """The dtypes of outputs and states, with the reference's own casts."""
         return {
             (group, name): array.dtype
             for group in GROUPS[:2]
@@ -104,14 +104,14 @@ class Reference(abc.ABC):
         return lambda dtype: runs(dtype)()
 
     def scatter(self, dtype: str) -> ErrorsByGroup:
-        """The largest errors of these runs."""
+        """The largest errors of the runs of `rounded`."""
         return largest_by_group(self.rounded(dtype))
 
     @abc.abstractmethod
     def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...
 
     def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
-        """What it records call by call, in float64 and of its rounding in a dtype.
+        """The reference's calls in float64, and how far rounding to a dtype moves their arrays.
 
         With `is_forward`, gradients are not needed.
         """
@@ -119,7 +119,7 @@ class Reference(abc.ABC):
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
-        """By name, the constants of its float64 run."""
+        """The constants of the float64 run, by name."""
         return {}
 
     @property

@@ -34,7 +34,7 @@ class Request:
 
     inputs: tuple[Any, ...]
     has_kwargs: bool
-    """Is the last input to be given by name?"""
+    """Whether the last input is a dict of inputs by name."""
     dtypes: tuple[str, ...] | None
     seed: int | None
     call_twin: Callable[..., Any] | None
@@ -49,23 +49,23 @@ class Source:
     known: ReferenceWeights
     reference: Opener
     submodules: Collection[str] | None = dataclasses.field(default=None, kw_only=True)
-    """The names of its submodules, itself "" among them; None if they are not known."""
+    """The names of its submodules, with "" for the module itself; None if unknown."""
     no_calls: str = dataclasses.field(default="", kw_only=True)
-    """Why it cannot tell call by call what it computes; empty if it can."""
+    """Why its submodules cannot be compared one by one; empty if they can."""
 
     def completed(self, request: Request) -> Request:
         """The request, completed by what the reference itself prescribes."""
         return request
 
     def checked_locate(self, locate: bool | None, names: Any) -> bool:
-        """Whether to locate a failure; None is True if the reference can tell its calls apart."""
+        """Whether to locate a failure; None means True if submodules can be compared."""
         is_chosen = locate is not None and checked_bool("locate", locate)
         if (is_chosen or names) and self.no_calls:
             raise ValueError(f"locate: {self.no_calls}")
         return is_chosen if locate is not None else not self.no_calls
 
     def start(self, request: Request, logits: str | bool) -> Start:
-        """A problem but for its JAX side."""
+        """A function that makes the problem from the fields of its JAX side."""
         call_twin = request.call_twin or called
         return partial(
             Problem,
@@ -85,7 +85,7 @@ def requested(
     seed: int | None,
     call_twin: Callable[..., Any] | None,
 ) -> Request:
-    """The request of a user's arguments, checked."""
+    """Check a user's arguments and return them as a request."""
     check_functions({}, {"call_twin": call_twin})
     given = checked_arrays("inputs", inputs, flags=True)
     if kwargs is not None and not isinstance(kwargs, Mapping):

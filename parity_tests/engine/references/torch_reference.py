@@ -44,7 +44,7 @@ from parity_tests.engine.results import (
 
 
 class TorchReference(Reference):
-    """The torch side of a problem, run when it is asked."""
+    """The torch side of a problem; each run is made when it is first needed."""
 
     def __init__(self, problem: Problem, say: Say = lambda text: None):
         self.problem, self._say = problem, say
@@ -90,7 +90,7 @@ class TorchReference(Reference):
         return functools.cache(run)
 
     def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
-        """What it records call by call, in float64 and of its rounding in a dtype."""
+        """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         problem, decisions = self.problem, self._mode.decisions
         traced = partial(of_torch, problem, is_forward=is_forward)
 
@@ -99,7 +99,7 @@ class TorchReference(Reference):
                 yield traced(partial(run_torch_rounded, problem, dtype, seed, decisions))
 
         def moved() -> Iterator[Run]:
-            if self._moves:  # twice as far as JAX's digits are, so that JAX is within
+            if self._moves:  # twice as far as JAX's digits, which are then within
                 twice = {name: 2 * move for name, move in self._moves.items()}
                 yield traced(partial(_oracle, problem, moves=twice))
 
@@ -136,7 +136,7 @@ def reference_weights(twin: torch.nn.Module) -> ReferenceWeights:
 
 
 def random_results(problem: Problem, oracle: Results, mode: InFloat64) -> list[str]:
-    """Does the torch side give something else with other random numbers?"""
+    """A fault if the torch side's results depend on the random seed."""
     if not mode.draws:
         return []
     again, _ = run_oracle(dataclasses.replace(problem, seed=problem.seed + 1))
@@ -170,7 +170,7 @@ def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[s
 
 
 def rounded_constants(problem: Problem) -> dict[str, np.ndarray]:
-    """Those of the twin that are rounded to float32, in float64."""
+    """The twin's constants that are rounded to float32, as float64 arrays."""
     constants = {
         name: tensor.detach().double().numpy()
         for name, tensor in named_constants(problem, problem.twin)
@@ -201,6 +201,6 @@ def measure_twin(
     jax_side: JaxSide | None = None,
     say: Say = lambda text: None,
 ) -> Report:
-    """Measure the JAX side against the problem's torch module: `measure`."""
+    """Run `measure` with the problem's torch module as the reference."""
     reference = TorchReference(problem, say)
     return measure(problem, reference, dtypes, platform, jax_side=jax_side, say=say)

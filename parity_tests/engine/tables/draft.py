@@ -78,7 +78,7 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
             *linear("", ""),
         ]
 
-    Modules are paired if their shapes fit, as their kinds of layer imply, and if no other pair is
+    Two modules are paired if their shapes fit for their kind of layer, and if no other pair is
     possible or their names, numbers or order decide. Ambiguous rows and leftover weights are
     written as comments, and a table with gaps is refused until a person completes it.
 
@@ -114,7 +114,7 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
 
 
 def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
-    """The modules that hold weights; attention, and modules with one of the tables, are whole."""
+    """The modules that hold weights; attention and modules that fit one of the tables are whole."""
     whole = [{key for row in table if row.params for key in row.keys} for table in tables]
     owners = weight_owners(twin)
     weights = {key: as_numpy(twin.state_dict()[key].double()) for key in owners}
@@ -168,7 +168,7 @@ def paired(theirs: list[Part], ours: list[Part]) -> tuple[list[Draft], list[list
         if (draft := fitting(part, place)) is not None
     }
     chosen: list[Draft] = []
-    for _ in range(2):  # what is chosen may leave the rest a single possibility
+    for _ in range(2):  # a choice may leave a single possibility for the others
         groups: dict[frozenset[str], list[str]] = {}
         for key in dict.fromkeys(key for key, _ in options):
             groups.setdefault(frozenset(p for k, p in options if k == key), []).append(key)
@@ -184,7 +184,7 @@ def paired(theirs: list[Part], ours: list[Part]) -> tuple[list[Draft], list[list
 
 def told_apart(keys: list[str], places: list[str]) -> Iterable[tuple[str, str]]:
     """The pairs of names that have the same words and numbers, or else the same order."""
-    for length in (99, 1, 0):  # of the last word: all of it, its initial (`q_proj`, `query`), none
+    for length in (99, 1, 0):  # compare the last word, its initial (`q_proj`, `query`), or neither
         theirs, ours = (
             {(*re.findall(r"\d+", name), last(name)[:length]): name for name in side}
             for side in (keys, places)
@@ -198,7 +198,7 @@ def told_apart(keys: list[str], places: list[str]) -> Iterable[tuple[str, str]]:
 
 
 def fitting(part: Part, place: Part) -> Draft | None:
-    """The rows that make a torch module's weights those of a place, if their shapes fit."""
+    """The rows that load a torch module's weights into a place, if their shapes fit."""
     arrays = {**part.arrays, **place.arrays}
     for draft in candidates(part, place):
         left = arrays.keys() - draft.names
@@ -279,12 +279,12 @@ def single(key: str, array: np.ndarray, path: str, like: np.ndarray) -> list[Dra
 
 
 def layouts(part: Part) -> Layouts:
-    """The weight tables of a layer that has some."""
+    """The weight tables of a layer; empty if it has none."""
     return {} if part.module is None else part.module.torch_layouts()
 
 
 def row(helper: str, *args: Any, **options: Any) -> Draft:
-    """What a helper of `jax_models.weights` makes, and the call."""
+    """The rows that a helper of `jax_models.weights` makes, and the code of the call."""
     made = getattr(rows, helper)(*args, **options)
     given = [*map(literal, args), *(f"{k}={literal(v)}" for k, v in options.items())]
     call = f"{helper}({', '.join(given)})"

@@ -52,40 +52,43 @@ def compare_training(
 ) -> TrainingReport:
     """Train both sides from the same weights on the same batches, and compare them at each step.
 
-    The oracle is torch's training in float64. JAX may err by 1e-12 in float64 and elsewhere by 4
-    times what torch errs at that step, or by as much as the training's conditioning explains
-    (`docs/bound.md`): Adam, say, enlarges gradients that are nothing but rounding.
-    The loss, the weights, the running statistics and averaged weights decide. Gradients and the
-    optimiser's moments are shown where the two part. JAX runs float32 and bfloat16 with x64 off.
+    The oracle is torch's training in float64. In float64, JAX may err by 1e-12. In other dtypes it
+    may err by 4 times as much as torch at that step, or by as much as the conditioning of the
+    training explains (`docs/bound.md`): Adam, for example, enlarges gradients that are only
+    rounding. The verdict depends on the loss, the weights, the running statistics and the averaged
+    weights. Gradients and the optimizer's moments are shown for the first step that differs. JAX
+    runs float32 and bfloat16 with x64 off.
 
     Args:
         twin: the torch module, with its weights.
         model: as in `compare`.
-        batches: one a step: arrays, or trees of arrays; floating ones are cast to each dtype.
+        batches: arrays, or trees of arrays; the floating ones are cast to each dtype.
         loss: `loss(model, batch)`, or `loss(weights, batch)` if the model is a function of weights;
-            the weights are what the loader makes. With statistics that change, such a loss returns
-            `(loss, weights)`, the new weights or, of a dict, the entries that are new, as Linen's
-            `apply(…, mutable=["batch_stats"])` gives them. What the loader makes of buffers alone
-            is not trained.
+            the weights are what the loader makes. If statistics change, such a loss returns
+            `(loss, weights)` with the new weights. If these are a dict, the new entries suffice, as
+            Linen's `apply(…, mutable=["batch_stats"])` returns them. What the loader makes of
+            buffers alone is not trained.
         loss_twin: `loss_twin(twin, batch)`.
-        optimizer: of optax, with all that torch does beside it (clipping, `optax.MultiSteps`), or
-            a function that makes it where x64 is as in the dtype: `lambda: optax.adam(1e-3)`.
-        optimizer_twin: makes the optimiser of torch for a copy of the twin.
-        scheduler_twin: makes its scheduler, which steps after it.
-        clip_twin: clips the gradients before a step of torch's.
-        average: `average(weights, mean, count)`: the mean of the weights after a step, `count`
-            steps after the first; the mean before the first is the initial weights.
-        average_twin: makes torch's of a copy of the twin: `torch.optim.swa_utils.AveragedModel`.
-        accumulate: batches whose mean gradient torch takes a step by.
-        training: run both sides as in training, norms on their batches, and dropout with the same
-            masks: the n-th one that torch draws in a step is the n-th of JAX. By default both run
-            as in evaluation, without dropout, norms on their statistics.
+        optimizer: an optax optimizer that includes what torch does outside of its optimizer
+            (clipping, `optax.MultiSteps`). Or a function that makes one, which is called with x64
+            on for float64 and off for other dtypes: `lambda: optax.adam(1e-3)`.
+        optimizer_twin: makes torch's optimizer for a copy of the twin.
+        scheduler_twin: makes the scheduler of torch's optimizer, which steps after the optimizer.
+        clip_twin: clips torch's gradients before each step.
+        average: `average(weights, mean, count)` returns the new mean of the weights after a step.
+            At the first step, `count` is 0 and `mean` is the initial weights.
+        average_twin: makes torch's averaged model from a copy of the twin, such as a
+            `torch.optim.swa_utils.AveragedModel`.
+        accumulate: how many batches torch averages the gradient over before it takes a step.
+        training: whether to run both sides in training mode: norms use the statistics of the batch,
+            and the n-th dropout mask that torch draws in a step is also the n-th in JAX. By default
+            both sides run in evaluation mode.
         weights: as in `compare`.
-        dtypes: those to train in.
+        dtypes: the dtypes to train in.
 
     Raises:
-        ValueError: the weights do not fit the model, nobody says which are which, there is no
-            batch or no dtype, or no step is taken.
+        ValueError: the weights do not fit the model, it is unknown which weights correspond, there
+            is no batch or no dtype, or no step is taken.
 
     """
     dtypes, training = checked_dtypes(dtypes), checked_bool("training", training)
@@ -153,7 +156,7 @@ def compare_training(
 def correspondence(
     problem: Problem, twin: torch.nn.Module, weights: Any, training: bool
 ) -> tuple[ByTable | ByLoader, Callable[[str], Any]]:
-    """Which weights of the two sides are the same, and what builds JAX's in a dtype."""
+    """Which weights of the two sides correspond, and a function that builds JAX's in a dtype."""
     parameters = {name for name, _ in twin.named_parameters(remove_duplicate=False)}
 
     def in_mode(built: Any) -> Any:
@@ -182,7 +185,7 @@ def correspondence(
 
 
 def left_out(faults: Iterable[str], twin: torch.nn.Module) -> tuple[list[str], list[str]]:
-    """The faults, but as notes those of statistics, which training does not need."""
+    """The faults and notes; a fault of statistics, which training does not need, becomes a note."""
     unread = {f"weights: the loader does not read {name}" for name, _ in twin.named_buffers()}
     notes = [f"not compared: {fault.rpartition(' ')[2]}" for fault in faults if fault in unread]
     return [fault for fault in faults if fault not in unread], notes

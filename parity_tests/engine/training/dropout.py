@@ -20,7 +20,7 @@ class MasksDifferError(ValueError):
 
 
 class TorchMasks(TorchDispatchMode):
-    """Within it, the Bernoulli numbers of a step come from a seed; they are kept for JAX."""
+    """Within this mode, a seed decides the Bernoulli numbers of a step, which are kept for JAX."""
 
     def __init__(self, step: int):
         super().__init__()
@@ -30,7 +30,7 @@ class TorchMasks(TorchDispatchMode):
         """Operations that draw other random numbers."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, but draw no mask by chance."""
+        """Run an operation; a Bernoulli draw takes its numbers from the seed."""
         kwargs = kwargs or {}
         if func in DRAWN:
             like, given = args[0], args[1:] or kwargs.get("p", 0.5)
@@ -46,9 +46,9 @@ class TorchMasks(TorchDispatchMode):
 
 @contextlib.contextmanager
 def jax_masks(masks: list[jax.Array]) -> Iterator[None]:
-    """Within it, `jax.random.bernoulli`, by which Flax, Equinox and haiku drop, gives these masks.
+    """A context in which `jax.random.bernoulli` gives these masks to Flax, Equinox and haiku.
 
-    Where channels come last in JAX and second in torch, their axis is moved.
+    If the channels come last in JAX and second in torch, the axis of a mask is moved.
     """
     left = list(enumerate(masks, 1))
 

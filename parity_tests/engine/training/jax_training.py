@@ -22,7 +22,7 @@ from parity_tests.engine.training.weight_names import ByLoader, ByTable
 
 
 class JaxTraining:
-    """The port's training, batch by batch; to be used where x64 is on for float64 alone."""
+    """The port's training, batch by batch; x64 must be on for float64 and off otherwise."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class JaxTraining:
         self._average = None if average is None else jax.jit(average)
 
     def train_on(self, batch: Any, masks: list[np.ndarray]) -> None:
-        """Add a batch's gradient, and take a step by as many as make one."""
+        """Add the gradient of a batch, and take a step after every `accumulate` batches."""
         if self._count % self._accumulate == 0:
             self._gradient = jax.tree.map(jnp.zeros_like, self._gradient)
         self._params, self._rest, self._state, self._gradient, value = self._train_step(
@@ -96,7 +96,7 @@ class JaxTraining:
         return self._named(self._gradient)
 
     def moments(self) -> dict[str, Arrays]:
-        """The optimiser's moments that are like the weights, by optax's name and by name."""
+        """The optimizer's moments that have the weights' structure, by optax's name and by name."""
         found = {}
         for name in dict.fromkeys(MOMENTS.values()):
             trees = [
@@ -109,7 +109,7 @@ class JaxTraining:
         return found
 
     def _like_params(self, value: Any) -> Any:
-        """A tree of the optimiser's with zeros where its mask leaves a weight out."""
+        """A tree of the optimizer's, with zeros for weights that its mask leaves out."""
         leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode))
         params, structure = jax.tree.flatten(self._params)
         if len(leaves) != len(params):
@@ -125,7 +125,7 @@ class JaxTraining:
 
 
 class Parts:
-    """The JAX side's weights as what is differentiated, and the rest."""
+    """Splits the JAX side's weights into those that are differentiated and the rest."""
 
     def __init__(self, built: Any, dtype: str, trained: set[str]):
         self._graphdef = None
@@ -141,7 +141,7 @@ class Parts:
         )
 
     def merged(self, params: Any, rest: Any) -> Any:
-        """The module, or the tree."""
+        """The module or tree that these parts make up."""
         if self._graphdef is not None:
             return nnx.merge(self._graphdef, params, rest, copy=True)
         return jax.tree.map(
@@ -152,7 +152,7 @@ class Parts:
         )
 
     def after(self, weights: Any, new: Any, params: Any, rest: Any) -> tuple[Any, Any]:
-        """What a step leaves of the statistics: in the tree of the weights, and in the rest."""
+        """The statistics after a step: those in the tree of weights, and those in the rest."""
         if self._graphdef is None:
             merged = updated(weights, new)
             return jax.tree.map(
@@ -166,7 +166,7 @@ class Parts:
         return params, nnx.from_flat_state(kept)
 
     def only_trained(self, tree: Any, others: Any) -> Any:
-        """The tree, with others in the places of what is not trained."""
+        """The tree, with leaves of `others` in place of those that are not trained."""
         if self._graphdef is not None:
             return tree
         return jax.tree.map(
@@ -178,7 +178,7 @@ class Parts:
 
 
 def updated(weights: Any, new: Any) -> Any:
-    """The weights with the entries of a dict that are new, or the new weights themselves."""
+    """The weights with the new entries of a dict, or the new weights themselves."""
     if new is None:
         return weights
     if isinstance(weights, Mapping) and isinstance(new, Mapping):
@@ -187,7 +187,7 @@ def updated(weights: Any, new: Any) -> Any:
 
 
 def made_optimizer(optimizer: Any) -> Any:
-    """The optimiser of optax, or the one that a function makes."""
+    """The optax optimizer, or the one that a function makes."""
     if inspect.isfunction(optimizer) or isinstance(optimizer, partial):
         needed = [
             p for p in inspect.signature(optimizer).parameters.values() if p.default is p.empty

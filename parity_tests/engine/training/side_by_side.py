@@ -1,4 +1,4 @@
-"""Both trainings, batch by batch beside each other."""
+"""Run the trainings of both sides batch by batch, and compare them."""
 
 import contextlib
 import warnings
@@ -30,9 +30,9 @@ from parity_tests.engine.training.weight_names import ByLoader, ByTable
 
 @contextlib.contextmanager
 def x64(enabled: bool) -> Iterator[None]:
-    """As in a user's program that computes in float64, or in less.
+    """A context with x64 on or off, as in a user's program in float64 or in another dtype.
 
-    An optimiser that was made where x64 is on may then ask for float64 in vain.
+    An optimizer that was made with x64 on may ask for float64 in vain; that warning is ignored.
     """
     with jax.enable_x64(enabled), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Explicitly requested dtype float64", UserWarning)
@@ -40,7 +40,7 @@ def x64(enabled: bool) -> Iterator[None]:
 
 
 class SideBySide:
-    """All trainings, batch by batch beside each other."""
+    """Runs all trainings batch by batch, and compares them after each batch."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class SideBySide:
                         self._departures[dtype] = self._departure(dtype, side, gradients)
 
     def report(self, faults: Iterable[str], notes: Iterable[str]) -> TrainingReport:
-        """The errors, and what cannot be said by them."""
+        """The report of the errors, with faults and notes."""
         faults, notes = [*faults], [*notes]
         after = self._compared(self._oracle)
         same = {n for n, a in after.items() if np.array_equal(a, self._before.get(n, np.nan))}
@@ -113,7 +113,7 @@ class SideBySide:
         ):
             notes.append(
                 f"not compared: {', '.join(changed)}, which change: return `(loss, weights)` from "
-                "`loss`, with what they become"
+                "`loss`, with their new values"
             )
         if self._random:
             notes.append(
@@ -153,7 +153,7 @@ class SideBySide:
         return norm(theirs.values()), norm(gradients[name] for name in theirs)
 
     def _in_names(self, by_key: Arrays) -> Arrays:
-        """Torch's gradients or moments, under the names that they have in JAX one by one."""
+        """Torch's gradients or moments under JAX's names, for weights that JAX holds one by one."""
         weights = self._oracle.weights()
         zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_floating(a)}
         chosen = self._names.of_torch(zeros | {k: np.ones(a.shape) for k, a in by_key.items()})
@@ -161,7 +161,7 @@ class SideBySide:
         return only(self._names.of_torch(zeros | by_key), given)
 
     def _departure(self, dtype: str, side: JaxTraining, gradients: Arrays) -> str:
-        """How the loss, the gradients and the optimiser's moments compare at a step."""
+        """How the loss, the gradients and the optimizer's moments compare at a step."""
         theirs = self._twins[dtype]
         compared = [("the loss", *({"": run.loss} for run in (self._oracle, theirs, side)))]
         compared.append(
@@ -196,14 +196,14 @@ class SideBySide:
 
 
 class LateTraining:
-    """A training under an arithmetic, which runs as far as is asked for."""
+    """A training under an arithmetic mode, which runs only as far as needed."""
 
     def __init__(self, of_torch: Callable[..., TorchTraining], dtype: str, arithmetic: Any):
         self._make, self._training = partial(of_torch, dtype, arithmetic), None
         self._done = 0
 
     def after(self, batches: Sequence[Any]) -> TorchTraining:
-        """The training after these batches, those of the call before among them."""
+        """The training after these batches, which begin with those of the call before."""
         self._training = self._training or self._make()
         for batch in batches[self._done :]:
             self._training.train_on(batch)
@@ -212,15 +212,15 @@ class LateTraining:
 
 
 def averaged(arrays: Arrays) -> Arrays:
-    """Under the names of averages."""
+    """The arrays under the names of averages."""
     return {f"average of {name}": array for name, array in arrays.items()}
 
 
 def only(arrays: Arrays, names: Iterable[str]) -> Arrays:
-    """Those of the names."""
+    """The arrays that have these names."""
     return {name: arrays[name] for name in arrays if name in names}
 
 
 def norm(arrays: Iterable[np.ndarray]) -> float:
-    """The norm of all of them together."""
+    """The norm of all arrays together."""
     return float(np.sqrt(sum(rms(a) ** 2 * a.size for a in arrays)))

@@ -1,4 +1,4 @@
-"""Torch's training, in a dtype or under an arithmetic."""
+"""Torch's training, in a dtype or under an arithmetic mode."""
 
 import contextlib
 import copy
@@ -65,10 +65,10 @@ class TorchTraining:
         self.random: dict[str, None] = {}
         self.loss = np.zeros(())
         self.gradients: Arrays = {}
-        """Those of the last step, before they were clipped."""
+        """The gradients of the last step, before clipping."""
 
     def train_on(self, batch: Any) -> None:
-        """Add a batch's gradient, and take a step by as many as make one."""
+        """Add the gradient of a batch, and take a step after every `accumulate` batches."""
         self._count += 1
         inputs = tensors(batch, self._dtype)
         masks = TorchMasks(self._count)
@@ -100,10 +100,10 @@ class TorchTraining:
 
     @contextlib.contextmanager
     def _rounded_rates(self) -> Iterator[None]:
-        """The rates, as far off as rounding puts Adam's bias corrections in float32.
+        """A context that perturbs the learning rates as float32 perturbs Adam's bias corrections.
 
-        torch has them in float64. A β of 0.999, off by half an ulp, is a thousand times as far
-        off in 1 - β.
+        torch computes the corrections in float64. If β = 0.999 is off by half an ulp, the relative
+        error of 1 - β is a thousand times as large.
         """
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -126,7 +126,7 @@ class TorchTraining:
         return numbers(self.twin)
 
     def average(self) -> Arrays:
-        """Those of the averaged module, if there is one."""
+        """The weights of the averaged module, if there is one."""
         return (
             {}
             if self._average is None
@@ -134,7 +134,7 @@ class TorchTraining:
         )
 
     def moments(self) -> dict[str, Arrays]:
-        """The optimiser's moments, by torch's name and by key."""
+        """The optimizer's moments, by torch's name and by key."""
         found: dict[str, Arrays] = {}
         for key, weight in self._named():
             for name, value in self._optimizer.state.get(weight, {}).items():
@@ -145,7 +145,7 @@ class TorchTraining:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within it, torch.optim keeps scalars, as NAdam's product of momenta, in the dtype."""
+    """A context in which torch.optim keeps scalars, such as NAdam's product, in the dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -163,19 +163,19 @@ def numbers(module: torch.nn.Module) -> Arrays:
 
 
 def copied(tensor: torch.Tensor) -> np.ndarray:
-    """A copy of it in float64."""
+    """A copy of the tensor as a float64 array."""
     return tensor.detach().cpu().double().numpy().copy()
 
 
 def made(name: str, value: Any, kind: type) -> Any:
-    """Refuse a function that makes something else."""
+    """Check that a function has made an object of the right kind."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected it to return a {kind.__name__}, got {described(value)}")
     return value
 
 
 def checked_loss(name: str, value: Any, kind: type) -> Any:
-    """A loss, which is one real number of its side."""
+    """Check that a loss is a real scalar of its framework."""
     if not isinstance(value, kind) or value.shape != () or "float" not in str(value.dtype):
         raise TypeError(
             f"{name}: expected it to return a floating scalar of {kind.__module__.split('.')[0]}, "

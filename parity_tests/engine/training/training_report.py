@@ -18,9 +18,9 @@ class TrainingReport:
     gradient_norms: dict[str, tuple[tuple[float, float], ...]] = dataclasses.field(
         default_factory=dict
     )
-    """After each step: that of torch in float64, and JAX's."""
+    """After each step: the norm of torch's gradient in float64, and of JAX's."""
     departures: dict[str, str] = dataclasses.field(default_factory=dict)
-    """By dtype: how the loss, gradients and the optimiser's moments compare where they part."""
+    """By dtype: how the loss, gradients and the optimizer's moments compare where they part."""
 
     @property
     def parting(self) -> dict[str, tuple[int, Error]]:
@@ -33,7 +33,7 @@ class TrainingReport:
 
     @property
     def passed(self) -> bool:
-        """Did they stay together to the end?"""
+        """True if both sides agree after every step, without faults."""
         compared = bool(self.steps) and all(self.steps.values())
         return compared and not self.faults and not self.parting
 

@@ -1,4 +1,4 @@
-"""What is compared of two trainings: torch's weights and JAX's under the same names."""
+"""The weights of torch and JAX under the same names, to compare two trainings."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from parity_tests.engine.problem import Arrays
 
 
 class ByTable:
-    """Under torch's keys, by a weight table."""
+    """Names the weights by torch's keys, through a weight table."""
 
     def __init__(self, table: Table, parameters: Collection[str]):
         self._table = table
@@ -24,10 +24,10 @@ class ByTable:
         self.arranged = {
             key for row in table if row.exact and row.gradients is None for key in row.keys
         }
-        """Those whose numbers JAX has one by one, no sums of them."""
+        """The keys whose numbers JAX holds one by one, rather than as sums."""
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
-        """Where JAX cannot hold torch's arrays one by one, as they come back from it."""
+        """Torch's arrays; those that JAX cannot hold one by one as they come back from JAX."""
         compared = {key: value for key, value in state_dict.items() if key in self.keys}
         for row in self._inexact:
             values = row.to_torch(*row.to_jax(*(state_dict[key] for key in row.keys)))
@@ -40,7 +40,7 @@ class ByTable:
 
 
 class ByLoader:
-    """Under the paths of what a loader makes of torch's weights."""
+    """Names the weights by their paths in what a loader makes of torch's weights."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class ByLoader:
             if not np.array_equal(array, of_parameters[path])
             or np.array_equal(array, of_buffers[path])
         }
-        """All but what is made of buffers alone."""
+        """The paths of all arrays except those that are made of buffers alone."""
         numbers = np.concatenate([np.ravel(v) for v in floating.values()] or [np.empty(0)])
         self.arranged = {path for path, array in known.items() if np.isin(array, numbers).all()}
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
-        """What the loader makes of them."""
+        """The arrays that the loader makes of torch's weights."""
         return self.of_jax(self._load(state_dict))
 
     def of_jax(self, weights: Any) -> Arrays:
