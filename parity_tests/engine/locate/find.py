@@ -72,6 +72,7 @@ def find_departure(
         problem,
         reference.dtype,
         oracle.results.forward if is_forward else oracle.results,
+        reference.cast_to,
         transform=lambda function: watched(function, search.see),
     )
     search.finish()

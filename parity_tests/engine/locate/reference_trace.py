@@ -47,6 +47,8 @@ class ReferenceTrace:
     """The errors of runs whose constants are off by their rounding to float32, each run once."""
     run_again: RunAgain | None = None
     """None if the reference cannot be run, such as a record."""
+    cast_to: Sequence[str] = ()
+    """The dtypes below float32 to which the reference casts; the float64 run ignores these."""
 
     @functools.cached_property
     def number(self) -> dict[Call, int]:
@@ -65,17 +67,6 @@ class ReferenceTrace:
         else:
             bounds = {place: max(least, K * self.own().errors.get(place, 0.0))}
         return raised(bounds, errors, self.rounded(), plain)[place]
-
-    def constant_error(self, call: Call, slot: str, label: str) -> float:
-        """How far an array is off in float64 if constants are off by their rounding."""
-        if self.dtype != "float64":
-            return 0.0
-        place = self.number[call], slot, label
-        return max((errors.get(place, 0.0) for errors in self.moved()), default=0.0)
-
-    def dtypes(self, call: Call, slot: str) -> set[str]:
-        """The dtypes of a slot's floating arrays in the reference's own run."""
-        return self.own().dtypes[self.number[call]][slot]
 
 
 def of_runs(

@@ -98,4 +98,5 @@ class Substitution:
                 side,
                 self.reference.dtype,
                 results.forward if self.direction is FORWARD else results,
+                self.reference.cast_to,
             )
