@@ -68,6 +68,10 @@ class ReferenceTrace:
             bounds = {place: max(least, K * self.own().errors.get(place, 0.0))}
         return raised(bounds, errors, self.rounded(), plain)[place]
 
+    def dtypes(self, call: Call, slot: str) -> set[str]:
+        """The dtypes of a slot's floating arrays in the reference's own run."""
+        return self.own().dtypes[self.number[call]][slot]
+
 
 def of_runs(
     dtype: str,
