@@ -36,37 +36,37 @@ class ResidualBlock(SequenceLayer[State]):
     """The attributes that are the mixer's norm, the mixer, the MLP's norm and the MLP."""
 
     @property
-    def mixing(self) -> SequenceLayer[State]:
+    def _mixer(self) -> SequenceLayer[State]:
         """The mixer. What it cannot do, the block cannot do, either."""
         return getattr(self, self.parts[1])
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether there is a `step`."""
-        return self.mixing.causal
+        return self._mixer.causal
 
     @property
     def noncausal_reason(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Why there is no `step`."""
-        return self.mixing.noncausal_reason
+        return self._mixer.noncausal_reason
 
     @property
     def resettable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether documents can be packed."""
-        return self.mixing.resettable
+        return self._mixer.resettable
 
     @property
     def unresettable_reason(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Why documents cannot be packed."""
-        return self.mixing.unresettable_reason
+        return self._mixer.unresettable_reason
 
     def init_state(self, batch_size: int) -> State:
         """The initial state of the mixer."""
-        return self.mixing.init_state(batch_size)
+        return self._mixer.init_state(batch_size)
 
     def start(self, batch_size: int) -> State | None:
         """The state from which the mixer starts."""
-        return self.mixing.start(batch_size)
+        return self._mixer.start(batch_size)
 
     def sequence(self, x, state, rows):
         """The mixer, then the MLP, each after a norm and added to its input."""

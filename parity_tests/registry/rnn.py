@@ -133,7 +133,7 @@ MUTATIONS = [
     weights(
         "gates i and f swapped",
         "RNNLanguageModel of LSTM",
-        plant=gates_swapped("layers.cells.0", 4),
+        plant=gates_swapped("blocks.cells.0", 4),
         culprit="rnn",
     ),
     weights(

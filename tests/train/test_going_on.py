@@ -252,7 +252,7 @@ def test_a_checkpoint_of_others_is_tuned(tmp_path):
     ("init", "args", "fault"),
     [
         ("", ["--model.hidden-features", "16"], "head.kernel:"),
-        ("", ["--model.num-layers", "2"], "layers.cells.1.bias_hh:"),
+        ("", ["--model.num-layers", "2"], "blocks.cells.1.bias_hh:"),
         ("twin.safetensors", [], "--init: .*twin.safetensors: "),
         ("no.safetensors", [], "no.safetensors: No such file"),
         ("config.json", [], "config.json: "),

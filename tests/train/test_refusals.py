@@ -112,7 +112,7 @@ REFUSED = {
     "generate --weights {d}/a.pth": "--weights:",
     "generate --weights {d}/b.pth --prompt x": "b.pth: No such file or directory",
     "generate --weights {d}/damaged.safetensors --prompt x": "damaged.safetensors: ",
-    "generate --weights {f}/twin.safetensors --prompt x": "got embedding.weight, layer_norm.bias",
+    "generate --weights {f}/twin.safetensors --prompt x": "(it has embedding.weight, ",
     "generate --weights {d}/a.pth --prompt x": "World vocabulary (65536 tokens), got one of 30",
     "generate --weights {d}/a.pth --prompt-tokens '3 x'": "--prompt-tokens:",
     "generate --weights {d}/a.pth --prompt-tokens ' '": "--prompt-tokens:",

@@ -96,8 +96,9 @@ class Evidence:
         states = self.states[call, slot]
         if DEPARTS in states.values():
             return DEPARTS
-        if slot == self.direction.given and call not in self.compared:
-            telling = [label for label in states if self.is_telling(call, slot, label)]
+        telling = [label for label in states if self.is_telling(call, slot, label)]
+        lacks_first = telling and states[telling[0]] == UNKNOWN  # its counterpart has other results
+        if slot == self.direction.given and (call not in self.compared or lacks_first):
             used = [label for label in telling if self._is_used(call, slot, label)]
             if self.direction is FORWARD or not used:
                 used += telling[:1]

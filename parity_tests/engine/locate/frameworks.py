@@ -85,11 +85,8 @@ class Recorder:
         parent = self.trace.open[-1] if self.trace.open else None
         inside = "" if parent is None else f"{parent.name}." if parent.name else ""
         called = {call.name for call in self.trace.calls if call.parent is parent}
-        similar = [
-            self.names[id(other)]
-            for other in self._known
-            if type(other) is type(module) and self.names[id(other)].startswith(inside)
-        ]
+        known = [self.names[id(other)] for other in self._known if type(other) is type(module)]
+        similar = [name for name in known if name.startswith(inside)] or known
         fresh = [name for name in similar if name not in called]
         if fresh or similar:
             return (fresh or similar[-1:])[0]
