@@ -5,6 +5,7 @@ each layout uses, and how to read the fields of the config from the shapes of a 
 `architectures` finds all config classes, including those of other packages.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -203,7 +204,10 @@ class ModelConfig(CheckedFields):
         if message := cls.foreign_format(state_dict):
             raise ValueError(f"state_dict: {message}")
         # The layout is not named in a checkpoint, so take the one that most keys fit.
-        if not any(layout.sizes for layout in cls.layouts.values()):
+        told = {"vocab_size", "features", "num_layers", *options}
+        config: Any = cls  # a dataclass, as every subclass is
+        needed = {field.name for field in dataclasses.fields(config) if not field.kw_only}
+        if needed - told and not any(layout.sizes for layout in cls.layouts.values()):
             raise NotImplementedError(
                 f"{cls.__name__}: a checkpoint does not tell its fields; build the config yourself"
             )
