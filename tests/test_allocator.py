@@ -8,32 +8,36 @@ import sys
 import pytest
 
 import jax_models
-from benchmarks.environment import keeps_memory, without_malloc
-from jax_models import allocator
+from benchmarks.environment import without_malloc
 
 CODE = """
 from benchmarks.environment import keeps_memory
 import jax_models
+from jax_models import allocator
+{change}
 before = keeps_memory()
 print(before, jax_models.tune_allocator(), keeps_memory())
 """
 
 
-def test_memory_is_kept_from_the_call_on_and_not_from_the_import():
+@pytest.mark.parametrize(
+    ("change", "printed"),
+    [
+        ("", "False True True\n"),
+        ("allocator.library_of = {'malloc': 'jemalloc.so.2'}.get", "False False False\n"),
+    ],
+    ids=["glibc", "a preloaded malloc"],
+)
+def test_memory_is_kept_from_the_call_on_and_not_from_the_import(change, printed):
+    """A malloc that the user has preloaded is left alone."""
     done = subprocess.run(
-        [sys.executable, "-c", CODE],
+        [sys.executable, "-c", CODE.format(change=change)],
         capture_output=True,
         text=True,
         check=True,
         env=without_malloc(os.environ),
     )
-    assert done.stdout == "False True True\n"
-
-
-def test_a_preloaded_malloc_is_left_alone(monkeypatch):
-    monkeypatch.setattr(allocator, "library_of", {"malloc": "jemalloc.so.2"}.get)
-    assert not jax_models.tune_allocator()
-    assert not keeps_memory()
+    assert done.stdout == printed
 
 
 @pytest.mark.parametrize("command", ["train", "train.generate", "train.evaluate", "train.export"])

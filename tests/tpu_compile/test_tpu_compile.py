@@ -299,9 +299,8 @@ step.token_losses = lambda *args, **more: (loss := token_losses(*args, **more)) 
         path = tmp_path / "record.json"
         lines, code, programs = self.compile(path, *self.layer, *self.step, change=change)
         assert code == 1
-        assert programs["torch.nn.LSTM, 1 layer, forward, v5e:1x1"]["faults"] == [
-            "2 of 2 products are coarser than float32: default 2"
-        ]
+        [fault] = programs["torch.nn.LSTM, 1 layer, forward, v5e:1x1"]["faults"]
+        assert re.fullmatch(r"(\d+) of \1 products are coarser than float32: default \1", fault)
         of_step = "train step of all-work, 4 rows a chip, v5e:16x16"
         found = programs[of_step]["collectives"]["all-reduce"]
         assert found > 1
