@@ -199,7 +199,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
 
 
 class HawkState(NamedTuple):
-    """What a Hawk block carries: the convolution's inputs and the recurrence's state."""
+    """The state of a Hawk block: the convolution's inputs and the recurrence's state."""
 
     conv: CausalConv1DState
     rglru: RGLRUState

@@ -171,7 +171,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         convolve: Callable[[int, Array], Array],
     ) -> Float[Array, "batch time features"]:
         """A subclass's equation; `convolve(n, v)` is `h_n ∗ v + B_n ⊙ v`."""
-        raise NotImplementedError
+        raise NotImplementedError  # a subclass defines it
 
     def output(self, v: Float[Array, "batch features time"]) -> Float[Array, "batch time features"]:
         """The output projection, and dropout when training."""

@@ -56,7 +56,7 @@ class MinRNN(SequenceLayer[MinRNNState]):
 
     def operator(self) -> Callable[..., Any]:
         """The recurrence of one layer, by the subclass: `ops.min_gru` or `ops.min_lstm`."""
-        raise NotImplementedError
+        raise NotImplementedError  # a subclass defines it
 
     def init_state(self, batch_size: int) -> MinRNNState:
         """Zeros, (num_layers, batch, hidden_features), in at least float32."""

@@ -196,7 +196,7 @@ class RootMeanSquareNorm(CheckedOptions, nnx.Module):
 
     def scaled(self, x: Array, square: Array, scale: Array) -> Array:
         """A subclass's equation; `square` is the mean of the squares of x."""
-        raise NotImplementedError
+        raise NotImplementedError  # a subclass defines it
 
 
 class ZeroCenteredRMSNorm(RootMeanSquareNorm):

@@ -135,7 +135,7 @@ class RecurrentStack(SequenceLayer[State]):
 
     def operator(self) -> Callable[..., tuple[Array, State]]:
         """The recurrence of one direction of one layer, by the subclass: `ops.rnn` or `ops.gru`."""
-        raise NotImplementedError
+        raise NotImplementedError  # a subclass defines it
 
     def init_state(self, batch_size: int) -> State:
         """Zeros, (num_layers · directions, batch, features), in at least float32."""

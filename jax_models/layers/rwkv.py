@@ -73,7 +73,7 @@ MIXES = ("key", "value", "receptance")
 
 
 class RWKVTimeMixState(NamedTuple):
-    """What a time mix carries: its last input, and the sums over the past."""
+    """The state of a time mix: its last input, and the sums over the past."""
 
     last: Float[Array, "batch features"]
     wkv: WKVState
@@ -219,10 +219,10 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
 
     def first_mix(self, channel: np.ndarray, height: float) -> np.ndarray:
         """The initial μ, by a subclass. `channel` runs from 0 to 1 over the features."""
-        raise NotImplementedError
+        raise NotImplementedError  # a subclass defines it
 
     def mixed(self, letter: str, x: Array, previous: Array) -> Array:
-        """What a projection reads: from RWKV-6 on, `x_t + μ ⊙ (x_{t−1} − x_t)`."""
+        """The input of a projection: from RWKV-6 on, `x_t + μ ⊙ (x_{t−1} − x_t)`."""
         return lerp_to_previous(x, previous, getattr(self, f"{self.prefix}{letter}"))
 
     def init_state(self, batch_size: int) -> RWKVChannelMixState:
@@ -295,7 +295,7 @@ Att = TypeVar("Att")
 
 
 class RWKVBlockState(NamedTuple, Generic[Att]):
-    """What a block carries: the states of its time mix and of its channel mix."""
+    """The state of a block: those of its time mix and of its channel mix."""
 
     att: Att
     ffn: RWKVChannelMixState

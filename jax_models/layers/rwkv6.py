@@ -54,7 +54,7 @@ FLA_MIXES = ("r", "w", "k", "v", "g")
 
 
 class RWKV6TimeMixState(NamedTuple):
-    """What a time mix carries: its last input, and a matrix for each head."""
+    """The state of a time mix: its last input, and a matrix for each head."""
 
     last: Float[Array, "batch features"]
     wkv: Float[Array, "batch heads key value"]

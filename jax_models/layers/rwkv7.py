@@ -46,7 +46,7 @@ MIXES = ("r", "w", "k", "v", "a", "g")
 
 
 class RWKV7TimeMixState(NamedTuple):
-    """What a time mix carries: its last input, and a matrix for each head."""
+    """The state of a time mix: its last input, and a matrix for each head."""
 
     last: Float[Array, "batch features"]
     wkv: Float[Array, "batch heads value key"]

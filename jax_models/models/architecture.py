@@ -1,4 +1,4 @@
-"""What a config class declares about its architecture, and how the classes are found.
+"""Declarations of an architecture in its config class, and the search for these classes.
 
 Each model has a config class. The class says how to recognize the model's checkpoints, which keys
 each layout uses, and how to read the fields of the config from the shapes of a checkpoint.
@@ -197,13 +197,14 @@ class ModelConfig(CheckedFields):
         Raises:
             TypeError: the state_dict is not a mapping, or an option is not a field of the config.
             ValueError: the state_dict is not a checkpoint of such a model.
+            NotImplementedError: no layout says how to read the fields of this config.
 
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
         if message := cls.foreign_format(state_dict):
             raise ValueError(f"state_dict: {message}")
-        # The layout is not named in a checkpoint, so take the one that most keys fit.
+        # Without sizes, fields would silently keep their defaults, whatever the weights are.
         told = {"vocab_size", "features", "num_layers", *options}
         config: Any = cls  # a dataclass, as every subclass is
         needed = {field.name for field in dataclasses.fields(config) if not field.kw_only}
@@ -211,6 +212,7 @@ class ModelConfig(CheckedFields):
             raise NotImplementedError(
                 f"{cls.__name__}: a checkpoint does not tell its fields; build the config yourself"
             )
+        # The layout is not named in a checkpoint, so take the one that most keys fit.
         candidates = (Checkpoint(state_dict, layout) for layout in cls.layouts.values())
         checkpoint = max(candidates, key=Checkpoint.score)
         layout, numbers = checkpoint.layout, checkpoint.numbers

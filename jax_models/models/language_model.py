@@ -79,7 +79,7 @@ class StackConfig(LanguageModelConfig):
 
 
 class LanguageModelState(NamedTuple):
-    """What a language model carries: the state of its blocks, and each row's position."""
+    """The state of a language model: that of its blocks, and each row's position."""
 
     layers: Any
     position: Int[Array, " batch"]

@@ -55,7 +55,7 @@ class SileroVADConfig(ModelConfig):
     marks: ClassVar = ("stft",)
 
     sample_rate: Literal[16000, 8000] = 16000
-    """Of the audio, in Hz."""
+    """Sampling rate of the audio, in Hz."""
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:

@@ -78,7 +78,7 @@ def elsewhere(
     fitting = [place for place, fault in zip(places, faults, strict=True) if not fault]
     if not places:
         return None
-    # Of the prefixes in one entry, propose those under which most keys are.
+    # Several prefixes may fit in one entry: propose those that most keys have.
     place = (fitting or places)[0]
     same = [p for p in fitting or places if p.prefix and p.code == place.code]
     most = max((p.num_keys for p in same), default=0)

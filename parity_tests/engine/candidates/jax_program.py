@@ -53,7 +53,7 @@ def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
 
 @dataclasses.dataclass
 class Found:
-    """What a traced computation does that a report should mention."""
+    """Facts about a traced computation that a report should mention."""
 
     casts: list[str] = dataclasses.field(default_factory=list)
     """The lines that cast from float64 to a coarser dtype what depends on the arguments."""

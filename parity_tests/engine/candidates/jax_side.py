@@ -69,7 +69,7 @@ def unfixed(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a function is compiled for, beside the shapes of its arguments."""
+    """The settings for which a function is compiled, beside the shapes of its arguments."""
 
     dtype: str
     names: tuple[tuple[str, str], ...]
