@@ -13,7 +13,7 @@ from flax import nnx
 from torch import Tensor, nn
 
 from jax_models import LanguageModel, LanguageModelConfig, SequenceLayer, from_torch, to_torch
-from jax_models.weights.transfer import weight_table
+from jax_models.weights.layouts import weight_table
 from parity_tests.engine.problem import (
     DTYPES,
     PLATFORMS,
