@@ -224,10 +224,12 @@ def low_rank(
     down: nnx.Variable,
     up: nnx.Variable,
     nonlinearity: Callable[[Array], Array] = lambda y: y,
+    base: nnx.Variable | None = None,
 ) -> Float[Array, "batch time features"]:
-    """`nonlinearity(x W₁) W₂`, in at least float32."""
+    """`base + nonlinearity(x W₁) W₂`, in at least float32."""
     hidden = nonlinearity(ops.affine(x, down[...].astype(x.dtype)))
-    return ops.affine(hidden, up[...].astype(x.dtype))
+    y = ops.affine(hidden, up[...].astype(x.dtype))
+    return y if base is None else jnp.broadcast_to(base[...].astype(y.dtype), y.shape) + y
 
 
 class HeadedTimeMix(SequenceLayer[Att]):

@@ -262,16 +262,13 @@ class SileroVAD(CheckedOptions, nnx.Module):
 
     def torch_layouts(self) -> Layouts:
         numbers = range(len(CONVOLUTIONS))
+        shipped = [f"encoder.{i}.reparam_conv" for i in numbers]
+        in_file = [f"conv{i + 1}" for i in numbers]
         return {
             "torchscript": self._table(
-                "stft.forward_basis_buffer",
-                [f"encoder.{i}.reparam_conv" for i in numbers],
-                "decoder.rnn",
-                "decoder.decoder.2",
+                "stft.forward_basis_buffer", shipped, "decoder.rnn", "decoder.decoder.2"
             ),
-            "silero": self._table(
-                "stft_conv.weight", [f"conv{i + 1}" for i in numbers], "lstm_cell", "final_conv"
-            ),
+            "silero": self._table("stft_conv.weight", in_file, "lstm_cell", "final_conv"),
         }
 
     def _table(self, stft: str, convolutions: list[str], lstm: str, head: str) -> Table:
