@@ -197,13 +197,8 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         r, k, v_heads, rate, log_w = (
             heads_of(y, self.head_size) for y in (self.receptance(x_r), k, v, rate, log_w)
         )
-        correction = (-removal, removal * rate.astype(removal.dtype))
-        options: dict[str, Any] = {
-            "min_log_w": LEAST_LOG_DECAY,
-            "rows": rows,
-            "method": self.method,
-        }
-        o, wkv = ops.delta_rule(r, log_w, k, v_heads, *correction, state.wkv, **options)
+        inputs = (r, log_w, k, v_heads, -removal, removal * rate.astype(removal.dtype), state.wkv)
+        o, wkv = ops.delta_rule(*inputs, min_log_w=LEAST_LOG_DECAY, rows=rows, method=self.method)
 
         # The bonus lets the current step read its own value as strongly as r and k agree.
         r_k = self.r_k[...].astype(o.dtype)[None, None]
