@@ -19,7 +19,7 @@ from jax_models.weights import Layouts, gates, nested
 
 
 class HyperLSTM(SequenceLayer[HyperLSTMState]):
-    """LSTMs whose products a smaller LSTM, the hyper network, scales anew at each step.
+    """LSTMs whose products are scaled at each step by a smaller LSTM, the hyper network.
 
         >>> layer = HyperLSTM(64, 256, 32, 8, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))

@@ -22,7 +22,7 @@ class Reversed(SequenceLayer[State]):
         layer: a layer from the first step to the last, one that has a `step`.
 
     Raises:
-        TypeError: it is no `SequenceLayer`.
+        TypeError: it is not a `SequenceLayer`.
         ValueError: it has no `step`.
 
     Layouts: the layer's, whose keys begin with `layer.`.

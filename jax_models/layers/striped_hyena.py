@@ -23,7 +23,7 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, linear, nested, rms_norm, same, squeezed
 
 SMALLEST_POLE, LARGEST_POLE = 0.9, 0.999
-"""The magnitudes that poles have at first."""
+"""The range of the initial magnitudes of the poles."""
 
 
 class StripedHyenaState(NamedTuple):

@@ -1,4 +1,4 @@
-"""silero-VAD 6: where in a recording somebody speaks."""
+"""silero-VAD 6, which finds speech in recordings."""
 
 __all__ = ["SileroVAD", "SileroVADState"]
 
@@ -191,7 +191,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         single bool unbatched: true for each row whose frame begins a recording.
 
         Raises:
-            TypeError, ValueError: as for a whole recording, or the chunk is no whole frame.
+            TypeError, ValueError: as for a whole recording, or the chunk is not a whole frame.
 
         """
         length = self.frame_length
