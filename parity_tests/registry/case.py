@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torch_ref
 from jax_models import LanguageModel, LanguageModelConfig, SequenceLayer, from_torch, to_torch
-from jax_models.weights.transfer import weight_table
+from jax_models.weights.layouts import weight_table
 from parity_tests.engine.problem import (
     DTYPES,
     PLATFORMS,

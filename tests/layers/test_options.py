@@ -196,8 +196,10 @@ def test_a_value_is_refused(message, call):
     [
         value
         for module in (jax_models, jax_models.ops)
-        for value in map(vars(module).get, module.__all__)
-        if inspect.isfunction(value) and len(inspect.signature(value).parameters) > 1
+        for name, value in vars(module).items()
+        if name[0] != "_"
+        and inspect.isfunction(value)
+        and len(inspect.signature(value).parameters) > 1
     ],
 )
 def test_a_function_suggests_an_argument(public):

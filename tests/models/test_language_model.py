@@ -21,7 +21,8 @@ from jax_models import (
     stream,
 )
 from jax_models.models import generation
-from jax_models.models.generation import Decoder, _keep_largest, sample
+from jax_models.models.generation import Decoder
+from jax_models.models.sampling import _keep_largest, sample
 
 KEY = jax.random.key(0)
 

@@ -32,7 +32,7 @@ from jax_models import (
     rwkv_from_torch,
     to_torch,
 )
-from jax_models.weights.transfer import params_of
+from jax_models.weights.layouts import params_of
 
 COLUMNS = P(None, "model")
 NAMED = {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), COLUMNS)}
