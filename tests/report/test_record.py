@@ -11,9 +11,11 @@ import pytest
 from rich.console import Console
 
 from parity_tests.engine.bounds.tolerance import Error
+from parity_tests.engine.logits import LogitsError
 from parity_tests.report.html import page
 from parity_tests.report.record import (
     ErrorOverTime,
+    LogitsMeasurement,
     Measurement,
     MutationResult,
     PrecisionError,
@@ -42,25 +44,60 @@ def record(*measurements: Measurement) -> Record:
     return Record({"jax": "0.10.2"}, platforms, measurements, cases={"LSTM": "lstm"})
 
 
-def test_a_record_comes_back():
-    before = dataclasses.replace(
+def full_record() -> Record:
+    """A record with entries of every kind."""
+    return dataclasses.replace(
         record(measurement(1e-7), measurement(1e-6)),
         precision=(PrecisionError("LSTM", "cpu", "bfloat16", True, "outputs", 3e-3, 1e-7),),
         mutations=(MISSED,),
         over_time=(ErrorOverTime("LSTM", "cpu", "float32", (1e-7, 2e-7), (math.nan, 0.0)),),
         not_run={"LSTM by cuDNN": ("gpu",)},
+        tensors=(measurement(1e-8),),
+        logits=(LogitsMeasurement("LSTM", "cpu", "float32", "JAX", LogitsError(*6 * [0.25])),),
+        done=("errors: LSTM, cpu",),
     )
+
+
+def test_a_record_comes_back():
+    before = full_record()
     assert Record.from_json(before.to_json()) == before
+    older = {name: each for name, each in before.to_dict().items() if name != "done"}
+    assert Record.from_json(json.dumps(older)) == dataclasses.replace(before, done=())
+
+
+def test_entries_have_the_fields_that_the_docs_list():
+    fields, place = full_record().to_dict(), {"case": "LSTM", "platform": "cpu"}
+    assert fields["schema"] == 2
+    assert fields["measurements"][1] == place | {
+        "dtype": "float32",
+        "group": "outputs",
+        "torch_error": 1e-7,
+        "jax_error": 1e-6,
+        "ratio": pytest.approx(10),
+        "bound": 4.8e-7,
+        "unstable_reference": False,
+        "tensor": "y",
+        "verdict": "FAIL",
+    }
+    errors = {"torch": [1e-7, 2e-7], "jax": [None, 0.0]}
+    assert fields["over_time"] == [place | {"dtype": "float32"} | errors]
+    names = ("kl_mean", "kl_max", "log_prob_mean", "log_prob_max", "top_1", "top_k")
+    logits = {"dtype": "float32", "side": "JAX", **dict.fromkeys(names, 0.25)}
+    assert fields["logits"] == [place | logits]
+
+
+def test_a_record_with_a_fault_fails():
+    good = record(measurement(1e-7))
+    assert good.passed
+    for change in ({"faults": ("y: empty",)}, {"mutations": (MISSED,)}):
+        assert not dataclasses.replace(good, **change).passed
+    assert not record(measurement(1e-6)).passed
 
 
 def test_what_fails():
     cases = {"LSTM": "lstm", "LSTM, 2": "lstm", "GRU": "gru"}
     good = dataclasses.replace(record(measurement(1e-7)), cases=cases)
     assert good.failing == set()
-    assert good.passed
-    for change in ({"faults": ("y: empty",)}, {"mutations": (MISSED,)}):
-        assert not dataclasses.replace(good, **change).passed
-    assert not record(measurement(1e-6)).passed
     assert dataclasses.replace(good, faults=("LSTM, 2, cpu: y: empty",)).failing == {"LSTM, 2"}
     bad = dataclasses.replace(good, measurements=(measurement(1e-6),), faults=("GRU, gpu: no",))
     assert (bad.failing, bad.faulty) == ({"LSTM", "GRU"}, {"GRU"})
