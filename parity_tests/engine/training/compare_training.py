@@ -166,7 +166,7 @@ def correspondence(
         return nnx.view(built, **modes, raise_if_not_found=False)
 
     if problem.table is not None:
-        build = lambda dtype: in_mode(problem.build(problem.state_dict, dtype))  # noqa: E731
+        build = lambda dtype: in_mode(problem.load(*problem.build(problem.state_dict, dtype)))  # noqa: E731
         return ByTable(problem.table, parameters), build
 
     state_dict = arrays_of(twin.state_dict())
