@@ -182,7 +182,7 @@ def measure_edges(
     faults, compared, notes = [], [], []
     for name, edge, is_defined in edges(problem):
         try:
-            reference = TorchReference(edge)
+            reference = TorchReference(edge.twin).run(edge)
             if not_a_number(reference.oracle, "torch"):
                 notes.append(f"edge inputs, {name}: not compared, torch's results are not finite")
                 continue
