@@ -15,7 +15,7 @@ from flax import nnx
 from jax_models import from_torch, to_torch
 from jax_models.ops.checks import described
 from jax_models.weights import Table, Weight
-from jax_models.weights.transfer import params_of, weight_table
+from jax_models.weights.layouts import params_of, weight_table
 from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.adapters import (
     HeldWeights,

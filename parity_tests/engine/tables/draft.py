@@ -15,7 +15,7 @@ from flax import nnx
 from jax_models import weights as rows
 from jax_models.ops.checks import described
 from jax_models.weights import Layouts, Table, Weight
-from jax_models.weights.constant import Constant
+from jax_models.weights.layouts import params_of
 from jax_models.weights.rows import at
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
@@ -114,7 +114,7 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
     ]
     code = "".join(f"    {line}\n" for line in lines)
     is_tree = not isinstance(model, nnx.Module)
-    used = {name for name in rows.__all__ if re.search(rf"\b{name}\(", code)}
+    used = {name for name in vars(rows) if re.search(rf"\b{name}\(", code)}
     names = ", ".join(sorted(used | ({"loader"} if is_tree else set())))
     load = "\nweights = loader(model, table)  # `model` is the tree" if is_tree else ""
     imports = f"from jax_models.weights import {names}\n\n" if names else ""
@@ -144,15 +144,13 @@ def jax_parts(model: Any) -> list[Part]:
             is_inside = any(place.startswith(at(outer, "")) for outer in layers)
             if hasattr(module, "torch_layouts") and not is_inside:
                 layers[place] = module
-        state = nnx.to_flat_state(nnx.state(model, (nnx.Param, nnx.BatchStat, Constant)))
-        leaves = [(".".join(map(str, path)), value.get_value()) for path, value in state]
+        leaves = [(path, param.get_value()) for path, param in params_of(model).items()]
     else:
         flat = jax.tree_util.tree_leaves_with_path(model)
         leaves = [(path_of(path), a) for path, a in flat if hasattr(a, "shape") and is_floating(a)]
     if not leaves:
-        raise TypeError(
-            f"model: expected an nnx.Module or a tree of arrays, got {described(model)}"
-        )
+        got = described(model)
+        raise TypeError(f"model: expected an nnx.Module or a tree of arrays, got {got}")
     places: dict[str, Arrays] = {}
     for path, leaf in leaves:
         place = re.sub(r"^(params|batch_stats)\.", "", path).rpartition(".")[0]
@@ -161,9 +159,9 @@ def jax_parts(model: Any) -> list[Part]:
     for names in TOGETHER:
         for first in [place for place in places if last(place) == names[0]]:
             whole = first.removesuffix(names[0]).rstrip(".")
-            if all(at(whole, name) in places for name in names):
-                arrays = [places[at(whole, name)] for name in names]
-                places[whole] = dict(ChainMap(places.get(whole, {}), *arrays))
+            inside = [places.get(at(whole, name)) for name in names]
+            if all(inside):
+                places[whole] = dict(ChainMap(places.get(whole, {}), *filter(None, inside)))
     return [Part(name, arrays, layers.get(name)) for name, arrays in places.items()]
 
 
@@ -244,8 +242,8 @@ def candidates(part: Part, place: Part) -> Iterator[Draft]:
         other = {} if kind.kdim == kind.embed_dim else {"kv_features": kind.kdim}
         helpers = [("multi_head_attention", sizes | other)]
     if isinstance(kind, torch.nn.modules.conv._ConvTransposeNd):
-        helpers = [("conv_transpose", {} if kind.groups == 1 else {"groups": kind.groups})]
-        helpers += [("conv_transpose", {"transpose_kernel": True})]
+        groups = {} if kind.groups == 1 else {"groups": kind.groups}
+        helpers = [("conv_transpose", groups), ("conv_transpose", {"transpose_kernel": True})]
     stats = [p.rpartition(".")[0] for p in place.arrays if p.startswith("batch_stats")]
     for options in ({"stats": stats[0]} if stats else {}, {"bias": False}, {"affine": False}):
         for helper, sizes in helpers:
@@ -263,7 +261,7 @@ def one_by_one(part: Part, place: Part) -> Iterator[Draft]:
     keys = {last(key).removesuffix("_l0"): key for key in part.arrays}
     if len(paths) == len(keys) == 1 and not {*keys} & {*NAMES.values(), "weight_ih"}:
         paths = dict(zip(keys, paths.values(), strict=True))  # a parameter with a name of its own
-    drafts = []
+    drafts: list[Draft] = []
     if "bias" in paths and "bias_ih" in keys and not isinstance(part.module, GRUS):
         drafts.append(row("added", paths["bias"], (keys.pop("bias_ih"), keys.pop("bias_hh"))))
     for name in [name for name in keys if name in paths]:
