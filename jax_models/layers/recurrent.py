@@ -134,6 +134,7 @@ class RecurrentStack(SequenceLayer[State]):
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> State:
+        """Zeros, (num_layers · directions, batch, features), in at least float32."""
         sizes = {"h": self.out_features, "c": self.hidden_features}
         return self.state_type(
             *(
