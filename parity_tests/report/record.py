@@ -1,4 +1,4 @@
-"""The report as JSON, and what moved between two reports."""
+"""The report as JSON, and the changes between two reports."""
 
 import dataclasses
 import importlib.metadata
@@ -7,7 +7,7 @@ import json
 import math
 import platform as machine
 from collections.abc import Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.engine.logits import LogitsError
@@ -15,8 +15,19 @@ from parity_tests.engine.logits import LogitsError
 SCHEMA = 2
 """The version of the JSON; `docs/parity-report.md` describes it."""
 
+ERROR_KEYS = {
+    "torch_error": "torch",
+    "jax_error": "jax",
+    "ratio": "ratio",
+    "bound": "bound",
+    "unstable_reference": "unstable",
+    "tensor": "tensor",
+    "verdict": "verdict",
+}
+"""The attribute of an `Error` for each key of the JSON."""
+
 FACTOR = 2.0
-"""An error has moved that is this many times another, and not far below its bound."""
+"""An error has moved if it grew or shrank by more than this factor and is near its bound."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,56 +42,38 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """What it measures."""
+        """Identifies the measurement."""
         return f"{self.case}, {self.platform}, {self.dtype}, {self.group}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement for JSON, which has no NaN and no infinity: they are null."""
-        error = self.error
-        return {
-            "case": self.case,
-            "platform": self.platform,
-            "dtype": self.dtype,
-            "group": self.group,
-            "torch_error": _number(error.torch),
-            "jax_error": _number(error.jax),
-            "ratio": _number(error.ratio),
-            "bound": _number(error.bound),
-            "unstable_reference": error.unstable,
-            "tensor": error.tensor,
-            "verdict": error.verdict,
-        }
+        """The measurement for JSON."""
+        error = {key: getattr(self.error, name) for key, name in ERROR_KEYS.items()}
+        return {name: value for name, value in vars(self).items() if name != "error"} | error
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Measurement":
         """The measurement that `to_dict` wrote."""
-        jax, torch, bound = (
-            _or_nan(fields[name]) for name in ("jax_error", "torch_error", "bound")
-        )
-        error = Error(jax, torch, bound, fields["unstable_reference"], fields["tensor"])
-        return cls(fields["case"], fields["platform"], fields["dtype"], fields["group"], error)
+        stored = {name: key for key, name in ERROR_KEYS.items()}
+        names = [field.name for field in dataclasses.fields(Error)]
+        error = decoded(Error, {name: fields[stored[name]] for name in names})
+        places = {name: decoded(str, x) for name, x in fields.items() if name not in ERROR_KEYS}
+        return cls(error=error, **places)
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionError:
-    """What coarser matrix products cost a case in float32, relative to the float64 twin."""
+    """The error of coarser matrix products in float32, relative to the float64 twin."""
 
     case: str
     platform: str
     precision: str
-    """What an operand of a product is rounded to: "bfloat16" or "tensorfloat32"."""
+    """The format to which operands are rounded: "bfloat16" or "tensorfloat32"."""
     emulated: bool
-    """Rounded by `lax.reduce_precision`, where the platform's products do not round."""
+    """Whether `lax.reduce_precision` rounds, because the platform's own products do not."""
     group: str
     error: float
     highest: float
     """The error with products in full float32."""
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "PrecisionError":
-        """The entry that a record's JSON has."""
-        errors = {name: _or_nan(fields[name]) for name in ("error", "highest")}
-        return cls(**{**fields, **errors})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,17 +85,6 @@ class ErrorOverTime:
     dtype: str
     torch: tuple[float, ...]
     jax: tuple[float, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The errors for JSON; null where one is not finite."""
-        series = {"torch": [*map(_number, self.torch)], "jax": [*map(_number, self.jax)]}
-        return {**vars(self), **series}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "ErrorOverTime":
-        """The errors that `to_dict` wrote."""
-        series = {side: tuple(map(_or_nan, fields[side])) for side in ("torch", "jax")}
-        return cls(**{**fields, **series})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +99,16 @@ class LogitsMeasurement:
     error: LogitsError
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement for JSON; null where a number is not finite."""
-        numbers = {name: _number(x) for name, x in vars(self.error).items()}
-        return {name: x for name, x in vars(self).items() if name != "error"} | numbers
+        """The measurement for JSON."""
+        return {name: x for name, x in vars(self).items() if name != "error"} | vars(self.error)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "LogitsMeasurement":
         """The measurement that `to_dict` wrote."""
         names = [field.name for field in dataclasses.fields(LogitsError)]
-        error = LogitsError(**{name: _or_nan(fields[name]) for name in names})
-        return cls(error=error, **{n: x for n, x in fields.items() if n not in names})
+        error = decoded(LogitsError, {name: fields[name] for name in names})
+        places = {name: decoded(str, x) for name, x in fields.items() if name not in names}
+        return cls(error=error, **places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +125,7 @@ class MutationResult:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """All of a report."""
+    """A whole report."""
 
     versions: Mapping[str, str]
     platforms: Mapping[str, str]
@@ -158,16 +140,16 @@ class Record:
     """Each case's errors over time; cases with a fault have none."""
     mutations: tuple[MutationResult, ...] = ()
     not_run: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """The cases that run on none of these platforms, and those that they run on."""
+    """The platforms of each case that runs on none of those that were measured."""
     tensors: tuple[Measurement, ...] = ()
     """Every tensor of a person's own pairs."""
     logits: tuple[LogitsMeasurement, ...] = ()
     notes: tuple[str, ...] = ()
-    """What was not compared."""
+    """Remarks, such as those on results that were not compared."""
     locations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Where failing cases first depart."""
     done: tuple[str, ...] = ()
-    """What has been measured so far, if the record is not finished."""
+    """The measurements so far, if the record is not finished."""
 
     def only(self, **fields: Any) -> "Record":
         """A record of the same machine with nothing but these fields."""
@@ -198,80 +180,60 @@ class Record:
         """The cases that have a fault, or an error beyond its bound."""
         return self.faulty | {m.case for m in self.measurements if not m.error.passed}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The record for JSON."""
-        return {
-            "schema": SCHEMA,
-            "versions": dict(self.versions),
-            "platforms": dict(self.platforms),
-            "faults": list(self.faults),
-            "measurements": [m.to_dict() for m in self.measurements],
-            "precision": [
-                {**vars(p), "error": _number(p.error), "highest": _number(p.highest)}
-                for p in self.precision
-            ],
-            "cases": dict(self.cases),
-            "over_time": [e.to_dict() for e in self.over_time],
-            "mutations": [vars(m) for m in self.mutations],
-            "not_run": {case: list(platforms) for case, platforms in self.not_run.items()},
-            "tensors": [m.to_dict() for m in self.tensors],
-            "logits": [m.to_dict() for m in self.logits],
-            "notes": list(self.notes),
-            "locations": dict(self.locations),
-            "done": list(self.done),
-        }
-
     def to_json(self) -> str:
         """The record as text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        fields = {"schema": SCHEMA, **encoded(vars(self))}
+        return json.dumps(fields, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Record":
         """The record that `to_json` wrote.
 
         Raises:
-            ValueError: it is none, or of another schema.
+            ValueError: the text is not a record, or has another schema.
 
         """
         try:
             fields = json.loads(text)
-            if fields["schema"] != SCHEMA:
-                raise ValueError(f"expected schema {SCHEMA}, got {fields['schema']!r:.40}")
-            record = cls(
-                dict(fields["versions"]),
-                dict(fields["platforms"]),
-                tuple(Measurement.from_dict(m) for m in fields["measurements"]),
-                tuple(fields["faults"]),
-                tuple(PrecisionError.from_dict(p) for p in fields["precision"]),
-                dict(fields["cases"]),
-                tuple(ErrorOverTime.from_dict(e) for e in fields["over_time"]),
-                tuple(MutationResult(**m) for m in fields["mutations"]),
-                {case: tuple(names) for case, names in fields.get("not_run", {}).items()},
-                tuple(Measurement.from_dict(m) for m in fields.get("tensors", ())),
-                tuple(LogitsMeasurement.from_dict(m) for m in fields.get("logits", ())),
-                tuple(fields.get("notes", ())),
-                dict(fields.get("locations", {})),
-                tuple(fields.get("done", ())),
-            )
-            errors = (*record.measurements, *record.tensors, *record.logits)
-            entries = (*errors, *record.precision, *record.over_time, *record.mutations)
-            for entry in (*entries, *(m.error for m in errors)):
-                _check_types(entry)
+            if (schema := fields.pop("schema")) != SCHEMA:
+                raise ValueError(f"expected schema {SCHEMA}, got {schema!r:.40}")
+            return decoded(cls, fields)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a record of --json ({type(error).__name__}: {error})") from error
-        return record
 
 
-def _check_types(entry: Any) -> None:
-    """Refuse an entry whose texts and truths are something else."""
-    for name, kind in get_type_hints(type(entry)).items():
-        value = getattr(entry, name)
-        if kind in (str, bool, str | None) and not isinstance(value, kind):
-            raise TypeError(f"{name}: expected a {kind}, got {value!r:.40}")
+def encoded(value: Any) -> Any:
+    """The value for JSON, which has no NaN and no infinity: they are null."""
+    if isinstance(value, Mapping):
+        return {key: encoded(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return [*map(encoded, value)]
+    if dataclasses.is_dataclass(value):
+        return encoded(value.to_dict() if hasattr(value, "to_dict") else vars(value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def decoded(kind: Any, value: Any) -> Any:
+    """The value of this kind that `encoded` wrote; null is NaN."""
+    of = get_args(kind)
+    if kind is float:
+        return math.nan if value is None else float(value)
+    if get_origin(kind) is tuple:
+        return tuple(decoded(of[0], each) for each in value)
+    if get_origin(kind) is Mapping:
+        return {key: decoded(of[1], each) for key, each in value.items()}
+    if hasattr(kind, "from_dict"):
+        return kind.from_dict(value)
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: decoded(hints[name], each) for name, each in value.items()})
+    if not isinstance(value, kind):
+        raise TypeError(f"expected a {kind}, got {value!r:.40}")
+    return value
 
 
 def merged(records: Sequence[Record]) -> Record:
-    """One record of all, in their order."""
+    """One record of several, in their order."""
     first, *others = records or [Record(versions(), {}, ())]
     result: dict[str, Any] = dict(vars(first))
     for record in others:
@@ -282,14 +244,14 @@ def merged(records: Sequence[Record]) -> Record:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that measure."""
+    """The versions of Python and of the packages that the measurements depend on."""
     packages = ("jax", "flax", "numpy", "torch")
     found = {name: importlib.metadata.version(name) for name in packages}
     return {"python": machine.python_version(), **found}
 
 
 def moved(old: Record, new: Record) -> list[str]:
-    """What changed from one record to another in the cases of both, a line each."""
+    """A line for each change between two records in the cases that both have."""
     lines = []
     for what in ("versions", "platforms"):
         a, b = getattr(old, what), getattr(new, what)
@@ -322,11 +284,3 @@ def moved(old: Record, new: Record) -> list[str]:
 def _has_moved(a: Error, b: Error) -> bool:
     small, large = sorted((a.jax, b.jax))
     return large > FACTOR * small and large > 0.1 * max(a.bound, b.bound)
-
-
-def _number(x: float | None) -> float | None:
-    return x if x is not None and math.isfinite(x) else None
-
-
-def _or_nan(number: float | None) -> float:
-    return math.nan if number is None else float(number)

@@ -1,6 +1,7 @@
 """A recorded file as the reference."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,13 @@ class Recorded(Reference):
     def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         return self._theirs(dtype)
+
+    def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
+        """How far the results depend on all constants; an older record does not know, so any."""
+        if not self.constant_count:
+            return {}
+        anyhow = {group: dict.fromkeys(named, math.inf) for group, named in expected.items()}
+        return self._constants.get("moved", anyhow)
 
     @property
     def constant_count(self) -> int:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_models.ops.checks import checked_bool
+from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, is_trivial
 from parity_tests.engine.locate.recorded import calls_as_facts
 from parity_tests.engine.logits import checked_logits, logits_array
@@ -142,6 +143,11 @@ def _of_constants(reference: Reference) -> dict[str, Any]:
     return {
         "count": reference.constant_count,
         "names": reference.constant_names,
+        "moved": reference.moved_results(
+            [np.zeros(value.shape) for value in reference.constants.values()],
+            [is_rounded(value) for value in reference.constants.values()],
+            reference.oracle,
+        ),
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parity_tests.engine.bounds.rounded_constants import names_of, rounded_count
+from parity_tests.engine.bounds.rounded_constants import moved_by_rounding, names_of, rounded_count
 from parity_tests.engine.faults import overflows
 from parity_tests.engine.logits import LogitsError, logits_array, logits_error
 from parity_tests.engine.problem import Problem
@@ -132,6 +132,15 @@ class Reference(abc.ABC):
         """The names of these constants."""
         return names_of(self.constants)
 
-    def with_constants(self, moves: Sequence[np.ndarray]) -> Results | None:
-        """The float64 results where each constant is scaled by 1 + its move; None if unknown."""
-        return None
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is scaled by 1 + its move."""
+        raise NotImplementedError(f"{self.name} cannot run with other constants")
+
+    def moved_results(
+        self, moves: Sequence[np.ndarray], unknown: Sequence[np.ndarray], expected: Results
+    ) -> ErrorsByGroup:
+        """How far the results with these moves depend on constants whose digits are unknown."""
+        if not any(each.any() for each in unknown):
+            return {}
+        both = [a + b for a, b in zip(moves, moved_by_rounding(unknown), strict=True)]
+        return errors_of(self.with_constants(both), expected)

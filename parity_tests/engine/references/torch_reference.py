@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import torch
 
+from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.adapters import words
-from parity_tests.engine.candidates.jax_program import is_rounded
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.candidates.torch_module import weight_owners
