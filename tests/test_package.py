@@ -78,6 +78,7 @@ MAY_IMPORT = {
     ],
     "jax_models/models": ["jax_models"],
     "torch_ref": ["torch_ref"],
+    "parity_tests/engine/bounds": ["parity_tests.engine.bounds"],
     "parity_tests/engine": ["parity_tests.engine", "jax_models", "twinscan.files"],
     "parity_tests/registry": [
         "parity_tests.engine",

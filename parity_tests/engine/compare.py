@@ -26,7 +26,6 @@ from parity_tests.engine.candidates.port import port, refuse_other_weights
 from parity_tests.engine.channel_order import faults_of_axes, note_on_inputs
 from parity_tests.engine.locate.find import checked_names, find_departure, where_it_raises
 from parity_tests.engine.locate.location import Location
-from parity_tests.engine.logits import checked_logits
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import (
     PRECISIONS,
@@ -39,9 +38,8 @@ from parity_tests.engine.problem import (
 from parity_tests.engine.progress import progress
 from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.references.source import requested
 from parity_tests.engine.report import Report
-from parity_tests.engine.report_hooks import call_hooks
+from parity_tests.engine.report_hooks import REPORT_HOOKS
 from parity_tests.engine.results import GROUPS
 
 if TYPE_CHECKING:
@@ -123,35 +121,33 @@ def compare(
 
     """
     # Refuse wrong arguments before anything runs.
-    request = requested(inputs, kwargs, dtypes, seed, call_twin)
-    platform, precision = (
-        checked_platform(platform),
-        checked_choice("precision", precision, PRECISIONS),
-    )
+    platform = checked_platform(platform)
+    checked_choice("precision", precision, PRECISIONS)
     checked_bool("edge_inputs", edge_inputs)
     check_functions({}, {"call": call})
     if edge_inputs and not is_torch_module(twin):
         raise ValueError("edge_inputs: expected a torch module as `twin`")
 
-    with jax.enable_x64(True), open_reference(twin) as source, progress("comparing") as say:
-        # A recorded file has inputs, dtypes and a seed of its own.
-        request = source.completed(request)
-        locate = source.checked_locate(locate, names)
+    # JAX has float64 only under x64. `say` shows on the terminal what runs.
+    with jax.enable_x64(True), open_reference(twin) as reference, progress("comparing") as say:
+        # Check the inputs. A recorded file has inputs, dtypes and a seed of its own.
+        make_problem = reference.start(inputs, kwargs, dtypes, seed, call_twin, logits)
+        has_kwargs = bool(kwargs) or reference.has_kwargs
+        locate = reference.checked_locate(locate, names)
 
-        # Give both sides the same weights. A weight that the JAX side cannot hold or does not read
-        # is a fault, even if no output shows it.
-        start = source.start(request, checked_logits(logits))
+        # Give both sides the same weights, which completes the problem. A weight that the JAX side
+        # cannot hold or does not read is a fault, even if no output shows it.
         problem, faults, notes = port(
-            start, source.known, model, weights, call, has_kwargs=request.has_kwargs
+            make_problem, reference.weights, model, weights, call, has_kwargs=has_kwargs
         )
-        names = checked_names({} if names is None else names, source.submodules, model)
+        names = checked_names({} if names is None else names, reference.submodules, model)
 
         # Run the reference in float64: both sides are measured against these results, which have
         # no rounding errors of the dtypes that are compared.
-        reference = source.reference(problem, say)
+        reference.run(problem, say)
 
         # Run both sides in each dtype. JAX passes if its error is not much larger than the
-        # reference's own error, or if rounding explains it.
+        # reference's own error, or if rounding explains it (`bounds/tolerance.py`).
         jax_side = JaxSide(problem, platform, precision=precision)
         try:
             report = measure(
@@ -166,27 +162,29 @@ def compare(
             from parity_tests.engine.edge_inputs import measure_edges  # needs torch
 
             say("edge inputs")
-            at_edges = measure_edges(problem, platform, jax_side)
-            faults, notes = [*faults, *at_edges[0]], [*notes, *at_edges[1]]
+            edge_faults, edge_notes = measure_edges(problem, platform, jax_side)
+            faults, notes = [*faults, *edge_faults], [*notes, *edge_notes]
 
         # If height, width and channels are equal, images with the axes in another order raise no
         # error, so try whether the results agree in the other order.
         faults = [*faults, *faults_of_axes(problem, reference, report, jax_side)]
 
-        # If the pair fails, make sure that both sides have the same weights at all, and then find
-        # the first submodule whose own code departs.
+        # If the pair fails, make sure that a model without `weights` has the reference's weights.
+        # Then find the first submodule whose own code departs.
         location = None
         if not report.passed:
-            if weights is None and problem.to_torch is None and not source.known.is_jax:
+            if weights is None and problem.to_torch is None and not reference.weights.is_jax:
                 refuse_other_weights(problem)
             if locate:
                 say("where the two sides part")
                 location = _departure(problem, reference, report, names)
 
+    # Add what was found outside of the measurements, and pass the report on, to pytest for example.
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
-    call_hooks(report)
+    for hook in REPORT_HOOKS:
+        hook(report)
     return report
 
 
@@ -215,7 +213,7 @@ def _departure(
 
     # If the outputs already differ, the gradients need not be searched.
     is_forward = group in GROUPS[:2]
-    trace = reference.theirs(dtype, is_forward=is_forward)
+    trace = reference.trace(dtype, is_forward=is_forward)
     trace = dataclasses.replace(trace, cast_to=reference.cast_to)
     return find_departure(problem, trace, names, bound, is_forward=is_forward)
 

@@ -11,7 +11,6 @@ from parity_tests import assert_parity, compare, record, tap
 from parity_tests.engine.locate.record import SLOTS
 from parity_tests.engine.locate.reference_trace import ReferenceTrace, largest
 from parity_tests.engine.references.open_reference import open_reference
-from parity_tests.engine.references.source import requested
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -85,12 +84,11 @@ def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
 
 def told(source, *inputs) -> list[ReferenceTrace]:
     """What it tells in each dtype."""
-    with open_reference(source) as found:
-        asked = found.completed(requested(inputs, None, ["float64", "bfloat16"], None, None))
-        reference = found.reference(
-            found.start(asked, False)(build=dict, call=None, to_torch=None), lambda text: None
-        )
-        return [reference.theirs(dtype) for dtype in asked.dtypes]
+    with open_reference(source) as reference:
+        start = reference.start(inputs, dtypes=["float64", "bfloat16"])
+        problem = start(build=dict, call=None, to_torch=None)
+        reference.run(problem)
+        return [reference.trace(dtype) for dtype in problem.dtypes]
 
 
 def nnx_model(fault=None):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 def departure(case, dtype, *, is_forward=False):
     problem = CASES[case].problem()
-    reference = TorchReference(problem).theirs(dtype, is_forward=is_forward)
+    reference = TorchReference(problem.twin).run(problem).trace(dtype, is_forward=is_forward)
     return find_departure(problem, reference, {}, is_forward=is_forward)
 
 

@@ -8,6 +8,7 @@ with them may differ as far as they move; all others may not.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ Digits = Callable[[np.ndarray], np.ndarray]
 """Gives the numbers of an array other digits."""
 
 
-def short_decimal(value: object) -> float | None:
+def short_decimal(value: Any) -> float | None:
     """The number of few digits, such as 1e-5, that float32 rounds to this one; None if none."""
     if np.ndim(value):
         return None
@@ -28,7 +29,7 @@ def short_decimal(value: object) -> float | None:
     return float(str(rounded)) if is_short and rounded == value else None
 
 
-def is_rounded(values: object) -> np.ndarray:
+def is_rounded(values: Any) -> np.ndarray:
     """Which numbers have float32's digits, so that they may have been rounded to it.
 
     Integers, short decimals and numbers that bfloat16 has, such as 1/2, do not count. A float64

@@ -12,8 +12,8 @@ is the root mean square of its difference from y64, relative to the root mean sq
 - Where JAX errs by more, torch's one run may have been lucky: in an ill-conditioned computation a
   few roundings make most of the error. The bound is then the largest error of up to `ROUNDED_RUNS`
   runs of the twin in float64 with each operation off by up to `OPERATION_ULPS` at random
-  (`torch_rounding.py`, `jax_rounding.py`), if that is larger. The runs stop as soon as they decide:
-  see `raised`.
+  (`torch_rounding.py`, `candidates/jax_rounding.py`), if that is larger. The runs stop as soon as
+  they decide: see `raised`.
 - No bound is above `UNDETERMINED`: a dtype in which rounding alone makes such an error does not
   determine the result, so the comparison shows nothing.
 

@@ -14,8 +14,8 @@ from flax import nnx
 
 from jax_models.weights.constant import Constant
 from jax_models.weights.trees import is_floating
-from parity_tests.engine.bounds.jax_rounding import Rounded
 from parity_tests.engine.candidates.jax_program import Found, lifted_dtypes, look_into
+from parity_tests.engine.candidates.jax_rounding import Rounded
 from parity_tests.engine.candidates.lift import (
     ArgumentFree,
     Lift,
