@@ -1,8 +1,10 @@
 """Compare any torch module with any JAX port of it. Read this file first.
 
-`compare` goes from the arguments to the verdict in one function. Each stage has a room:
-`references` holds what a model can be measured against, `candidates` loads and runs a JAX model,
-`bounds` says how large an error rounding explains, and `locate` finds where the two sides part.
+`compare` goes from the arguments to the verdict in one function, stage by stage. Each stage has a
+folder: `references` holds what a model can be measured against, `candidates` loads and runs a JAX
+model, `bounds` says how large an error rounding explains, and `locate` finds where the two sides
+part. `problem.py` defines what both sides run, `measure.py` compares their results, and
+`results.py` and `report.py` hold what comes out.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from flax import nnx
 
 from jax_models.ops.checks import checked_bool
 from jax_models.weights import Table
+from parity_tests.engine.bounds.tolerance import FLOAT64
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.port import port, refuse_other_weights
 from parity_tests.engine.channel_order import faults_of_axes, note_on_inputs
@@ -25,10 +28,11 @@ from parity_tests.engine.locate.find import checked_names, find_departure, where
 from parity_tests.engine.locate.location import Location
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import (
+    PRECISIONS,
     Problem,
     check_functions,
+    checked_choice,
     checked_platform,
-    checked_precision,
     is_torch_module,
 )
 from parity_tests.engine.progress import progress
@@ -117,7 +121,10 @@ def compare(
 
     """
     # Refuse wrong arguments before anything runs.
-    platform, precision = checked_platform(platform), checked_precision(precision)
+    platform, precision = (
+        checked_platform(platform),
+        checked_choice("precision", precision, PRECISIONS),
+    )
     checked_bool("edge_inputs", edge_inputs)
     check_functions({}, {"call": call})
     if edge_inputs and not is_torch_module(twin):
@@ -148,7 +155,7 @@ def compare(
                 problem, reference, problem.dtypes, platform, jax_side=jax_side, say=say
             )
         except Exception as error:
-            _explain(error, problem, reference, locate=bool(locate))
+            _add_notes(error, problem, reference, locate=bool(locate))
             raise
 
         # Random inputs never hit the kink of a function, such as relu at 0, so compare there, too.
@@ -181,8 +188,8 @@ def compare(
     return report
 
 
-def _explain(error: Exception, problem: Problem, reference: Reference, *, locate: bool) -> None:
-    """Add notes to an error of the JAX side: an order of axes that runs, and where it raised."""
+def _add_notes(error: Exception, problem: Problem, reference: Reference, *, locate: bool) -> None:
+    """Add to an error of the JAX side which order of axes runs, and which module raised it."""
     if (note := note_on_inputs(problem, reference.oracle)) is not None:
         error.add_note(note)
     if locate:
@@ -194,9 +201,17 @@ def _explain(error: Exception, problem: Problem, reference: Reference, *, locate
 def _departure(
     problem: Problem, reference: Reference, report: Report, names: Mapping[str, str]
 ) -> Location:
-    """The place where a pair first departs, in the dtype of its first failure."""
+    """The submodule where a pair first departs, in the dtype of its first failure."""
     dtype, group, error = next(report.failures, (problem.dtypes[0], "", None))
-    bound = error.bound if error is not None and dtype == "float64" else 0.0
+
+    # In float64, rounded constants may move some results. Inside, they may move values as far.
+    bound = 0.0
+    if error is not None and dtype == "float64":
+        named = [e for tensors in report.tensors[dtype].values() for e in tensors.values()]
+        excused = [e.bound for e in named if e.passed and e.jax > FLOAT64]
+        bound = max(error.bound, *excused, 0.0)
+
+    # If the outputs already differ, the gradients need not be searched.
     is_forward = group in GROUPS[:2]
     trace = reference.trace(dtype, is_forward=is_forward)
     trace = dataclasses.replace(trace, cast_to=reference.cast_to)
@@ -204,7 +219,7 @@ def _departure(
 
 
 def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:
-    """Assert that `compare(…)` passes; the message says what fails, and where it begins.
+    """Assert that `compare(…)` passes; the message says what fails, and where the sides part.
 
     By default, `locate` is on if the reference has submodules.
     """

@@ -38,8 +38,6 @@ CALLS = (
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 ENGINE = str(Path(__file__).parents[1])
 STANDARD = sysconfig.get_path("stdlib")
-SHORT = 6
-"""The most digits of a constant that a person wrote, such as 1e-5; float64 has more of it."""
 
 
 def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
@@ -144,30 +142,6 @@ def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]
         for leaf in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns")):
             if hasattr(leaf, "eqns"):
                 yield from constants_in(getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ()))
-
-
-def short_decimal(value: Any) -> float | None:
-    """The number of few digits, such as 1e-5, that float32 rounds to this one; None if none."""
-    if np.ndim(value):
-        return None
-    with np.errstate(over="ignore"):
-        rounded = np.float32(value)
-    is_short = sum(map(str.isdigit, str(rounded).partition("e")[0])) <= SHORT
-    return float(str(rounded)) if is_short and rounded == value else None
-
-
-def is_rounded(values: Any) -> np.ndarray:
-    """Which numbers have float32's digits, so that they may have been rounded to it.
-
-    Integers, short decimals and numbers that bfloat16 has, such as 1/2, do not count. A float64
-    array may have such numbers, too, because NumPy promotes float32.
-    """
-    values = np.asarray(values, np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        of_float32 = values.astype(np.float32) == values
-        exact = (values.astype(jnp.bfloat16) == values) | (values == np.round(values))
-    short = short_decimal(values)
-    return np.isfinite(values) & of_float32 & ~exact & (short is None or short != values)
 
 
 def is_real(dtype: Any) -> bool:

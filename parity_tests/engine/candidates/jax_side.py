@@ -259,7 +259,7 @@ def _split(built: Any) -> tuple[Any, Any]:
     return weights, (graphdef, rest)
 
 
-def _is_constant(leaf: Any) -> bool:
+def is_constant(leaf: Any) -> bool:
     """True for a floating array of an NNX module that is neither a weight nor a statistic."""
     known = nnx.Param | nnx.BatchStat | Constant
     value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
@@ -274,7 +274,7 @@ def _held(rest: Any) -> list[Any]:
     return [
         leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
         for leaf in leaves
-        if _is_constant(leaf)
+        if is_constant(leaf)
     ]
 
 

@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal
 
+from parity_tests.engine.bounds.rounded_constants import is_rounded, short_decimal
 from parity_tests.engine.candidates.jax_program import (
     Found,
     bodies_in,
@@ -19,12 +20,10 @@ from parity_tests.engine.candidates.jax_program import (
     constants_in,
     equations_in,
     is_real,
-    is_rounded,
     last_uses,
     lifted_dtypes,
     look_into,
     place_of,
-    short_decimal,
 )
 
 SCATTERS = {

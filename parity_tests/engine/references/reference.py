@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from jax_models.ops.checks import checked_bool, described
-from parity_tests.engine.bounds.rounded_constants import names_of, rounded_count
+from parity_tests.engine.bounds.rounded_constants import moved_by_rounding, names_of, rounded_count
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.faults import overflows
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
@@ -178,14 +178,10 @@ class Reference(abc.ABC):
         With `is_forward`, gradients are not needed.
         """
 
-    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
-        """The constants of the problem's float64 run, by name."""
-        return {}
-
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
         """The constants of the float64 run, by name."""
-        return self.constants_of(self.problem)
+        return {}
 
     @functools.cached_property
     def constant_count(self) -> int:
@@ -197,6 +193,15 @@ class Reference(abc.ABC):
         """The names of these constants."""
         return names_of(self.constants)
 
-    def with_constants(self, moves: Sequence[np.ndarray]) -> Results | None:
-        """The float64 results where each constant is scaled by 1 + its move; None if unknown."""
-        return None
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is scaled by 1 + its move."""
+        raise NotImplementedError(f"{self.name} cannot run with other constants")
+
+    def moved_results(
+        self, moves: Sequence[np.ndarray], unknown: Sequence[np.ndarray], expected: Results
+    ) -> ErrorsByGroup:
+        """How far the results with these moves depend on constants whose digits are unknown."""
+        if not any(each.any() for each in unknown):
+            return {}
+        both = [a + b for a, b in zip(moves, moved_by_rounding(unknown), strict=True)]
+        return errors_of(self.with_constants(both), expected)

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import torch
 
+from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.adapters import words
-from parity_tests.engine.candidates.jax_program import is_rounded
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.candidates.torch_module import weight_owners
@@ -133,11 +133,12 @@ class TorchReference(Reference):
 
         return functools.cache(run)
 
-    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+    @functools.cached_property
+    def constants(self) -> Mapping[str, np.ndarray]:
         """The twin's constants that are rounded to float32, by name."""
         constants = {
             name: tensor.detach().double().numpy()
-            for name, tensor in named_constants(problem, problem.twin)
+            for name, tensor in named_constants(self.problem, self.problem.twin)
         }
         return {name: value for name, value in constants.items() if is_rounded(value).any()}
 

@@ -1,0 +1,72 @@
+"""Run a JAX side with other digits of its constants."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from parity_tests.engine.bounds.rounded_constants import Digits
+from parity_tests.engine.candidates.jax_program import Found, lifted_dtypes
+from parity_tests.engine.candidates.jax_side import JaxSide, is_constant
+from parity_tests.engine.candidates.lift import Lift, rewritten
+from parity_tests.engine.problem import Arrays, Problem
+from parity_tests.engine.results import Results
+
+
+class OtherDigits(Lift):
+    """Evaluates a program with other digits of its constants."""
+
+    def __init__(self, digits: Digits, *args: Any):
+        self._digits = digits
+        super().__init__(*args)
+
+    def _decimal(self, value: Any) -> np.ndarray:
+        return self._digits(super()._decimal(value))
+
+
+def with_digits(
+    problem: Problem, digits: Digits, cast_to: Sequence[str]
+) -> tuple[Problem, Callable[[Callable], Callable]]:
+    """The problem and the `transform` of a `JaxSide` for a float64 run with these digits."""
+    transform = partial(
+        rewritten,
+        dtypes=lifted_dtypes({*cast_to}),
+        found=Found(),
+        evaluator=partial(OtherDigits, digits),
+    )
+    return dataclasses.replace(problem, build=partial(_built, problem, digits)), transform
+
+
+def run_with_digits(
+    problem: Problem,
+    digits: Digits,
+    oracle: Results,
+    cast_to: Sequence[str],
+    platform: str = "cpu",
+) -> Results:
+    """The results in float64 with other digits of the constants of the program and the model."""
+    problem, transform = with_digits(problem, digits, cast_to)
+    return JaxSide(problem, platform, transform=transform).run(problem, "float64", oracle, cast_to)
+
+
+def _built(problem: Problem, digits: Digits, state_dict: Arrays, dtype: str) -> Any:
+    """What the problem builds, with other digits of the constants that an NNX module holds."""
+    built = problem.build(state_dict, dtype)
+    if not isinstance(built, nnx.Module):
+        return built
+
+    def changed(leaf: Any) -> Any:
+        if not is_constant(leaf):
+            return leaf
+        if isinstance(leaf, nnx.Variable):
+            return leaf.replace(changed(leaf.get_value()))
+        return jnp.asarray(digits(np.asarray(leaf, np.float64)))
+
+    graphdef, weights, rest = nnx.split(built, nnx.Param, ...)
+    rest = jax.tree.map(changed, rest, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return nnx.merge(graphdef, weights, rest)
