@@ -172,7 +172,8 @@ class JaxReference(Reference):
             moved(),
         )
 
-    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+    @functools.cached_property
+    def constants(self) -> Mapping[str, np.ndarray]:
         """The constants of the model's float64 run, numbered."""
         return numbered(self._side.constants_of(self.problem))
 

@@ -84,7 +84,10 @@ class RecordedReference(Reference):
         """Nothing runs, but the record must have what the problem asks for."""
         self.problem, constants = problem, self._facts["constants"][bool(problem.constants)]
         self.constant_count = constants["count"]
-        self.constant_names = constants.get("names", ())  # an older record has none
+        # An older record knows neither the names of its constants nor how much depends on them.
+        self.constant_names = constants.get("names", ())
+        anyhow = {group: dict.fromkeys(named, math.inf) for group, named in self.oracle.items()}
+        self._moved = constants.get("moved", anyhow)
         logits = logits_array(problem.logits, self.oracle) if problem.logits else None
         if logits is not None and [*logits] != self._facts["logits"]:
             raise ValueError(
@@ -113,10 +116,7 @@ class RecordedReference(Reference):
 
     def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
         """How far the results depend on all constants; an older record does not know, so any."""
-        if not self.constant_count:
-            return {}
-        moved = self._facts["constants"][bool(self.problem.constants)].get("moved")
-        return moved or {group: dict.fromkeys(named, math.inf) for group, named in expected.items()}
+        return self._moved if self.constant_count else {}
 
 
 def are_equal(given: Sequence[Any], recorded: Sequence[Any]) -> bool:

@@ -1,6 +1,5 @@
 """Write a reference to a file, for comparisons where torch is not installed."""
 
-import copy
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,6 +72,14 @@ def record(
         if reference.faults:
             raise ValueError(f"twin: {reference.faults[0]}")
         facts = facts_of(reference) | {"inputs": structure, "has_kwargs": bool(kwargs)}
+
+        # A port may compute the numbers of buffers itself. Then the buffers are constants, too.
+        weights, moving = reference.weights, reference
+        buffers = frozenset(weights.owners) - {*weights.parameters}
+        if buffers and not weights.is_jax:
+            with open_reference(twin) as moving:
+                moving.run(dataclasses.replace(problem, constants=buffers), say)
+        facts["constants"] = [constants_as_facts(each) for each in (reference, moving)]
         calls: Arrays = {}
         if activations:
             traces = [reference.trace(dtype) for dtype in problem.dtypes]
@@ -80,13 +87,12 @@ def record(
             facts["calls"] = calls_as_facts(traces, calls)
 
     # A weight that has several keys is stored once, under the first of them.
-    weights, results = reference.weights, reference.oracle
     tensors = {
         **{f"weights/{k}": a for k, a in weights.arrays.items() if weights.owners.get(k, k) == k},
         **{f"inputs/{i}": array for i, array in enumerate(arrays)},
         **{
             f"results/{group}/{name}": array
-            for group, named in results.items()
+            for group, named in reference.oracle.items()
             for name, array in named.items()
         },
         **calls,
@@ -98,11 +104,6 @@ def facts_of(reference: Reference) -> dict[str, Any]:
     """The file's facts about a reference, besides its arrays, inputs and calls."""
     problem, oracle, weights = reference.problem, reference.oracle, reference.weights
     dtypes = dict.fromkeys((*problem.dtypes, "float32"))
-
-    # A port may compute the numbers of buffers itself. If they are rounded, they are constants.
-    buffers = frozenset() if weights.is_jax else weights.owners.keys() - {*weights.parameters}
-    beside = copy.copy(reference)
-    beside.problem = dataclasses.replace(problem, constants=frozenset(buffers))
     return {
         "dtypes": problem.dtypes,
         "seed": problem.seed,
@@ -119,20 +120,8 @@ def facts_of(reference: Reference) -> dict[str, Any]:
         "cast_to": reference.cast_to,
         "notes": reference.notes,
         "logits": logits_array(problem.logits, oracle) if problem.logits else None,
-        "constants": [constants_as_facts(each) for each in (copy.copy(reference), beside)],
         "said": {dtype: errors_as_facts(reference.own_run(dtype)) for dtype in dtypes},
         "scatter": {dtype: reference.scatter(dtype) for dtype in dtypes},
-    }
-
-
-def constants_as_facts(reference: Reference) -> dict[str, Any]:
-    """How many constants are rounded, their names, and how far they move the results."""
-    values = reference.constants.values()
-    still, unknown = [np.zeros(v.shape) for v in values], [*map(is_rounded, values)]
-    return {
-        "count": reference.constant_count,
-        "names": reference.constant_names,
-        "moved": reference.moved_results(still, unknown, reference.oracle),
     }
 
 
@@ -142,6 +131,18 @@ def errors_as_facts(errors: RunErrors) -> dict[str, Any]:
     for (group, name), dtype in errors.dtypes.items():
         dtypes.setdefault(group, {})[name] = str(dtype)
     return {**dataclasses.asdict(errors), "dtypes": dtypes}
+
+
+def constants_as_facts(reference: Reference) -> dict[str, Any]:
+    """How many constants are rounded, their names, and how far the results depend on them."""
+    constants = reference.constants.values()
+    moved = reference.moved_results(
+        [np.zeros(value.shape) for value in constants],
+        [is_rounded(value) for value in constants],
+        reference.oracle,
+    )
+    names = reference.constant_names
+    return {"count": reference.constant_count, "names": names, "moved": moved}
 
 
 def idle_keys(reference: Reference) -> Iterator[str]:

@@ -178,14 +178,10 @@ class Reference(abc.ABC):
         With `is_forward`, gradients are not needed.
         """
 
-    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
-        """The constants of the problem's float64 run, by name."""
-        return {}
-
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
         """The constants of the float64 run, by name."""
-        return self.constants_of(self.problem)
+        return {}
 
     @functools.cached_property
     def constant_count(self) -> int:

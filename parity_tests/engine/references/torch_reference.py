@@ -133,11 +133,12 @@ class TorchReference(Reference):
 
         return functools.cache(run)
 
-    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+    @functools.cached_property
+    def constants(self) -> Mapping[str, np.ndarray]:
         """The twin's constants that are rounded to float32, by name."""
         constants = {
             name: tensor.detach().double().numpy()
-            for name, tensor in named_constants(problem, problem.twin)
+            for name, tensor in named_constants(self.problem, self.problem.twin)
         }
         return {name: value for name, value in constants.items() if is_rounded(value).any()}
 
