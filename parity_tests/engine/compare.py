@@ -121,15 +121,8 @@ def compare(
 
     """
     # Refuse wrong arguments before anything runs.
-<<<<<<< HEAD
     platform = checked_platform(platform)
     checked_choice("precision", precision, PRECISIONS)
-=======
-    platform, precision = (
-        checked_platform(platform),
-        checked_choice("precision", precision, PRECISIONS),
-    )
->>>>>>> e3
     checked_bool("edge_inputs", edge_inputs)
     check_functions({}, {"call": call})
     if edge_inputs and not is_torch_module(twin):
