@@ -104,7 +104,7 @@ class RoundedProducts(Lift):
             ]
         elif equation.primitive.name == KERNEL and any(
             inner.primitive.name in PRODUCTS and inner.params["precision"] != FULL
-            for body in bodies_in(equation.params)
+            for body, _ in bodies_in(equation.params)
             for inner, *_ in equations_in(body, [True] * len(body.invars))
         ):
             raise NotImplementedError("a product in a Pallas kernel that leaves its precision open")
