@@ -200,7 +200,7 @@ def _departure(
     dtype, group, error = next(report.failures, (problem.dtypes[0], "", None))
     bound = error.bound if error is not None and dtype == "float64" else 0.0
     is_forward = group in GROUPS[:2]
-    trace = reference.theirs(dtype, is_forward=is_forward)
+    trace = reference.trace(dtype, is_forward=is_forward)
     trace = dataclasses.replace(trace, cast_to=reference.cast_to)
     return find_departure(problem, trace, names, bound, is_forward=is_forward)
 

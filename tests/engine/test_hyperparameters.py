@@ -6,7 +6,7 @@ import pytest
 import torch
 from flax import nnx
 
-from parity_tests.engine.locate.hyperparameters import differing, hyperparameters_of
+from parity_tests.engine.traces.hyperparameters import differing, hyperparameters_of
 
 RNGS, KERNEL = nnx.Rngs(0), (3, 3)
 

@@ -8,10 +8,10 @@ import pytest
 from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchParts, X
 
 from parity_tests import assert_parity, compare, record, tap
-from parity_tests.engine.locate.record import SLOTS
-from parity_tests.engine.locate.reference_trace import ReferenceTrace, largest
 from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.source import requested
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, largest
+from parity_tests.engine.traces.trace import SLOTS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -90,7 +90,7 @@ def told(source, *inputs) -> list[ReferenceTrace]:
         reference = found.reference(
             found.start(asked, False)(build=dict, call=None, to_torch=None), lambda text: None
         )
-        return [reference.theirs(dtype) for dtype in asked.dtypes]
+        return [reference.trace(dtype) for dtype in asked.dtypes]
 
 
 def nnx_model(fault=None):
@@ -110,20 +110,11 @@ def test_a_record_tells_what_its_side_tells(make, tmp_path):
         there, here = ({p: e for p, e in scatter.items() if e} for scatter in scatters)
         assert there == here != {}
         assert recorded.owners == live.owners
-        of_both = [
-            [(each.number[call], slot) for call, slot in each.run.trace.events]
-            for each in (live, recorded)
-        ]
-        assert of_both[0] == of_both[1]
-        for call, again in zip(live.run.trace.calls, recorded.run.trace.calls, strict=True):
-            for field in ("name", "kind", "weights", "shapes"):
+        for call, again in zip(live.trace.calls, recorded.trace.calls, strict=True):
+            for field in ("name", "kind", "index", "weights"):
                 assert getattr(again, field) == getattr(call, field)
-            assert [recorded.number[c] for c in again.ancestors] == [
-                live.number[c] for c in call.ancestors
-            ]
-            assert {recorded.number[c] for c in again.sources} == {
-                live.number[c] for c in call.sources
-            }
+            assert [c.index for c in again.ancestors] == [c.index for c in call.ancestors]
+            assert {c.index for c in again.sources} == {c.index for c in call.sources}
             for slot in SLOTS:
                 assert [*again.slots[slot]] == [*call.slots[slot]]
                 for label, array in call.slots[slot].items():

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, WeightsOnly
-from parity_tests.engine.locate.recorded import calls_of
-from parity_tests.engine.locate.reference_trace import ReferenceTrace
 from parity_tests.engine.logits import LogitsError, logits_array
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.record_file import read, unpacked
 from parity_tests.engine.references.reference import Place, Reference, RunErrors
 from parity_tests.engine.references.source import Request, Source
 from parity_tests.engine.results import ErrorsByGroup, Results
+from parity_tests.engine.traces.recorded_trace import recorded_calls
+from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
 NO_ACTIVATIONS = "the record has no activations, record it with them"
 
@@ -30,9 +30,9 @@ class Recorded(Reference):
         facts: Mapping[str, Any],
         oracle: Results,
         problem: Problem,
-        theirs: Callable[[str], ReferenceTrace],
+        trace: Callable[[str], ReferenceTrace],
     ):
-        self._facts, self._theirs = facts, theirs
+        self._facts, self._trace = facts, trace
         self.name, self.seed, self.oracle = facts["name"], facts["seed"], oracle
         self.sides = tuple(facts["sides"])
         self.cast_to, self.notes = facts["cast_to"], facts["notes"]
@@ -60,9 +60,9 @@ class Recorded(Reference):
     def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
         return [self._facts["scatter"][dtype]]
 
-    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
+    def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
-        return self._theirs(dtype)
+        return self._trace(dtype)
 
     @property
     def constant_count(self) -> int:
@@ -135,13 +135,13 @@ def source_of(path: str | os.PathLike[str]) -> RecordSource:
     )
     inputs = unpacked(facts["inputs"], [arrays[name] for name in given])
 
-    def theirs(dtype: str) -> ReferenceTrace:
-        return calls_of(facts["calls"], arrays, oracle, owners, dtype)
+    def trace(dtype: str) -> ReferenceTrace:
+        return recorded_calls(facts["calls"], arrays, oracle, owners, dtype)
 
     return RecordSource(
         WeightsOnly(weights),
         known,
-        lambda problem, say: Recorded(facts, oracle, problem, theirs),
+        lambda problem, say: Recorded(facts, oracle, problem, trace),
         submodules=facts.get("submodules"),
         path=path,
         facts=facts,

@@ -12,7 +12,6 @@ import numpy as np
 
 from jax_models.ops.checks import checked_bool
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, is_trivial
-from parity_tests.engine.locate.recorded import calls_as_facts
 from parity_tests.engine.logits import checked_logits, logits_array
 from parity_tests.engine.problem import Problem, called
 from parity_tests.engine.progress import progress
@@ -21,6 +20,7 @@ from parity_tests.engine.references.record_file import packed, write
 from parity_tests.engine.references.reference import Reference, RunErrors
 from parity_tests.engine.references.source import requested
 from parity_tests.engine.results import Results
+from parity_tests.engine.traces.recorded_trace import calls_as_facts
 from twinscan.files import check_writable
 
 PACKAGES = ("twinscan", "torch", "jax", "flax", "numpy")
@@ -79,7 +79,7 @@ def record(
         facts["constants"] = [_of_constants(each) for each in (reference, moving)]
         calls: dict[str, np.ndarray] = {}
         if activations and not source.no_calls:
-            told = [reference.theirs(dtype) for dtype in problem.dtypes]
+            told = [reference.trace(dtype) for dtype in problem.dtypes]
             facts["submodules"] = source.submodules and [*source.submodules]
             facts["calls"] = calls_as_facts(told, calls)
     facts |= {"inputs": structure, "has_kwargs": request.has_kwargs}

@@ -25,7 +25,7 @@ from parity_tests.engine.results import (
 )
 
 if TYPE_CHECKING:
-    from parity_tests.engine.locate.reference_trace import ReferenceTrace
+    from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
 Place = tuple[str, str]
 """Group and name of a result."""
@@ -110,7 +110,7 @@ class Reference(abc.ABC):
     @abc.abstractmethod
     def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...
 
-    def theirs(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
+    def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays.
 
         With `is_forward`, gradients are not needed.
