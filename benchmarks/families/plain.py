@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from matplotlib.figure import Figure
 
 from benchmarks.problem import OURS, Contenders, Problem, operator
+from benchmarks.report.plot import RowsByAllocator
 from jax_models import ops
 
 PLAIN = "plain"
@@ -489,3 +491,29 @@ def ours(problem: Operator):
 def plain(problem: Operator):
     """The plain version."""
     return operator(problem, problem.pair.plain)
+
+
+def plot(found: RowsByAllocator, title: str) -> Figure:
+    """For each part, the ratios of all sizes of an operator on a line of their own."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    parts = list(dict.fromkeys(row.part for rows in found.values() for row in rows))
+    operators = list(PAIRS)
+    lines = {each.name: operators.index(each.operator) for each in problems(quick=False)}
+    for panel, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+        for rows in found.values():
+            times = {(row.problem, row.name): row.ms for row in rows if row.part == part}
+            measured = [problem for problem, name in times if name == OURS]
+            panel.plot(
+                [times[problem, OURS] / times[problem, PLAIN] for problem in measured],
+                [lines[problem] for problem in measured],
+                "o",
+                alpha=0.5,
+            )
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.axvline(1, color="black", linewidth=0.8, linestyle="--")
+        panel.set_yticks(range(len(operators)), operators)
+        panel.invert_yaxis()
+        panel.set_xlabel(f"{part}: our time / the plain version's")
+    figure.suptitle(title)
+    return figure

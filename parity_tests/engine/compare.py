@@ -23,7 +23,6 @@ from parity_tests.engine.candidates.port import port, refuse_other_weights
 from parity_tests.engine.channel_order import faults_of_axes, note_on_inputs
 from parity_tests.engine.locate.find import checked_names, find_departure, where_it_raises
 from parity_tests.engine.locate.location import Location
-from parity_tests.engine.logits import checked_logits
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import (
     Problem,
@@ -35,9 +34,8 @@ from parity_tests.engine.problem import (
 from parity_tests.engine.progress import progress
 from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.reference import Reference
-from parity_tests.engine.references.source import requested
 from parity_tests.engine.report import Report
-from parity_tests.engine.report_hooks import call_hooks
+from parity_tests.engine.report_hooks import REPORT_HOOKS
 from parity_tests.engine.results import GROUPS
 
 if TYPE_CHECKING:
@@ -119,29 +117,28 @@ def compare(
 
     """
     # Refuse wrong arguments before anything runs.
-    request = requested(inputs, kwargs, dtypes, seed, call_twin)
     platform, precision = checked_platform(platform), checked_precision(precision)
     checked_bool("edge_inputs", edge_inputs)
     check_functions({}, {"call": call})
     if edge_inputs and not is_torch_module(twin):
         raise ValueError("edge_inputs: expected a torch module as `twin`")
 
-    with jax.enable_x64(True), open_reference(twin) as source, progress("comparing") as say:
+    with jax.enable_x64(True), open_reference(twin) as reference, progress("comparing") as say:
         # A recorded file has inputs, dtypes and a seed of its own.
-        request = source.completed(request)
-        locate = source.checked_locate(locate, names)
+        start = reference.start(inputs, kwargs, dtypes, seed, call_twin, logits)
+        has_kwargs = bool(kwargs) or reference.has_kwargs
+        locate = reference.checked_locate(locate, names)
 
         # Give both sides the same weights. A weight that the JAX side cannot hold or does not read
         # is a fault, even if no output shows it.
-        start = source.start(request, checked_logits(logits))
         problem, faults, notes = port(
-            start, source.known, model, weights, call, has_kwargs=request.has_kwargs
+            start, reference.weights, model, weights, call, has_kwargs=has_kwargs
         )
-        names = checked_names({} if names is None else names, source.submodules, model)
+        names = checked_names({} if names is None else names, reference.submodules, model)
 
         # Run the reference in float64: both sides are measured against these results, which have
         # no rounding errors of the dtypes that are compared.
-        reference = source.reference(problem, say)
+        reference.run(problem, say)
 
         # Run both sides in each dtype. JAX passes if its error is not much larger than the
         # reference's own error, or if rounding explains it.
@@ -170,7 +167,7 @@ def compare(
         # the first submodule whose own code departs.
         location = None
         if not report.passed:
-            if weights is None and problem.to_torch is None and not source.known.is_jax:
+            if weights is None and problem.to_torch is None and not reference.weights.is_jax:
                 refuse_other_weights(problem)
             if locate:
                 say("where the two sides part")
@@ -179,7 +176,8 @@ def compare(
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
-    call_hooks(report)
+    for hook in REPORT_HOOKS:
+        hook(report)
     return report
 
 

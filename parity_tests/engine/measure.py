@@ -1,6 +1,6 @@
 """Measure the JAX side of a problem against any reference."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 
@@ -15,6 +15,7 @@ from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.faults import mismatches, notes_on, other_dtypes
 from parity_tests.engine.logits import logits_array, logits_error
 from parity_tests.engine.problem import DTYPES, Problem
+from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
@@ -35,7 +36,7 @@ def measure(
     platform: str = "cpu",
     *,
     jax_side: JaxSide | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = silent,
 ) -> Report:
     """Measure the errors in each of these dtypes that the problem has.
 

@@ -1,4 +1,4 @@
-"""A line that says what runs."""
+"""A line on the terminal that says what runs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,14 +6,19 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 
 Say = Callable[[str], None]
+"""Receives a few words about what runs next."""
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Say]:
+def progress(title: str) -> Iterator[Say]:
     """A line on a terminal's stderr that says what runs."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: None
+        yield silent
         return
-    with console.status(what) as status:
-        yield lambda text: status.update(f"{what}: {text}")
+    with console.status(title) as status:
+        yield lambda text: status.update(f"{title}: {text}")

@@ -3,13 +3,5 @@
 from collections.abc import Callable
 from typing import Any
 
-Hook = Callable[[Any], object]
-"""Takes a `Report`."""
-
-REPORT_HOOKS: list[Hook] = []
-
-
-def call_hooks(report: Any) -> None:
-    """Pass a report to every hook."""
-    for hook in REPORT_HOOKS:
-        hook(report)
+REPORT_HOOKS: list[Callable[[Any], object]] = []
+"""Each takes a `Report`."""

@@ -7,7 +7,7 @@ import json
 import math
 import platform as machine
 from collections.abc import Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.engine.logits import LogitsError
@@ -34,32 +34,6 @@ class Measurement:
         """What it measures."""
         return f"{self.case}, {self.platform}, {self.dtype}, {self.group}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The measurement for JSON, which has no NaN and no infinity: they are null."""
-        error = self.error
-        return {
-            "case": self.case,
-            "platform": self.platform,
-            "dtype": self.dtype,
-            "group": self.group,
-            "torch_error": _number(error.torch),
-            "jax_error": _number(error.jax),
-            "ratio": _number(error.ratio),
-            "bound": _number(error.bound),
-            "unstable_reference": error.unstable,
-            "tensor": error.tensor,
-            "verdict": error.verdict,
-        }
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "Measurement":
-        """The measurement that `to_dict` wrote."""
-        jax, torch, bound = (
-            _or_nan(fields[name]) for name in ("jax_error", "torch_error", "bound")
-        )
-        error = Error(jax, torch, bound, fields["unstable_reference"], fields["tensor"])
-        return cls(fields["case"], fields["platform"], fields["dtype"], fields["group"], error)
-
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionError:
@@ -76,12 +50,6 @@ class PrecisionError:
     highest: float
     """The error with products in full float32."""
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "PrecisionError":
-        """The entry that a record's JSON has."""
-        errors = {name: _or_nan(fields[name]) for name in ("error", "highest")}
-        return cls(**{**fields, **errors})
-
 
 @dataclasses.dataclass(frozen=True)
 class ErrorOverTime:
@@ -92,17 +60,6 @@ class ErrorOverTime:
     dtype: str
     torch: tuple[float, ...]
     jax: tuple[float, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The errors for JSON; null where one is not finite."""
-        series = {"torch": [*map(_number, self.torch)], "jax": [*map(_number, self.jax)]}
-        return {**vars(self), **series}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "ErrorOverTime":
-        """The errors that `to_dict` wrote."""
-        series = {side: tuple(map(_or_nan, fields[side])) for side in ("torch", "jax")}
-        return cls(**{**fields, **series})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,18 +72,6 @@ class LogitsMeasurement:
     side: str
     """"torch" or "JAX"."""
     error: LogitsError
-
-    def to_dict(self) -> dict[str, Any]:
-        """The measurement for JSON; null where a number is not finite."""
-        numbers = {name: _number(x) for name, x in vars(self.error).items()}
-        return {name: x for name, x in vars(self).items() if name != "error"} | numbers
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "LogitsMeasurement":
-        """The measurement that `to_dict` wrote."""
-        names = [field.name for field in dataclasses.fields(LogitsError)]
-        error = LogitsError(**{name: _or_nan(fields[name]) for name in names})
-        return cls(error=error, **{n: x for n, x in fields.items() if n not in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,26 +145,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """The record for JSON."""
-        return {
-            "schema": SCHEMA,
-            "versions": dict(self.versions),
-            "platforms": dict(self.platforms),
-            "faults": list(self.faults),
-            "measurements": [m.to_dict() for m in self.measurements],
-            "precision": [
-                {**vars(p), "error": _number(p.error), "highest": _number(p.highest)}
-                for p in self.precision
-            ],
-            "cases": dict(self.cases),
-            "over_time": [e.to_dict() for e in self.over_time],
-            "mutations": [vars(m) for m in self.mutations],
-            "not_run": {case: list(platforms) for case, platforms in self.not_run.items()},
-            "tensors": [m.to_dict() for m in self.tensors],
-            "logits": [m.to_dict() for m in self.logits],
-            "notes": list(self.notes),
-            "locations": dict(self.locations),
-            "done": list(self.done),
-        }
+        return {"schema": SCHEMA, **as_fields(self)}
 
     def to_json(self) -> str:
         """The record as text."""
@@ -237,37 +163,58 @@ class Record:
             fields = json.loads(text)
             if fields["schema"] != SCHEMA:
                 raise ValueError(f"expected schema {SCHEMA}, got {fields['schema']!r:.40}")
-            record = cls(
-                dict(fields["versions"]),
-                dict(fields["platforms"]),
-                tuple(Measurement.from_dict(m) for m in fields["measurements"]),
-                tuple(fields["faults"]),
-                tuple(PrecisionError.from_dict(p) for p in fields["precision"]),
-                dict(fields["cases"]),
-                tuple(ErrorOverTime.from_dict(e) for e in fields["over_time"]),
-                tuple(MutationResult(**m) for m in fields["mutations"]),
-                {case: tuple(names) for case, names in fields.get("not_run", {}).items()},
-                tuple(Measurement.from_dict(m) for m in fields.get("tensors", ())),
-                tuple(LogitsMeasurement.from_dict(m) for m in fields.get("logits", ())),
-                tuple(fields.get("notes", ())),
-                dict(fields.get("locations", {})),
-                tuple(fields.get("done", ())),
-            )
-            errors = (*record.measurements, *record.tensors, *record.logits)
-            entries = (*errors, *record.precision, *record.over_time, *record.mutations)
-            for entry in (*entries, *(m.error for m in errors)):
-                _check_types(entry)
+            return from_fields(cls, fields)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a record of --json ({type(error).__name__}: {error})") from error
-        return record
 
 
-def _check_types(entry: Any) -> None:
-    """Refuse an entry whose texts and truths are something else."""
-    for name, kind in get_type_hints(type(entry)).items():
-        value = getattr(entry, name)
-        if kind in (str, bool, str | None) and not isinstance(value, kind):
-            raise TypeError(f"{name}: expected a {kind}, got {value!r:.40}")
+INLINED: dict[type, dict[str, str]] = {
+    Error: {"jax": "jax_error", "torch": "torch_error", "unstable": "unstable_reference"},
+    LogitsError: {},
+}
+"""Classes whose fields stand among those of the entry around them, and the names of these."""
+
+
+def as_fields(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: they are null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, tuple):
+        return [*map(as_fields, value)]
+    if isinstance(value, Mapping):
+        return {name: as_fields(each) for name, each in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    names, fields = INLINED.get(type(value), {}), {}
+    for name, each in vars(value).items():
+        inner = as_fields(each)
+        fields |= inner if type(each) in INLINED else {names.get(name, name): inner}
+    if isinstance(value, Error):
+        fields |= {"ratio": as_fields(value.ratio), "verdict": value.verdict}
+    return fields
+
+
+def from_fields(kind: Any, value: Any) -> Any:
+    """The value of this type that `as_fields` wrote; a field that is absent has its default."""
+    if kind is float:
+        return math.nan if value is None else float(value)
+    origin, arguments = get_origin(kind), get_args(kind)
+    hints = get_type_hints(kind) if dataclasses.is_dataclass(kind) else None
+    expected = {tuple: list, Mapping: dict}.get(origin, kind if hints is None else dict)
+    if not isinstance(value, expected):
+        raise TypeError(f"expected {expected}, got {value!r:.40}")
+    if origin is tuple:
+        return tuple(from_fields(arguments[0], each) for each in value)
+    if origin is Mapping:
+        return {name: from_fields(arguments[1], each) for name, each in value.items()}
+    if hints is None:
+        return value
+    names, fields = INLINED.get(kind, {}), {}
+    for name, inner in hints.items():
+        written = names.get(name, name)
+        if inner in INLINED or written in value:
+            fields[name] = from_fields(inner, value if inner in INLINED else value[written])
+    return kind(**fields)
 
 
 def merged(records: Sequence[Record]) -> Record:
@@ -322,11 +269,3 @@ def moved(old: Record, new: Record) -> list[str]:
 def _has_moved(a: Error, b: Error) -> bool:
     small, large = sorted((a.jax, b.jax))
     return large > FACTOR * small and large > 0.1 * max(a.bound, b.bound)
-
-
-def _number(x: float | None) -> float | None:
-    return x if x is not None and math.isfinite(x) else None
-
-
-def _or_nan(number: float | None) -> float:
-    return math.nan if number is None else float(number)

@@ -11,9 +11,8 @@ from jax import lax
 from jax_models import from_torch
 from jax_models.weights import linear, same, transposed
 from parity_tests import assert_parity, compare, record
-from parity_tests.engine.references.jax_reference import source_of
+from parity_tests.engine.references.jax_reference import JaxReference
 from parity_tests.engine.references.open_reference import open_reference
-from parity_tests.engine.references.source import requested
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -176,7 +175,7 @@ def test_weights_of_other_names_are_not_compared():
 
 
 def arrays_of(model) -> dict[str, np.ndarray]:
-    return source_of(model).known.arrays
+    return JaxReference(model).weights.arrays
 
 
 def test_casts_of_the_reference_are_left_out_and_listed():
@@ -239,10 +238,9 @@ def test_rounding_scatters_as_on_the_torch_side(dtype):
     weights = {key: value.numpy() for key, value in twin.state_dict().items()}
     scatters = []
     for side in (twin, (jax_mlp, weights)):
-        with open_reference(side) as source:
-            start = source.start(requested((X,), None, None, None, None), False)
-            problem = start(build=dict, call=None, to_torch=None)
-            scatters.append(source.reference(problem, lambda text: None).scatter(dtype))
+        with open_reference(side) as reference:
+            problem = reference.start((X,))(build=dict, call=None, to_torch=None)
+            scatters.append(reference.run(problem).scatter(dtype))
     torchs, jaxs = scatters
     assert torchs.keys() == jaxs.keys()
     for group, named in torchs.items():
@@ -284,10 +282,9 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_rounding_reaches_all_bodies_and_decides_nothing(place, dtype):
-    with open_reference(PLACES[place]) as source:
-        start = source.start(requested((X[0],), None, None, None, None), False)
-        problem = start(build=dict, call=None, to_torch=None)
-        scatter = source.reference(problem, lambda text: None).scatter(dtype)
+    with open_reference(PLACES[place]) as reference:
+        problem = reference.start((X[0],))(build=dict, call=None, to_torch=None)
+        scatter = reference.run(problem).scatter(dtype)
     ulp = float(jnp.finfo(dtype).eps)
     for group in ("outputs", "input gradient"):
         for name, error in scatter.get(group, {}).items():

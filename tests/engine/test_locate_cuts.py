@@ -1,4 +1,4 @@
-"""Where the two sides are cut into modules otherwise, the fault is found none the less."""
+"""The fault is found even if the two sides are divided into modules in different ways."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_models.weights import conv, linear
+from jax_models.weights import conv, linear, same
 from parity_tests import compare, record
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -87,6 +87,16 @@ class Shared(torch.nn.Module):
     def forward(self, x):
         x = self.gain(x)
         return self.a(x), self.b(x)
+
+
+class Gained(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.gain = torch.nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x + self.gain * self.linear(x)
 
 
 class Perceptron(torch.nn.Module):
@@ -185,6 +195,17 @@ class Stack(nnx.Module):
         return self.out(self.block(x))
 
 
+class Ungained(nnx.Module):
+    """Its gain gets no gradient, and everything else gets the right one."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.gain = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x):
+        return x + jax.lax.stop_gradient(self.gain[...]) * self.linear(x)
+
+
 class Convolved(nnx.Module):
     """Pads before its convolution, torch's pads within."""
 
@@ -272,6 +293,12 @@ PLACES = {
         Residual,
         lambda: named(nnx.Linear, lambda m, x: x + jax.lax.stop_gradient(m.inner(jnp.tanh(x)))),
         linear("inner", "linear"),
+        {""},
+    ),
+    "a gradient that only a weight lacks": (
+        Gained,
+        Ungained,
+        [*linear("linear", "linear"), same("gain", "gain")],
         {""},
     ),
     "a gradient that a block loses": (

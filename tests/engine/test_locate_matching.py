@@ -1,4 +1,4 @@
-"""What is compared with what."""
+"""Calls are paired, and arrays are compared in any order of their axes."""
 
 import jax
 import jax.numpy as jnp

@@ -9,7 +9,6 @@ from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchPar
 
 from parity_tests import assert_parity, compare, record, tap
 from parity_tests.engine.references.open_reference import open_reference
-from parity_tests.engine.references.source import requested
 from parity_tests.engine.traces.reference_trace import ReferenceTrace, largest
 from parity_tests.engine.traces.trace import SLOTS
 
@@ -83,14 +82,13 @@ def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
     assert there == here
 
 
-def told(source, *inputs) -> list[ReferenceTrace]:
-    """What it tells in each dtype."""
-    with open_reference(source) as found:
-        asked = found.completed(requested(inputs, None, ["float64", "bfloat16"], None, None))
-        reference = found.reference(
-            found.start(asked, False)(build=dict, call=None, to_torch=None), lambda text: None
-        )
-        return [reference.trace(dtype) for dtype in asked.dtypes]
+def traces_of(source, *inputs) -> list[ReferenceTrace]:
+    """The trace of a reference in each dtype."""
+    with open_reference(source) as reference:
+        start = reference.start(inputs, dtypes=["float64", "bfloat16"])
+        problem = start(build=dict, call=None, to_torch=None)
+        reference.run(problem)
+        return [reference.trace(dtype) for dtype in problem.dtypes]
 
 
 def nnx_model(fault=None):
@@ -101,7 +99,7 @@ def nnx_model(fault=None):
 def test_a_record_tells_what_its_side_tells(make, tmp_path):
     side, path = make(), tmp_path / "side.safetensors"
     record(side, TOKENS, path=path, dtypes=["float64", "bfloat16"])
-    for live, recorded in zip(told(side, TOKENS), told(path), strict=True):
+    for live, recorded in zip(traces_of(side, TOKENS), traces_of(path), strict=True):
         assert recorded.own().dtypes == live.own().dtypes
         assert {p: e for p, e in recorded.own().errors.items() if e} == {
             p: e for p, e in live.own().errors.items() if e
@@ -122,8 +120,8 @@ def test_a_record_tells_what_its_side_tells(make, tmp_path):
 
 
 def test_what_is_told_is_not_rounded():
-    theirs, *_ = told(lambda x: tap("a", x), X)
-    scatter = largest(theirs.rounded())
+    trace, *_ = traces_of(lambda x: tap("a", x), X)
+    scatter = largest(trace.rounded())
     assert (1, "outputs", "") in scatter
     assert not any(scatter.values())
 

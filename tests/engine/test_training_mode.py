@@ -10,6 +10,7 @@ import optax
 import pytest
 import torch
 from flax import nnx
+from test_references import Tied
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from jax_models import BatchNorm
@@ -202,7 +203,7 @@ def test_other_random_numbers_are_told():
         loss_twin=lambda twin, batch: twin(batch[0] + 1e-3 * torch.randn_like(batch[0])).mean(),
     )
     assert not report.passed
-    assert "torch draws random numbers (aten.randn_like.default)" in report.notes[0]
+    assert "torch draws random numbers (randn_like)" in report.notes[0]
 
 
 def mean_of_weights(decay, new, old, count):
@@ -213,13 +214,14 @@ def mean_of_weights(decay, new, old, count):
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.91])
-def test_averaged_weights(decay):
+@pytest.mark.parametrize("is_function", [False, True])
+def test_averaged_weights(decay, is_function):
+    module = batch_normed, Net(nnx.BatchNorm), NORMED
     report = train(
-        batch_normed,
-        Net(nnx.BatchNorm),
-        NORMED,
+        *((lambda: nn.Linear(5, 3), affine, dict) if is_function else module),
         average=partial(mean_of_weights, decay),
         average_twin=lambda twin: AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        **({"loss": affine_loss} if is_function else {}),
     )
     assert report.passed == (decay == 0.9), str(report)
     if decay != 0.9:
@@ -228,14 +230,46 @@ def test_averaged_weights(decay):
         assert error.tensor.startswith("average of ")
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embedding.weight
+def affine(weights, x):
+    return x @ weights["weight"].T + weights["bias"]
 
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.embedding(tokens)))
+
+def affine_loss(weights, batch):
+    return cross_entropy(affine(weights, batch[0]), batch[1])
+
+
+class Scaled(nn.Linear):
+    """A layer with a buffer that a port need not read."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+        self.register_buffer("unit scale", torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * getattr(self, "unit scale")
+
+
+def test_a_buffer_that_the_loader_does_not_read_is_noted():
+    def load(state_dict):
+        return {key: state_dict[key] for key in ("weight", "bias")}
+
+    report = train(Scaled, affine, load, loss=affine_loss, training=True)
+    assert report.passed, str(report)
+    assert report.notes == ("not compared: unit scale",)
+    report = train(Scaled, affine, load, loss=affine_loss)
+    assert report.faults == ("weights: the loader does not read unit scale",)
+
+
+@pytest.mark.parametrize("factor", [1, 1 + 1e-9])
+def test_float64_is_compared_without_casts(factor):
+    def in_float32(twin, batch):
+        return nn.functional.cross_entropy(twin(batch[0]).float(), batch[1])
+
+    def loss(weights, batch):
+        return factor * affine_loss(weights, batch)
+
+    report = train(lambda: nn.Linear(5, 3), affine, dict, loss=loss, loss_twin=in_float32)
+    assert report.passed == (factor == 1), str(report)
 
 
 @pytest.mark.parametrize("name", ["embedding", "head"])

@@ -9,9 +9,11 @@ import pytest
 from rich.console import Console
 
 from parity_tests.engine.bounds.tolerance import Error
+from parity_tests.engine.logits import LogitsError
 from parity_tests.report.html import page
 from parity_tests.report.record import (
     ErrorOverTime,
+    LogitsMeasurement,
     Measurement,
     MutationResult,
     PrecisionError,
@@ -30,23 +32,55 @@ def record(*measurements: Measurement, jax: str = "0.10.2") -> Record:
     return Record({"jax": jax}, platforms, measurements, cases={"LSTM": "lstm"})
 
 
+def full_record() -> Record:
+    """A record with entries of every kind."""
+    return dataclasses.replace(
+        record(measurement(1e-7), measurement(1e-6)),
+        precision=(PrecisionError("LSTM", "cpu", "bfloat16", True, "outputs", 3e-3, 1e-7),),
+        mutations=(MutationResult("head forgotten", "LSTM", "weights", None, False),),
+        over_time=(ErrorOverTime("LSTM", "cpu", "float32", (1e-7, 2e-7), (math.nan, 0.0)),),
+        not_run={"LSTM by cuDNN": ("gpu",)},
+        tensors=(measurement(1e-8),),
+        logits=(LogitsMeasurement("LSTM", "cpu", "float32", "JAX", LogitsError(*6 * [0.25])),),
+        done=("errors: LSTM, cpu",),
+    )
+
+
 def test_a_record_comes_back():
-    before = record(measurement(1e-7), measurement(1e-6))
-    after = Record.from_json(before.to_json())
-    assert after == before
-    assert not after.passed
-    assert record(measurement(1e-7)).passed
-    assert not dataclasses.replace(record(measurement(1e-7)), faults=("y: empty",)).passed
-    rounded = PrecisionError("LSTM", "cpu", "bfloat16", True, "outputs", 3e-3, 1e-7)
-    missed = MutationResult("head forgotten", "LSTM", "weights", None, False)
-    assert not dataclasses.replace(record(measurement(1e-7)), mutations=(missed,)).passed
-    before = dataclasses.replace(before, precision=(rounded,), mutations=(missed,))
+    before = full_record()
     assert Record.from_json(before.to_json()) == before
-    errors = ErrorOverTime("LSTM", "cpu", "float32", (1e-7, 2e-7), (math.nan, 0.0))
-    before = dataclasses.replace(before, cases={"LSTM": "lstm"}, over_time=(errors,))
-    assert Record.from_json(before.to_json()) == before
-    before = dataclasses.replace(before, not_run={"LSTM by cuDNN": ("gpu",)})
-    assert Record.from_json(before.to_json()) == before
+    older = {name: each for name, each in before.to_dict().items() if name != "done"}
+    assert Record.from_json(json.dumps(older)) == dataclasses.replace(before, done=())
+
+
+def test_entries_have_the_fields_that_the_docs_list():
+    fields, place = full_record().to_dict(), {"case": "LSTM", "platform": "cpu"}
+    assert fields["schema"] == 2
+    assert fields["measurements"][1] == place | {
+        "dtype": "float32",
+        "group": "outputs",
+        "torch_error": 1e-7,
+        "jax_error": 1e-6,
+        "ratio": pytest.approx(10),
+        "bound": 4.8e-7,
+        "unstable_reference": False,
+        "tensor": "y",
+        "verdict": "FAIL",
+    }
+    errors = {"torch": [1e-7, 2e-7], "jax": [None, 0.0]}
+    assert fields["over_time"] == [place | {"dtype": "float32"} | errors]
+    names = ("kl_mean", "kl_max", "log_prob_mean", "log_prob_max", "top_1", "top_k")
+    logits = {"dtype": "float32", "side": "JAX", **dict.fromkeys(names, 0.25)}
+    assert fields["logits"] == [place | logits]
+
+
+def test_a_record_with_a_fault_fails():
+    good = record(measurement(1e-7))
+    assert good.passed
+    missed = full_record().mutations
+    for change in ({"faults": ("y: empty",)}, {"mutations": missed}):
+        assert not dataclasses.replace(good, **change).passed
+    assert not record(measurement(1e-6)).passed
 
 
 def test_what_fails():

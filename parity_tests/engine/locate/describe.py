@@ -85,7 +85,7 @@ def _visit(evidence: Evidence, call: Call, departs: bool) -> Visit:
 
 
 def _hyperparameters(evidence: Evidence, culprit: Call | None) -> Iterator[str]:
-    """Those of the culprit and of its JAX counterpart, where they differ."""
+    """The hyperparameters in which the culprit and its JAX counterpart differ."""
     if culprit is None or culprit not in evidence.pairs:
         return
     counterpart = evidence.pairs[culprit][0]

@@ -1,4 +1,4 @@
-"""Which arrays of torch's calls JAX computes, and which it computes differently."""
+"""Compare the arrays of torch's calls with those of JAX."""
 
 import numpy as np
 

@@ -38,16 +38,12 @@ def checked_names(
     if not isinstance(names, Mapping):
         raise TypeError(f"names: expected a dict of torch names to JAX paths, got {names!r:.100}")
     modules = [name for name, _ in nnx_modules(model)] if isinstance(model, nnx.Module) else None
-    for side, given, known in (
-        ("torch", names.keys(), submodules),
-        ("JAX", names.values(), modules),
-    ):
-        paths = given if known is None else known
+    for side, given, known in (("torch", names, submodules), ("JAX", names.values(), modules)):
         for name in given:
-            if name not in paths:
+            if known is not None and name not in known:
                 raise ValueError(
                     f"names: expected {side} submodules of "
-                    f"{', '.join(filter(None, paths)) or 'a module that has none'}, got {name!r}"
+                    f"{', '.join(filter(None, known)) or 'a module that has none'}, got {name!r}"
                 )
     return names
 

@@ -1,4 +1,4 @@
-"""Which calls of JAX modules correspond to which calls of torch modules."""
+"""Pair the calls of JAX modules with the calls of torch modules."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping

@@ -54,9 +54,9 @@ def difference(
 
 
 def mask_of(x: np.ndarray) -> np.ndarray | None:
-    """What an additive mask, or a mask of ones and zeros, keeps; None if it is neither.
+    """The places that a mask keeps; None if the array is no mask.
 
-    An additive mask hides by numbers whose exponential is zero.
+    A mask has ones and zeros, or zeros and numbers whose exponential is zero, which hide.
     """
     if ((x == 0) | (x == 1)).all():
         return x == 1

@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -23,9 +23,8 @@ from parity_tests.engine.candidates.model_weights import (
 from parity_tests.engine.candidates.port import port
 from parity_tests.engine.faults import first_of, not_a_number
 from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
-from parity_tests.engine.progress import Say
-from parity_tests.engine.references.reference import Place, Reference
-from parity_tests.engine.references.source import Source
+from parity_tests.engine.progress import Say, silent
+from parity_tests.engine.references.reference import Reference, ResultKey
 from parity_tests.engine.results import (
     ErrorsByGroup,
     Results,
@@ -44,15 +43,58 @@ SIDES = ("reference", "model")
 
 
 class JaxReference(Reference):
-    """A JAX model on the CPU; each run is made when it is first needed."""
+    """A model of NNX or another framework, or a function, run on the CPU as the reference."""
 
     sides = SIDES
 
-    def __init__(self, name: str, own: Problem, parameters: Collection[str], say: Say):
-        """`own` is a problem whose JAX side is the model; `parameters` are the model's keys."""
-        self.name, self.seed, self.problem, self._say = name, own.seed, own, say
+    def __init__(self, model: Any):
+        arrays, parameters = own_weights(model)
+        first = model[0] if type(model) is tuple else model
+        self.name = getattr(first, "__name__", type(first).__name__)
+        self.twin, self._model = WeightsOnly(arrays), model
+        owners = {key: key for key in arrays}
+        self.weights = ReferenceWeights(arrays, owners, parameters, self._matters, is_jax=True)
+        if isinstance(model, nnx.Module):
+            self.submodules = [path for path, _ in nnx_modules(model)]
+
+    def _as_port(self, problem: Problem) -> Problem:
+        """The problem whose JAX side is the reference itself."""
+        fields = ("twin", "inputs", "dtypes", "seed", "logits")
+        start = partial(Problem, **{field: getattr(problem, field) for field in fields})
+        model, call = self._model, problem.call_twin
+        if isinstance(model, nnx.Module) or foreign_model(model) is not None:
+            return port(start, self.weights, model, named_table(self.weights.arrays), call)[0]
+        return port(start, self.weights, partial(call, model), None)[0]
+
+    def _matters(self, problem: Problem, key: str) -> bool:
+        own, arrays = self._as_port(problem), self.weights.arrays
+        side = JaxSide(own)
+        other = np.where(arrays[key] == 0, 1, arrays[key] / 2).astype(arrays[key].dtype)
+        shapes, _ = side.shapes(own)
+        before, after = (
+            side.run(dataclasses.replace(own, twin=WeightsOnly(each)), "float64", shapes)
+            for each in (arrays, {**arrays, key: other})
+        )
+        return not are_same(before, after)
+
+    def run(self, problem: Problem, say: Say = silent) -> Self:
+        """Run the model in float64."""
+        self._say = say
+        try:
+            self._run_oracle(self._as_port(problem))
+        except TypeError as error:
+            if "must be Tensor" in str(error):
+                raise TypeError(
+                    "twin: expected a function of JAX arrays, but this calls torch: wrap it in a "
+                    "torch.nn.Module"
+                ) from error
+            raise
+        return self
+
+    def _run_oracle(self, own: Problem) -> None:
+        self.problem, self.notes, parameters = own, [], self.weights.parameters
         self._side = JaxSide(own)
-        say("reference in float64")
+        self._say("reference in float64")
         shapes, found = self._side.shapes(own)
         if any(only_floating(named) for named in shapes.values()):
             shapes["input gradient"] = {
@@ -79,7 +121,7 @@ class JaxReference(Reference):
     def _results_in(self, dtype: str) -> Results:
         return self._side.run(self.problem, dtype, self.oracle)
 
-    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[Place, Any]:
+    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
         return self._side.found[dtype].dtypes
 
     def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
@@ -103,12 +145,8 @@ class JaxReference(Reference):
     def _run(self) -> Trace:
         self._say("reference in float64, call by call")
         run = traced_jax(self.problem, "float64", self.oracle, self.cast_to)
-        find_held_weights(self.problem, run, self._owners)
+        find_held_weights(self.problem, run, self.weights.owners)
         return run
-
-    @property
-    def _owners(self) -> dict[str, str]:
-        return {key: key for key in self.problem.state_dict}
 
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
@@ -122,56 +160,11 @@ class JaxReference(Reference):
         return of_runs(
             dtype,
             self._run,
-            self._owners,
+            self.weights.owners,
             lambda: traced_jax(self.problem, dtype, self.oracle),
             rounded(),
         )
 
-    @functools.cached_property
-    def constants(self) -> Mapping[str, np.ndarray]:
+    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
         """The constants of the model's float64 run, numbered."""
         return numbered(self._side.constants_of(self.problem))
-
-
-def source_of(model: Any) -> Source:
-    """The source that a model of NNX or another framework, or a function, makes."""
-    arrays, parameters = own_weights(model)
-    is_function = not isinstance(model, nnx.Module) and foreign_model(model) is None
-    parts = model if type(model) is tuple else (model,)
-    name = getattr(parts[0], "__name__", type(parts[0]).__name__)
-
-    def reference(problem: Problem, say: Say) -> JaxReference:
-        try:
-            return JaxReference(name, own(problem), parameters, say)
-        except TypeError as error:
-            if is_function and "must be Tensor" in str(error):
-                raise TypeError(
-                    "twin: expected a function of JAX arrays, but this calls torch: wrap it in a "
-                    "torch.nn.Module"
-                ) from error
-            raise
-
-    def own(problem: Problem) -> Problem:
-        fields = ("twin", "inputs", "dtypes", "seed", "logits")
-        start = partial(Problem, **{field: getattr(problem, field) for field in fields})
-        if not is_function:
-            return port(start, known, model, named_table(arrays), problem.call_twin)[0]
-        return port(start, known, partial(problem.call_twin, model), None)[0]
-
-    def matters(problem: Problem, key: str) -> bool:
-        problem = own(problem)
-        side = JaxSide(problem)
-        other = np.where(arrays[key] == 0, 1, arrays[key] / 2).astype(arrays[key].dtype)
-
-        shapes, _ = side.shapes(problem)
-        before, after = (
-            side.run(dataclasses.replace(problem, twin=WeightsOnly(each)), "float64", shapes)
-            for each in (arrays, {**arrays, key: other})
-        )
-        return not are_same(before, after)
-
-    owners = {key: key for key in arrays}
-    known = ReferenceWeights(arrays, owners, parameters, matters, is_jax=True)
-    is_nnx = isinstance(model, nnx.Module)
-    submodules = [path for path, _ in nnx_modules(model)] if is_nnx else None
-    return Source(WeightsOnly(arrays), known, reference, submodules=submodules)

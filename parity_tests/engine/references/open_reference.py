@@ -10,8 +10,36 @@ from flax import nnx
 
 from parity_tests.engine.candidates.adapters import foreign_model
 from parity_tests.engine.problem import is_torch_module, kind_of
-from parity_tests.engine.references import jax_reference, recorded_reference
-from parity_tests.engine.references.source import Source
+from parity_tests.engine.references.jax_reference import JaxReference
+from parity_tests.engine.references.recorded_reference import RecordedReference
+from parity_tests.engine.references.reference import Reference
+
+
+@contextlib.contextmanager
+def open_reference(twin: Any) -> Iterator[Reference]:
+    """Open a torch module, a JAX model or the path of a record as the reference."""
+    refuse_onnx(twin)
+    if isinstance(twin, str | os.PathLike):
+        yield RecordedReference(twin)
+    elif is_torch_module(twin):
+        # If the reference is a record or a JAX model, torch need not be installed.
+        from parity_tests.engine.candidates.torch_module import checked_twin
+        from parity_tests.engine.candidates.torch_run import one_thread
+        from parity_tests.engine.references.torch_reference import TorchReference
+
+        with one_thread():
+            yield TorchReference(checked_twin(twin))
+    elif (
+        isinstance(twin, nnx.Module)
+        or foreign_model(twin) is not None
+        or (callable(twin) and not isinstance(twin, type))
+    ):
+        yield JaxReference(twin)
+    else:
+        raise TypeError(
+            "twin: expected a torch.nn.Module, a JAX model or the path of a record, got "
+            f"{kind_of(twin)}"
+        )
 
 
 def refuse_onnx(twin: Any) -> None:
@@ -24,34 +52,3 @@ def refuse_onnx(twin: Any) -> None:
             "example) and pass that module, or pass a file that `record` wrote of it; "
             "jax_models.from_onnx imports recurrent layers"
         )
-
-
-@contextlib.contextmanager
-def open_reference(twin: Any) -> Iterator[Source]:
-    """Open a torch module, a JAX model or the path of a record as the source of a reference."""
-    refuse_onnx(twin)
-    if isinstance(twin, str | os.PathLike):
-        yield recorded_reference.source_of(twin)
-        return
-    is_class = isinstance(twin, type)
-    if (
-        isinstance(twin, nnx.Module)
-        or foreign_model(twin) is not None
-        or (callable(twin) and not is_class and not is_torch_module(twin))
-    ):
-        yield jax_reference.source_of(twin)
-        return
-    if not is_torch_module(twin):
-        raise TypeError(
-            "twin: expected a torch.nn.Module, a JAX model or the path of a record, got "
-            f"{kind_of(twin)}"
-        )
-    # Where the reference is a record or a JAX model, torch need not be installed.
-    from parity_tests.engine.candidates.torch_module import checked_twin
-    from parity_tests.engine.candidates.torch_run import one_thread
-    from parity_tests.engine.references.torch_reference import TorchReference, reference_weights
-
-    twin = checked_twin(twin)
-    with one_thread():
-        submodules = [name for name, _ in twin.named_modules()]
-        yield Source(twin, reference_weights(twin), TorchReference, submodules=submodules)

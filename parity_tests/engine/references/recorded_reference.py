@@ -1,10 +1,10 @@
 """A recorded file as the reference."""
 
-import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -12,139 +12,108 @@ import numpy as np
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, WeightsOnly
 from parity_tests.engine.logits import LogitsError, logits_array
 from parity_tests.engine.problem import Problem
+from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.record_file import read, unpacked
-from parity_tests.engine.references.reference import Place, Reference, RunErrors
-from parity_tests.engine.references.source import Request, Source
+from parity_tests.engine.references.reference import Reference, RunErrors
 from parity_tests.engine.results import ErrorsByGroup, Results
 from parity_tests.engine.traces.recorded_trace import recorded_calls
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
-NO_ACTIVATIONS = "the record has no activations, record it with them"
 
+class RecordedReference(Reference):
+    """A reference that `record` wrote to a file, with inputs, dtypes and a seed of its own."""
 
-class Recorded(Reference):
-    """A reference that is read from a file."""
-
-    def __init__(
-        self,
-        facts: Mapping[str, Any],
-        oracle: Results,
-        problem: Problem,
-        trace: Callable[[str], ReferenceTrace],
-    ):
-        self._facts, self._trace = facts, trace
-        self.name, self.seed, self.oracle = facts["name"], facts["seed"], oracle
-        self.sides = tuple(facts["sides"])
+    def __init__(self, path: str | os.PathLike[str]):
+        self._path = Path(path)
+        self._arrays, self._facts = read(self._path)
+        arrays, facts = self._arrays, self._facts
+        self.name, self.sides = facts["name"], tuple(facts["sides"])
         self.cast_to, self.notes = facts["cast_to"], facts["notes"]
-        self._constants = facts["constants"][bool(problem.constants)]
-        logits = logits_array(problem.logits, oracle) if problem.logits else None
-        if logits is not None and [*logits] != facts["logits"]:
+        self.submodules, self.has_kwargs = facts.get("submodules"), facts["has_kwargs"]
+        if "calls" not in facts:
+            self.no_calls = "the record has no activations, record it with them"
+
+        # A weight that has several keys is stored once.
+        owners, idle = facts["owners"], {*facts["idle"]}
+        weights = {key: arrays[f"weights/{owners.get(key, key)}"] for key in facts["keys"]}
+        self.twin = WeightsOnly(weights)
+        self.weights = ReferenceWeights(
+            weights,
+            owners,
+            facts["parameters"],
+            matters=lambda problem, key: owners[key] not in idle,
+            is_jax=facts["is_jax"],
+        )
+        count = sum(name.startswith("inputs/") for name in arrays)
+        self._inputs = unpacked(facts["inputs"], [arrays[f"inputs/{i}"] for i in range(count)])
+        self.oracle = Results(
+            {
+                group: {name: arrays[f"results/{group}/{name}"] for name in names}
+                for group, names in facts["names"].items()
+            }
+        )
+        self.oracle.without_gradient = frozenset(map(tuple, facts["without_gradient"]))
+        self.oracle.padding = facts["padding"]
+
+    def start(
+        self,
+        inputs: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        dtypes: Iterable[str] | None = None,
+        seed: int | None = None,
+        call_twin: Any = None,
+        logits: str | bool = False,
+    ) -> partial[Problem]:
+        """The inputs, dtypes and seed of the record; others are refused."""
+        recorded, own_seed = self._facts["dtypes"], self._facts["seed"]
+        dtypes = recorded if dtypes is None else dtypes
+        start = super().start(inputs, kwargs, dtypes, seed, call_twin, logits)
+        given = start.keywords
+        if given["inputs"] and not are_equal(given["inputs"], self._inputs):
+            raise ValueError(f"inputs: expected those of {self._path}, or none, got others")
+        if call_twin is not None:
+            raise ValueError("call_twin: a record has the results of its own call, leave it out")
+        if seed not in (None, own_seed):
+            raise ValueError(f"seed: expected that of the record, {own_seed}, got {seed}")
+        if not {*given["dtypes"]} <= {*recorded}:
+            raise ValueError(f"dtypes: the record has {', '.join(recorded)}, got {given['dtypes']}")
+        return partial(start, inputs=self._inputs, seed=own_seed)
+
+    def run(self, problem: Problem, say: Say = silent) -> Self:
+        """Nothing runs, but the record must have what the problem asks for."""
+        self.problem, constants = problem, self._facts["constants"][bool(problem.constants)]
+        self.constant_count = constants["count"]
+        self.constant_names = constants.get("names", ())  # an older record has none
+        logits = logits_array(problem.logits, self.oracle) if problem.logits else None
+        if logits is not None and [*logits] != self._facts["logits"]:
             raise ValueError(
-                f"logits: the record has {(facts['logits'] or ['', 'none'])[1]}, got "
+                f"logits: the record has {(self._facts['logits'] or ['', 'none'])[1]}, got "
                 f"{logits[1]}: record with `logits`"
             )
+        return self
 
     def _own_run(self, dtype: str) -> RunErrors:
         run = self._facts["said"][dtype]
-        dtypes: dict[Place, Any] = {
+        dtypes = {
             (group, name): np.dtype(each)
             for group, named in run["dtypes"].items()
             for name, each in named.items()
         }
         logits = None if run["logits"] is None else LogitsError(**run["logits"])
-        return RunErrors(run["errors"], dtypes, tuple(run["overflows"]), logits)
-
-    def _results_in(self, dtype: str) -> Results:
-        raise NotImplementedError("a record has errors, but no results in this dtype")
+        return RunErrors(run["errors"], dtypes, run["overflows"], logits)
 
     def _rounded(self, dtype: str) -> list[ErrorsByGroup]:
         return [self._facts["scatter"][dtype]]
 
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
-        return self._trace(dtype)
-
-    @property
-    def constant_count(self) -> int:
-        """How many numbers of the constants are rounded to float32."""
-        return self._constants["count"]
-
-    @property
-    def constant_names(self) -> Sequence[str]:
-        """The names of these constants; an older record has none."""
-        return self._constants.get("names", ())
+        calls, owners = self._facts["calls"], self.weights.owners
+        return recorded_calls(calls, self._arrays, self.oracle, owners, dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordSource(Source):
-    """A record, which has inputs, dtypes and a seed of its own."""
-
-    path: Path
-    facts: Mapping[str, Any]
-    inputs: tuple[Any, ...]
-
-    def completed(self, request: Request) -> Request:
-        """The record's inputs, dtypes and seed; a request for others is refused."""
-        recorded, seed = self.facts["dtypes"], self.facts["seed"]
-        if request.inputs and not _same(request.inputs, self.inputs):
-            raise ValueError(f"inputs: expected those of {self.path}, or none, got others")
-        if request.call_twin is not None:
-            raise ValueError("call_twin: a record has the results of its own call, leave it out")
-        if request.seed not in (None, seed):
-            raise ValueError(f"seed: expected that of the record, {seed}, got {request.seed}")
-        dtypes = tuple(recorded) if request.dtypes is None else request.dtypes
-        if not {*dtypes} <= {*recorded}:
-            raise ValueError(f"dtypes: the record has {', '.join(recorded)}, got {dtypes}")
-        return Request(self.inputs, self.facts["has_kwargs"], dtypes, seed, None)
-
-
-def _same(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
+def are_equal(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
     """True if both are the same tree of the same numbers."""
-    ours, theirs = jax.tree.leaves(given), jax.tree.leaves(recorded)
     return jax.tree.structure(given) == jax.tree.structure(recorded) and all(
         type(a) is type(b) and np.array_equal(a, b, equal_nan=isinstance(a, np.ndarray))
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def source_of(path: str | os.PathLike[str]) -> RecordSource:
-    """The source that a file of `record` makes."""
-    path = Path(path)
-    arrays, facts = read(path)
-    owners = facts["owners"]
-    weights = {key: arrays[f"weights/{owners.get(key, key)}"] for key in facts["keys"]}
-    oracle = Results(
-        {
-            group: {name: arrays[f"results/{group}/{name}"] for name in names}
-            for group, names in facts["names"].items()
-        }
-    )
-    oracle.without_gradient = frozenset(map(tuple, facts["without_gradient"]))
-    oracle.padding = facts["padding"]
-    given = sorted(
-        (name for name in arrays if name.startswith("inputs/")),
-        key=lambda name: int(name.partition("/")[2]),
-    )
-    idle = {*facts["idle"]}
-    known = ReferenceWeights(
-        weights,
-        owners,
-        facts["parameters"],
-        matters=lambda problem, key: owners[key] not in idle,
-        is_jax=facts["is_jax"],
-    )
-    inputs = unpacked(facts["inputs"], [arrays[name] for name in given])
-
-    def trace(dtype: str) -> ReferenceTrace:
-        return recorded_calls(facts["calls"], arrays, oracle, owners, dtype)
-
-    return RecordSource(
-        WeightsOnly(weights),
-        known,
-        lambda problem, say: Recorded(facts, oracle, problem, trace),
-        submodules=facts.get("submodules"),
-        path=path,
-        facts=facts,
-        inputs=inputs,
-        no_calls="" if "calls" in facts else NO_ACTIVATIONS,
+        for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(recorded), strict=True)
     )

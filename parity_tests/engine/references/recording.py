@@ -1,7 +1,6 @@
 """Write a reference to a file, for comparisons where torch is not installed."""
 
 import dataclasses
-import importlib.metadata
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,19 +10,17 @@ import jax
 import numpy as np
 
 from jax_models.ops.checks import checked_bool
-from parity_tests.engine.candidates.model_weights import ReferenceWeights, is_trivial
-from parity_tests.engine.logits import checked_logits, logits_array
-from parity_tests.engine.problem import Problem, called
+from parity_tests.engine.bounds.rounded_constants import names_of, rounded_count
+from parity_tests.engine.candidates.model_weights import is_trivial
+from parity_tests.engine.logits import logits_array
+from parity_tests.engine.problem import Arrays, called
 from parity_tests.engine.progress import progress
 from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.record_file import packed, write
+from parity_tests.engine.references.recorded_reference import RecordedReference
 from parity_tests.engine.references.reference import Reference, RunErrors
-from parity_tests.engine.references.source import requested
-from parity_tests.engine.results import Results
 from parity_tests.engine.traces.recorded_trace import calls_as_facts
 from twinscan.files import check_writable
-
-PACKAGES = ("twinscan", "torch", "jax", "flax", "numpy")
 
 
 def record(
@@ -62,95 +59,87 @@ def record(
     """
     path, activations = Path(path), checked_bool("activations", activations)
     check_writable(path)
-    request = requested(inputs, kwargs, dtypes, seed, call_twin)
-    arrays: list[np.ndarray] = []
-    structure = packed(request.inputs, arrays)
-    with jax.enable_x64(True), open_reference(twin) as source, progress("recording") as say:
-        start = source.start(request, checked_logits(logits))
+    with jax.enable_x64(True), open_reference(twin) as reference, progress("recording") as say:
+        if isinstance(reference, RecordedReference):
+            raise TypeError(
+                "twin: expected a torch module or a JAX model, got the path of a record"
+            )
+        start = reference.start(inputs, kwargs, dtypes, seed, call_twin, logits)
         problem = start(build=dict, call=called, to_torch=None)
-        reference = source.reference(problem, say)
+        arrays: list[np.ndarray] = []
+        structure = packed(problem.inputs, arrays)
+        reference.run(problem, say)
         if reference.faults:
             raise ValueError(f"twin: {reference.faults[0]}")
-        facts = _facts(problem, reference, source.known)
-        buffers = frozenset(source.known.owners) - {*source.known.parameters}
-        moving = reference
-        if buffers and not source.known.is_jax:
-            moving = source.reference(dataclasses.replace(problem, constants=buffers), say)
-        facts["constants"] = [_of_constants(each) for each in (reference, moving)]
-        calls: dict[str, np.ndarray] = {}
-        if activations and not source.no_calls:
-            told = [reference.trace(dtype) for dtype in problem.dtypes]
-            facts["submodules"] = source.submodules and [*source.submodules]
-            facts["calls"] = calls_as_facts(told, calls)
-    facts |= {"inputs": structure, "has_kwargs": request.has_kwargs}
-    owned = {k: a for k, a in source.known.arrays.items() if source.known.owners.get(k, k) == k}
-    results = {
-        f"{group}/{name}": array
-        for group, named in reference.oracle.items()
-        for name, array in named.items()
-    }
+        facts = facts_of(reference) | {"inputs": structure, "has_kwargs": bool(kwargs)}
+        calls: Arrays = {}
+        if activations:
+            traces = [reference.trace(dtype) for dtype in problem.dtypes]
+            facts["submodules"] = reference.submodules and [*reference.submodules]
+            facts["calls"] = calls_as_facts(traces, calls)
+
+    # A weight that has several keys is stored once, under the first of them.
+    weights, results = reference.weights, reference.oracle
     tensors = {
-        **{f"weights/{key}": array for key, array in owned.items()},
+        **{f"weights/{k}": a for k, a in weights.arrays.items() if weights.owners.get(k, k) == k},
         **{f"inputs/{i}": array for i, array in enumerate(arrays)},
-        **{f"results/{place}": array for place, array in results.items()},
+        **{
+            f"results/{group}/{name}": array
+            for group, named in results.items()
+            for name, array in named.items()
+        },
         **calls,
     }
     write(path, tensors, facts)
 
 
-def _facts(problem: Problem, reference: Reference, known: ReferenceWeights) -> dict[str, Any]:
-    """What the file holds besides arrays."""
-    oracle = reference.oracle
+def facts_of(reference: Reference) -> dict[str, Any]:
+    """The file's facts about a reference, besides its arrays, inputs and calls."""
+    problem, oracle, weights = reference.problem, reference.oracle, reference.weights
     dtypes = dict.fromkeys((*problem.dtypes, "float32"))
+
+    # A port may compute the numbers of buffers itself. If they are rounded, they are constants.
+    buffers = frozenset() if weights.is_jax else weights.owners.keys() - {*weights.parameters}
+    beside = reference.constants_of(dataclasses.replace(problem, constants=frozenset(buffers)))
     return {
-        "versions": {name: _version(name) for name in PACKAGES},
         "dtypes": problem.dtypes,
         "seed": problem.seed,
         "name": reference.name,
         "sides": reference.sides,
-        "keys": [*known.arrays],
-        "owners": known.owners,
-        "is_jax": known.is_jax,
-        "parameters": [*known.parameters],
-        "idle": [*idle_keys(problem, known, oracle)],
+        "keys": [*weights.arrays],
+        "owners": weights.owners,
+        "is_jax": weights.is_jax,
+        "parameters": [*weights.parameters],
+        "idle": [*idle_keys(reference)],
         "names": {group: [*named] for group, named in oracle.items()},
         "without_gradient": sorted(oracle.without_gradient),
         "padding": {key: sorted(rows) for key, rows in oracle.padding.items()},
         "cast_to": reference.cast_to,
         "notes": reference.notes,
         "logits": logits_array(problem.logits, oracle) if problem.logits else None,
-        "said": {dtype: _as_json(reference.own_run(dtype)) for dtype in dtypes},
+        "constants": [
+            {"count": rounded_count(each.values()), "names": names_of(each)}
+            for each in (reference.constants, beside)
+        ],
+        "said": {dtype: errors_as_facts(reference.own_run(dtype)) for dtype in dtypes},
         "scatter": {dtype: reference.scatter(dtype) for dtype in dtypes},
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _as_json(errors: RunErrors) -> dict[str, Any]:
+def errors_as_facts(errors: RunErrors) -> dict[str, Any]:
+    """The errors of a run for JSON, whose keys are strings."""
     dtypes: dict[str, dict[str, str]] = {}
     for (group, name), dtype in errors.dtypes.items():
         dtypes.setdefault(group, {})[name] = str(dtype)
     return {**dataclasses.asdict(errors), "dtypes": dtypes}
 
 
-def _of_constants(reference: Reference) -> dict[str, Any]:
-    return {
-        "count": reference.constant_count,
-        "names": reference.constant_names,
-    }
-
-
-def idle_keys(problem: Problem, known: ReferenceWeights, oracle: Results) -> Iterator[str]:
+def idle_keys(reference: Reference) -> Iterator[str]:
     """The weights on which the result does not depend."""
-    gradients = oracle.get("weight gradients", {})
-    for key in dict.fromkeys(known.owners.values()):
+    weights, gradients = reference.weights, reference.oracle.get("weight gradients", {})
+    for key in dict.fromkeys(weights.owners.values()):
         moves = key in gradients and bool(np.any(gradients[key]))
-        if moves or (key not in known.parameters and not is_trivial(known.arrays[key])):
+        if moves or (key not in weights.parameters and not is_trivial(weights.arrays[key])):
             continue
-        if not known.matters(problem, key):
+        if not weights.matters(reference.problem, key):
             yield key

@@ -5,18 +5,29 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from jax_models.ops.checks import checked_bool, described
 from parity_tests.engine.bounds.rounded_constants import names_of, rounded_count
+from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.faults import overflows
-from parity_tests.engine.logits import LogitsError, logits_array, logits_error
-from parity_tests.engine.problem import Problem
-from parity_tests.engine.progress import Say
+from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
+from parity_tests.engine.problem import (
+    DTYPES,
+    Problem,
+    called,
+    check_functions,
+    checked_arrays,
+    checked_dtypes,
+    checked_int,
+    with_kwargs,
+)
+from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.results import (
-    GROUPS,
     ErrorsByGroup,
     Results,
     errors_of,
@@ -27,7 +38,7 @@ from parity_tests.engine.results import (
 if TYPE_CHECKING:
     from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
-Place = tuple[str, str]
+ResultKey = tuple[str, str]
 """Group and name of a result."""
 
 
@@ -37,9 +48,9 @@ class RunErrors:
 
     errors: ErrorsByGroup
     """The errors relative to the reference in float64."""
-    dtypes: Mapping[Place, Any]
+    dtypes: Mapping[ResultKey, Any]
     """The dtypes of its results."""
-    overflows: tuple[str, ...] = ()
+    overflows: Sequence[str] = ()
     """Why nothing can be compared in this dtype."""
     logits: LogitsError | None = None
 
@@ -47,16 +58,27 @@ class RunErrors:
 class Reference(abc.ABC):
     """A torch module, a record of one, or a JAX model, against which a JAX side is measured.
 
-    Each run is made when it is first needed.
+    `open_reference` opens it, `start` checks the inputs, and `run` runs it in float64 once the JAX
+    side is known. All other runs are made when they are first needed.
     """
 
-    sides: tuple[str, str] = ("torch", "JAX")
-    """What reports call the reference, and what is measured."""
-    problem: Problem
+    # Known as soon as the reference is open.
     name: str
     """The name of the reference's class."""
-    seed: int
-    _say: Say
+    sides: tuple[str, str] = ("torch", "JAX")
+    """What reports call the reference, and what is measured."""
+    twin: Any
+    """What the problem gets as its twin."""
+    weights: ReferenceWeights
+    submodules: Collection[str] | None = None
+    """The names of its submodules, with "" for the module itself; None if unknown."""
+    no_calls = ""
+    """Why its submodules cannot be compared one by one; empty if they can."""
+    has_kwargs = False
+    """Whether it brings inputs of its own, of which the last is a dict of inputs by name."""
+
+    # Known after `run`.
+    problem: Problem
     oracle: Results
     """The results in float64, without the reference's own casts to coarser dtypes."""
     cast_to: Sequence[str] = ()
@@ -64,6 +86,49 @@ class Reference(abc.ABC):
     faults: Sequence[str] = ()
     """Why nothing can be compared."""
     notes: Sequence[str] = ()
+    _say: Say = staticmethod(silent)
+
+    def start(
+        self,
+        inputs: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        dtypes: Iterable[str] | None = None,
+        seed: int | None = None,
+        call_twin: Callable[..., Any] | None = None,
+        logits: str | bool = False,
+    ) -> partial[Problem]:
+        """Check a user's arguments; the result makes the problem from the fields of its JAX side.
+
+        None leaves the choice to the reference.
+        """
+        check_functions({}, {"call_twin": call_twin})
+        inputs = checked_arrays("inputs", inputs, flags=True)
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(f"kwargs: expected a dict of inputs by name, got {described(kwargs)}")
+        call = call_twin or called
+        if kwargs:
+            inputs = (*inputs, checked_arrays("kwargs", dict(kwargs), flags=True))
+            call = with_kwargs(call)
+        return partial(
+            Problem,
+            twin=self.twin,
+            call_twin=call,
+            inputs=inputs,
+            dtypes=DTYPES[:2] if dtypes is None else checked_dtypes(dtypes),
+            seed=0 if seed is None else checked_int("seed", seed, 0),
+            logits=checked_logits(logits),
+        )
+
+    def checked_locate(self, locate: bool | None, names: Any) -> bool:
+        """Whether to locate a failure; None means True if submodules can be compared."""
+        is_chosen = locate is not None and checked_bool("locate", locate)
+        if (is_chosen or names) and self.no_calls:
+            raise ValueError(f"locate: {self.no_calls}")
+        return is_chosen if locate is not None else not self.no_calls
+
+    @abc.abstractmethod
+    def run(self, problem: Problem, say: Say = silent) -> Self:
+        """Run the problem in float64, and keep the results as the oracle."""
 
     @functools.cached_property
     def own_run(self) -> Callable[[str], RunErrors]:
@@ -71,8 +136,8 @@ class Reference(abc.ABC):
         return functools.cache(self._own_run)
 
     def _own_run(self, dtype: str) -> RunErrors:
-        theirs, oracle = self.sides[0], self.oracle
-        self._say(f"{theirs} in {dtype}")
+        side, oracle = self.sides[0], self.oracle
+        self._say(f"{side} in {dtype}")
         results = oracle if dtype == "float64" else self._results_in(dtype)
         error = None
         if self.problem.logits:
@@ -81,21 +146,17 @@ class Reference(abc.ABC):
         return RunErrors(
             errors_of(results, oracle),
             self._dtypes_in(dtype, results),
-            tuple(overflows(oracle, results, f"{dtype} {theirs}")),
+            overflows(oracle, results, f"{dtype} {side}"),
             error,
         )
 
-    @abc.abstractmethod
     def _results_in(self, dtype: str) -> Results:
         """The results in a dtype coarser than float64."""
+        raise NotImplementedError(f"{self.name} has no results in {dtype}")
 
-    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[Place, Any]:
-        """The dtypes of outputs and states, with the reference's own casts."""
-        return {
-            (group, name): array.dtype
-            for group in GROUPS[:2]
-            for name, array in results.get(group, {}).items()
-        }
+    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
+        """The dtypes of these results, with the reference's own casts."""
+        raise NotImplementedError(f"{self.name} has no results in {dtype}")
 
     @functools.cached_property
     def rounded(self) -> Callable[[str], Iterator[ErrorsByGroup]]:
@@ -110,24 +171,28 @@ class Reference(abc.ABC):
     @abc.abstractmethod
     def _rounded(self, dtype: str) -> Iterable[ErrorsByGroup]: ...
 
+    @abc.abstractmethod
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays.
 
         With `is_forward`, gradients are not needed.
         """
-        raise NotImplementedError(f"{self.name} has no calls")
+
+    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+        """The constants of the problem's float64 run, by name."""
+        return {}
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
         """The constants of the float64 run, by name."""
-        return {}
+        return self.constants_of(self.problem)
 
-    @property
+    @functools.cached_property
     def constant_count(self) -> int:
         """How many numbers of the constants are rounded to float32."""
         return rounded_count(self.constants.values())
 
-    @property
+    @functools.cached_property
     def constant_names(self) -> Sequence[str]:
         """The names of these constants."""
         return names_of(self.constants)

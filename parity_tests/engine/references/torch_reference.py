@@ -5,14 +5,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 import torch
 
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
-from parity_tests.engine.bounds.torch_rounding import InFloat64
 from parity_tests.engine.candidates.adapters import words
 from parity_tests.engine.candidates.jax_program import is_rounded
 from parity_tests.engine.candidates.jax_side import JaxSide
@@ -29,10 +28,11 @@ from parity_tests.engine.candidates.torch_run import (
 from parity_tests.engine.faults import not_a_number
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, Problem, arrays_of
-from parity_tests.engine.progress import Say
-from parity_tests.engine.references.reference import Place, Reference
+from parity_tests.engine.progress import Say, silent
+from parity_tests.engine.references.reference import Reference, ResultKey
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
+    GROUPS,
     ErrorsByGroup,
     Results,
     are_same,
@@ -44,50 +44,60 @@ from parity_tests.engine.traces.trace import Trace
 
 
 class TorchReference(Reference):
-    """The torch side of a problem; each run is made when it is first needed."""
+    """A torch module as the reference."""
 
-    def __init__(self, problem: Problem, say: Say = lambda text: None):
-        self.problem, self._say = problem, say
-        self._moves: dict[str, np.ndarray] = {}
-        self.name, self.seed = type(problem.twin).__name__, problem.seed
+    def __init__(self, twin: torch.nn.Module):
+        self.twin, self.name = twin, type(twin).__name__
+        parameters = [name for name, _ in twin.named_parameters(remove_duplicate=False)]
+        self.weights = ReferenceWeights(
+            arrays_of(twin.state_dict()),
+            weight_owners(twin),
+            parameters,
+            lambda problem, key: changes_result(problem, [key]),
+        )
+        self.submodules = [name for name, _ in twin.named_modules()]
+
+    def run(self, problem: Problem, say: Say = silent) -> Self:
+        """Run the problem's torch side in float64."""
+        self.problem, self._say, self._moves = problem, say, {}
         say("torch in float64")
         self.oracle, self._mode = run_oracle(problem)
         self.cast_to = sorted(self._mode.cast_to)
-        self.faults = [
-            *not_a_number(self.oracle, "float64 torch"),
-            *random_results(problem, self.oracle, self._mode),
-        ]
-        self.notes = [*self._notes()]
-
-    def _notes(self) -> Iterator[str]:
+        self.faults = [*not_a_number(self.oracle, "float64 torch"), *self._randomness()]
+        self.notes = []
         if self._mode.casts:
-            yield (
+            self.notes.append(
                 f"torch casts to less than float64, {self._mode.casts} times: float64 is compared "
                 "without these casts"
             )
         if "input gradient" not in self.oracle:
-            yield "gradients are not compared: no output of the torch side has one"
+            self.notes.append("gradients are not compared: no output of the torch side has one")
+        return self
+
+    def _randomness(self) -> list[str]:
+        """A fault if the results depend on the random seed."""
+        draws = ", ".join(sorted(self._mode.draws))
+        other = dataclasses.replace(self.problem, seed=self.problem.seed + 1)
+        if not draws or are_same(self.oracle, run_oracle(other)[0]):
+            return []
+        return [
+            f"torch: the results are random, by {draws}: compare without, or give both sides the "
+            "same random numbers"
+        ]
 
     def _results_in(self, dtype: str) -> Results:
         return run_torch(self.problem, dtype)
 
-    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[Place, Any]:
+    def _dtypes_in(self, dtype: str, results: Results) -> Mapping[ResultKey, Any]:
         if dtype == "float64" and self.cast_to:
             return result_dtypes(self.problem, dtype)
-        return super()._dtypes_in(dtype, results)
+        named = ((group, results.get(group, {})) for group in GROUPS[:2])
+        return {(group, name): a.dtype for group, arrays in named for name, a in arrays.items()}
 
     def _rounded(self, dtype: str) -> Iterator[ErrorsByGroup]:
         self._say(f"torch, rounded to {dtype} at random")
         run = partial(run_torch_rounded, self.problem, dtype, decisions=self._mode.decisions)
         yield from (errors_of(run(seed), self.oracle) for seed in range(ROUNDED_RUNS))
-
-    @functools.cached_property
-    def _run(self) -> Callable[[bool], Trace]:
-        def run(is_forward: bool) -> Trace:
-            self._say("torch in float64, call by call")
-            return traced_torch(self.problem, partial(_oracle, self.problem), is_forward=is_forward)
-
-        return functools.cache(run)
 
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
@@ -101,12 +111,12 @@ class TorchReference(Reference):
         def moved() -> Iterator[Trace]:
             if self._moves:  # twice as far as JAX's digits, which are then within
                 twice = {name: 2 * move for name, move in self._moves.items()}
-                yield traced(partial(_oracle, problem, moves=twice))
+                yield traced(partial(run_moved, problem, moves=twice))
 
         return of_runs(
             dtype,
-            self._run(is_forward),
-            weight_owners(problem.twin),
+            self._traced_oracle(is_forward),
+            self.weights.owners,
             lambda: traced(partial(run_torch, problem, dtype)),
             rounded(),
             moved(),
@@ -114,38 +124,29 @@ class TorchReference(Reference):
         )
 
     @functools.cached_property
-    def constants(self) -> Mapping[str, np.ndarray]:
-        """The constants that are rounded to float32, by name."""
-        return rounded_constants(self.problem)
+    def _traced_oracle(self) -> Callable[[bool], Trace]:
+        """The traced run in float64, which all dtypes share; its argument is `is_forward`."""
+
+        def run(is_forward: bool) -> Trace:
+            self._say("torch in float64, call by call")
+            return traced_torch(
+                self.problem, partial(run_moved, self.problem), is_forward=is_forward
+            )
+
+        return functools.cache(run)
+
+    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+        """The twin's constants that are rounded to float32, by name."""
+        constants = {
+            name: tensor.detach().double().numpy()
+            for name, tensor in named_constants(problem, problem.twin)
+        }
+        return {name: value for name, value in constants.items() if is_rounded(value).any()}
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
         """The float64 results where each constant is scaled by 1 + its move."""
         self._moves = dict(zip(self.constants, moves, strict=True))
-        return _oracle(self.problem, lambda twin: None, self._moves)
-
-
-def reference_weights(twin: torch.nn.Module) -> ReferenceWeights:
-    """The weights of a torch module, and which of them it trains."""
-    parameters = [name for name, _ in twin.named_parameters(remove_duplicate=False)]
-    return ReferenceWeights(
-        arrays_of(twin.state_dict()),
-        weight_owners(twin),
-        parameters,
-        lambda problem, key: changes_result(problem, [key]),
-    )
-
-
-def random_results(problem: Problem, oracle: Results, mode: InFloat64) -> list[str]:
-    """A fault if the torch side's results depend on the random seed."""
-    if not mode.draws:
-        return []
-    again, _ = run_oracle(dataclasses.replace(problem, seed=problem.seed + 1))
-    if are_same(oracle, again):
-        return []
-    return [
-        f"torch: the results are random, by {', '.join(sorted(mode.draws))}: compare without, or "
-        "give both sides the same random numbers"
-    ]
+        return run_moved(self.problem, moves=self._moves)
 
 
 def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,25 +170,18 @@ def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[s
                 yield key, tensor
 
 
-def rounded_constants(problem: Problem) -> dict[str, np.ndarray]:
-    """The twin's constants that are rounded to float32, as float64 arrays."""
-    constants = {
-        name: tensor.detach().double().numpy()
-        for name, tensor in named_constants(problem, problem.twin)
-    }
-    return {name: value for name, value in constants.items() if is_rounded(value).any()}
-
-
-def _oracle(
-    problem: Problem, prepare: Prepare, moves: Mapping[str, np.ndarray] = MappingProxyType({})
+def run_moved(
+    problem: Problem,
+    prepare: Prepare = lambda twin: None,
+    moves: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Results:
     """The float64 results where these constants are scaled by relative perturbations."""
 
     def moved(twin: torch.nn.Module) -> None:
         by_name = dict(named_constants(problem, twin)) if moves else {}
         with torch.no_grad():
-            for name, part in moves.items():
-                by_name[name].mul_(torch.tensor(1 + part))
+            for name, move in moves.items():
+                by_name[name].mul_(torch.tensor(1 + move))
         prepare(twin)
 
     return run_oracle(problem, moved)[0]
@@ -199,8 +193,8 @@ def measure_twin(
     platform: str = "cpu",
     *,
     jax_side: JaxSide | None = None,
-    say: Say = lambda text: None,
+    say: Say = silent,
 ) -> Report:
     """Run `measure` with the problem's torch module as the reference."""
-    reference = TorchReference(problem, say)
+    reference = TorchReference(problem.twin).run(problem, say)
     return measure(problem, reference, dtypes, platform, jax_side=jax_side, say=say)

@@ -2,7 +2,3 @@
 
 `torch_trace` alone needs torch.
 """
-
-from parity_tests.engine.traces.tap import tap
-
-__all__ = ["tap"]

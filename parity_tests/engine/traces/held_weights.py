@@ -25,6 +25,7 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
     In a run for this purpose, each weight is filled with a number of its own, which identifies it.
     A model that keeps its own weights is recognized by their numbers instead.
     """
+    # Fill each weight with a number of its own, and note the keys of these numbers.
     weights, keys = problem.state_dict, [*dict.fromkeys(owners.values())]
     # float32 represents these numbers and their sums exactly: a cell may hold the sum of two biases
     steps = np.random.default_rng(0).choice(2**22, len(keys), replace=False)
@@ -42,11 +43,13 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
         numbers = np.unique(np.real(value.flat[:1] if is_one else value)).tolist()
         return set().union(*(known[n] for n in numbers)) if known.keys() >= {*numbers} else set()
 
+    # Ask each module of the run which of the numbers it holds.
     held = _held(problem, weights | filled, of_fills)
     if not any(keys for _, keys in held):
         by_numbers = {_sorted(weights[key]): {key} for key in owners.values()}
         by_numbers[b""] = set()
         held = _held(problem, weights, lambda value: by_numbers.get(_sorted(value), set()))
+    # Both runs make the same calls, unless the filled weights change the course of the model.
     modules = [call for call in trace.calls if call.kind not in ("tap", "run")]
     if [call.name for call in modules] == [name for name, _ in held]:
         for call, (_, keys) in zip(modules, held, strict=True):

@@ -75,7 +75,7 @@ def differing(reference: Hyperparameters, model: Hyperparameters) -> Iterator[st
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two values agree up to float32 rounding. A number equals a tuple of that number."""
+    """True if two values agree up to float32 rounding. A number equals a tuple of that number."""
     if isinstance(a, tuple | list) or isinstance(b, tuple | list):
         a, b = (x if isinstance(x, tuple | list) else (x,) for x in (a, b))
         size = max(len(a), len(b))

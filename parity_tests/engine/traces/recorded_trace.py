@@ -50,7 +50,7 @@ def recorded_calls(
     owners: Mapping[str, str],
     dtype: str,
 ) -> ReferenceTrace:
-    """The trace that `calls_as_facts` was given, of a run with these results."""
+    """The trace that `calls_as_facts` was given; `oracle` has the results of its run."""
     trace = Trace(results=oracle)
     for i, each in enumerate(facts["calls"]):
         parent = None if each["parent"] is None else trace.calls[each["parent"]]
@@ -77,7 +77,7 @@ def recorded_calls(
 
 
 def _places(trace: Trace) -> list[Place]:
-    """Where the calls of a run have arrays."""
+    """The places of all arrays of a run."""
     return [
         (c.index, slot, label) for c in trace.calls for slot in SLOTS for label in c.slots[slot]
     ]

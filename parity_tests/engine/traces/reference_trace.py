@@ -17,7 +17,7 @@ Place = tuple[int, str, str]
 """The index of a call, a slot of it, and a label."""
 Errors = dict[Place, float]
 RunAgain = Callable[[int, Any, Collection[str], Sequence[np.ndarray]], list[Arrays]]
-"""What a call gives in a direction if each of some arrays replaces inputs of some labels."""
+"""Runs a call in a direction once for each of some arrays, which replaces inputs of some labels."""
 
 
 class OwnRun(NamedTuple):

@@ -81,7 +81,7 @@ def run_again(
     labels: Collection[str],
     others: Sequence[np.ndarray],
 ) -> list[Arrays]:
-    """What the call at this index gives in float64 if each of `others` replaces its inputs."""
+    """Run the call at this index again in float64, once with each of `others` as its input."""
     found: list[Arrays] = []
     indices = itertools.count(1)  # 0 is the whole run
 
@@ -106,7 +106,7 @@ def _given(
     labels: Collection[str],
     other: torch.Tensor,
 ) -> Arrays:
-    """What a module gives if another array replaces what it takes under some labels."""
+    """Run a module with another array in the place of those that it takes under some labels."""
     is_forward = direction is FORWARD
     leaves: dict[str, torch.Tensor] = {}
     results: dict[str, torch.Tensor] = {}

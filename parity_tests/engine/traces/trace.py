@@ -1,4 +1,4 @@
-"""What the calls of one side's modules take and return, forward and backward."""
+"""The calls of one side's modules: what each takes and returns, forward and backward."""
 
 import contextlib
 import copy
@@ -49,7 +49,7 @@ class Call:
     sources: "set[Call]" = dataclasses.field(default_factory=set)
     """For torch's calls: those whose outputs are the last ones that its inputs come from."""
     identities: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
-    """What identifies its arrays by their numbers, by slot and label."""
+    """Identifiers of its arrays by slot and label; equal arrays have equal ones."""
 
     @property
     def ancestors(self) -> Iterator["Call"]:

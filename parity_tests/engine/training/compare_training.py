@@ -1,6 +1,7 @@
 """Train a torch module and its JAX port side by side: at which step, and where, do they part?"""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,23 +11,25 @@ import torch
 from flax import nnx
 
 from jax_models.ops.checks import checked_bool, described
-from jax_models.weights.stored import as_numpy
-from parity_tests.engine.candidates.model_weights import weights_in
+from parity_tests.engine.candidates.model_weights import (
+    ReferenceWeights,
+    checked_loaded,
+    weights_in,
+)
 from parity_tests.engine.candidates.port import port
 from parity_tests.engine.candidates.torch_module import checked_twin
 from parity_tests.engine.problem import (
     Problem,
     all_in_dtype,
-    arrays_of,
     check_functions,
     checked_arrays,
     checked_dtypes,
     checked_int,
 )
-from parity_tests.engine.references.torch_reference import reference_weights
+from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.engine.training.dropout import MasksDifferError
-from parity_tests.engine.training.jax_training import JaxTraining, made_optimizer
-from parity_tests.engine.training.side_by_side import SideBySide, x64
+from parity_tests.engine.training.jax_training import JaxTraining
+from parity_tests.engine.training.side_by_side import train_side_by_side, x64
 from parity_tests.engine.training.torch_training import TorchTraining
 from parity_tests.engine.training.training_report import TrainingReport
 from parity_tests.engine.training.weight_names import ByLoader, ByTable
@@ -113,7 +116,6 @@ def compare_training(
     )
     if (average is None) != (average_twin is None):
         raise ValueError("average: expected both `average` and `average_twin`, or neither")
-    made_optimizer(optimizer)
 
     of_torch = partial(
         TorchTraining,
@@ -127,12 +129,24 @@ def compare_training(
         training=training,
     )
     with x64(True), jax.default_matmul_precision("highest"):
-        start = partial(Problem, twin=(checked := checked_twin(twin)))
-        problem, faults, notes = port(start, reference_weights(checked), model, weights)
-        if isinstance(model, nnx.Module) and problem.table is None:
-            raise ValueError(notes[0])
-        names, build = correspondence(problem, twin, weights, training)
-        faults, notes = left_out(faults, twin) if training else (faults, [])
+        # In training mode, a norm uses the statistics of the batch, so a port need not read the
+        # running statistics: that is no fault, but they are not compared.
+        checked = checked_twin(twin)
+        known, unread = TorchReference(checked).weights, []
+
+        def matters(problem: Problem, key: str) -> bool:
+            if not known.matters(problem, key):
+                return False
+            if not training or key in known.parameters:
+                return True
+            unread.append(key)
+            return False
+
+        # Find which weights correspond, and build JAX's training in each dtype. Whether a weight
+        # that the loader does not read matters shows in the loss of the first batch.
+        start = partial(Problem, twin=checked, call_twin=loss_twin, inputs=tuple(batches[:1]))
+        problem, faults, _ = port(start, replace(known, matters=matters), model, weights)
+        names, build = correspondence(problem, known, weights, training)
         sides = {}
         for dtype in dtypes:
             with x64(dtype == "float64"):
@@ -145,19 +159,20 @@ def compare_training(
                     average=average,
                     accumulate=accumulate,
                 )
-        comparison = SideBySide(names, sides, of_torch, batches)
+
+        # If the two sides draw other masks, their trainings cannot be compared.
         try:
-            comparison.run()
+            report = train_side_by_side(names, sides, of_torch, batches)
         except MasksDifferError as error:
-            return TrainingReport({}, (*faults, str(error)), tuple(notes))
-    return comparison.report(faults, notes)
+            report = TrainingReport({}, (str(error),))
+    notes = [f"not compared: {key}" for key in unread]
+    return replace(report, faults=(*faults, *report.faults), notes=(*notes, *report.notes))
 
 
 def correspondence(
-    problem: Problem, twin: torch.nn.Module, weights: Any, training: bool
+    problem: Problem, known: ReferenceWeights, weights: Any, training: bool
 ) -> tuple[ByTable | ByLoader, Callable[[str], Any]]:
     """Which weights of the two sides correspond, and a function that builds JAX's in a dtype."""
-    parameters = {name for name, _ in twin.named_parameters(remove_duplicate=False)}
 
     def in_mode(built: Any) -> Any:
         if not isinstance(built, nnx.Module) or not training:
@@ -166,26 +181,20 @@ def correspondence(
         return nnx.view(built, **modes, raise_if_not_found=False)
 
     if problem.table is not None:
-        build = lambda dtype: in_mode(problem.build(problem.state_dict, dtype))  # noqa: E731
-        return ByTable(problem.table, parameters), build
-
-    state_dict = arrays_of(twin.state_dict())
+        return ByTable(problem.table, known.parameters), lambda dtype: in_mode(
+            problem.build(known.arrays, dtype)
+        )
+    if not callable(weights):
+        raise ValueError(
+            "weights: expected a weight table or a loader, because training compares "
+            f"the weights of both sides by name; got {described(weights)}"
+        )
 
     def load(state_dict: Any) -> Any:
-        loaded = weights(state_dict)
-        if isinstance(loaded, nnx.Module):
-            return loaded
-        return jax.tree.map(lambda a: as_numpy(a) if isinstance(a, torch.Tensor) else a, loaded)
+        return checked_loaded(weights(state_dict))
 
     def build(dtype: str) -> Any:
-        loaded = load(all_in_dtype(state_dict, dtype))
+        loaded = load(all_in_dtype(known.arrays, dtype))
         return in_mode(weights_in(loaded, dtype)) if isinstance(loaded, nnx.Module) else loaded
 
-    return ByLoader(load, all_in_dtype(state_dict, "float64"), parameters), build
-
-
-def left_out(faults: Iterable[str], twin: torch.nn.Module) -> tuple[list[str], list[str]]:
-    """The faults and notes; a fault of statistics, which training does not need, becomes a note."""
-    unread = {f"weights: the loader does not read {name}" for name, _ in twin.named_buffers()}
-    notes = [f"not compared: {fault.rpartition(' ')[2]}" for fault in faults if fault in unread]
-    return [fault for fault in faults if fault not in unread], notes
+    return ByLoader(load, all_in_dtype(known.arrays, "float64"), known.parameters), build

@@ -18,6 +18,9 @@ DRAWN = (aten.bernoulli_.float, aten.bernoulli.p, aten.bernoulli.default)
 class MasksDifferError(ValueError):
     """The two sides do not draw masks of the same shapes."""
 
+    def __init__(self, difference: str):
+        super().__init__(f"dropout: {difference}: give both sides the same masks in the batch")
+
 
 class TorchMasks(TorchDispatchMode):
     """Within this mode, a seed decides the Bernoulli numbers of a step, which are kept for JAX."""
@@ -26,22 +29,18 @@ class TorchMasks(TorchDispatchMode):
         super().__init__()
         self._step = step
         self.masks: list[np.ndarray] = []
-        self.random: dict[str, None] = {}
-        """Operations that draw other random numbers."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operation; a Bernoulli draw takes its numbers from the seed."""
         kwargs = kwargs or {}
-        if func in DRAWN:
-            like, given = args[0], args[1:] or kwargs.get("p", 0.5)
-            probability = like.detach().numpy() if func is DRAWN[2] else given
-            rng = np.random.default_rng([self._step, len(self.masks)])
-            self.masks.append(rng.random(tuple(like.shape)) < probability)
-            mask = torch.tensor(self.masks[-1]).to(like)
-            return like.copy_(mask) if func is DRAWN[0] else mask
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.random[str(func)] = None
-        return func(*args, **kwargs)
+        if func not in DRAWN:
+            return func(*args, **kwargs)
+        like, given = args[0], args[1:] or kwargs.get("p", 0.5)
+        probability = like.detach().numpy() if func is DRAWN[2] else given
+        rng = np.random.default_rng([self._step, len(self.masks)])
+        self.masks.append(rng.random(tuple(like.shape)) < probability)
+        mask = torch.tensor(self.masks[-1]).to(like)
+        return like.copy_(mask) if func is DRAWN[0] else mask
 
 
 @contextlib.contextmanager
@@ -50,29 +49,27 @@ def jax_masks(masks: list[jax.Array]) -> Iterator[None]:
 
     If the channels come last in JAX and second in torch, the axis of a mask is moved.
     """
-    left = list(enumerate(masks, 1))
+    count = 0
 
     def bernoulli(key: Any, p: Any = 0.5, shape: Any = None, *args: Any, **kwargs: Any):
+        nonlocal count
+        count += 1
         shape = np.shape(p) if shape is None else tuple(shape)
-        if not left:
+        if count > len(masks):
             raise MasksDifferError(
-                f"dropout: torch draws {len(masks)} masks a step, JAX draws more, the next of "
-                f"shape {shape}"
+                f"torch draws {len(masks)} masks a step, JAX draws more, the next of shape {shape}"
             )
-        number, mask = left.pop(0)
-        if mask.shape == shape:
-            return mask
-        if mask.ndim > 2 and jnp.moveaxis(mask, 1, -1).shape == shape:
-            return jnp.moveaxis(mask, 1, -1)
+        mask = masks[count - 1]
+        for each in (mask, jnp.moveaxis(mask, 1, -1)) if mask.ndim > 2 else (mask,):
+            if each.shape == shape:
+                return each
         raise MasksDifferError(
-            f"dropout: mask {number} of a step is of shape {mask.shape} in torch, {shape} in JAX: "
-            "give both sides the same masks in the batch"
+            f"mask {count} of a step is of shape {mask.shape} in torch, {shape} in JAX"
         )
 
     with mock.patch.object(jax.random, "bernoulli", bernoulli):
         yield
-    if left:
+    if count < len(masks):
         raise MasksDifferError(
-            f"dropout: torch draws {len(masks)} masks a step, JAX {len(masks) - len(left)} (one "
-            "for all steps of a scan): give both sides the same masks in the batch"
+            f"torch draws {len(masks)} masks a step, JAX {count} (one for all steps of a scan)"
         )

@@ -36,59 +36,58 @@ class JaxTraining:
         accumulate: int,
     ):
         self._dtype, self._names, self._accumulate = dtype, names, accumulate
-        self._count, self._steps = 0, 0
-        self.returns_statistics = isinstance(built, nnx.Module)
-        self._parts = Parts(built, dtype, names.trained)
-        self._optimizer = optimizer = made_optimizer(optimizer)
-        self._params, self._rest = self._parts.params, self._parts.rest
+        self._parts = parts = Parts(built, dtype, names.trained)
+        self._params, self._statistics = parts.params, parts.statistics
+        optimizer = made_optimizer(optimizer)
         self._state = optimizer.init(self._params)
-        self._mean = self._params if average is not None else None
         self._gradient = jax.tree.map(jnp.zeros_like, self._params)
+        self._average = None if average is None else jax.jit(average)
+        self._mean = None if average is None else self._params
+        self._count = 0
         self.loss = np.zeros(())
+        self.returns_statistics = isinstance(built, nnx.Module)
+        """Whether the loss returns statistics, or updates them; known after the first batch."""
 
-        def loss_of(params, rest, batch, masks):
-            weights = self._parts.merged(params, rest)
+        def loss_of(params, statistics, batch, masks):
+            weights = parts.merged(params, statistics)
             with jax_masks(masks):
-                result = loss(weights, batch)
-            value, new = result, None
-            if not isinstance(weights, nnx.Module) and type(result) is tuple and len(result) == 2:
-                value, new = result
+                value, new = loss(weights, batch), None
+            if not isinstance(weights, nnx.Module) and type(value) is tuple and len(value) == 2:
+                value, new = value
                 self.returns_statistics = True
             checked_loss("loss", value, jax.Array)
-            return value, self._parts.after(weights, new, params, rest)
+            return value, parts.statistics_after(weights, new, statistics)
 
+        # Like the torch side, the loss ignores casts to float32 in float64.
         loss_and_gradient = rewritten(jax.value_and_grad(loss_of, has_aux=True), {}, Found())
 
         @jax.jit
-        def train_step(params, rest, state, gradient, batch, masks):
-            (value, (statistics, rest)), new = loss_and_gradient(params, rest, batch, masks)
-            new = self._parts.only_trained(new, jax.tree.map(jnp.zeros_like, new))
+        def train_step(params, statistics, state, gradient, batch, masks):
+            (value, statistics), new = loss_and_gradient(params, statistics, batch, masks)
             updates, state = optimizer.update(new, state, params)
-            params = self._parts.only_trained(optax.apply_updates(params, updates), statistics)
             gradient = jax.tree.map(lambda total, g: total + g / accumulate, gradient, new)
-            return params, rest, state, gradient, value
+            return optax.apply_updates(params, updates), statistics, state, gradient, value
 
         self._train_step = train_step
-        self._average = None if average is None else jax.jit(average)
 
     def train_on(self, batch: Any, masks: list[np.ndarray]) -> None:
         """Add the gradient of a batch, and take a step after every `accumulate` batches."""
         if self._count % self._accumulate == 0:
             self._gradient = jax.tree.map(jnp.zeros_like, self._gradient)
-        self._params, self._rest, self._state, self._gradient, value = self._train_step(
-            self._params, self._rest, self._state, self._gradient, arrays(batch, self._dtype), masks
-        )
+        trained = self._params, self._statistics, self._state, self._gradient
+        *trained, value = self._train_step(*trained, arrays(batch, self._dtype), masks)
+        self._params, self._statistics, self._state, self._gradient = trained
         self._count, self.loss = self._count + 1, np.asarray(value)
-        if self._average is not None and self._count % self._accumulate == 0:
-            self._mean = self._average(self._params, self._mean, jnp.asarray(self._steps))
-            self._steps += 1
+        steps, batches_left = divmod(self._count, self._accumulate)
+        if self._average is not None and not batches_left:
+            self._mean = self._average(self._params, self._mean, jnp.asarray(steps - 1))
 
     def weights(self) -> Arrays:
         """The weights and statistics, by name."""
         return self._named(self._params)
 
     def average(self) -> Arrays:
-        """The averaged weights, if there are any."""
+        """The averaged weights; empty if there are none."""
         return {} if self._mean is None else self._named(self._mean)
 
     def gradients(self) -> Arrays:
@@ -99,11 +98,9 @@ class JaxTraining:
         """The optimizer's moments that have the weights' structure, by optax's name and by name."""
         found = {}
         for name in dict.fromkeys(MOMENTS.values()):
-            trees = [
-                tree
-                for _, value in optax.tree_utils.tree_get_all_with_path(self._state, name)
-                if (tree := self._like_params(value)) is not None
-            ]
+            values = optax.tree_utils.tree_get_all_with_path(self._state, name)
+            trees = [self._like_params(value) for _, value in values]
+            trees = [tree for tree in trees if tree is not None]
             if trees:
                 found[name] = self._named(jax.tree.map(lambda *each: sum(each), *trees))
         return found
@@ -121,60 +118,63 @@ class JaxTraining:
         return jax.tree.unflatten(structure, zeros)
 
     def _named(self, params: Any) -> Arrays:
-        return self._names.of_jax(self._parts.merged(params, self._rest))
+        return self._names.of_jax(self._parts.merged(params, self._statistics))
 
 
 class Parts:
-    """Splits the JAX side's weights into those that are differentiated and the rest."""
+    """Splits the JAX side's weights into parameters, statistics, and what never changes.
+
+    Of an NNX module, the `nnx.Param`s are parameters. Of a tree, the floating arrays are, except
+    those that are made of torch's buffers alone.
+    """
 
     def __init__(self, built: Any, dtype: str, trained: set[str]):
         self._graphdef = None
         if isinstance(built, nnx.Module):
-            self._graphdef, self.params, self.rest = nnx.split(built, nnx.Param, ...)
+            self._graphdef, self.params, self.statistics = nnx.split(built, nnx.Param, ...)
             return
-        cast = jax.tree.map(lambda a: jnp.asarray(a, dtype) if is_floating(a) else a, built)
-        self.params = jax.tree.map(lambda a: a if is_floating(a) else None, cast)
-        self.rest = None
-        self._others = jax.tree.map(lambda a: None if is_floating(a) else a, cast)
-        self._is_trained = jax.tree_util.tree_map_with_path(
-            lambda path, _: path_of(path) in trained, self.params
-        )
 
-    def merged(self, params: Any, rest: Any) -> Any:
+        def only(is_chosen: Callable[[str], bool]) -> Any:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, a: (
+                    jnp.asarray(a, dtype) if is_floating(a) and is_chosen(path_of(path)) else None
+                ),
+                built,
+            )
+
+        self.params = only(trained.__contains__)
+        self.statistics = only(lambda path: path not in trained)
+        self._constants = jax.tree.map(lambda a: None if is_floating(a) else a, built)
+
+    def merged(self, params: Any, statistics: Any) -> Any:
         """The module or tree that these parts make up."""
         if self._graphdef is not None:
-            return nnx.merge(self._graphdef, params, rest, copy=True)
+            return nnx.merge(self._graphdef, params, statistics, copy=True)
         return jax.tree.map(
-            lambda p, other: other if p is None else p,
+            lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
             params,
-            self._others,
-            is_leaf=lambda leaf: leaf is None,
+            statistics,
+            self._constants,
+            is_leaf=is_none,
         )
 
-    def after(self, weights: Any, new: Any, params: Any, rest: Any) -> tuple[Any, Any]:
-        """The statistics after a step: those in the tree of weights, and those in the rest."""
+    def statistics_after(self, weights: Any, new: Any, statistics: Any) -> Any:
+        """The statistics after a step: those that the loss returns, or those of the module."""
         if self._graphdef is None:
-            merged = updated(weights, new)
             return jax.tree.map(
                 lambda old, value: None if old is None else value,
-                params,
-                merged,
-                is_leaf=lambda leaf: leaf is None,
-            ), None
+                statistics,
+                updated(weights, new),
+                is_leaf=is_none,
+            )
         changed = dict(nnx.to_flat_state(nnx.state(weights, nnx.Not(nnx.Param))))
-        kept = [(path, changed.get(path, value)) for path, value in nnx.to_flat_state(rest)]
-        return params, nnx.from_flat_state(kept)
+        kept = [(path, changed.get(path, old)) for path, old in nnx.to_flat_state(statistics)]
+        return nnx.from_flat_state(kept)
 
-    def only_trained(self, tree: Any, others: Any) -> Any:
-        """The tree, with leaves of `others` in place of those that are not trained."""
-        if self._graphdef is not None:
-            return tree
-        return jax.tree.map(
-            lambda trained, value, other: value if trained else other,
-            self._is_trained,
-            tree,
-            others,
-        )
+
+def is_none(leaf: Any) -> bool:
+    """True if the leaf is None, which JAX otherwise takes for an empty tree."""
+    return leaf is None
 
 
 def updated(weights: Any, new: Any) -> Any:
@@ -189,10 +189,9 @@ def updated(weights: Any, new: Any) -> Any:
 def made_optimizer(optimizer: Any) -> Any:
     """The optax optimizer, or the one that a function makes."""
     if inspect.isfunction(optimizer) or isinstance(optimizer, partial):
-        needed = [
-            p for p in inspect.signature(optimizer).parameters.values() if p.default is p.empty
-        ]
-        optimizer = optimizer() if not needed else optimizer
+        given = inspect.signature(optimizer).parameters.values()
+        if all(parameter.default is not parameter.empty for parameter in given):
+            optimizer = optimizer()
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
             "optimizer: expected one of optax, or a function without arguments that makes one, "

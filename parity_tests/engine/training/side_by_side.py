@@ -1,9 +1,9 @@
 """Run the trainings of both sides batch by batch, and compare them."""
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,176 +39,146 @@ def x64(enabled: bool) -> Iterator[None]:
         yield
 
 
-class SideBySide:
-    """Runs all trainings batch by batch, and compares them after each batch."""
+def train_side_by_side(
+    names: ByTable | ByLoader,
+    sides: Mapping[str, JaxTraining],
+    of_torch: Callable[..., TorchTraining],
+    batches: Sequence[Any],
+) -> TrainingReport:
+    """Train both sides batch by batch, and compare them after each batch.
 
-    def __init__(
-        self,
-        names: ByTable | ByLoader,
-        sides: dict[str, JaxTraining],
-        of_torch: Callable[..., TorchTraining],
-        batches: Sequence[Any],
-    ):
-        self._names, self._sides, self._batches = names, sides, batches
-        in_float64 = InFloat64()
-        self._oracle = of_torch("float64", in_float64)
-        self._twins = {dtype: of_torch(dtype) for dtype in {*sides, "float32"}}
-        self._rounded = {
-            dtype: [
-                LateTraining(of_torch, dtype, RandomRounding(dtype, seed, in_float64.decisions))
-                for seed in range(ROUNDED_RUNS)
-            ]
-            for dtype in sides
-        }
-        self._before = self._compared(self._oracle)
-        self._errors: dict[str, list[Error]] = {dtype: [] for dtype in sides}
-        self._norms: dict[str, list[tuple[float, float]]] = {dtype: [] for dtype in sides}
-        self._departures: dict[str, str] = {}
-        self._random: dict[str, None] = {}
-        self._changed: set[str] = set()
+    Args:
+        names: gives the weights of both sides the same names.
+        sides: JAX's training in each dtype.
+        of_torch: makes torch's training in a dtype, optionally under an arithmetic mode.
+        batches: the batches.
 
-    def run(self) -> None:
-        """Train, and keep the errors of each step."""
-        for step, batch in enumerate(self._batches, 1):
-            self._oracle.train_on(batch)
-            self._random |= self._oracle.random
-            for training in self._twins.values():
-                training.train_on(batch)
-            oracle = self._compared(self._oracle)
-            for dtype, side in self._sides.items():
+    """
+    # The oracle is torch in float64 without casts, which is also torch's own training in float64.
+    in_float64 = InFloat64()
+    oracle = of_torch("float64", in_float64)
+    own = {dtype: of_torch(dtype) for dtype in {*sides, "float32"} - {"float64"}}
+
+    # A training with random rounding takes as many steps as the verdict needs, often none.
+    @functools.cache
+    def rounded_training(dtype: str, seed: int) -> TorchTraining:
+        return of_torch(dtype, RandomRounding(dtype, seed, in_float64.decisions))
+
+    def scatter(dtype: str, expected: Arrays) -> Iterator[dict[str, float]]:
+        """The errors of trainings with random rounding after the batches so far."""
+        for seed in range(ROUNDED_RUNS):
+            run = rounded_training(dtype, seed)
+            for batch in batches[run.count : oracle.count]:
+                run.train_on(batch)
+            yield relative_errors(only(compared(names, run), expected), expected)
+
+    after = before = compared(names, oracle)
+    statistics = names.of_torch(oracle.weights()).keys() - names.trained
+    errors: dict[str, list[Error]] = {dtype: [] for dtype in sides}
+    norms: dict[str, list[tuple[float, float]]] = {dtype: [] for dtype in sides}
+    departures: dict[str, str] = {}
+    for batch in batches:
+        for training in (oracle, *own.values()):
+            training.train_on(batch)
+        after, gradient = compared(names, oracle), of_gradient(names, oracle, oracle.gradients)
+        for dtype, side in sides.items():
+            # JAX gets the dropout masks that torch drew.
+            with x64(dtype == "float64"):
+                side.train_on(batch, oracle.masks)
+                ours = {"the loss": side.loss, **side.weights(), **averaged(side.average())}
+                gradients = side.gradients()
+            norms[dtype].append((norm(gradient), norm(only(gradients, gradient))))
+
+            # Statistics that JAX does not return cannot be compared.
+            skipped = set() if side.returns_statistics else statistics
+            expected = only(after, ours.keys() - skipped)
+            torch_own = own.get(dtype, oracle)
+            error = group_error(
+                jnp.dtype(dtype),
+                oracle=expected,
+                torch=only(compared(names, torch_own), expected),
+                jax=only(ours, expected),
+                torch32=only(compared(names, own["float32"]), expected),
+                rounded=scatter(dtype, expected),
+            )
+            errors[dtype].append(error)
+            if not error.passed and dtype not in departures:
                 with x64(dtype == "float64"):
-                    side.train_on(batch, self._oracle.masks)
-                    ours = {"the loss": side.loss, **side.weights(), **averaged(side.average())}
-                    gradients = side.gradients()
-                self._norms[dtype].append(self._norms_of(gradients))
-                shown = {
-                    name
-                    for name in oracle
-                    if name in ours and (side.returns_statistics or name not in self._statistics())
-                }
-                error = group_error(
-                    jnp.dtype(dtype),
-                    oracle=only(oracle, shown),
-                    torch=only(self._compared(self._twins[dtype]), shown),
-                    jax=only(ours, shown),
-                    torch32=only(self._compared(self._twins["float32"]), shown),
-                    rounded=self._scatter(dtype, step, only(oracle, shown)),
-                )
-                self._errors[dtype].append(error)
-                if not error.passed and dtype not in self._departures:
-                    with x64(dtype == "float64"):
-                        self._departures[dtype] = self._departure(dtype, side, gradients)
+                    departures[dtype] = departure(names, dtype, oracle, torch_own, side)
 
-    def report(self, faults: Iterable[str], notes: Iterable[str]) -> TrainingReport:
-        """The report of the errors, with faults and notes."""
-        faults, notes = [*faults], [*notes]
-        after = self._compared(self._oracle)
-        same = {n for n, a in after.items() if np.array_equal(a, self._before.get(n, np.nan))}
-        if self._names.trained <= same:
-            faults.append(
-                "training: no weight of the torch side changed, there is nothing to compare"
-            )
-        if not all(side.returns_statistics for side in self._sides.values()) and (
-            changed := sorted(self._statistics() - same)
-        ):
-            notes.append(
-                f"not compared: {', '.join(changed)}, which change: return `(loss, weights)` from "
-                "`loss`, with their new values"
-            )
-        if self._random:
-            notes.append(
-                f"torch draws random numbers ({', '.join(self._random)}), which JAX does not get: "
-                "give both sides the same in the batch"
-            )
-        return TrainingReport(
-            {dtype: tuple(errors) for dtype, errors in self._errors.items()},
-            tuple(faults),
-            tuple(notes),
-            {dtype: tuple(norms) for dtype, norms in self._norms.items()},
-            self._departures,
+    # A comparison in which nothing moves shows nothing.
+    same = {name for name in after if np.array_equal(after[name], before.get(name, np.nan))}
+    faults, notes = [], []
+    if names.trained <= same:
+        faults.append("training: no weight of the torch side changed, there is nothing to compare")
+    if not all(side.returns_statistics for side in sides.values()) and statistics - same:
+        notes.append(
+            f"not compared: {', '.join(sorted(statistics - same))}, which change: return "
+            "`(loss, weights)` from `loss`, with their new values"
         )
-
-    def _statistics(self) -> set[str]:
-        return {name for name in self._before if name not in self._names.trained} - {"the loss"}
-
-    def _compared(self, training: TorchTraining) -> Arrays:
-        """The loss, the weights, the statistics and the averaged weights of torch's side."""
-        of_torch, trained = self._names.of_torch, self._names.trained
-        mean = training.average()
-        return {
-            "the loss": training.loss,
-            **of_torch(training.weights()),
-            **(averaged(only(of_torch(mean), trained)) if mean else {}),
-        }
-
-    def _scatter(self, dtype: str, step: int, oracle: Arrays) -> Iterator[dict[str, float]]:
-        """The errors of trainings with random rounding."""
-        for run in self._rounded[dtype]:
-            after = self._compared(run.after(self._batches[:step]))
-            yield relative_errors(only(after, {*oracle}), oracle)
-
-    def _norms_of(self, gradients: Arrays) -> tuple[float, float]:
-        """The norms of torch's gradient and of JAX's, over the weights that torch trains."""
-        theirs = self._in_names(self._oracle.gradients)
-        return norm(theirs.values()), norm(gradients[name] for name in theirs)
-
-    def _in_names(self, by_key: Arrays) -> Arrays:
-        """Torch's gradients or moments under JAX's names, for weights that JAX holds one by one."""
-        weights = self._oracle.weights()
-        zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_floating(a)}
-        chosen = self._names.of_torch(zeros | {k: np.ones(a.shape) for k, a in by_key.items()})
-        given = {n for n, a in chosen.items() if a.all() and n in self._names.arranged}
-        return only(self._names.of_torch(zeros | by_key), given)
-
-    def _departure(self, dtype: str, side: JaxTraining, gradients: Arrays) -> str:
-        """How the loss, the gradients and the optimizer's moments compare at a step."""
-        theirs = self._twins[dtype]
-        compared = [("the loss", *({"": run.loss} for run in (self._oracle, theirs, side)))]
-        compared.append(
-            (
-                "the gradient",
-                *(self._in_names(run.gradients) for run in (self._oracle, theirs)),
-                gradients,
-            )
+    if in_float64.draws:
+        notes.append(
+            f"torch draws random numbers ({', '.join(sorted(in_float64.draws))}), which JAX does "
+            "not get: give both sides the same in the batch"
         )
-        moments, of_torch = side.moments(), theirs.moments()
-        compared += [
-            (name, *(self._in_names(each) for each in (by_key, of_torch[name])), moments[ours])
-            for name, by_key in self._oracle.moments().items()
-            if (ours := MOMENTS[name]) in moments
-        ]
-        told = []
-        for name, oracle, rounded, jax_side in compared:
-            if oracle:
-                errors, of_rounding = (
-                    relative_errors(only(each, {*oracle}), oracle, negligible=True)
-                    for each in (jax_side, rounded)
-                )
-                worst = max(errors, key=lambda key: errors[key])
-                bound = max(floor(jnp.dtype(dtype)), K * of_rounding[worst])
-                where = f", most in {worst}" if worst else ""
-                told.append(
-                    f"{name} agrees"
-                    if errors[worst] <= bound
-                    else f"{name} departs by {errors[worst]:.1e}{where}"
-                )
-        return f"      at that step {'; '.join(told)}"
+    return TrainingReport(
+        {dtype: tuple(each) for dtype, each in errors.items()},
+        tuple(faults),
+        tuple(notes),
+        {dtype: tuple(each) for dtype, each in norms.items()},
+        departures,
+    )
 
 
-class LateTraining:
-    """A training under an arithmetic mode, which runs only as far as needed."""
+def compared(names: ByTable | ByLoader, training: TorchTraining) -> Arrays:
+    """The loss, the weights, the statistics and the averaged weights of torch's side."""
+    mean = training.average()
+    return {
+        "the loss": training.loss,
+        **names.of_torch(training.weights()),
+        **(averaged(only(names.of_torch(mean), names.trained)) if mean else {}),
+    }
 
-    def __init__(self, of_torch: Callable[..., TorchTraining], dtype: str, arithmetic: Any):
-        self._make, self._training = partial(of_torch, dtype, arithmetic), None
-        self._done = 0
 
-    def after(self, batches: Sequence[Any]) -> TorchTraining:
-        """The training after these batches, which begin with those of the call before."""
-        self._training = self._training or self._make()
-        for batch in batches[self._done :]:
-            self._training.train_on(batch)
-        self._done = len(batches)
-        return self._training
+def of_gradient(names: ByTable | ByLoader, oracle: TorchTraining, by_key: Arrays) -> Arrays:
+    """Torch's gradients or moments under JAX's names, for weights that JAX holds one by one."""
+    weights = oracle.weights()
+    zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_floating(a)}
+    covered = names.of_torch(zeros | {k: np.ones(a.shape) for k, a in by_key.items()})
+    whole = {name for name, array in covered.items() if array.all()}
+    return only(names.of_torch(zeros | by_key), whole & names.arranged)
+
+
+def departure(
+    names: ByTable | ByLoader,
+    dtype: str,
+    oracle: TorchTraining,
+    own: TorchTraining,
+    side: JaxTraining,
+) -> str:
+    """How the loss, the gradients and the optimizer's moments compare at a step."""
+    named = functools.partial(of_gradient, names, oracle)
+    rows = {
+        "the loss": ({"": oracle.loss}, {"": own.loss}, {"": side.loss}),
+        "the gradient": (named(oracle.gradients), named(own.gradients), side.gradients()),
+    }
+    moments, of_own = side.moments(), own.moments()
+    rows |= {
+        name: (named(by_key), named(of_own[name]), moments[MOMENTS[name]])
+        for name, by_key in oracle.moments().items()
+        if MOMENTS[name] in moments
+    }
+    told = []
+    for what, (expected, *runs) in rows.items():
+        if expected:
+            torch_errors, jax_errors = (
+                relative_errors(only(run, expected), expected, negligible=True) for run in runs
+            )
+            worst = max(jax_errors, key=lambda name: jax_errors[name])
+            error, where = jax_errors[worst], f", most in {worst}" if worst else ""
+            is_equal = error <= max(floor(jnp.dtype(dtype)), K * torch_errors[worst])
+            told.append(f"{what} agrees" if is_equal else f"{what} departs by {error:.1e}{where}")
+    return "; ".join(told)
 
 
 def averaged(arrays: Arrays) -> Arrays:
@@ -216,11 +186,11 @@ def averaged(arrays: Arrays) -> Arrays:
     return {f"average of {name}": array for name, array in arrays.items()}
 
 
-def only(arrays: Arrays, names: Iterable[str]) -> Arrays:
+def only(arrays: Arrays, names: Collection[str]) -> Arrays:
     """The arrays that have these names."""
-    return {name: arrays[name] for name in arrays if name in names}
+    return {name: array for name, array in arrays.items() if name in names}
 
 
-def norm(arrays: Iterable[np.ndarray]) -> float:
+def norm(arrays: Arrays) -> float:
     """The norm of all arrays together."""
-    return float(np.sqrt(sum(rms(a) ** 2 * a.size for a in arrays)))
+    return float(np.sqrt(sum(rms(a) ** 2 * a.size for a in arrays.values())))

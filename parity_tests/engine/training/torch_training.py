@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from jax_models.ops.checks import described
+from jax_models.weights.stored import as_numpy
 from parity_tests.engine.bounds.tolerance import ulp
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
 from parity_tests.engine.candidates.torch_module import in_double, tensors
-from parity_tests.engine.problem import Arrays
+from parity_tests.engine.problem import Arrays, all_in_dtype, arrays_of, in_dtype
 from parity_tests.engine.training.dropout import TorchMasks
 
 MOMENTS = {
@@ -42,61 +43,60 @@ class TorchTraining:
         accumulate: int,
         training: bool,
     ):
-        self.twin = copy.deepcopy(twin).cpu().to(getattr(torch, dtype)).train(training)
+        self._twin = copy.deepcopy(twin).cpu().to(getattr(torch, dtype)).train(training)
         if arithmetic is not None:
-            self.twin = self.twin.double()
+            self._twin = self._twin.double()
         self._dtype, self._arithmetic = dtype, arithmetic
-        self._double = arithmetic is not None or dtype == "float64"
         self._loss, self._clip, self._accumulate = loss, clip, accumulate
-        self._optimizer = made("optimizer_twin", optimizer(self.twin), torch.optim.Optimizer)
+        self._optimizer = made("optimizer_twin", optimizer(self._twin), torch.optim.Optimizer)
         self._scheduler = self._average = None
         if scheduler is not None:
             kind = torch.optim.lr_scheduler.LRScheduler
             self._scheduler = made("scheduler_twin", scheduler(self._optimizer), kind)
         if average is not None:
-            self._average = average(self.twin)
+            self._average = average(self._twin)
             if not hasattr(self._average, "update_parameters"):
                 raise TypeError(
                     "average_twin: expected it to return an AveragedModel, got "
                     f"{described(self._average)}"
                 )
-        self._count = 0
+        self.count = 0
+        """The number of batches so far."""
         self.masks: list[np.ndarray] = []
-        self.random: dict[str, None] = {}
+        """The dropout masks of the last batch."""
         self.loss = np.zeros(())
         self.gradients: Arrays = {}
         """The gradients of the last step, before clipping."""
 
     def train_on(self, batch: Any) -> None:
         """Add the gradient of a batch, and take a step after every `accumulate` batches."""
-        self._count += 1
+        self.count += 1
         inputs = tensors(batch, self._dtype)
-        masks = TorchMasks(self._count)
-        with self._arithmetic or contextlib.nullcontext(), masks:
-            value = self._loss(self.twin, in_double(inputs) if self._arithmetic else inputs)
+        with self._arithmetic or contextlib.nullcontext(), TorchMasks(self.count) as drawn:
+            value = self._loss(self._twin, in_double(inputs) if self._arithmetic else inputs)
             checked_loss("loss_twin", value, torch.Tensor)
             if not value.requires_grad:
                 raise ValueError("loss_twin: expected a loss with a gradient, got one without")
             (value / self._accumulate).backward()
             self.gradients = {
                 name: copied(weight.grad)
-                for name, weight in self._named()
+                for name, weight in self._parameters()
                 if weight.grad is not None
             }
-            if self._count % self._accumulate == 0:
+            if self.count % self._accumulate == 0:
                 self._step()
-        self.loss, self.masks, self.random = copied(value), masks.masks, masks.random
+        self.loss, self.masks = copied(value), drawn.masks
 
     def _step(self) -> None:
         if self._clip is not None:
-            self._clip(self.twin.parameters())
-        with self._rounded_rates(), default_dtype(torch.float64 if self._double else torch.float32):
+            self._clip(self._twin.parameters())
+        with self._rounded_rates():
             self._optimizer.step()
         self._optimizer.zero_grad()
         if self._scheduler is not None:
             self._scheduler.step()
         if self._average is not None:
-            self._average.update_parameters(self.twin)
+            self._average.update_parameters(self._twin)
 
     @contextlib.contextmanager
     def _rounded_rates(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class TorchTraining:
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         if isinstance(self._arithmetic, RandomRounding):
-            step = self._count // self._accumulate
+            step = self.count // self._accumulate
             half_ulp = min(ulp(self._dtype), ulp("float32")) / 2
             for group in groups:
                 powers = [beta**step for beta in group.get("betas", ())]
@@ -118,53 +118,31 @@ class TorchTraining:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
-    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [*self.twin.named_parameters(remove_duplicate=False)]
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self._twin.named_parameters(remove_duplicate=False)
 
     def weights(self) -> Arrays:
-        """The weights and buffers, by key."""
-        return numbers(self.twin)
+        """The weights and buffers by key, the floating ones in float64."""
+        return all_in_dtype(arrays_of(self._twin.state_dict()), "float64")
 
     def average(self) -> Arrays:
-        """The weights of the averaged module, if there is one."""
-        return (
-            {}
-            if self._average is None
-            else numbers(getattr(self._average, "module", self._average))
-        )
+        """The weights and buffers of the averaged module; empty if there is none."""
+        averaged = getattr(self._average, "module", self._average)
+        return {} if averaged is None else all_in_dtype(arrays_of(averaged.state_dict()), "float64")
 
     def moments(self) -> dict[str, Arrays]:
         """The optimizer's moments, by torch's name and by key."""
         found: dict[str, Arrays] = {}
-        for key, weight in self._named():
+        for key, weight in self._parameters():
             for name, value in self._optimizer.state.get(weight, {}).items():
                 if name in MOMENTS and isinstance(value, torch.Tensor):
                     found.setdefault(name, {})[key] = copied(value)
         return found
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """A context in which torch.optim keeps scalars, such as NAdam's product, in the dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def numbers(module: torch.nn.Module) -> Arrays:
-    """A copy of a module's weights and buffers, the floating ones in float64."""
-    return {
-        key: copied(value) if value.is_floating_point() else value.cpu().numpy().copy()
-        for key, value in module.state_dict().items()
-    }
-
-
 def copied(tensor: torch.Tensor) -> np.ndarray:
-    """A copy of the tensor as a float64 array."""
-    return tensor.detach().cpu().double().numpy().copy()
+    """A copy of a floating tensor as a float64 array."""
+    return in_dtype(as_numpy(tensor), "float64")
 
 
 def made(name: str, value: Any, kind: type) -> Any:
@@ -174,11 +152,10 @@ def made(name: str, value: Any, kind: type) -> Any:
     return value
 
 
-def checked_loss(name: str, value: Any, kind: type) -> Any:
+def checked_loss(name: str, value: Any, kind: type) -> None:
     """Check that a loss is a real scalar of its framework."""
     if not isinstance(value, kind) or value.shape != () or "float" not in str(value.dtype):
         raise TypeError(
             f"{name}: expected it to return a floating scalar of {kind.__module__.split('.')[0]}, "
             f"got {described(value)}"
         )
-    return value

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import numpy as np
-
 from parity_tests.engine.bounds.tolerance import Error
 
 
@@ -26,9 +24,9 @@ class TrainingReport:
     def parting(self) -> dict[str, tuple[int, Error]]:
         """By dtype: the first step, from 1 on, after which they differ by more than rounding."""
         return {
-            dtype: next((i, e) for i, e in enumerate(errors, 1) if not e.passed)
+            dtype: failures[0]
             for dtype, errors in self.steps.items()
-            if not all(e.passed for e in errors)
+            if (failures := [(i, e) for i, e in enumerate(errors, 1) if not e.passed])
         }
 
     @property
@@ -42,17 +40,17 @@ class TrainingReport:
         lines = [f"{'':9}{'step':>6}{'torch':>9}{'JAX':>9}{'bound':>9}{'gradient norms':>22}"]
         for dtype, errors in self.steps.items():
             shown = {2**i for i in range(len(errors).bit_length())} | {len(errors)}
-            norms = self.gradient_norms.get(dtype, [(np.nan, np.nan)] * len(errors))
+            norms = (f"{a:11.3g}{b:11.3g}" for a, b in self.gradient_norms[dtype])
             lines += [
-                f"{dtype:9}{step:6}{e.torch:9.1e}{e.jax:9.1e}{e.bound:9.1e}{ours:11.3g}{theirs:11.3g}"
-                for step, (e, (ours, theirs)) in enumerate(zip(errors, norms, strict=True), 1)
+                f"{dtype:9}{step:6}{e.torch:9.1e}{e.jax:9.1e}{e.bound:9.1e}{both_norms}"
+                for step, (e, both_norms) in enumerate(zip(errors, norms, strict=True), 1)
                 if step in shown
             ]
         for dtype, (step, e) in self.parting.items():
-            lines.append(
+            lines += [
                 f"FAIL: {dtype}: they part at step {step} by {e.jax:.1e}, most in {e.tensor}; "
-                f"rounding explains {e.bound:.1e}"
-            )
-            lines += [self.departures[dtype]] if dtype in self.departures else []
+                f"rounding explains {e.bound:.1e}",
+                f"      at that step {self.departures[dtype]}",
+            ]
         lines += [f"FAIL: {fault}" for fault in self.faults]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -19,8 +19,8 @@ class ByTable:
     def __init__(self, table: Table, parameters: Collection[str]):
         self._table = table
         self._inexact = [row for row in table if row.params and not row.exact]
-        self.keys = {key for row in table if row.params for key in row.keys}
-        self.trained = self.keys & {*parameters}
+        self._keys = {key for row in table if row.params for key in row.keys}
+        self.trained = self._keys & {*parameters}
         self.arranged = {
             key for row in table if row.exact and row.gradients is None for key in row.keys
         }
@@ -28,7 +28,7 @@ class ByTable:
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
         """Torch's arrays; those that JAX cannot hold one by one as they come back from JAX."""
-        compared = {key: value for key, value in state_dict.items() if key in self.keys}
+        compared = {key: value for key, value in state_dict.items() if key in self._keys}
         for row in self._inexact:
             values = row.to_torch(*row.to_jax(*(state_dict[key] for key in row.keys)))
             compared |= zip(row.keys, values, strict=True)
@@ -36,7 +36,7 @@ class ByTable:
 
     def of_jax(self, model: nnx.Module) -> Arrays:
         """The module's arrays."""
-        return {key: a for key, a in to_torch(model, self._table).items() if key in self.keys}
+        return {key: a for key, a in to_torch(model, self._table).items() if key in self._keys}
 
 
 class ByLoader:
@@ -45,44 +45,40 @@ class ByLoader:
     def __init__(
         self,
         load: Callable[[Mapping[str, Any]], Any],
-        state_dict: dict[str, np.ndarray],
+        state_dict: Mapping[str, np.ndarray],
         parameters: Collection[str],
     ):
         self._load = load
         floating = {key: value for key, value in state_dict.items() if is_floating(value)}
-        of_parameters, of_buffers = (
-            self.of_torch(
-                state_dict
-                | {k: 0.7 * v + 0.1 for k, v in floating.items() if (k in parameters) == chosen}
-            )
-            for chosen in (True, False)
-        )
-        known = self.of_torch(state_dict)
+
+        def changed(keys: Collection[str]) -> Arrays:
+            """What the loader makes if the weights of these keys are others."""
+            others = {key: 0.7 * value + 0.1 for key, value in floating.items() if key in keys}
+            return self.of_torch({**state_dict, **others})
+
+        loaded = changed(())
+        of_parameters, of_buffers = changed(parameters), changed(floating.keys() - {*parameters})
         self.trained = {
             path
-            for path, array in known.items()
+            for path, array in loaded.items()
             if not np.array_equal(array, of_parameters[path])
             or np.array_equal(array, of_buffers[path])
         }
         """The paths of all arrays except those that are made of buffers alone."""
         numbers = np.concatenate([np.ravel(v) for v in floating.values()] or [np.empty(0)])
-        self.arranged = {path for path, array in known.items() if np.isin(array, numbers).all()}
+        self.arranged = {path for path, array in loaded.items() if np.isin(array, numbers).all()}
+        """The paths of the arrays that hold torch's own numbers."""
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
         """The arrays that the loader makes of torch's weights."""
         return self.of_jax(self._load(state_dict))
 
     def of_jax(self, weights: Any) -> Arrays:
-        """The floating arrays of a tree, or of an NNX module."""
-        return {path: np.asarray(leaf, float) for path, leaf in floating_leaves(weights).items()}
-
-
-def floating_leaves(weights: Any) -> dict[str, Any]:
-    """The floating arrays of a tree, or of an NNX module, by their paths."""
-    if isinstance(weights, nnx.Module):
-        weights = nnx.to_pure_dict(nnx.state(weights))
-    return {
-        path_of(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
-        if is_floating(leaf)
-    }
+        """The floating arrays of a tree, or of an NNX module, by their paths."""
+        if isinstance(weights, nnx.Module):
+            weights = nnx.to_pure_dict(nnx.state(weights))
+        return {
+            path_of(path): np.asarray(leaf, float)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
+            if is_floating(leaf)
+        }
