@@ -8,6 +8,7 @@ import contextlib as _contextlib
 from jax.export import register_namedtuple_serialization as _register
 
 from jax_models.allocator import *
+from jax_models.call_arguments import *
 from jax_models.importers.keras import *
 from jax_models.importers.onnx import *
 from jax_models.layers.attention import *
@@ -19,18 +20,22 @@ from jax_models.layers.hawk import *
 from jax_models.layers.hippogriff import *
 from jax_models.layers.hyena import *
 from jax_models.layers.hyena_dna import *
+from jax_models.layers.hyena_dna_filter import *
 from jax_models.layers.hyper_lstm import *
 from jax_models.layers.layer_norm_lstm import *
+from jax_models.layers.local_attention import *
 from jax_models.layers.lstm import *
 from jax_models.layers.min_rnn import *
 from jax_models.layers.mlp import *
 from jax_models.layers.norm import *
 from jax_models.layers.residual import *
 from jax_models.layers.reversed import *
+from jax_models.layers.rg_lru import *
 from jax_models.layers.rnn import *
 from jax_models.layers.rwkv import *
 from jax_models.layers.rwkv6 import *
 from jax_models.layers.rwkv7 import *
+from jax_models.layers.rwkv_parts import *
 from jax_models.layers.stack import *
 from jax_models.layers.striped_hyena import *
 from jax_models.models.generation import *

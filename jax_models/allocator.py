@@ -1,4 +1,4 @@
-"""How malloc treats the memory that a process frees."""
+"""Settings of malloc for the memory that a process frees."""
 
 __all__ = ["tune_allocator"]
 

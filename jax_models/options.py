@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jax_models.ops.checks import SCALARS, Scope, checked, checked_count, checked_size, described
+from jax_models.ops.arguments import Scope, checked
+from jax_models.ops.checks import SCALARS, checked_count, checked_size, described
 from jax_models.ops.checks import FloatingDtype as FloatingDtype
 from jax_models.ops.keywords import refuse_unknown, suggests_arguments
 from jax_models.ops.rows import Default
@@ -26,16 +27,21 @@ Initializer = Callable[..., Array]
 """A function `(key, shape, dtype)` that returns initial values, as Flax's layers take it."""
 
 
-class NormOptions(TypedDict, total=False):
+class FilterOptions(TypedDict, total=False):
+    """The keyword arguments that everything with parameters takes, even a filter of Hyena."""
+
+    param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
+    """The parameters' dtype."""
+    rngs: Required[nnx.Rngs]
+    """Random keys for the parameters (`params`) and the masks of dropout (`dropout`)."""
+
+
+class NormOptions(FilterOptions, total=False):
     """The keyword arguments that layers and norms take."""
 
     dtype: FloatingDtype | None
     """The computation's dtype. None: that of x and the parameters. States are carried, and norms,
     softmaxes, filters and transforms computed, in at least float32."""
-    param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
-    """The parameters' dtype, by default float32."""
-    rngs: Required[nnx.Rngs]
-    """Random keys for the parameters (`params`) and the masks of dropout (`dropout`)."""
 
 
 class MatrixOptions(NormOptions, total=False):
@@ -61,6 +67,7 @@ def only(kind: type[Options], options: Any) -> Options:
     return known
 
 
+filter_options: Callable[[Any], FilterOptions] = partial(only, FilterOptions)
 norm_options: Callable[[Any], NormOptions] = partial(only, NormOptions)
 
 
@@ -192,7 +199,17 @@ class CheckedFields:
 
     def __post_init__(self):
         """Check each field, and keep what the check makes of it."""
-        scope = Scope(SCALARS | OPTIONS, {})
-        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
-            value = scope.checked(field.name, getattr(self, field.name), field.type)
-            object.__setattr__(self, field.name, value)
+        values = {name: getattr(self, name) for name in self.field_types()}
+        for name, value in self.checked_fields(values).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def field_types(cls) -> dict[str, Any]:
+        """The annotations of the fields, by their names."""
+        return {field.name: field.type for field in dataclasses.fields(cls)}  # pyright: ignore
+
+    @classmethod
+    def checked_fields(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Values of some of the fields, as the checks of their annotations return them."""
+        scope, types = Scope(SCALARS | OPTIONS, {}), cls.field_types()
+        return {name: scope.checked(name, v, types.get(name, Any)) for name, v in values.items()}

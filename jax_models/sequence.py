@@ -1,33 +1,33 @@
 """The contract of a sequence layer: arguments, layouts, lengths and resets, once for all layers."""
 
-__all__ = ["SequenceLayer", "state_batch_axes"]
+__all__ = ["SequenceLayer"]
 
 import inspect
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.call_arguments import (
+    State,
+    checked_features,
+    checked_lengths,
+    checked_reset,
+    checked_state,
+    checked_step_reset,
+    state_batch_axes,
+)
 from jax_models.explicit_axes import with_auto_axes
 from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import (
-    as_array,
-    checked_array,
     checked_count,
-    described,
-    lengths_within,
     nan_rows,
-    wrong_shape,
 )
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts
-
-State = TypeVar("State")
-"""A pytree of arrays: a NamedTuple with named fields, which the layer's `init_state` defines."""
 
 
 class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
@@ -93,7 +93,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         self.param_dtype = jnp.dtype(param_dtype)
 
     def set_view(self, time_axis: str | None = None) -> None:
-        """What `nnx.view` calls.
+        """Sets these options in a view: `nnx.view` calls this method.
 
         Args:
             time_axis: the mesh axis over whose devices time is divided: the viewed layer, called
@@ -199,7 +199,10 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
             x = jnp.swapaxes(x, 0, 1)
         batch_size, time = x.shape[:2]
         batch_shape = (batch_size,) if batched else ()
-        start = self._batched_state(state, batch_size, batched)
+        if state is None:
+            start: Any = self.start(batch_size)
+        else:
+            start = checked_state(self, state, batch_size, batched=batched)
         lengths, outside = checked_lengths(lengths, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
 
@@ -242,39 +245,6 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         y, state = self(jnp.expand_dims(x_t, time_axis), state, reset=reset)
         return jnp.squeeze(y, time_axis), state
 
-    def _batched_state(self, state: State | None, batch_size: int, batched: bool) -> Any:
-        if state is None:
-            return self.start(batch_size)
-        expected = jax.eval_shape(lambda: self.init_state(batch_size))
-        if not batched and jax.tree.structure(state) == jax.tree.structure(expected):
-            state = jax.tree.map(jnp.expand_dims, state, state_batch_axes(self))
-        return checked_state(state, expected)
-
-
-class HasState(Protocol):
-    """A layer or a model that carries a state."""
-
-    def init_state(self, batch_size: int) -> Any:
-        """The state before the first step."""
-        ...
-
-
-def state_batch_axes(layer: HasState) -> Any:
-    """Which axis of each array of the layer's state counts the batch rows, as `vmap` takes it.
-
-    >>> state_batch_axes(LSTM(64, 256, rngs=nnx.Rngs(0)))
-    LSTMState(h=1, c=1)
-    """
-    if not hasattr(layer, "init_state"):
-        raise TypeError(
-            f"layer: expected a layer or a model with init_state, got {described(layer)}"
-        )
-    one = jax.eval_shape(lambda: layer.init_state(1))
-    two = jax.eval_shape(lambda: layer.init_state(2))
-    return jax.tree.map(
-        lambda a, b: next(i for i in range(a.ndim) if a.shape[i] != b.shape[i]), one, two
-    )
-
 
 def refuse_time_major(name: str, layer: SequenceLayer) -> None:
     """Refuse a time-major layer inside another layer."""
@@ -296,86 +266,3 @@ def check_time(name: str, time: int, max_length: int) -> None:
             f"{name}: expected at most max_length={max_length} steps, got {time}; build the layer "
             "with a larger max_length"
         )
-
-
-def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major: bool) -> Array:
-    """The features as an array of one of the ranks (unbatched, batched), or the fault."""
-    x = checked_array("x", as_array("x", x), Float)
-    if x.ndim not in ranks or x.shape[-1] != in_features:
-        steps = {3: "(time, batch, {})" if time_major else "(batch, time, {})", 2: "(batch, {})"}
-        alone = {3: "(time, {})", 2: "({},)"}
-        expected = f"{steps[ranks[1]]} or {alone[ranks[1]]} unbatched"
-        raise ValueError(
-            f"x: expected shape {expected.replace('{}', str(in_features))}, got {x.shape}"
-        )
-    return x
-
-
-def checked_lengths(
-    lengths, batch_shape: tuple[int, ...], time: int
-) -> tuple[Int[Array, " batch"] | None, Bool[Array, " batch"] | None]:
-    """`lengths` (a scalar for an unbatched sequence) as `lengths_within` gives them, or None."""
-    if lengths is None:
-        return None, None
-    if not isinstance(lengths, jax.Array):
-        lengths = as_array("lengths", lengths, np.asarray)
-    lengths = checked_array("lengths", lengths, Int, batch_shape)
-    return lengths_within(lengths.reshape(-1), time)
-
-
-def checked_reset(
-    reset, shape: tuple[int, ...], *, time_major: bool = False
-) -> Bool[Array, "batch time"] | None:
-    """Returns `reset` as booleans (batch, time), or raises an error.
-
-    `shape` is (batch, time) or (time,). With `time_major`, the `reset` of a batch is (time, batch).
-    """
-    if reset is None:
-        return None
-    reset = checked_array("reset", as_array("reset", reset), Bool)
-    time_major = time_major and len(shape) == 2
-    expected = shape[::-1] if time_major else shape
-    if reset.shape != expected:
-        if time_major and reset.shape == shape:
-            raise ValueError(
-                f"reset: expected shape (time, batch) = {expected}, the layout of x with "
-                f"time_major=True, got (batch, time) = {shape}: transpose it"
-            )
-        raise wrong_shape("reset", expected, reset.shape)
-    return jnp.atleast_2d(reset.T if time_major else reset)
-
-
-def checked_step_reset(reset, shape: tuple[int, ...], time_axis: int) -> Array | None:
-    """Returns the `reset` of a step as that of a sequence of one step, or raises an error."""
-    if reset is None:
-        return None
-    reset = checked_array("reset", as_array("reset", reset), Bool, shape)
-    return jnp.expand_dims(reset, time_axis)
-
-
-def checked_state(state: State, expected: State) -> State:
-    """`state` as arrays, if it has the structure and the shapes of `expected`, or the fault."""
-    _check_structure("state", state, expected)
-    state = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: as_array(f"state{jax.tree_util.keystr(path)}", leaf), state
-    )
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    for (path, leaf), like in zip(leaves, jax.tree.leaves(expected), strict=True):
-        name = f"state{jax.tree_util.keystr(path)}"
-        if leaf.shape != like.shape:
-            raise wrong_shape(name, like.shape, leaf.shape)
-        kinds = (jnp.floating, jnp.integer, jnp.bool_)
-        if any(jnp.issubdtype(leaf.dtype, k) != jnp.issubdtype(like.dtype, k) for k in kinds):
-            raise TypeError(f"{name}: expected a dtype like {like.dtype}, got {leaf.dtype}")
-    return state
-
-
-def _check_structure(name: str, state: Any, expected: Any) -> None:
-    """Refuse another structure, naming the innermost field that has it."""
-    if jax.tree.structure(state) == jax.tree.structure(expected):
-        return
-    if type(state) is type(expected) and hasattr(expected, "_fields"):
-        for field, theirs, ours in zip(expected._fields, state, expected, strict=True):
-            _check_structure(f"{name}.{field}", theirs, ours)
-    array = described(expected).replace("a ShapeDtypeStruct", "an array")
-    raise TypeError(f"{name}: expected {array}, got {described(state)}")

@@ -54,7 +54,9 @@ MAY_IMPORT = {
     "jax_models/weights": ["jax_models.ops.keywords", "jax_models.weights"],
     "jax_models/options.py": ["jax_models.ops"],
     "jax_models/explicit_axes.py": [],
+    "jax_models/call_arguments.py": ["jax_models.ops"],
     "jax_models/sequence.py": [
+        "jax_models.call_arguments",
         "jax_models.explicit_axes",
         "jax_models.ops",
         "jax_models.options",

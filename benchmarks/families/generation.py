@@ -18,7 +18,7 @@ from benchmarks.compare import Session, compare
 from benchmarks.outcome import Check, Outcome
 from benchmarks.problem import OURS, Call, Contenders, Problem
 from jax_models import LanguageModel, stream
-from jax_models.models.generation import sample
+from jax_models.models.sampling import sample
 from train.config import PRESETS
 
 PART = "a token"

@@ -17,9 +17,8 @@ from jax_models.layers.reversed import Reversed
 from jax_models.layers.rnn import RNN
 from jax_models.layers.stack import Stack
 from jax_models.options import FloatingDtype, Index, checked_options
-from jax_models.weights import Table, Weight, nested, same, summed
-from jax_models.weights.rows import namespace
-from jax_models.weights.transfer import params_of
+from jax_models.weights import Table, Weight, nested, same, stacked, summed
+from jax_models.weights.layouts import params_of
 
 KINDS: dict[str, Kind] = {"SimpleRNN": RNN, "LSTM": LSTM, "GRU": GRU}
 TWO_GATES_SWAPPED = (1, 0, 2)
@@ -137,7 +136,7 @@ def _table_of_cell(layer: RecurrentStack, i: int) -> Table:
     table = [same(f"{at}.kernel_ih", "kernel"), same(f"{at}.kernel_hh", "recurrent_kernel")]
     if cell.bias_hh is not None:
         two_biases = isinstance(layer, GRU) and layer.reset_after
-        table.append(_rows(params, "bias") if two_biases else summed(params, "bias"))
+        table.append(stacked(params, "bias") if two_biases else summed(params, "bias"))
     elif cell.bias_ih is not None:
         table.append(same(params[0], "bias"))
     return [_in_order(row, order) for row in table]
@@ -166,11 +165,6 @@ def _in_order(row: Weight, order: Sequence[int]) -> Weight:
         to_torch=of_key(row.to_torch),
         gradients=row.gradients and of_key(row.gradients),
     )
-
-
-def _rows(params: tuple[str, ...], key: str) -> Weight:
-    """The parameters are the rows of the key's array."""
-    return Weight(params, (key,), tuple, lambda *rows: (namespace(rows[0]).stack(rows),))
 
 
 def _one_way(layer: Any, dtype: Any) -> RecurrentStack | Stack:

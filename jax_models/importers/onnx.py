@@ -19,7 +19,7 @@ from jax_models.weights.rows import namespace
 
 KINDS: dict[str, Kind] = {"RNN": RNN, "LSTM": LSTM, "GRU": GRU}
 ORDERS = {RNN: (0,), LSTM: (0, 3, 1, 2), GRU: (1, 0, 2)}
-"""Where this package has ONNX's gates: i, o, f, c of an LSTM, z, r, h of a GRU."""
+"""The places of ONNX's gates in this package: i, o, f, c of an LSTM, z, r, h of a GRU."""
 ACTIVATIONS = {"RNN": ("tanh",), "LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh")}
 INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
 WEIGHTS = ("W", "R", "B", "P")
@@ -72,6 +72,7 @@ def from_onnx(
     where = f"{proto.op_type} {proto.name or proto.output[0] or proto.output[1]}"
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in proto.attribute}
 
+    # The constants that the graph holds.
     held = {tensor.name: tensor for graph in every for tensor in graph.initializer}
     held |= {
         n.output[0]: a.t
@@ -85,6 +86,7 @@ def from_onnx(
         constant = held.get(names.get(name, ""))
         if constant is not None and onnx.numpy_helper.to_array(constant).any():
             raise ValueError(f"{where}: {name} is a constant of the graph, which no layer holds")
+    # The weights, which the caller may have given instead.
     given = held | dict(weights or {})
     needed = {key: names[key] for key in WEIGHTS if names.get(key)}
     if missing := [f"{key} ({name})" for key, name in needed.items() if name not in given]:

@@ -1,4 +1,4 @@
-"""What the importers share: a layer from its sizes, its options and a table of its weights."""
+"""A layer from its sizes, its options and a table of its weights, for both importers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

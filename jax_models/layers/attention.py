@@ -13,6 +13,7 @@ from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.layers.norm import LayerNorm
 from jax_models.mesh_axes import first_axis, last_axis
+from jax_models.ops.checks import check_divides
 from jax_models.ops.rows import Rows, at_end
 from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer, check_time
@@ -20,10 +21,10 @@ from jax_models.weights import Layouts, layer_norm, linear, same, transposed
 
 
 class SelfAttentionState(NamedTuple):
-    """What attention carries: the keys and values of the document so far, the first at slot 0."""
+    """The state of attention: the keys and values of the document so far, the first at slot 0."""
 
     position: Int[Array, " batch"]
-    """How many there are."""
+    """Number of keys so far."""
     keys: Float[Array, "batch max_length heads head_features"]
     values: Float[Array, "batch max_length heads head_features"]
 
@@ -68,10 +69,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
     ):
         super().__init__(features, **options)
         self.num_heads = num_heads
-        if features % num_heads:
-            raise ValueError(
-                f"num_heads: expected a divisor of features={features}, got {num_heads}"
-            )
+        check_divides("num_heads", num_heads, "features", features)
         self.max_length = max_length
         self.ln1 = LayerNorm(features, **norm_options(options))
         self.ln3 = LayerNorm(features, **norm_options(options))
@@ -119,12 +117,16 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
         batch_size, time = q.shape[:2]
         if rows.reset is None:
             check_time("x", time, self.max_length)
+
+        # Write the keys and values into the cache.
         before = self.init_state(batch_size) if state is None else state
         positions, end = rows.positions(before.position, time)
         document = None
         if rows.reset is not None:
             document = jnp.cumsum(rows.reset, axis=1, dtype=jnp.int32)
         after = _written(before, k, v, positions, end, document, rows)
+        # A single step reads the cache. A sequence reads its own keys, too, since those of earlier
+        # documents are no longer in the cache.
         slots = jnp.arange(self.max_length, dtype=jnp.int32)[None, None]
         if state is not None and time == 1 and rows == Rows():
             k, v = after.keys, after.values
@@ -155,7 +157,6 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
     )
 
     def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the keys of torch_ref.SelfAttentionBlock."""
         return {
             "annotated-hyena": [
                 *layer_norm("ln1", "ln1"),

@@ -63,20 +63,17 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
         self.resettable = forward.resettable and backward.resettable
 
     def init_state(self, batch_size: int) -> BidirectionalState:
-        """The initial states of the two stacks."""
         return BidirectionalState(
             self.forward.init_state(batch_size), self.backward.init_state(batch_size)
         )
 
     def sequence(self, x, state, rows):
-        """Both stacks, batch-major."""
         y_forward, forward = self.forward.joined_sequence(x, state.forward, rows)
         y_backward, backward = run_reversed(self.backward, x, state.backward, rows)
         y = jnp.concatenate([y_forward, y_backward], axis=-1)
         return y, BidirectionalState(forward, backward)
 
     def torch_layouts(self) -> Layouts:
-        """The layouts that both stacks have, side by side."""
         forward, backward = self.forward.torch_layouts(), self.backward.torch_layouts()
         return {
             name: nested(forward[name], "forward", "rnn_f")

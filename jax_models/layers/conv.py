@@ -52,18 +52,15 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
         self.bias = nnx.Param(inits["bias_init"](rngs.params(), (features,), self.param_dtype))
 
     def init_state(self, batch_size: int) -> CausalConv1DState:
-        """Zeros, (batch, features, kernel_size − 1), in at least float32."""
         shape = (batch_size, self.in_features, self.kernel_size - 1)
         return CausalConv1DState(jnp.zeros(shape, self.state_dtype))
 
     def sequence(self, x, state, rows):
-        """`ops.causal_conv`."""
         dtype = self.computation_dtype(x)
         kernel, bias = self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
         return ops.causal_conv(x.astype(dtype), state, kernel=kernel, bias=bias, rows=rows)
 
     def torch_layouts(self) -> Layouts:
-        """`hawk` and `hf`: a `torch.nn.Conv1d` with a group for each channel; `deepmind`."""
 
         def table(prefix: str) -> list[Weight]:
             key = (f"{prefix}weight",)

@@ -56,7 +56,7 @@ class Dropout(nnx.Dropout):
         batch_axis: str | None = None,
         time_axis: str | None = None,
     ) -> None:
-        """What `nnx.view` calls.
+        """Sets these options in a view: `nnx.view` calls this method.
 
         Args:
             deterministic: nothing is dropped: for inference.

@@ -1,171 +1,31 @@
 """The blocks of Griffin, as RecurrentGemma has them (arXiv 2402.19427 and 2404.07839)."""
 
-__all__ = [
-    "GriffinBlock",
-    "GriffinRecurrence",
-    "GriffinRecurrenceState",
-    "LocalAttention",
-    "LocalAttentionState",
-]
+__all__ = ["GriffinBlock", "GriffinRecurrence", "GriffinRecurrenceState"]
 
 from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack
 
-import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_models import ops
 from jax_models.layers.activation import Gelu
 from jax_models.layers.hawk import GatedRecurrence
-from jax_models.layers.linear import Linear, normal_of_fan_in
+from jax_models.layers.linear import normal_of_fan_in
+from jax_models.layers.local_attention import LocalAttention
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import ZeroCenteredRMSNorm
 from jax_models.layers.residual import ResidualBlock
-from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
 from jax_models.ops import CausalConv1DState, LocalAttentionState, RGLRUState
-from jax_models.ops.checks import checked_positive
-from jax_models.ops.rotary import checked_rotated
-from jax_models.options import Initializer, LayerOptions, norm_options, refuse_unused, with_inits
+from jax_models.ops.checks import Positive
+from jax_models.options import Initializer, LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
-from jax_models.weights import Layouts, dense, linear, nested, parts, rms_norm, transposed
+from jax_models.weights import Layouts, dense, linear, nested, rms_norm
 
 CONV_VARIANCE = 0.01
-"""Of a convolution's kernel, times its taps, at first."""
-
-
-class LocalAttention(SequenceLayer[LocalAttentionState]):
-    """Attention over a window, with rotary positions.
-
-        >>> layer = LocalAttention(64, num_heads=4, window=16, rngs=nnx.Rngs(0))
-        >>> y, state = layer(jnp.ones((8, 100, 64)))
-
-    Each head is softmax(q kᵀ / √(features / heads)) v over the current step and the window − 1
-    steps before it, where q and k are turned by `ops.rotary`. Then follows a projection. x and y
-    are (batch, time, features), the state `LocalAttentionState(position, keys, values)` with the
-    keys and values of the last window − 1 steps, turned. A step costs O(window).
-
-    Args:
-        features: size of x_t and y_t.
-        num_heads: heads of the queries, each of size features / num_heads.
-        num_kv_heads: heads of the keys and values, a divisor of num_heads; each serves as many
-            neighboring heads of the queries.
-        window: steps that a step sees, itself among them.
-        rotary_fraction: the part of each head that is turned, the first of its features.
-        rope_theta: θ of `ops.rotary`.
-        use_bias: queries, keys and values have biases.
-        out_bias: the last projection has a bias.
-        out_init: initializes the last projection's matrix. None: as the others.
-        **options: as in `LayerOptions`. The matrices start normal, with the variance 1 / inputs,
-            the biases at zero.
-
-    Raises:
-        ValueError: a size is not positive, num_heads does not divide the features, num_kv_heads
-            not num_heads, the part of a head that is turned is odd, or `bias_init` is given without
-            biases.
-
-    Layouts: `hf` (transformers' RecurrentGemmaAttention). With one head of keys and no biases of
-    queries: `deepmind` (recurrentgemma's LocalAttentionBlock in Flax) and `deepmind-torch`. Without
-    any biases: `hippogriff` (its SlidingMQA).
-
-    """
-
-    divides_time = True
-
-    def __init__(
-        self,
-        features: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int = 1,
-        window: int = 2048,
-        rotary_fraction: float = 0.5,
-        rope_theta: float = 10_000.0,
-        use_bias: bool = False,
-        out_bias: bool = True,
-        out_init: Initializer | None = None,
-        **options: Unpack[LayerOptions],
-    ):
-        super().__init__(features, **options)
-        for name, count, whole in (
-            ("num_heads", num_heads, features),
-            ("num_kv_heads", num_kv_heads, num_heads),
-        ):
-            if whole % count:
-                raise ValueError(f"{name}: expected a divisor of {whole}, got {count}")
-        self.num_heads, self.num_kv_heads, self.window = num_heads, num_kv_heads, window
-        self.head_features = features // num_heads
-        rotated = int(self.head_features * rotary_fraction)
-        self.rotated = checked_rotated("rotary_fraction", rotated, self.head_features)
-        self.rope_theta = checked_positive("rope_theta", rope_theta)
-        refuse_unused(
-            "bias_init",
-            options.get("bias_init"),
-            unless=use_bias or out_bias,
-            because="with use_bias=False and out_bias=False",
-        )
-        matrix = with_inits(options, normal_of_fan_in())
-        of_keys = num_kv_heads * self.head_features
-        self.q_proj = Linear(features, features, use_bias=use_bias, **matrix)
-        self.k_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
-        self.v_proj = Linear(features, of_keys, use_bias=use_bias, **matrix)
-        matrix["kernel_init"] = out_init or matrix["kernel_init"]
-        self.out_proj = Linear(features, features, use_bias=out_bias, **matrix)
-
-    def init_state(self, batch_size: int) -> LocalAttentionState:
-        """No keys yet, in at least float32."""
-        shape = (batch_size, self.window - 1, self.num_kv_heads, self.head_features)
-        keys, values = jnp.zeros((2, *shape), self.state_dtype)
-        return LocalAttentionState(jnp.zeros(batch_size, jnp.int32), keys, values)
-
-    def sequence(self, x, state, rows):
-        """`ops.local_attention` between projections."""
-        x = x.astype(self.computation_dtype(x))
-        batch_size, time, _ = x.shape
-        positions, _ = rows.positions(state.position, time)
-
-        def heads(projection: Linear) -> Array:
-            count = projection.out_features // self.head_features
-            return projection(x).reshape(batch_size, time, count, self.head_features)
-
-        rotary = {"rotated": self.rotated, "theta": self.rope_theta}
-        q = ops.rotary(heads(self.q_proj), positions, **rotary)
-        k = ops.rotary(heads(self.k_proj), positions, **rotary)
-        y, state = ops.local_attention(q, k, heads(self.v_proj), state, rows=rows)
-        return self.out_proj(y.reshape(x.shape)), state
-
-    @property
-    def mesh_axes(self) -> MeshAxes:
-        """The heads. Keys and values that several heads share stay whole."""
-        of_keys = ("k_proj", "v_proj") if self.num_kv_heads == self.num_heads else ()
-        return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
-
-    def torch_layouts(self) -> Layouts:
-        """`hf`; if recurrentgemma or hippogriff has such a layer, its layouts, too."""
-        bias = self.q_proj.use_bias
-        inputs = ("q_proj", "k_proj", "v_proj")
-        layouts = {
-            "hf": [
-                *(row for p in inputs for row in linear(p, p, bias=bias)),
-                *linear("out_proj", "o_proj", bias=self.out_proj.use_bias),
-            ]
-        }
-        if not (bias or self.out_proj.use_bias):
-            layouts["hippogriff"] = [
-                transposed("q_proj.kernel", "q.weight"),
-                parts(["k_proj.kernel", "v_proj.kernel"], "kv.weight"),
-                transposed("out_proj.kernel", "output.weight"),
-            ]
-        elif self.num_kv_heads == 1 and not bias:
-            for layout, rows in (("deepmind", dense), ("deepmind-torch", linear)):
-                layouts[layout] = [
-                    *(row for p in inputs for row in rows(p, f"proj_{p[0]}", bias=False)),
-                    *rows("out_proj", "proj_final"),
-                ]
-        return layouts
+"""The initial variance of a convolution's kernel, times its taps."""
 
 
 class GriffinRecurrenceState(NamedTuple):
-    """What the recurrent half of a block carries."""
+    """The state of the recurrent half of a block."""
 
     position: Int[Array, " batch"]
     """Steps of the document so far."""
@@ -226,7 +86,6 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
         )
 
     def init_state(self, batch_size: int) -> GriffinRecurrenceState:
-        """Zeros, in at least float32."""
         conv, (h, position) = super().init_state(batch_size)
         return GriffinRecurrenceState(position, conv, RGLRUState(h))
 
@@ -237,7 +96,6 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
         return h, state._replace(position=position, rglru=RGLRUState(last))
 
     def torch_layouts(self) -> Layouts:
-        """`hf`: transformers' keys; recurrentgemma's."""
         projections = {
             "gate_proj": "linear_y",
             "recurrent_proj": "linear_x",
@@ -257,7 +115,7 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
 
 
 GriffinMixing = Literal["recurrent", "attention"]
-"""What a block mixes the steps by."""
+"""The kind of layer that mixes the steps of a block."""
 
 
 class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
@@ -317,12 +175,11 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         attention_bias: bool = False,
         activation: Gelu = "gelu_tanh",
         epsilon: float = 1e-6,
-        out_variance: float = 1.0,
+        out_variance: Positive = 1.0,
         **options: Unpack[LayerOptions],
     ):
         super().__init__(features, **options)
         self.mixing: GriffinMixing = mixing
-        checked_positive("out_variance", out_variance)
         kernel_init = options.get("kernel_init")
         if kernel_init is not None and out_variance != 1:
             raise ValueError(
@@ -368,7 +225,6 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         )
 
     def torch_layouts(self) -> Layouts:
-        """`hf`: transformers' keys; recurrentgemma's, where the mixing has them."""
         of_mixing, of_mlp = self.temporal_block.torch_layouts(), self.mlp.torch_layouts()
         layouts = {}
         for layout, mixing in of_mixing.items():

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple, Unpack
 
 import jax.numpy as jnp
 
-from jax_models.layers.griffin import LocalAttention
 from jax_models.layers.hawk import GatedRecurrence, HawkState
 from jax_models.layers.linear import normal_of_fan_in, torch_uniform
+from jax_models.layers.local_attention import LocalAttention
 from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import HippogriffNorm
 from jax_models.layers.residual import mixed
@@ -105,7 +105,6 @@ class HippogriffHawk(GatedRecurrence[HawkState]):
         return h, state._replace(rglru=rglru)
 
     def torch_layouts(self) -> Layouts:
-        """`hippogriff`: its keys."""
         conv = [] if self.conv is None else nested(self.conv.torch_layouts()["hf"], "conv", "conv")
         return {
             "hippogriff": [
@@ -130,7 +129,7 @@ def _gates(part: str, key: str) -> Weight:
 
 
 class HippogriffState(NamedTuple):
-    """What a block of hippogriff carries."""
+    """The state of a block of hippogriff."""
 
     hawk: HawkState
     attention: LocalAttentionState | None
@@ -233,7 +232,6 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         return x, state
 
     def torch_layouts(self) -> Layouts:
-        """`hippogriff`: its keys."""
         names = {"hawk": "hawk", "hawk_mlp": "hawk_gmlp"}
         if self.version == "0.0.3":
             names = {"hawk": "time", "hawk_mlp": "gmlp"}

@@ -22,17 +22,11 @@ from jaxtyping import Array, Float
 from jax_models import ops
 from jax_models.layers.conv import CausalConv1D
 from jax_models.layers.dropout import Dropout
-from jax_models.layers.hyena_filter import (
-    AuthenticHyenaFilter,
-    FixedFilter,
-    HyenaFilter,
-    filter_options,
-)
+from jax_models.layers.hyena_filter import AuthenticHyenaFilter, FixedFilter, HyenaFilter
 from jax_models.layers.linear import Linear, torch_uniform
 from jax_models.mesh_axes import whole
 from jax_models.ops import CausalConv1DState, LongConvState, carry_dtype
-from jax_models.ops.time_axis import all_steps
-from jax_models.options import LayerOptions, with_inits
+from jax_models.options import LayerOptions, filter_options, with_inits
 from jax_models.sequence import SequenceLayer, check_time
 from jax_models.weights import Layouts, linear, nested, squeezed
 
@@ -50,7 +44,7 @@ class Filter(Protocol):
 
 
 class HyenaState(NamedTuple):
-    """What a Hyena block carries: the short convolution's inputs, and each long one's state."""
+    """The state of a Hyena block: the short convolution's inputs, and each long one's state."""
 
     conv: CausalConv1DState
     long: tuple[LongConvState, ...]
@@ -68,7 +62,7 @@ class FilterTaps:
 
 
 class HyenaOperator(SequenceLayer[HyenaState]):
-    """What Hyenas share: the projections, the long convolutions, and their state."""
+    """The base class of Hyenas: the projections, the long convolutions, and their state."""
 
     divides_time = True
 
@@ -100,7 +94,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
     def set_view(self, time_axis: str | None = None, fixed_filters: bool | None = None) -> None:
-        """What `nnx.view` calls.
+        """Sets these options in a view: `nnx.view` calls this method.
 
         Args:
             time_axis: as of every sequence layer. The state is None: the sequence begins.
@@ -134,12 +128,15 @@ class HyenaOperator(SequenceLayer[HyenaState]):
                 )
             time *= jax.lax.axis_size(rows.time_axis)
         check_time("x", time, self.max_length)
+
+        # The gates and the values, by the projection and the short convolution.
         conv = self.conv.init_state(batch_size) if state is None else state.conv
         u = x.astype(self.computation_dtype(x))
         z, conv = self.conv.sequence(self.proj_input(u), conv, rows)
         *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.num_gates + 1, axis=1)
         graphdef, params = nnx.split(self.filter)
 
+        # From zero, the filters are computed once; otherwise each convolution asks for its taps.
         past = None if state is None else state.long
         h = self.filter(time) if past is None else ()
         last_states: dict[int, LongConvState] = {}
@@ -149,9 +146,10 @@ class HyenaOperator(SequenceLayer[HyenaState]):
             taps = FilterTaps(graphdef, n)
             options = {"params": params, "max_length": self.max_length, "lengths": rows.lengths}
             if past is None:
-                whole = v if rows.time_axis is None else all_steps(v, rows.time_axis)
+                axis = rows.time_axis
+                whole = v if axis is None else jax.lax.all_gather(v, axis, axis=2, tiled=True)
                 last_states[n] = ops.long_conv_state(whole, taps=taps, **options)
-                return ops.long_conv(v, h[n], self.skip[n], time_axis=rows.time_axis)
+                return ops.long_conv(v, h[n], self.skip[n], time_axis=axis)
             y, last_states[n] = ops.online_conv(v, past[n], skip=self.skip[n], taps=taps, **options)
             return y
 

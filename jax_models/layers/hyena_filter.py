@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated, Any, Required, TypedDict, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from jaxtyping import Array, Float
 from jax_models import ops
 from jax_models.layers.linear import torch_uniform
 from jax_models.ops import carry_dtype
-from jax_models.ops.rows import Default
-from jax_models.options import CheckedOptions, FloatingDtype, only
+from jax_models.options import CheckedOptions, FilterOptions
 from jax_models.sequence import check_time
 from jax_models.weights import Layouts, same, squeezed, transposed
 from jax_models.weights.constant import Constant
@@ -25,20 +24,8 @@ FAST_DECAY, SLOW_DECAY, TARGET = 0.3, 1.5, 1e-2
 """A window falls to TARGET after these parts of max_length, in its fastest and slowest channel."""
 
 
-class FilterOptions(TypedDict, total=False):
-    """The keyword arguments that filters take."""
-
-    param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
-    """The parameters' dtype, by default float32."""
-    rngs: Required[nnx.Rngs]
-    """Random keys for the parameters."""
-
-
-filter_options: Callable[[Any], FilterOptions] = partial(only, FilterOptions)
-
-
 def draw_network(
-    widths: list[int], rngs: nnx.Rngs, dtype: FloatingDtype, kind: type[nnx.Variable] = nnx.Param
+    widths: list[int], rngs: nnx.Rngs, dtype: Any, kind: type[nnx.Variable] = nnx.Param
 ) -> tuple[nnx.List, nnx.List]:
     """Draws the kernels and the biases of a filter's network, the last layer without a bias."""
 
@@ -108,7 +95,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         order: int = 2,
         **options: Unpack[FilterOptions],
     ):
-        rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
+        rngs, param_dtype = options["rngs"], options.get("param_dtype")
         shape = (order, features, max_length)
         self.h = nnx.Param(jax.random.normal(rngs.params(), shape, param_dtype))
         self.alphas = nnx.Param(decays(features, param_dtype))
@@ -124,7 +111,6 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         return l1_normalized(h, axis=1)
 
     def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the keys of the torch_ref filter of the same name."""
         return {
             "annotated-hyena": [
                 same("h", "h"),
@@ -183,7 +169,7 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         implicit: bool = True,
         **options: Unpack[FilterOptions],
     ):
-        rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
+        rngs, param_dtype = options["rngs"], options.get("param_dtype")
         shape = (order, features, max_length)
         check_network(embed_features, num_filter_layers)
         self.shape, self.implicit = shape, implicit
@@ -214,7 +200,6 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         return z.T.reshape(order, features, length)
 
     def torch_layouts(self) -> Layouts:
-        """`annotated-hyena`: the keys of the torch_ref filter of the same name."""
         hidden = range(len(self.biases))
         return {
             "annotated-hyena": [

@@ -84,7 +84,6 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         )
 
     def init_state(self, batch_size: int) -> HyperLSTMState:
-        """Zeros, (num_layers, batch, features), in at least float32."""
         hidden, hyper = self.hidden_features, self.hyper_features
         dtype = self.state_dtype
         return HyperLSTMState(
@@ -112,7 +111,6 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
 
     def torch_layouts(self) -> Layouts:
-        """`labml`: the keys of torch_ref.HyperLSTM."""
         return {
             "labml": [
                 row
@@ -141,7 +139,7 @@ class HyperLSTMCell(nnx.Module):
         hidden, hyper, embedding = hidden_features, hyper_features, embedding_features
         of_z, of_d = torch_uniform(hyper), torch_uniform(embedding)
         kernel_init, bias_init = options.get("kernel_init"), options.get("bias_init")
-        rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
+        rngs, param_dtype = options["rngs"], options.get("param_dtype")
 
         def param(init: Initializer, *shape: int) -> nnx.Param:
             return nnx.Param(init(rngs.params(), shape, param_dtype))

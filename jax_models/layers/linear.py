@@ -1,12 +1,14 @@
 """The linear layer, in the shape in which it trains fastest."""
 
+from typing import Unpack
+
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
 from jax_models.mesh_axes import MeshAxes, first_axis, last_axis
-from jax_models.options import FloatingDtype, Initializer
+from jax_models.ops.checks import check_divides
+from jax_models.options import FilterOptions, Initializer
 
 lecun_normal = nnx.initializers.lecun_normal()
 """How Flax's Linear initializes its kernel."""
@@ -48,19 +50,15 @@ class BlockDiagonal(nnx.Module):
         features: int,
         num_blocks: int,
         *,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
         kernel_init: Initializer,
         bias_init: Initializer,
-        rngs: nnx.Rngs,
+        **options: Unpack[FilterOptions],
     ):
-        if features % num_blocks:
-            raise ValueError(
-                f"num_blocks: expected a divisor of features={features}, got {num_blocks}"
-            )
+        check_divides("num_blocks", num_blocks, "features", features)
         size = features // num_blocks
-        self.kernel = nnx.Param(kernel_init(rngs.params(), (num_blocks, size, size), param_dtype))
-        self.bias = nnx.Param(bias_init(rngs.params(), (num_blocks, size), param_dtype))
+        rngs, dtype = options["rngs"], options.get("param_dtype")
+        self.kernel = nnx.Param(kernel_init(rngs.params(), (num_blocks, size, size), dtype))
+        self.bias = nnx.Param(bias_init(rngs.params(), (num_blocks, size), dtype))
 
     @property
     def mesh_axes(self) -> MeshAxes:

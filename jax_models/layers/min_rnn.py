@@ -59,7 +59,6 @@ class MinRNN(SequenceLayer[MinRNNState]):
         raise NotImplementedError  # a subclass defines it
 
     def init_state(self, batch_size: int) -> MinRNNState:
-        """Zeros, (num_layers, batch, hidden_features), in at least float32."""
         shape = (len(self.gates), batch_size, self.hidden_features)
         return MinRNNState(jnp.zeros(shape, self.state_dtype))
 
@@ -130,7 +129,6 @@ class MinGRU(MinRNN):
     gate_names = "zh"
 
     def operator(self):
-        """`ops.min_gru`."""
         return ops.min_gru
 
 
@@ -149,5 +147,4 @@ class MinLSTM(MinRNN):
     gate_names = "fih"
 
     def operator(self):
-        """`ops.min_lstm`."""
         return ops.min_lstm

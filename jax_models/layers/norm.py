@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models.ops import carry_dtype
-from jax_models.ops.checks import as_array, checked_array, checked_positive, wrong_shape
+from jax_models.ops.checks import Positive, as_array, checked_array, wrong_shape
 from jax_models.options import CheckedOptions, NormOptions
 from jax_models.weights import Layouts, batch_norm
 
@@ -114,7 +114,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         features: int,
         *,
         momentum: float = 0.9,
-        epsilon: float = 1e-5,
+        epsilon: Positive = 1e-5,
         **options: Unpack[NormOptions],
     ):
         if not 0 <= momentum <= 1:
@@ -122,7 +122,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         super().__init__(
             features,
             momentum=momentum,
-            epsilon=checked_positive("epsilon", epsilon),
+            epsilon=epsilon,
             use_fast_variance=False,
             **options,
         )
@@ -151,7 +151,6 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         return y
 
     def torch_layouts(self) -> Layouts:
-        """`torch.nn`: the keys of torch's batch norms."""
         return {"torch.nn": batch_norm("", "")}
 
 
@@ -182,8 +181,8 @@ class RootMeanSquareNorm(CheckedOptions, nnx.Module):
     def __init__(self, features: int, epsilon: float = 0.0, **options: Unpack[NormOptions]):
         self.epsilon = epsilon
         self.dtype = options.get("dtype")
-        dtype = options.get("param_dtype", jnp.float32)
-        self.scale = nnx.Param(self.init(options["rngs"].params(), (features,), dtype))
+        scale = self.init(options["rngs"].params(), (features,), options.get("param_dtype"))
+        self.scale = nnx.Param(scale)
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
         """Normalize the last axis of x."""
@@ -210,8 +209,8 @@ class ZeroCenteredRMSNorm(RootMeanSquareNorm):
 
     init = staticmethod(nnx.initializers.zeros)
 
-    def __init__(self, features: int, *, epsilon: float = 1e-6, **options: Unpack[NormOptions]):
-        super().__init__(features, checked_positive("epsilon", epsilon), **options)
+    def __init__(self, features: int, *, epsilon: Positive = 1e-6, **options: Unpack[NormOptions]):
+        super().__init__(features, epsilon, **options)
 
     def scaled(self, x, square, scale):
         """With ε inside of the root."""

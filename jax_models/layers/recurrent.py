@@ -6,16 +6,15 @@ from typing import Any, ClassVar, Literal, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jax_models import ops
 from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import torch_uniform
 from jax_models.mesh_axes import last_axis
-from jax_models.ops import Rows, carry_dtype
+from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_size
 from jax_models.ops.recurrence import State
-from jax_models.options import Initializer, LayerOptions, refuse_unused
+from jax_models.options import Initializer, LayerOptions, norm_options, refuse_unused
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, gates, same, transposed
 
@@ -45,7 +44,7 @@ class Cell(nnx.Module):
         **options: Unpack[LayerOptions],
     ):
         kernel_init, bias_init = options.get("kernel_init"), options.get("bias_init")
-        rngs, param_dtype = options["rngs"], options.get("param_dtype", jnp.float32)
+        rngs, param_dtype = options["rngs"], options.get("param_dtype")
         draws_bias = use_bias or proj_bias or use_peepholes
         refuse_unused("bias_init", bias_init, unless=draws_bias, because="with use_bias=False")
         refuse_unused(
@@ -104,13 +103,10 @@ class RecurrentStack(SequenceLayer[State]):
         dropout_rate: float,
         time_major: bool,
         proj_features: int | None = None,
-        rngs: nnx.Rngs,
-        dtype,
-        param_dtype,
-        **weights: Any,
+        **options: Any,
     ):
         """Options that are not named here are those of a `Cell`."""
-        super().__init__(in_features, dtype=dtype, param_dtype=param_dtype)
+        super().__init__(in_features, **norm_options(options))
         self.time_major = time_major
         self.hidden_features = checked_size("hidden_features", hidden_features)
         self.proj_features = proj_features
@@ -118,27 +114,24 @@ class RecurrentStack(SequenceLayer[State]):
         self.num_layers = checked_size("num_layers", num_layers)
         self.num_directions: Literal[1, 2] = 2 if bidirectional else 1
         self.causal = not bidirectional
-        self.dropout = dropout_between(num_layers, dropout_rate, rngs=rngs)
+        self.dropout = dropout_between(num_layers, dropout_rate, rngs=options["rngs"])
         self.cells = nnx.List(
             Cell(
                 in_features if layer == 0 else self.num_directions * self.out_features,
                 hidden_features,
                 num_gates=len(self.gate_names),
                 proj_features=proj_features,
-                param_dtype=param_dtype,
-                rngs=rngs,
-                **weights,
+                **options,
             )
             for layer in range(num_layers)
             for _ in range(self.num_directions)
         )
 
     def operator(self) -> Callable[..., tuple[Array, State]]:
-        """The recurrence of one direction of one layer, by the subclass: `ops.rnn` or `ops.gru`."""
-        raise NotImplementedError  # a subclass defines it
+        """`ops.recurrent_stack` of a recurrence, or `ops.lstm_stack`, by the subclass."""
+        raise NotImplementedError
 
     def init_state(self, batch_size: int) -> State:
-        """Zeros, (num_layers · directions, batch, features), in at least float32."""
         sizes = {"h": self.out_features, "c": self.hidden_features}
         return self.state_type(
             *(
@@ -151,7 +144,7 @@ class RecurrentStack(SequenceLayer[State]):
         """All layers, in as few stacks as the dropout between them leaves."""
         dtype = self.computation_dtype(x)
         state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
-        x = x.astype(dtype)
+        x, run = x.astype(dtype), self.operator()
         cells = [{k: w.astype(dtype) for k, w in cell.arrays().items()} for cell in self.cells]
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
         count = self.num_directions if drops else len(cells)
@@ -160,31 +153,15 @@ class RecurrentStack(SequenceLayer[State]):
             if start:
                 x = self.dropout(x)
             some = slice(start, start + count)
-            x, last_state = self.stack(
+            x, last_state = run(
                 x,
                 jax.tree.map(lambda s: s[some], state),  # noqa: B023
                 cells[some],
-                rows,
+                rows=rows,
+                num_directions=self.num_directions,
             )
             last_states.append(last_state)
         return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
-
-    def stack(
-        self,
-        x: Float[Array, "batch time in"],
-        state: State,
-        cells: list[dict[str, Array]],
-        rows: Rows,
-    ) -> tuple[Float[Array, "batch time out"], State]:
-        """Layers with nothing between them, from their weights, on x in the computation's dtype."""
-        return ops.recurrent_stack(
-            self.operator(),
-            x,
-            state,
-            cells,
-            rows=rows,
-            num_directions=self.num_directions,
-        )
 
     def torch_layouts(self) -> Layouts:
         """`torch.nn`: torch.nn.RNN, LSTM, GRU. `scratch`: torch_ref's, with one Linear a gate."""

@@ -42,30 +42,24 @@ class ResidualBlock(SequenceLayer[State]):
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether there is a `step`."""
         return self._mixer.causal
 
     @property
     def noncausal_reason(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Why there is no `step`."""
         return self._mixer.noncausal_reason
 
     @property
     def resettable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether documents can be packed."""
         return self._mixer.resettable
 
     @property
     def unresettable_reason(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Why documents cannot be packed."""
         return self._mixer.unresettable_reason
 
     def init_state(self, batch_size: int) -> State:
-        """The initial state of the mixer."""
         return self._mixer.init_state(batch_size)
 
     def start(self, batch_size: int) -> State | None:
-        """The state from which the mixer starts."""
         return self._mixer.start(batch_size)
 
     def sequence(self, x, state, rows):

@@ -40,19 +40,15 @@ class Reversed(SequenceLayer[State]):
         self.resettable = layer.resettable
 
     def init_state(self, batch_size: int) -> State:
-        """The layer's."""
         return self.layer.init_state(batch_size)
 
     def start(self, batch_size: int) -> State | None:
-        """What the layer starts from."""
         return self.layer.start(batch_size)
 
     def sequence(self, x, state, rows):
-        """The layer on reversed time, batch-major."""
         return run_reversed(self.layer, x, state, rows)
 
     def torch_layouts(self) -> Layouts:
-        """The layer's, as the attribute `layer`."""
         layouts = self.layer.torch_layouts().items()
         return {name: nested(table, "layer", "layer") for name, table in layouts}
 

@@ -3,7 +3,7 @@
 __all__ = ["RWKV6Block", "RWKV6ChannelMix", "RWKV6TimeMix", "RWKV6TimeMixState"]
 
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from jaxtyping import Array, Float
 
 from jax_models import ops
 from jax_models.layers.norm import GroupNorm
-from jax_models.layers.rwkv import (
+from jax_models.layers.rwkv_parts import (
     LARGEST_DECAY,
     ChannelMix,
+    HeadedTimeMix,
     ResidualMixes,
     RWKVOptions,
-    checked_heads,
     depth_and_height,
     heads_of,
     lerp_to_previous,
@@ -32,7 +32,6 @@ from jax_models.layers.rwkv_version import foreign_to
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
 from jax_models.options import norm_options
-from jax_models.sequence import SequenceLayer
 from jax_models.weights import (
     Layouts,
     Table,
@@ -41,6 +40,7 @@ from jax_models.weights import (
     linear,
     same,
     squeezed,
+    stacked,
     transposed,
 )
 
@@ -60,7 +60,7 @@ class RWKV6TimeMixState(NamedTuple):
     wkv: Float[Array, "batch heads key value"]
 
 
-class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
+class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
     """RWKV-6's attention.
 
         >>> layer = RWKV6TimeMix(128, rngs=nnx.Rngs(0))
@@ -95,7 +95,7 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
 
     """
 
-    divides_time = True
+    state_type = RWKV6TimeMixState
 
     def __init__(
         self,
@@ -107,9 +107,7 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         method: ops.DeltaRuleMethod = "auto",
         **options: Unpack[RWKVOptions],
     ):
-        super().__init__(features, **options)
-        self.heads, self.head_size = checked_heads(features, head_size), head_size
-        self.method: ops.DeltaRuleMethod = method
+        super().__init__(features, features, head_size, method, **options)
         mix_rank, decay_rank = default_ranks(features, mix_rank, decay_rank)
         depth, height = depth_and_height(options)
         rngs, param_dtype = options["rngs"], self.param_dtype
@@ -123,6 +121,7 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
             draw = jax.random.uniform(rngs.params(), shape, carry_dtype(param_dtype), -0.01, 0.01)
             return param(draw)
 
+        # Vectors are functions of the layer and the channel, as in RWKV-6's training code.
         self.time_maa_x, self.time_maa_w, self.time_maa_k = (param(1 - mix) for _ in range(3))
         self.time_maa_v = param(1 - mix - 0.3 * depth)
         self.time_maa_r, self.time_maa_g = (param(1 - mix**0.5) for _ in range(2))
@@ -142,14 +141,6 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
         self.ln_x = head_norm(features, self.heads, options)
 
     foreign_format = staticmethod(foreign_to("RWKV-6"))
-
-    def init_state(self, batch_size: int) -> RWKV6TimeMixState:
-        """No last input and matrices of zeros, in at least float32."""
-        dtype = self.state_dtype
-        return RWKV6TimeMixState(
-            jnp.zeros((batch_size, self.in_features), dtype),
-            jnp.zeros((batch_size, self.heads, self.head_size, self.head_size), dtype),
-        )
 
     def sequence(self, x, state, rows):
         """The receptance reads the matrix; the group-normed result is gated and projected."""
@@ -200,7 +191,6 @@ class RWKV6TimeMix(SequenceLayer[RWKV6TimeMixState]):
     )
 
     def torch_layouts(self) -> Layouts:
-        """`blinkdl` and `hf`: the keys of a block's `att`; `fla`: those of its `attn`."""
         vectors = ("time_decay", *(f"time_maa_{name}" for name in ("x", *MIXES)))
         whole = ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2", "time_faaaa")
         matrices = ("receptance", "key", "value", "gate", "output")
@@ -236,12 +226,7 @@ def _fla_time_mix() -> Table:
             lambda a: (a.T.reshape(5, -1, a.shape[0])[from_fla],),
             lambda a: (a[to_fla].reshape(-1, a.shape[-1]).T,),
         ),
-        Weight(
-            tuple(f"time_maa_{name}" for name in FLA_MIXES),
-            ("x_bias",),
-            lambda a: tuple(a),
-            lambda *mixes: (np.stack(mixes),),
-        ),
+        stacked(tuple(f"time_maa_{name}" for name in FLA_MIXES), "x_bias"),
         transposed("time_decay_w1", "w_proj.linear.lora.0.weight"),
         transposed("time_decay_w2", "w_proj.linear.lora.2.weight"),
         same("time_decay", "w_proj.linear.lora.2.bias"),
@@ -279,11 +264,9 @@ class RWKV6ChannelMix(ChannelMix):
     prefix = "time_maa_"
 
     def first_mix(self, channel, height):
-        """As in RWKV-6."""
         return 1 - channel**height
 
     def torch_layouts(self) -> Layouts:
-        """The keys of a block's `ffn`, or `feed_forward`."""
         blinkdl = [
             *(squeezed(name, name, (0, 1)) for name in ("time_maa_k", "time_maa_r")),
             *(row for n in ("key", "receptance", "value") for row in linear(n, n, bias=False)),
@@ -358,11 +341,10 @@ def default_hidden_features(features: int) -> int:
     return max(int(3.5 * features) // 32 * 32, 32)
 
 
-def head_norm(features: int, heads: int, options: RWKVOptions) -> GroupNorm:
+def head_norm(features: int, heads: int, options: Any) -> GroupNorm:
     """The norm of each head, whose scale grows with the layer: ((1 + layer) / layers)^0.7."""
     epsilon = GROUP_NORM_EPSILON
     norm = GroupNorm(features, num_groups=heads, epsilon=epsilon, **norm_options(options))
-    height = (1 + options.get("layer_index", 0)) / options.get("num_layers", 1)
-    dtype = options.get("param_dtype", jnp.float32)
-    norm.scale = nnx.Param(jnp.full(features, height**0.7, dtype))
+    height = (1 + options["layer_index"]) / options["num_layers"]
+    norm.scale = nnx.Param(jnp.full(features, height**0.7, options["param_dtype"]))
     return norm

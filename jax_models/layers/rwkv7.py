@@ -3,6 +3,7 @@
 __all__ = ["RWKV7Block", "RWKV7ChannelMix", "RWKV7TimeMix", "RWKV7TimeMixState"]
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, NamedTuple, Unpack
 
@@ -13,12 +14,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_models import ops
-from jax_models.layers.rwkv import (
+from jax_models.layers.rwkv6 import head_norm
+from jax_models.layers.rwkv_parts import (
     ChannelMix,
+    HeadedTimeMix,
     ResidualMixes,
-    RWKVBlockState,
     RWKVOptions,
-    checked_heads,
     depth_and_height,
     heads_of,
     lerp_to_previous,
@@ -28,13 +29,11 @@ from jax_models.layers.rwkv import (
     scaled_orthogonal,
     token_shift,
 )
-from jax_models.layers.rwkv6 import head_norm
 from jax_models.layers.rwkv_version import foreign_to
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops import carry_dtype
 from jax_models.ops.rows import Default
 from jax_models.options import only
-from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, layer_norm, linear, same, squeezed, transposed
 from jax_models.weights.constant import Constant
 
@@ -52,7 +51,25 @@ class RWKV7TimeMixState(NamedTuple):
     wkv: Float[Array, "batch heads value key"]
 
 
-class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
+class RWKV7Options(RWKVOptions, total=False):
+    """The keyword arguments of a `RWKV7TimeMix`, which a block passes on to it."""
+
+    head_size: Annotated[int, Default(64)]
+    """Size of each head; it divides the features."""
+    decay_rank: int | None
+    """The width of w_1. None, here and in the next three: as in RWKV-7's training code."""
+    rate_rank: int | None
+    """The width of a_1, the in-context learning rate's."""
+    value_rank: int | None
+    """The width of v_1."""
+    gate_rank: int | None
+    """The width of g_1."""
+    keep_unused: Annotated[bool, Default(False)]
+    """The lowest layer keeps v_0, v_1 and v_2, which it does not use, as `Constant`s. Some
+    checkpoints have them."""
+
+
+class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
     """RWKV-7's attention.
 
         >>> layer = RWKV7TimeMix(128, rngs=nnx.Rngs(0))
@@ -76,16 +93,8 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
 
     Args:
         features: size of x_t and y_t.
-        head_size: of each head; it divides `features`.
-        decay_rank: the width of w_1. None, here and in the next three: as in RWKV-7's
-            training code.
-        rate_rank: the width of a_1, the in-context learning rate's.
-        value_rank: the width of v_1.
-        gate_rank: the width of g_1.
-        keep_unused: the lowest layer keeps v_0, v_1 and v_2, which it does not use, as `Constant`s.
-            Some checkpoints have them.
         method: how `ops.delta_rule` runs.
-        **options: as in `RWKVOptions`. The four W start as in RWKV-7, orthogonal, smaller for k,
+        **options: as in `RWKV7Options`. The four W start as in RWKV-7, orthogonal, smaller for k,
             zero for the output. Decays and the state are kept in at least float32.
 
     Raises:
@@ -96,27 +105,21 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
 
     """
 
-    divides_time = True
+    state_type = RWKV7TimeMixState
 
     def __init__(
         self,
         features: int,
         *,
-        head_size: int = 64,
-        decay_rank: int | None = None,
-        rate_rank: int | None = None,
-        value_rank: int | None = None,
-        gate_rank: int | None = None,
-        keep_unused: bool = False,
         method: ops.DeltaRuleMethod = "auto",
-        **options: Unpack[RWKVOptions],
+        **options: Unpack[RWKV7Options],
     ):
-        self.is_lowest = options.get("layer_index", 0) == 0
-        super().__init__(features if self.is_lowest else 2 * features, **options)
+        given: Any = options  # with defaults, which the type checker does not know
+        head_size = given["head_size"]
+        self.is_lowest = options.get("layer_index") == 0
+        in_features = features if self.is_lowest else 2 * features
+        super().__init__(in_features, features, head_size, method, **only(RWKVOptions, options))
         rngs, param_dtype = options["rngs"], self.param_dtype
-        self.features, self.head_size = features, head_size
-        self.heads = checked_heads(features, head_size)
-        self.method: ops.DeltaRuleMethod = method
         # Most parameters start as functions of the layer and the channel, as in the training code.
         depth, height = depth_and_height(options)
         channel = np.arange(features)
@@ -137,13 +140,12 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         start = 6 * width ** (1 + depth**0.3) - 6
         self.w0 = param(start + 0.5 + 2.5 * zigzag)
         self.a0 = param(0.3 * zigzag + 0.4 * tilt - 0.19)
-        ranks = default_ranks(features, decay_rank, rate_rank, value_rank, gate_rank)
-        decay_rank, rate_rank, value_rank, gate_rank = ranks
+        decay_rank, rate_rank, value_rank, gate_rank = ranks(features, options).values()
         self.w1, self.w2 = zeros_and_draw(decay_rank)
         self.a1, self.a2 = zeros_and_draw(rate_rank)
         self.g1, self.g2 = zeros_and_draw(gate_rank)
         # The lowest layer has no values to move towards, but some checkpoints have its parameters.
-        self.has_values = keep_unused or not self.is_lowest
+        self.has_values = given["keep_unused"] or not self.is_lowest
         if self.has_values:
             kind = Constant if self.is_lowest else nnx.Param
             self.v0 = kind(jnp.asarray(0.73 - 0.4 * tilt, param_dtype))
@@ -159,14 +161,6 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
         self.ln_x = head_norm(features, self.heads, options)
 
     foreign_format = staticmethod(foreign_to("RWKV-7"))
-
-    def init_state(self, batch_size: int) -> RWKV7TimeMixState:
-        """No last input and matrices of zeros, in at least float32."""
-        dtype = self.state_dtype
-        return RWKV7TimeMixState(
-            jnp.zeros((batch_size, self.features), dtype),
-            jnp.zeros((batch_size, self.heads, self.head_size, self.head_size), dtype),
-        )
 
     def split(self, x):
         """The input x; above the lowest layer, the pair of x and the lowest layer's values."""
@@ -251,7 +245,6 @@ class RWKV7TimeMix(SequenceLayer[RWKV7TimeMixState]):
     )
 
     def torch_layouts(self) -> Layouts:
-        """`blinkdl`: the keys of a block's `att`; `fla`: those of its `attn`."""
         low_ranks = ("w", "a", "v") if self.has_values else ("w", "a")
         mixes = tuple(f"x_{name}" for name in MIXES)
         names = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
@@ -309,29 +302,14 @@ class RWKV7ChannelMix(ChannelMix):
     key_init = staticmethod(partial(orthogonal, gain=1.0))
 
     def first_mix(self, channel, height):
-        """As in RWKV-7."""
         return 1 - channel**height**4
 
     def torch_layouts(self) -> Layouts:
-        """The keys of a block's `ffn`."""
         matrices = [row for name in ("key", "value") for row in linear(name, name, bias=False)]
         return {
             "blinkdl": [squeezed("x_k", "x_k", (0, 1)), *matrices],
             "fla": [same("x_k", "x_k"), *matrices],
         }
-
-
-class RWKV7Options(RWKVOptions, total=False):
-    """The keyword arguments that a block of RWKV-7 passes to its `RWKV7TimeMix`."""
-
-    head_size: Annotated[int, Default(64)]
-    """Size of each head; it divides the features."""
-    decay_rank: int | None
-    """As in `RWKV7TimeMix`, which also describes the next four options."""
-    rate_rank: int | None
-    value_rank: int | None
-    gate_rank: int | None
-    keep_unused: Annotated[bool, Default(False)]
 
 
 class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
@@ -363,46 +341,22 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
 
     """
 
-    divides_time = True
-
     def __init__(
         self, features: int, hidden_features: int | None = None, **options: Unpack[RWKV7Options]
     ):
         shared = only(RWKVOptions, options)
-        is_lowest = options.get("layer_index", 0) == 0
+        is_lowest = options.get("layer_index") == 0
         super().__init__(features, in_features=(2 - is_lowest) * features, **shared)
         self.att = RWKV7TimeMix(features, **options)
         self.ffn = RWKV7ChannelMix(features, hidden_features or 4 * features, **shared)
 
     foreign_format = staticmethod(foreign_to("RWKV-7"))
 
-    def split(self, x):
-        """The input as the time mix reads it."""
-        return self.att.split(x)
 
-    def sequence(self, x, state, rows) -> Any:
-        """The time mix, then the channel mix; the lowest layer's values are passed on."""
-        x, *v_first = x if isinstance(x, tuple) else (x,)
-        x = x.astype(self.computation_dtype(x))
-        if self.ln0 is not None:
-            x = self.ln0(x)
-        normed: Any = (self.ln1(x), *v_first) if v_first else self.ln1(x)
-        (y, first), att = self.att.sequence(normed, state.att, rows)
-        x = x + y
-        y, ffn = self.ffn.sequence(self.ln2(x), state.ffn, rows)
-        return (x + y, first), RWKVBlockState(att, ffn)
-
-
-def default_ranks(
-    features: int,
-    decay_rank: int | None,
-    rate_rank: int | None,
-    value_rank: int | None,
-    gate_rank: int | None,
-) -> tuple[int, int, int, int]:
+def ranks(features: int, options: Mapping[str, Any]) -> dict[str, int]:
     """The given ranks, or else the training code's: multiples of 32 that grow with √features."""
-    factors = ((decay_rank, 2.5), (rate_rank, 2.5), (value_rank, 1.7), (gate_rank, 5.0))
-    decay, rate, value, gate = (
-        rank or max(32, 32 * round(factor * features**0.5 / 32)) for rank, factor in factors
-    )
-    return decay, rate, value, gate
+    factors = {"decay_rank": 2.5, "rate_rank": 2.5, "value_rank": 1.7, "gate_rank": 5.0}
+    return {
+        name: options.get(name) or max(32, 32 * round(factor * features**0.5 / 32))
+        for name, factor in factors.items()
+    }

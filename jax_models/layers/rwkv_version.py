@@ -1,4 +1,4 @@
-"""Which RWKV a checkpoint holds, told by its keys."""
+"""The versions of RWKV, recognized by the keys of their checkpoints."""
 
 from collections.abc import Callable, Iterable
 
@@ -18,7 +18,7 @@ MARKS = {
 
 
 def rwkv_version(keys: Iterable[object]) -> tuple[str, str] | None:
-    """The version of the RWKV that has these keys, and the key that says so; None of no RWKV."""
+    """The version of the RWKV that has these keys, and the key that shows it, or None."""
     names = [str(key) for key in keys]
     for version, marks in MARKS.items():
         if key := _first(names, marks):
@@ -31,14 +31,17 @@ def _first(keys: Iterable[str], marks: Iterable[str]) -> str | None:
     return next((k for k in keys if any(f".{k}".endswith(f".{mark}") for mark in marks)), None)
 
 
+def other_version(keys: Iterable[object], version: str) -> str | None:
+    """Which other version has these keys, such as `RWKV-5 (it has …)`, or None."""
+    found, key = rwkv_version(keys) or (version, "")
+    return None if found == version else f"{found} (it has {key})"
+
+
 def foreign_to(version: str) -> Callable[[Iterable[object]], str | None]:
-    """What to say of the keys of another version's checkpoint; None of all others."""
+    """Returns a layer's `foreign_format`, which says which other version has some keys."""
 
     def foreign_format(keys: Iterable[object]) -> str | None:
-        found = rwkv_version(keys)
-        if found is None or found[0] == version:
-            return None
-        other, key = found
-        return f"a checkpoint of {other} (it has {key}), this model is {version}"
+        other = other_version(keys, version)
+        return other and f"a checkpoint of {other}, this model is {version}"
 
     return foreign_format

@@ -20,8 +20,8 @@ from jax_models.sequence import SequenceLayer, refuse_time_major
 from jax_models.weights import Layouts, nested
 
 Remat = Literal["none", "dots", "full"]
-"""What of a layer the backward pass computes again: nothing, all but the results of matrix
-products, or everything (only the layers' inputs are kept)."""
+"""The part of a layer that the backward pass recomputes: nothing, everything except the results of
+matrix products, or everything except the layer's input."""
 
 SAVED = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -46,7 +46,6 @@ class PureLayer(NamedTuple):
 
         def run(x, arrays, state):
             layer = nnx.merge(self.graphdef, arrays, copy=True)
-            check_fits(x, layer)
             y, last_state = layer.sequence(x, state, rows)
             return y, last_state, assigned(arrays, nnx.state(layer))
 
@@ -101,7 +100,17 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
                 raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
             refuse_time_major(f"layers[{i}]", layer)
         for below, layer in itertools.pairwise(self.layers):
-            check_fits(_outputs(below), layer)
+            features = _outputs(below).shape[-1]
+            if features != layer.in_features:
+                raise ValueError(
+                    f"layers: expected in_features={features} of the {type(layer).__name__}, as "
+                    f"many as the layer below it returns, got {layer.in_features}"
+                )
+        self._hold(self.layers, remat, scan_layers)
+
+    def _hold(self, layers: nnx.List[SequenceLayer], remat: Remat, scan_layers: bool) -> None:
+        """Keep layers that fit each other, and take over their attributes."""
+        self.layers = layers
         self.remat: Remat = remat
         self.scan_layers = scan_layers
         self.in_features = self.layers[0].in_features
@@ -110,15 +119,12 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         self.resettable = all(layer.resettable for layer in self.layers)
 
     def init_state(self, batch_size: int) -> tuple[Any, ...]:
-        """The layers' initial states."""
         return tuple(layer.init_state(batch_size) for layer in self.layers)
 
     def start(self, batch_size: int) -> tuple[Any, ...]:
-        """What the layers start from."""
         return tuple(layer.start(batch_size) for layer in self.layers)
 
     def split(self, x):
-        """The input as the lowest layer reads it."""
         return self.layers[0].split(x)
 
     def sequence(self, x, state, rows):
@@ -128,7 +134,11 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         unrolled from one trace or, with `scan_layers` or `remat`, as the body of a scan.
         """
         if not _is_traced((x, state, nnx.state(self))):
-            return _one_by_one(self.layers, x, state, rows)
+            last_states = []
+            for layer, layer_state in zip(self.layers, state, strict=True):
+                x, last_state = layer.sequence(x, layer_state, rows)
+                last_states.append(last_state)
+            return x, tuple(last_states)
         pairs = zip(self.layers, state, strict=True)
         last_states = []
         for _, alike in itertools.groupby(pairs, lambda pair: _structure(*pair)):
@@ -148,7 +158,6 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         return asked_for and len(layers) > 1 and time != 1 and not _share_variables(layers)
 
     def torch_layouts(self) -> Layouts:
-        """The layouts that all layers have, numbered."""
         layouts = [layer.torch_layouts() for layer in self.layers]
         return {
             name: [
@@ -175,30 +184,6 @@ def _first_step(graphdef: nnx.GraphDef, arrays: nnx.State, x: Array) -> Array:
     return layer.joined_sequence(x, layer.start(1), Rows())[0]
 
 
-def check_fits(
-    x: Float[Array, "batch time features"] | jax.ShapeDtypeStruct, layer: SequenceLayer
-) -> None:
-    """Refuse a layer that reads another size than the one below returns."""
-    features = sum(stream.shape[-1] for stream in jax.tree.leaves(x))
-    if features != layer.in_features:
-        raise ValueError(
-            f"layers: expected in_features={features} of the {type(layer).__name__}, as many as "
-            f"the layer below it returns, got {layer.in_features}"
-        )
-
-
-def _one_by_one(
-    layers: Iterable[SequenceLayer], x: Array, states: tuple[Any, ...], rows: Rows
-) -> tuple[Array, tuple[Any, ...]]:
-    """Layers as they are: nothing is compiled or differentiated."""
-    last_states = []
-    for layer, state in zip(layers, states, strict=True):
-        check_fits(x, layer)
-        x, last_state = layer.sequence(x, state, rows)
-        last_states.append(last_state)
-    return x, tuple(last_states)
-
-
 _compiled = jax.jit(PureLayer.__call__, static_argnums=0)
 
 
@@ -207,7 +192,6 @@ def _compiled_scan(pure: PureLayer, x, arrays_and_states, rows):
     def step(x, arrays_and_state):
         arrays, state = arrays_and_state
         y, *others = pure(x, arrays, state, rows)
-        check_fits(y, nnx.merge(pure.graphdef, arrays, copy=True))
         return y, others
 
     return jax.lax.scan(step, x, arrays_and_states)
@@ -253,7 +237,7 @@ def _is_traced(tree: Any) -> bool:
 
 
 def _structure(layer: SequenceLayer, state: Any) -> Any:
-    """What layers have in common where one program serves them all."""
+    """The structure that layers have in common if one program serves them all."""
     graphdef, arrays = nnx.split(layer)
     leaves, treedef = jax.tree.flatten((arrays, state))
     return graphdef, treedef, [jax.typeof(leaf) for leaf in leaves]

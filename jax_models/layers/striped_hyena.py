@@ -17,7 +17,7 @@ from jax_models.layers.mlp import GatedMLP
 from jax_models.layers.norm import StripedHyenaNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.ops import CausalConv1DState, ModalConvState, carry_dtype
-from jax_models.ops.checks import checked_positive
+from jax_models.ops.checks import Positive, check_divides
 from jax_models.options import LayerOptions, norm_options, with_inits
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, linear, nested, rms_norm, same, squeezed
@@ -27,7 +27,7 @@ SMALLEST_POLE, LARGEST_POLE = 0.9, 0.999
 
 
 class StripedHyenaState(NamedTuple):
-    """What a StripedHyena block carries: the short convolution's inputs, the long one's modes."""
+    """The state of a StripedHyena block: the short convolution's inputs, the long one's modes."""
 
     conv: CausalConv1DState
     modal: ModalConvState
@@ -77,8 +77,7 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         **options: Unpack[LayerOptions],
     ):
         super().__init__(features, **options)
-        if features % num_heads:
-            raise ValueError(f"num_heads: expected a divisor of {features}, got {num_heads}")
+        check_divides("num_heads", num_heads, "features", features)
         self.num_heads = num_heads
         rngs, param_dtype = options["rngs"], self.param_dtype
         matrix = with_inits(options, torch_uniform(features))
@@ -91,7 +90,6 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         self.proj_output = Linear(features, features, **matrix)
 
     def init_state(self, batch_size: int) -> StripedHyenaState:
-        """Zeros, in at least float32."""
         modes = jnp.zeros((batch_size, *self.poles.shape), self.state_dtype)
         return StripedHyenaState(self.conv.init_state(batch_size), ModalConvState(modes))
 
@@ -113,7 +111,6 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         return self.proj_output(y * x2), StripedHyenaState(conv, modal)
 
     def torch_layouts(self) -> Layouts:
-        """`stripedhyena`: the package's keys."""
         conv = nested(self.conv.torch_layouts()["hf"], "conv", "")
         return {
             "stripedhyena": [
@@ -171,11 +168,11 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
         state_size: int = 8,
         kernel_size: int = 3,
         activation: GateActivation = "silu",
-        epsilon: float = 1e-5,
+        epsilon: Positive = 1e-5,
         **options: Unpack[LayerOptions],
     ):
         super().__init__(features, **options)
-        norm_args = (features, checked_positive("epsilon", epsilon))
+        norm_args = (features, epsilon)
         self.pre_norm = StripedHyenaNorm(*norm_args, **norm_options(options))
         self.mixer = StripedHyenaMixer(
             features,
@@ -192,7 +189,6 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
         )
 
     def torch_layouts(self) -> Layouts:
-        """`stripedhyena`: the package's keys."""
         return {
             "stripedhyena": [
                 *rms_norm("pre_norm", "pre_norm", "scale"),

@@ -5,7 +5,6 @@ each layout uses, and how to read the fields of the config from the shapes of a 
 `architectures` finds all config classes, including those of other packages.
 """
 
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -16,7 +15,7 @@ from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from jax_models.options import CheckedFields
-from jax_models.weights.keys import elsewhere, joined
+from jax_models.weights.keys import checked_mapping, elsewhere, joined
 from jax_models.weights.rows import Weight
 
 ENTRY_POINTS = "twinscan.models"
@@ -28,8 +27,8 @@ Fields = Mapping[str, Any]
 class Size(NamedTuple):
     """A field of a config that is the size of one axis of one weight.
 
-    The key leaves out the prefix of the blocks. A `*` in place of a block's number stands for the
-    lowest block that has such a weight.
+    A key that begins with `*.` is of a block: it leaves out the blocks' prefix, and the `*` stands
+    for the lowest block that has such a weight. Any other key is whole.
     """
 
     key: str
@@ -58,11 +57,12 @@ class Layout(NamedTuple):
     blocks_layout: str | None = None
     """The name of the blocks' layout. None: the same name as this layout."""
     sizes: Mapping[str, Any] = {}
-    """How to read the fields of the config, except `vocab_size`, `features` and `num_layers`.
+    """How to read the fields of the config. `vocab_size` and `features` are the sizes of the
+    embedding, and `num_layers` is the number of the blocks, unless they are given, too.
 
     A field has a `Size`, a function of the `Checkpoint` and of the fields before it, or a constant.
     A tuple of these begins with `Size`s: the first of them whose weight exists is used, or else the
-    last item of the tuple.
+    last item of the tuple. `...` stands for the field's default.
     """
 
 
@@ -85,9 +85,8 @@ class Checkpoint:
         return sorted(found, key=lambda number: (len(number), number))
 
     def find(self, key: str) -> str | None:
-        """The full key of a weight in the lowest block that has it, or None if no block does."""
-        numbers = self.numbers if "*" in key else [""]
-        keys = (f"{self.layout.blocks}.{key.replace('*', number)}" for number in numbers)
+        """The whole key of a weight, in the lowest block that has it, or None if there is none."""
+        keys = (whole_key(self.layout, key, number) for number in self.numbers or "0")
         return next((key for key in keys if key in self.weights), None)
 
     def size(self, key: str, axis: int, rank: int) -> int | None:
@@ -96,32 +95,37 @@ class Checkpoint:
             self.missing.append(key)
             return None
         shape = tuple(getattr(self.weights[key], "shape", ()))
-        if len(shape) != rank:
-            raise ValueError(f"state_dict: {key}: expected {rank} axes, got {shape}")
+        if len(shape) != rank or 0 in shape:
+            raise ValueError(f"state_dict: {key}: expected {rank} axes, none empty, got {shape}")
         return int(shape[axis])
 
-    def field(self, told: Any, fields: Fields) -> Any:
+    def field(self, source: Any, fields: Fields) -> Any:
         """Reads a field of the config in the way that the layout's `sizes` give."""
-        if isinstance(told, tuple) and not isinstance(told, Size):
-            *first, last = told
+        if isinstance(source, tuple) and not isinstance(source, Size):
+            *first, last = source
             there = (each for each in first if self.find(each.key) is not None)
-            told = next(there, last)
-        if isinstance(told, Size):
-            key = self.find(told.key) or f"{self.layout.blocks}.{told.key.replace('*', '0')}"
-            size = self.size(key, told.axis, told.rank)
-            return None if size is None or self.missing else told.convert(size, fields)
-        return told(self, fields) if callable(told) else told
+            source = next(there, last)
+        if isinstance(source, Size):
+            key = self.find(source.key) or whole_key(self.layout, source.key)
+            size = self.size(key, source.axis, source.rank)
+            return None if size is None or self.missing else source.convert(size, fields)
+        return source(self, fields) if callable(source) else source
 
     def score(self) -> int:
-        """How many of the layout's keys the state_dict has."""
-        keys = (key for told in self.layout.sizes.values() for key in _keys(told))
+        """Number of the layout's keys that the state_dict has."""
+        keys = (key for source in self.layout.sizes.values() for key in _keys(source))
         ends = {self.layout.embedding, self.layout.head} & self.weights.keys()
         return len(ends) + sum(self.find(key) is not None for key in keys)
 
 
-def _keys(told: Any) -> list[str]:
+def whole_key(layout: Layout, key: str, number: str = "0") -> str:
+    """The key of a `Size`, in the block with this number if it is of a block."""
+    return f"{layout.blocks}.{number}{key[1:]}" if key.startswith("*.") else key
+
+
+def _keys(source: Any) -> list[str]:
     """The keys of the weights from which a field is read."""
-    sizes = [told] if isinstance(told, Size) else told if isinstance(told, tuple) else []
+    sizes = [source] if isinstance(source, Size) else source if isinstance(source, tuple) else []
     return [size.key for size in sizes if isinstance(size, Size)]
 
 
@@ -169,9 +173,9 @@ class ModelConfig(CheckedFields):
             {
                 layout.embedding,
                 *(
-                    f"{layout.blocks}.{key.replace('*', '0')}"
-                    for told in layout.sizes.values()
-                    for key in _keys(told)
+                    whole_key(layout, key)
+                    for source in layout.sizes.values()
+                    for key in _keys(source)
                 ),
             }
             for layout in cls.layouts.values()
@@ -196,27 +200,18 @@ class ModelConfig(CheckedFields):
 
         Raises:
             TypeError: the state_dict is not a mapping, or an option is not a field of the config.
-            ValueError: the state_dict is not a checkpoint of such a model.
-            NotImplementedError: no layout says how to read the fields of this config.
+            ValueError: the state_dict is not a checkpoint of such a model, or an option is wrong.
 
         """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict: expected a mapping, got {type(state_dict).__name__}")
+        checked_mapping("state_dict", state_dict)
         if message := cls.foreign_format(state_dict):
             raise ValueError(f"state_dict: {message}")
-        # Without sizes, fields would silently keep their defaults, whatever the weights are.
-        told = {"vocab_size", "features", "num_layers", *options}
-        config: Any = cls  # a dataclass, as every subclass is
-        needed = {field.name for field in dataclasses.fields(config) if not field.kw_only}
-        if needed - told and not any(layout.sizes for layout in cls.layouts.values()):
-            raise NotImplementedError(
-                f"{cls.__name__}: a checkpoint does not tell its fields; build the config yourself"
-            )
+        options = cls.checked_fields(options)
         # The layout is not named in a checkpoint, so take the one that most keys fit.
         candidates = (Checkpoint(state_dict, layout) for layout in cls.layouts.values())
         checkpoint = max(candidates, key=Checkpoint.score)
         layout, numbers = checkpoint.layout, checkpoint.numbers
-        if numbers != [str(i) for i in range(len(numbers))]:
+        if "num_layers" not in layout.sizes and numbers != [str(i) for i in range(len(numbers))]:
             found = ", ".join(joined(f"{layout.blocks}.{number}" for number in numbers))
             raise ValueError(f"state_dict: expected blocks numbered 0, 1, 2, …, got {found}")
         fields: dict[str, Any] = {
@@ -225,14 +220,15 @@ class ModelConfig(CheckedFields):
             "num_layers": len(numbers),
             **options,
         }
-        for name, told in layout.sizes.items():
-            if name not in options:
-                fields[name] = checkpoint.field(told, fields)
+        for name, source in layout.sizes.items():
+            if name not in options and (value := checkpoint.field(source, fields)) is not ...:
+                fields[name] = value
         if checkpoint.missing:
             names = " and no ".join(joined(dict.fromkeys(checkpoint.missing)))
             lacks = f"not a checkpoint of {cls.family}: it has no {names}"
             raise ValueError(f"state_dict: {elsewhere(state_dict, cls.layout_keys()) or lacks}")
-        return cls(**fields)
+        # A recurrent model has no width besides those of its embedding and its recurrence.
+        return cls(**{k: v for k, v in fields.items() if k in options or k in cls.field_types()})
 
 
 Config = TypeVar("Config", bound=ModelConfig)

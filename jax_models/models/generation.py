@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from math import inf
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,17 +14,22 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Float, Int, Key
 
 from jax_models.models.language_model import LanguageModel, LanguageModelState, checked_tokens
-from jax_models.ops import carry_dtype
-from jax_models.ops.checks import checked, checked_size, described
+from jax_models.models.sampling import (
+    AnyKey,
+    Token,
+    checked_key,
+    checked_temperature,
+    checked_top_k,
+    sample,
+)
+from jax_models.ops.checks import checked_size, described
 from jax_models.ops.keywords import suggests_arguments
 
 Leaves = list[Array]
-AnyKey = Key[Array, ""] | UInt32[Array, "words"]
 Prompt = Int[Array, "batch time"] | Int[np.ndarray, "batch time"]
-Token = Int[Array, " batch"]
 Tokens = Int[Array, "steps batch"]
 Window = Int[Array, "batch context_length"]
 Index = Int[ArrayLike, ""]
@@ -38,67 +42,10 @@ CALL_SECONDS = 0.01
 
 
 class Options(NamedTuple):
-    """How a token is drawn from logits; `top_k` is the vocabulary's size to draw from all."""
+    """The options of `sample`; `top_k` is the vocabulary's size to draw from all tokens."""
 
     temperature: Float[ArrayLike, ""]
     top_k: Int[ArrayLike, ""]
-
-
-@checked()
-def sample(
-    logits: Float[Array, "batch vocab"],
-    key: AnyKey,
-    *,
-    temperature: Float[ArrayLike, ""] = 1.0,
-    top_k: Int[ArrayLike, ""] | None = None,
-) -> Int[Array, " batch"]:
-    """Draw tokens from softmax(logits / temperature), over the `top_k` likeliest if given.
-
-    A temperature of 0 is greedy: the likeliest token. Drawn in at least float32. The token is −1
-    where a row's logits hold NaN or +∞, or nothing but −∞.
-    """
-    vocab_size = logits.shape[-1]
-    key = _checked_key(key)
-    logits = logits.astype(carry_dtype(logits.dtype))
-    highest = jnp.max(logits, axis=-1, keepdims=True)
-    logits = logits - highest
-    if not isinstance(temperature, Tracer):
-        temperature = _checked_temperature(temperature)
-    temperature = jnp.asarray(temperature, logits.dtype)
-    if not isinstance(top_k, Tracer):
-        top_k = _checked_top_k(top_k, vocab_size)
-    k = jnp.asarray(top_k, jnp.int32)
-
-    def draw() -> Token:
-        kept = jax.lax.cond(k < vocab_size, _keep_largest, lambda logits, k: logits, logits, k)
-        impossible = kept == -jnp.inf  # by a large temperature it would be NaN
-        return jax.random.categorical(key, jnp.where(impossible, kept, kept / temperature))
-
-    greedy = temperature < jnp.finfo(logits.dtype).tiny
-    token = jax.lax.cond(greedy, lambda: jnp.argmax(logits, axis=-1), draw)
-    return jnp.where(jnp.isfinite(highest[:, 0]), token, -1)
-
-
-def _keep_largest(
-    logits: Float[Array, "batch vocab"], k: Int[Array, ""]
-) -> Float[Array, "batch vocab"]:
-    """The k largest of each row and those equal to the k-th; −∞ in place of the others.
-
-    The k-th is found bit by bit: on a CPU in a twentieth of the time that sorting takes.
-    """
-    bits = jnp.finfo(logits.dtype).bits
-    dtype = jnp.uint32 if bits == 32 else jnp.uint64
-    sign = np.asarray(1 << (bits - 1), dtype)
-    pattern = jax.lax.bitcast_convert_type(logits, dtype)
-    rank = jnp.where(pattern >= sign, ~pattern, pattern | sign)  # in the order of the logits
-
-    def refine(i, kth):
-        higher = kth | (sign >> i.astype(dtype))
-        enough = jnp.sum(rank >= higher, axis=-1, keepdims=True, dtype=jnp.int32) >= k
-        return jnp.where(enough, higher, kth)
-
-    kth = jax.lax.fori_loop(0, bits, refine, jnp.zeros((len(logits), 1), dtype))
-    return jnp.where(rank < kth, -jnp.inf, logits)
 
 
 @suggests_arguments
@@ -186,8 +133,8 @@ def _calls(
     limit = model.context_length or sys.maxsize
     prompt = _checked_prompt(prompt, vocab_size)[:, -limit:]
     num_tokens = checked_size("num_tokens", num_tokens)
-    options = Options(_checked_temperature(temperature), _checked_top_k(top_k, vocab_size))
-    key = _checked_key(key)
+    options = Options(checked_temperature(temperature), checked_top_k(top_k, vocab_size))
+    key = checked_key(key)
     inference = {"deterministic": True, "fixed_filters": True}
     graphdef, variables = nnx.split(nnx.view(model, raise_if_not_found=False, **inference))
     arrays, structure = jax.tree.flatten(variables)
@@ -212,39 +159,6 @@ def _checked_prompt(prompt, vocab_size: int) -> Prompt:
         raise ValueError(f"prompt: expected shape (batch ≥ 1, time ≥ 1), got {values.shape}")
     tokens = checked_tokens("prompt", values, vocab_size)
     return tokens.astype(jnp.int32) if isinstance(values, Tracer) else values.astype(np.int32)
-
-
-def _checked_top_k(top_k, vocab_size: int) -> int:
-    """Returns how many tokens to draw from: all if top_k is None or exceeds the vocabulary."""
-    return vocab_size if top_k is None else min(checked_size("top_k", top_k, inf), vocab_size)
-
-
-def _checked_temperature(value) -> float:
-    """A number that is finite in float32 and not negative, or the fault."""
-    try:
-        if isinstance(value, str | bytes | bool) or getattr(value, "dtype", None) == jnp.bool_:
-            raise TypeError
-        temperature = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"temperature: expected a number, got {value!r}") from None
-    if not 0 <= temperature <= np.finfo(np.float32).max:
-        raise ValueError(f"temperature: expected 0 … 3.4e38, of float32, got {temperature}")
-    return temperature
-
-
-def _checked_key(key) -> Key[Array, ""]:
-    """One key; what `jax.random.PRNGKey` makes becomes what `jax.random.key` makes."""
-    if isinstance(key, np.ndarray):
-        key = jax.device_put(key)
-    if not isinstance(key, jax.Array):
-        found = type(key).__name__
-    elif key.dtype == jnp.uint32 and key.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape:
-        return jax.random.wrap_key_data(key)
-    elif jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
-        return key
-    else:
-        found = f"{key.dtype} of shape {key.shape}"
-    raise TypeError(f"key: expected one key, such as jax.random.key(0), got {found}")
 
 
 def _host(calls: Iterator[tuple[Tokens, int]]) -> Iterator[Int[np.ndarray, " batch"]]:
@@ -330,7 +244,7 @@ class Decoder:
         start: Index,
         count: Index,
     ) -> tuple[Tokens, Window]:
-        """As `steps`, but each token by a run over a full window, which then moves on by it."""
+        """Like `steps`, but computes each token from a full window, which then moves by one."""
 
         def slide(window, key):
             logits, _ = self._model(arrays)(window)
@@ -367,11 +281,13 @@ class Decoder:
                     in_time = int(CALL_SECONDS / a_step)
                     before, count = count, max(1, min(2 * count, MOST_STEPS, in_time))
 
+        # Until the context is full, each token costs a step from the state.
         drawn = [(tokens, 1)]
         for call in advance(self.steps, carry, 1, room):
             if room < num_tokens:
                 drawn.append(call)
             yield call
+        # From then on, each token costs a run over the last tokens.
         if room < num_tokens:
             numpy = jnp if isinstance(tokens, Tracer) else np
             text = [prompt.T, *(numpy.asarray(tokens)[:count] for tokens, count in drawn)]

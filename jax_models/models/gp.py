@@ -3,6 +3,7 @@
 __all__ = ["GPModel", "GPModelConfig"]
 
 import dataclasses
+import re
 from typing import Any, ClassVar, Literal, Unpack
 
 from flax import nnx
@@ -11,14 +12,31 @@ from jax_models.layers.attention import SelfAttentionBlock
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.hyena import AuthenticHyenaBlock, HyenaBlock
 from jax_models.layers.norm import LayerNorm
-from jax_models.models.architecture import Layout
+from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
-from jax_models.ops.checks import checked_rate
+from jax_models.ops.checks import Rate
 from jax_models.options import NormOptions
 from jax_models.sequence import SequenceLayer
 from jax_models.weights import squeezed
 
 Block = Literal["hyena", "authentic-hyena", "attention"]
+BLOCKS: dict[Block, type[SequenceLayer]] = {
+    "hyena": HyenaBlock,
+    "authentic-hyena": AuthenticHyenaBlock,
+    "attention": SelfAttentionBlock,
+}
+
+
+def _block(checkpoint: Checkpoint, fields: Fields) -> Block:
+    if checkpoint.find("*.self_attn.attn.in_proj_weight"):
+        return "attention"
+    return "authentic-hyena" if checkpoint.find("*.filter.mlp.0.weight") else "hyena"
+
+
+def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> Any:
+    """The linear layers of the filter network of the lowest block."""
+    weight = re.compile(r"layers\.0\.filter\.mlp\.\d+\.weight")
+    return sum(weight.fullmatch(key) is not None for key in checkpoint.weights) or ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +51,15 @@ class GPModelConfig(StackConfig):
             "ln.weight",
             "head.weight",
             positions=squeezed("pos_embedding.embedding", "pos_emb", (0,)),
+            sizes={
+                "context_length": Size("pos_emb", 1, rank=3),
+                "block": _block,
+                "order": (Size("*.B", 0, rank=4), ...),
+                "kernel_size": (Size("*.proj_input.conv.weight", 2, rank=3), ...),
+                "embed_features": (Size("*.filter.mlp.0.weight", 1), ...),
+                "mlp_features": (Size("*.filter.mlp.0.weight", 0), ...),
+                "num_filter_layers": _num_filter_layers,
+            },
         )
     }
 
@@ -63,16 +90,10 @@ class GPModelConfig(StackConfig):
     describes; False trains them directly, as its code does."""
     num_heads: int = 6
     """Heads of attention."""
-    block_dropout_rate: float = 0.0
+    block_dropout_rate: Rate = 0.0
     """Dropout in the blocks."""
-    embedding_dropout_rate: float = 0.0
+    embedding_dropout_rate: Rate = 0.0
     """Dropout of the embeddings."""
-
-    def __post_init__(self):
-        """Refuse sizes, blocks and rates that there are not."""
-        super().__post_init__()
-        checked_rate("block_dropout_rate", self.block_dropout_rate)
-        checked_rate("embedding_dropout_rate", self.embedding_dropout_rate)
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
@@ -96,29 +117,7 @@ class GPModelConfig(StackConfig):
         return presets
 
     def build(self, **options: Unpack[NormOptions]) -> "GPModel":
-        """The model of this config."""
         return GPModel(self, **options)
-
-    def build_block(self, **kwargs: Any) -> SequenceLayer:
-        """One block; `kwargs` are its `dtype`, `param_dtype` and `rngs`."""
-        kwargs["dropout_rate"] = self.block_dropout_rate
-        if self.block == "attention":
-            return SelfAttentionBlock(
-                self.features, self.num_heads, max_length=self.context_length, **kwargs
-            )
-        kwargs |= {"order": self.order, "kernel_size": self.kernel_size}
-        if self.block == "hyena":
-            return HyenaBlock(self.features, self.context_length, **kwargs)
-        return AuthenticHyenaBlock(
-            self.features,
-            self.context_length,
-            embed_features=self.embed_features,
-            mlp_features=self.mlp_features,
-            num_filter_layers=self.num_filter_layers,
-            omega=self.omega,
-            implicit=self.implicit,
-            **kwargs,
-        )
 
 
 class GPModel(LanguageModel):
@@ -149,6 +148,14 @@ class GPModel(LanguageModel):
             embedding=nnx.Embed(config.vocab_size, features, embedding_init=init, **options),
             pos_embedding=nnx.Embed(length, features, embedding_init=init, **options),
             dropout=Dropout(config.embedding_dropout_rate, rngs=options["rngs"]),
-            blocks=[config.build_block(**options) for _ in range(config.num_layers)],
+            blocks=[
+                config.make(
+                    BLOCKS[config.block],
+                    max_length=length,
+                    dropout_rate=config.block_dropout_rate,
+                    **options,
+                )
+                for _ in range(config.num_layers)
+            ],
             norm=LayerNorm(features, **options),
         )

@@ -17,12 +17,41 @@ from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.options import NormOptions
 
 HF_ACTIVATIONS: dict[str, Gelu] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-"""What transformers calls them; its default first."""
+"""The names of our activations in transformers, its default first."""
+HF_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "features",
+    "num_hidden_layers": "num_layers",
+    "lru_width": "recurrent_features",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "attention_window_size": "window",
+    "conv1d_width": "kernel_size",
+    "rope_theta": "rope_theta",
+    "partial_rotary_factor": "rotary_fraction",
+    "attention_bias": "attention_bias",
+    "rms_norm_eps": "epsilon",
+    "logits_soft_cap": "logits_soft_cap",
+}
+"""The fields of a config.json of transformers, and ours of the same value."""
+HF_SIZES = (*list(HF_FIELDS)[:3], "intermediate_size", "num_attention_heads")
+"""The fields that a config.json must have."""
+HF_VALUES: dict[str, Any] = {
+    "model_type": ("recurrent_gemma",),
+    "tie_word_embeddings": (True,),
+    "hidden_activation": tuple(HF_ACTIVATIONS),
+    "attention_dropout": (0,),
+    "rope_type": ("default",),
+}
+"""The values that these fields of a config.json may have, the default first."""
+HF_DEFAULTS = {name: value for name, (value, *_) in HF_VALUES.items() if name != "model_type"}
+HF_DEFAULTS |= {"attention_window_size": 2048}
+"""The defaults of transformers, apart from those that are ours, too."""
 
 
 def _heads_of_keys(size: int, fields: Fields) -> int:
     """The number of heads, if one head of keys and values serves all of them."""
-    return fields["features"] // max(size, 1)
+    return fields["features"] // size
 
 
 def _kv_heads(size: int, fields: Fields) -> int:
@@ -38,8 +67,9 @@ def _block_types(gate: str) -> Callable[[Checkpoint, Fields], tuple[GriffinMixin
     """Finds the shortest repeating pattern of kinds of blocks. Recurrent blocks have this gate."""
 
     def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[GriffinMixing, ...]:
+        blocks = checkpoint.layout.blocks
         kinds: list[GriffinMixing] = [
-            "recurrent" if checkpoint.find(f"{number}.{gate}") else "attention"
+            "recurrent" if checkpoint.find(gate.replace("*", f"{blocks}.{number}")) else "attention"
             for number in checkpoint.numbers
         ]
         lengths = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
@@ -54,11 +84,11 @@ def _sizes(
     """How to read the fields in a layout. No shape determines the window, so it is given."""
     return {
         "mlp_features": mlp,
-        "block_types": _block_types(gate.removeprefix("*.")),
+        "block_types": _block_types(gate),
         "num_heads": (Size(gate, 0, rank=3), keys._replace(convert=_heads_of_keys)),
-        "recurrent_features": (Size(gate, 1, rank=3, convert=_all_blocks), 192),
-        "kernel_size": (conv, 4),
-        "num_kv_heads": (keys._replace(convert=_kv_heads), 1),
+        "recurrent_features": (Size(gate, 1, rank=3, convert=_all_blocks), ...),
+        "kernel_size": (conv, ...),
+        "num_kv_heads": (keys._replace(convert=_kv_heads), ...),
         "attention_bias": has(query_bias),
         "window": window,
     }
@@ -145,7 +175,6 @@ class GriffinLanguageModelConfig(StackConfig):
     """Logits are cap · tanh(logits / cap). 0: no cap."""
 
     def __post_init__(self):
-        """Refuse what the annotations do not allow, and blocks that there are not."""
         super().__post_init__()
         kinds = get_args(GriffinMixing)
         types = tuple(self.block_types) if isinstance(self.block_types, list | tuple) else ()
@@ -157,17 +186,15 @@ class GriffinLanguageModelConfig(StackConfig):
 
     @property
     def mixings(self) -> list[GriffinMixing]:
-        """What each block mixes the steps by."""
+        """The kind of each block, from the lowest up."""
         kinds = self.block_types
         return [kinds[i % len(kinds)] for i in range(self.num_layers)]
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        """`griffin`."""
         return {"griffin": Preset(cls())}
 
     def build(self, **options: Unpack[NormOptions]) -> "GriffinLanguageModel":
-        """The model of this config."""
         return GriffinLanguageModel(self, **options)
 
     @classmethod
@@ -188,43 +215,24 @@ class GriffinLanguageModelConfig(StackConfig):
                 size is missing.
 
         """
-        expected = {
-            "model_type": ("recurrent_gemma",),
-            "tie_word_embeddings": (True,),
-            "hidden_activation": tuple(HF_ACTIVATIONS),
-            "attention_dropout": (0,),
-        }
-        defaults = {"model_type": None}
-        for name, values in expected.items():
-            if (value := config.get(name, defaults.get(name, values[0]))) not in values:
+        stated = {name: value for name, value in config.items() if value is not None}
+        given: dict[str, Any] = {**HF_DEFAULTS, **stated, **stated.get("rope_parameters", {})}
+        for name, values in HF_VALUES.items():
+            if (value := given.get(name)) not in values:
                 known = " or ".join(map(str, values))
                 raise ValueError(f"config: {name}: expected {known}, got {value}")
-        rope = {**config, **(config.get("rope_parameters") or {})}
-        if (kind := rope.get("rope_type", "default")) != "default":
-            raise ValueError(f"config: rope_type: expected default, got {kind}")
-
-        def size(name: str) -> int:
-            if not isinstance(value := config.get(name), int):
+        for name in HF_SIZES:
+            if not isinstance(value := stated.get(name), int):
                 raise ValueError(f"config: {name}: expected an integer, got {value!r}")
-            return value
-
+        # The width of the recurrences and the number of key heads need not be given.
+        given["lru_width"] = given.get("lru_width") or given["hidden_size"]
+        heads = given.get("num_key_value_heads") or given["num_attention_heads"]
+        given["num_key_value_heads"] = heads
         return cls(
-            vocab_size=size("vocab_size"),
-            features=size("hidden_size"),
-            num_layers=size("num_hidden_layers"),
-            mlp_features=size("intermediate_size") // 2,
-            recurrent_features=config.get("lru_width") or size("hidden_size"),
-            num_heads=size("num_attention_heads"),
-            num_kv_heads=config.get("num_key_value_heads") or size("num_attention_heads"),
-            window=config.get("attention_window_size", 2048),
-            kernel_size=config.get("conv1d_width", 4),
-            block_types=tuple(config.get("block_types") or cls.block_types),
-            rotary_fraction=float(rope.get("partial_rotary_factor", 0.5)),
-            rope_theta=float(rope.get("rope_theta", 10_000.0)),
-            attention_bias=config.get("attention_bias", False),
-            activation=HF_ACTIVATIONS[config.get("hidden_activation", "gelu_pytorch_tanh")],
-            epsilon=config.get("rms_norm_eps", 1e-6),
-            logits_soft_cap=float(config.get("logits_soft_cap", 30.0)),
+            mlp_features=given["intermediate_size"] // 2,
+            block_types=tuple(given.get("block_types") or cls.block_types),
+            activation=HF_ACTIVATIONS[given["hidden_activation"]],
+            **{ours: given[name] for name, ours in HF_FIELDS.items() if name in given},
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -239,27 +247,17 @@ class GriffinLanguageModelConfig(StackConfig):
                 "scale_embeddings: expected True, because transformers' RecurrentGemma always "
                 "scales its embeddings, got False"
             )
-        of_ours = {ours: theirs for theirs, ours in HF_ACTIVATIONS.items()}
-        rotary = {"rope_theta": self.rope_theta, "partial_rotary_factor": self.rotary_fraction}
+        fields = {name: getattr(self, ours) for name, ours in HF_FIELDS.items()}
+        rotary = {name: fields[name] for name in ("rope_theta", "partial_rotary_factor")}
+        names = {ours: name for name, ours in HF_ACTIVATIONS.items()}
         return {
             "architectures": ["RecurrentGemmaForCausalLM"],
             "model_type": "recurrent_gemma",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.features,
-            "num_hidden_layers": self.num_layers,
+            **fields,
             "intermediate_size": 2 * self.mlp_features,
-            "lru_width": self.recurrent_features,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "attention_window_size": self.window,
-            "conv1d_width": self.kernel_size,
             "block_types": [*self.block_types],
             "rope_parameters": {"rope_type": "default", **rotary},
-            **rotary,
-            "attention_bias": self.attention_bias,
-            "hidden_activation": of_ours[self.activation],
-            "rms_norm_eps": self.epsilon,
-            "logits_soft_cap": self.logits_soft_cap,
+            "hidden_activation": names[self.activation],
             "tie_word_embeddings": True,
         }
 
@@ -296,22 +294,8 @@ class GriffinLanguageModel(LanguageModel):
             embedding=nnx.Embed(config.vocab_size, config.features, embedding_init=init, **options),
             embedding_scale=scale,
             blocks=[
-                GriffinBlock(
-                    config.features,
-                    config.mlp_features,
-                    config.num_heads,
-                    mixing=mixing,
-                    recurrent_features=config.recurrent_features,
-                    kernel_size=config.kernel_size,
-                    num_kv_heads=config.num_kv_heads,
-                    window=config.window,
-                    rotary_fraction=config.rotary_fraction,
-                    rope_theta=config.rope_theta,
-                    attention_bias=config.attention_bias,
-                    activation=config.activation,
-                    epsilon=config.epsilon,
-                    out_variance=2 / config.num_layers,
-                    **options,
+                config.make(
+                    GriffinBlock, mixing=mixing, out_variance=2 / config.num_layers, **options
                 )
                 for mixing in config.mixings
             ],

@@ -7,12 +7,17 @@ from typing import ClassVar, Unpack
 
 from flax import nnx
 
-from jax_models.layers.hawk import HawkBlock, Parameterization
+from jax_models.layers.hawk import HawkBlock
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import RMSNorm
-from jax_models.models.architecture import Layout
+from jax_models.layers.rg_lru import Parameterization
+from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.options import NormOptions
+
+
+def _parameterization(checkpoint: Checkpoint, fields: Fields) -> Parameterization:
+    return "softplus" if checkpoint.find("*.hawk.rglru.a_param") else "direct"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +26,17 @@ class HawkLanguageModelConfig(StackConfig):
 
     family: ClassVar = "Hawk"
     layouts: ClassVar = {
-        "hawk": Layout("embedding.weight", "blocks", "final_norm.weight", "head.weight"),
+        "hawk": Layout(
+            "embedding.weight",
+            "blocks",
+            "final_norm.weight",
+            "head.weight",
+            sizes={
+                "mlp_features": Size("*.mlp.gate_proj.weight", 0),
+                "kernel_size": Size("*.hawk.conv.conv.weight", 2, rank=3),
+                "parameterization": _parameterization,
+            },
+        ),
     }
 
     vocab_size: int = 256
@@ -35,16 +50,14 @@ class HawkLanguageModelConfig(StackConfig):
     kernel_size: int = 4
     """Inputs that the causal convolution sees."""
     parameterization: Parameterization = "direct"
-    """What the RG-LRUs train: "direct", the decay a; "softplus", a_param. A new model trains better
-    with "softplus"; `RGLRU` says why."""
+    """The parameter of the RG-LRUs: "direct", the decay a; "softplus", a_param. A new model trains
+    better with "softplus"; `RGLRU` says why."""
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        """`hawk`."""
         return {"hawk": Preset(cls(parameterization="softplus"))}
 
     def build(self, **options: Unpack[NormOptions]) -> "HawkLanguageModel":
-        """The model of this config."""
         return HawkLanguageModel(self, **options)
 
 
@@ -67,16 +80,7 @@ class HawkLanguageModel(LanguageModel):
         super().__init__(
             config,
             embedding=nnx.Embed(config.vocab_size, config.features, **options),
-            blocks=[
-                HawkBlock(
-                    config.features,
-                    config.mlp_features,
-                    kernel_size=config.kernel_size,
-                    parameterization=config.parameterization,
-                    **options,
-                )
-                for _ in range(config.num_layers)
-            ],
+            blocks=[config.make(HawkBlock, **options) for _ in range(config.num_layers)],
             norm=RMSNorm(config.features, **options),
             head=Linear(config.features, config.vocab_size, use_bias=False, **options),
         )

@@ -87,11 +87,9 @@ class HippogriffLanguageModelConfig(StackConfig):
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        """`hippogriff`."""
         return {"hippogriff": Preset(cls())}
 
     def build(self, **options: Unpack[NormOptions]) -> "HippogriffLanguageModel":
-        """The model of this config."""
         return HippogriffLanguageModel(self, **options)
 
     @classmethod
@@ -129,19 +127,6 @@ class HippogriffLanguageModel(LanguageModel):
         super().__init__(
             config,
             embedding=nnx.Embed(config.vocab_size, config.features, embedding_init=init, **options),
-            blocks=[
-                HippogriffBlock(
-                    config.features,
-                    config.mlp_features,
-                    config.num_heads,
-                    hidden_features=config.hidden_features,
-                    kernel_size=config.kernel_size,
-                    num_kv_heads=config.num_kv_heads,
-                    window=config.window,
-                    version=config.version,
-                    **options,
-                )
-                for _ in range(config.num_layers)
-            ],
+            blocks=[config.make(HippogriffBlock, **options) for _ in range(config.num_layers)],
             norm=HippogriffNorm(config.features, **options),
         )

@@ -17,7 +17,7 @@ from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
-from jax_models.ops.checks import checked_rate
+from jax_models.ops.checks import Rate
 from jax_models.options import NormOptions
 from jax_models.weights.stored import as_numpy
 
@@ -30,7 +30,7 @@ HEAD, LIGHTNING = "lm_head.weight", "model."
 
 def _order(size: int, fields: Fields) -> int:
     """The projection makes the values and the input of each long convolution."""
-    return size // max(fields["features"], 1) - 1
+    return size // fields["features"] - 1
 
 
 def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> int:
@@ -130,24 +130,16 @@ class HyenaDNALanguageModelConfig(StackConfig):
     """Applied before the Hyenas' output projections."""
     tied_head: bool = True
     """Whether the head shares the embedding's weights."""
-    block_dropout_rate: float = 0.0
+    block_dropout_rate: Rate = 0.0
     """Dropout of the blocks' outputs before they are added."""
-    embedding_dropout_rate: float = 0.0
+    embedding_dropout_rate: Rate = 0.0
     """Dropout of the embeddings: 0.1 in HyenaDNA's training."""
-
-    def __post_init__(self):
-        """Refuse sizes and rates that there are not."""
-        super().__post_init__()
-        checked_rate("block_dropout_rate", self.block_dropout_rate)
-        checked_rate("embedding_dropout_rate", self.embedding_dropout_rate)
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        """`hyena-dna`."""
         return {"hyena-dna": Preset(cls(context_length=128))}
 
     def build(self, **options: Unpack[NormOptions]) -> "HyenaDNALanguageModel":
-        """The model of this config."""
         return HyenaDNALanguageModel(self, **options)
 
 
@@ -185,22 +177,10 @@ class HyenaDNALanguageModel(LanguageModel):
             embedding=nnx.Embed(vocab_size, features, embedding_init=normal, **options),
             dropout=Dropout(config.embedding_dropout_rate, rngs=options["rngs"]),
             blocks=[
-                HyenaDNABlock(
-                    features,
-                    config.mlp_features,
-                    config.context_length,
-                    order=config.order,
+                config.make(
+                    HyenaDNABlock,
+                    max_length=config.context_length,
                     dropout_rate=config.block_dropout_rate,
-                    embed_features=config.embed_features,
-                    filter_features=config.filter_features,
-                    num_filter_layers=config.num_filter_layers,
-                    omega=config.omega,
-                    shift=config.shift,
-                    kernel_size=config.kernel_size,
-                    modulate=config.modulate,
-                    normalized=config.normalized,
-                    filter_bias=config.filter_bias,
-                    activation=config.activation,
                     **options,
                 )
                 for _ in range(config.num_layers)

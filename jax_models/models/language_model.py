@@ -3,8 +3,9 @@
 __all__ = ["LanguageModel", "LanguageModelConfig", "LanguageModelState"]
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Any, ClassVar, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
+from jax_models.call_arguments import (
+    checked_lengths,
+    checked_reset,
+    checked_state,
+    checked_step_reset,
+    state_batch_axes,
+)
 from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.stack import Remat, Stack
@@ -23,16 +31,11 @@ from jax_models.models.architecture import Layout, ModelConfig
 from jax_models.ops.checks import as_array, nan_rows
 from jax_models.ops.rows import Rows
 from jax_models.options import CheckedOptions, NormOptions
-from jax_models.sequence import (
-    SequenceLayer,
-    checked_lengths,
-    checked_reset,
-    checked_state,
-    checked_step_reset,
-    state_batch_axes,
-)
+from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, Table, nested, same, tied, transposed
 from jax_models.weights.rows import at
+
+Layer = TypeVar("Layer", bound=SequenceLayer)
 
 
 class Preset(NamedTuple):
@@ -66,14 +69,20 @@ class LanguageModelConfig(ModelConfig):
         """The model of this config."""
         return super().build(**options)
 
+    def make(self, layer: Callable[..., Layer], **others: Any) -> Layer:
+        """A layer whose arguments are the fields of the same names, and others."""
+        names = inspect.signature(layer).parameters
+        fields = [field.name for field in dataclasses.fields(self) if field.name in names]
+        return layer(**{name: getattr(self, name) for name in fields} | others)
+
 
 @dataclasses.dataclass(frozen=True)
 class StackConfig(LanguageModelConfig):
     """A language model of equal blocks."""
 
     remat: Remat = dataclasses.field(default="none", kw_only=True)
-    """What the backward pass recomputes: "none", nothing; "dots", everything except the results of
-    matrix products; "full", everything except the inputs of the blocks."""
+    """The part that the backward pass recomputes: "none", nothing; "dots", everything except the
+    results of matrix products; "full", everything except the inputs of the blocks."""
     scan_layers: bool = dataclasses.field(default=False, kw_only=True)
     """Compile one block and reuse it for all: faster to compile, slower to run on a CPU."""
 
@@ -89,14 +98,8 @@ class Blocks(Stack):
     """The blocks of a model as one layer. `Stack` checked them when the model was built."""
 
     def __init__(self, config: LanguageModelConfig, blocks: nnx.List):
-        self.layers = blocks
-        self.in_features = blocks[0].in_features
-        self.dtype, self.param_dtype = blocks[0].dtype, blocks[0].param_dtype
-        self.causal = all(block.causal for block in blocks)
-        self.resettable = all(block.resettable for block in blocks)
-        is_stack = isinstance(config, StackConfig)
-        self.remat = config.remat if is_stack else "none"
-        self.scan_layers = is_stack and config.scan_layers
+        remat: Remat = getattr(config, "remat", "none")
+        self._hold(blocks, remat, getattr(config, "scan_layers", False))
 
 
 def _renamed(*_: Any) -> Any:
@@ -187,7 +190,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return getattr(self.config, "context_length", longest)
 
     def set_view(self, time_axis: str | None = None) -> None:
-        """What `nnx.view` calls: `time_axis` is as a sequence layer's."""
+        """Sets options in a view, as the method of a sequence layer does."""
         self.time_axis = time_axis or self.time_axis
 
     mesh_axes = last_axis(VOCABULARY, "head") | first_axis(VOCABULARY, "embedding")
@@ -197,7 +200,6 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return self.config.foreign_format(keys)
 
     def torch_layouts(self) -> Layouts:
-        """The tables of the config's layouts that all blocks have."""
         numbered: Iterable[tuple[Any, SequenceLayer]] = (
             [("", self.blocks)]
             if isinstance(self.blocks, SequenceLayer)
@@ -236,7 +238,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return x if self.dropout is None else self.dropout(x)
 
     def read_out(self, x: Any) -> Float[Array, "batch time features"]:
-        """What the norm and the head read of the blocks' output: the first stream of several."""
+        """The part of the blocks' output that the norm reads: the first of several streams."""
         return x[0] if isinstance(x, tuple) else x
 
     def unembed(self, x: Float[Array, "batch time features"]) -> Float[Array, "batch time vocab"]:
@@ -286,8 +288,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         if state is None:
             start, before = stack.start(batch_size), jnp.zeros(batch_size, jnp.int32)
         else:
-            expected = jax.eval_shape(lambda: self.init_state(batch_size))
-            start, before = checked_state(state, expected)
+            start, before = checked_state(self, state, batch_size)
 
         rows = Rows.of(time, ends, reset, self.time_axis)
         positions, after = rows.positions(before, time)

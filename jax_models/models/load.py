@@ -2,11 +2,10 @@
 
 __all__ = ["griffin_from_weights", "hyena_dna_from_weights", "load_pretrained", "rwkv_from_torch"]
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +18,29 @@ from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageM
 from jax_models.models.language_model import LanguageModel
 from jax_models.models.rwkv import RWKVConfig, undo_rescale
 from jax_models.models.silero_vad import SileroVAD
+from jax_models.ops.rows import Default
 from jax_models.options import FloatingDtype, Index, checked_options
 from jax_models.weights import from_torch
 from jax_models.weights.checkpoint import open_checkpoint
-from jax_models.weights.keys import elsewhere, flattened, joined
+from jax_models.weights.keys import checked_mapping, elsewhere, flattened, joined
+from jax_models.weights.layouts import params_of
 from jax_models.weights.stored import cast, dtype_of, is_floating
-from jax_models.weights.transfer import params_of
 
 ShardingOf = Callable[[str, tuple[int, ...]], Sharding]
 """From the path and the shape of a parameter to its sharding."""
+
+
+class LoadOptions(TypedDict, total=False):
+    """The keyword arguments of the functions that load a model from its weights."""
+
+    dtype: FloatingDtype | None
+    """The computation's dtype. None: that of the parameters."""
+    param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
+    """The parameters' dtype."""
+    sharding: ShardingOf | None
+    """From the path and the shape of a parameter to its sharding. None: as in `from_torch`."""
+
+
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "features",
@@ -88,7 +101,7 @@ def load_pretrained(
         weights = cast(weights, param_dtype)
     if dtype is None and param_dtype == jnp.float16:
         dtype = jnp.float32
-    return loaded(known, weights, dtype, param_dtype, sharding)
+    return loaded(known, weights, dtype=dtype, param_dtype=param_dtype, sharding=sharding)
 
 
 def config_of(
@@ -107,8 +120,7 @@ def config_of(
         ValueError: there is no such model, or the two contradict each other.
 
     """
-    if not isinstance(weights, Mapping):
-        raise TypeError(f"state_dict: expected a mapping, got {type(weights).__name__}")
+    checked_mapping("state_dict", weights)
     # A config.json names the model; without one, the keys identify it.
     known = [each for each in architectures(kind) if each.marks or each.model_types]
     names = ", ".join(each.family for each in known)
@@ -150,10 +162,8 @@ def _size(fields: Mapping[str, Any], name: str, default: int) -> Any:
 def rwkv_from_torch(
     state_dict: Mapping[str, Any],
     *,
-    dtype: FloatingDtype | None = None,
-    param_dtype: FloatingDtype = jnp.float32,
     rescaled_every: Index = 0,
-    sharding: ShardingOf | None = None,
+    **options: Unpack[LoadOptions],
 ) -> LanguageModel:
     """Loads the RWKV language model, of version 4, 6 or 7, of a checkpoint.
 
@@ -165,13 +175,10 @@ def rwkv_from_torch(
 
     Args:
         state_dict: torch tensors or arrays by key, as `read_pth` gives them.
-        dtype: of the computation. None: that of the parameters.
-        param_dtype: of the parameters.
         rescaled_every: the `rescale_every` of transformers' model, if the model ran in evaluation
             mode before its weights were saved, because it then divides some of them by powers of
             two. 0: the weights are not divided, as in the published checkpoints.
-        sharding: from the path and the shape of a parameter to its sharding. None: as in
-            `from_torch`.
+        **options: as in `LoadOptions`.
 
     Raises:
         TypeError: the state_dict is not a mapping.
@@ -182,17 +189,14 @@ def rwkv_from_torch(
     config = config_of(state_dict, kind=RWKVConfig)
     if rescaled_every:
         state_dict = undo_rescale(state_dict, rescaled_every)
-    return loaded(config, state_dict, dtype, param_dtype, sharding)
+    return loaded(config, state_dict, **options)
 
 
 @checked_options
 def griffin_from_weights(
     weights: Mapping[str, Any],
     config: GriffinLanguageModelConfig | None = None,
-    *,
-    dtype: FloatingDtype | None = None,
-    param_dtype: FloatingDtype = jnp.float32,
-    sharding: ShardingOf | None = None,
+    **options: Unpack[LoadOptions],
 ) -> GriffinLanguageModel:
     """Loads the Griffin language model of a checkpoint: a RecurrentGemma, or a smaller one.
 
@@ -207,10 +211,7 @@ def griffin_from_weights(
             recurrentgemma's tree of Flax variables.
         config: your own, or what `GriffinLanguageModelConfig.from_hf` reads from a config.json.
             None: what `GriffinLanguageModelConfig.from_state_dict` reads from the shapes.
-        dtype: of the computation. None: that of the parameters.
-        param_dtype: of the parameters.
-        sharding: from the path and the shape of a parameter to its sharding. None: as in
-            `from_torch`.
+        **options: as in `LoadOptions`.
 
     Raises:
         TypeError: the weights are not a mapping.
@@ -218,21 +219,17 @@ def griffin_from_weights(
             or the config.
 
     """
-    if not isinstance(weights, Mapping):
-        raise TypeError(f"weights: expected a mapping, got {type(weights).__name__}")
+    checked_mapping("weights", weights)
     state_dict = {key.removeprefix("params."): value for key, value in flattened(weights).items()}
     known = config or GriffinLanguageModelConfig.from_state_dict(state_dict)
-    return loaded(known, state_dict, dtype, param_dtype, sharding)
+    return loaded(known, state_dict, **options)
 
 
 @checked_options
 def hyena_dna_from_weights(
     weights: Mapping[str, Any],
     config: HyenaDNALanguageModelConfig | None = None,
-    *,
-    dtype: FloatingDtype | None = None,
-    param_dtype: FloatingDtype = jnp.float32,
-    sharding: ShardingOf | None = None,
+    **options: Unpack[LoadOptions],
 ) -> HyenaDNALanguageModel:
     """Loads the HyenaDNA of a checkpoint.
 
@@ -245,10 +242,7 @@ def hyena_dna_from_weights(
     Args:
         weights: torch tensors or arrays by key, in any of `HyenaDNALanguageModel`'s layouts.
         config: None: what `HyenaDNALanguageModelConfig.from_state_dict` reads from the shapes.
-        dtype: of the computation. None: that of the parameters.
-        param_dtype: of the parameters.
-        sharding: from the path and the shape of a parameter to its sharding. None: as in
-            `from_torch`.
+        **options: as in `LoadOptions`.
 
     Raises:
         TypeError: the weights are not a mapping.
@@ -257,27 +251,20 @@ def hyena_dna_from_weights(
 
     """
     known = config or HyenaDNALanguageModelConfig.from_state_dict(weights)
-    return loaded(known, weights, dtype, param_dtype, sharding)
+    return loaded(known, weights, **options)
 
 
 def loaded(
-    config: Any,
-    weights: Mapping[str, Any],
-    dtype: Any,
-    param_dtype: Any,
-    sharding: ShardingOf | None,
+    config: Any, weights: Mapping[str, Any], *, sharding: ShardingOf | None = None, **dtypes: Any
 ) -> Any:
     """Builds the model of a config. Each weight is read when its parameters are made."""
 
     def build() -> Any:
-        return config.build(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+        return config.build(**dtypes, rngs=nnx.Rngs(0))
 
     # eval_shape would leave the random state of dropout without a value
-    draws_masks = any(
-        getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name.endswith("dropout_rate")
-    )
+    fields = vars(config).items()
+    draws_masks = any(value for name, value in fields if name.endswith("dropout_rate"))
     model = build() if draws_masks else nnx.eval_shape(build)
     if sharding is not None:
         for path, param in params_of(model).items():

@@ -3,6 +3,7 @@
 __all__ = ["RNNLanguageModel", "RNNLanguageModelConfig"]
 
 import dataclasses
+import re
 from functools import partial
 from typing import ClassVar, Literal, Unpack
 
@@ -14,17 +15,28 @@ from jax_models.layers.lstm import LSTM
 from jax_models.layers.min_rnn import MinGRU, MinLSTM
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rnn import RNN
-from jax_models.models.architecture import Layout
+from jax_models.models.architecture import Checkpoint, Fields, Layout, Size
 from jax_models.models.language_model import (
     LanguageModel,
     LanguageModelConfig,
     Preset,
 )
-from jax_models.ops.checks import checked_rate
+from jax_models.ops.checks import Rate
 from jax_models.options import NormOptions
 from jax_models.weights import Layouts, same
 
 CELLS = {"rnn": RNN, "lstm": LSTM, "gru": GRU, "min_gru": MinGRU, "min_lstm": MinLSTM}
+
+
+def _torch_cell(size: int, fields: Fields) -> str | None:
+    """The cell of `torch.nn` that has so many gates."""
+    return {1: "rnn", 3: "gru", 4: "lstm"}.get(size // fields["hidden_features"])
+
+
+def _num_layers(checkpoint: Checkpoint, fields: Fields) -> int:
+    """The layers of `torch.nn` or of a minimal recurrence, whose keys have numbers, or one."""
+    found = (re.match(r"rnn\.(?:weight_hh_l|layers\.)(\d+)", key) for key in checkpoint.weights)
+    return len({layer[1] for layer in found if layer}) or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +52,18 @@ class RNNLanguageModelConfig(LanguageModelConfig):
             "layer_norm.weight",
             "proj.weight",
             positions=same("pos_embedding.embedding", "pos_embedding.weight"),
+            sizes={
+                "context_length": (Size("pos_embedding.weight", 0), None),
+                "embedding_features": Size("embedding.weight", 1),
+                "hidden_features": Size("layer_norm.weight", 0, rank=1),
+                "cell": (
+                    Size("rnn.weight_hh_l0", 0, convert=_torch_cell),
+                    Size("rnn.layers.0.linear_z.weight", 0, convert=lambda *_: "min_gru"),
+                    Size("rnn.layers.0.linear_f.weight", 0, convert=lambda *_: "min_lstm"),
+                    "rnn",
+                ),
+                "num_layers": _num_layers,
+            },
         ),
     )
 
@@ -55,13 +79,8 @@ class RNNLanguageModelConfig(LanguageModelConfig):
     """The recurrence."""
     num_layers: int = 1
     """Number of layers of the recurrence."""
-    dropout_rate: float = 0.0
+    dropout_rate: Rate = 0.0
     """Dropout between the layers."""
-
-    def __post_init__(self):
-        """Refuse sizes, cells and rates that there are not."""
-        super().__post_init__()
-        checked_rate("dropout_rate", self.dropout_rate)
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
@@ -77,7 +96,6 @@ class RNNLanguageModelConfig(LanguageModelConfig):
         }
 
     def build(self, **options: Unpack[NormOptions]) -> "RNNLanguageModel":
-        """The model of this config."""
         return RNNLanguageModel(self, **options)
 
 
@@ -111,12 +129,8 @@ class RNNLanguageModel(LanguageModel):
             config,
             embedding=embed(config.vocab_size),
             pos_embedding=None if length is None else embed(length),
-            blocks=CELLS[config.cell](
-                config.embedding_features,
-                hidden_features,
-                num_layers=config.num_layers,
-                dropout_rate=config.dropout_rate,
-                **options,
+            blocks=config.make(
+                CELLS[config.cell], in_features=config.embedding_features, **options
             ),
             norm=LayerNorm(hidden_features, **options),
             head=Linear(
@@ -128,7 +142,6 @@ class RNNLanguageModel(LanguageModel):
         )
 
     def torch_layouts(self) -> Layouts:
-        """The keys of torch_ref.RNNLanguageModel around each layout of the recurrence."""
         layouts = super().torch_layouts()
         if not isinstance(self.blocks, RNN):
             layouts.pop("scratch", None)  # the twin has the cells of torch.nn, except for the RNN

@@ -4,7 +4,7 @@ __all__ = ["RWKVLanguageModel", "RWKVLanguageModelConfig"]
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
@@ -14,11 +14,13 @@ from jaxtyping import Array
 
 from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
-from jax_models.layers.rwkv import RWKVBlock, orthogonal
-from jax_models.layers.rwkv_version import rwkv_version
+from jax_models.layers.rwkv import RWKVBlock
+from jax_models.layers.rwkv_parts import orthogonal, scaled_orthogonal
+from jax_models.layers.rwkv_version import other_version, rwkv_version
 from jax_models.models.architecture import Layout, Size
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
-from jax_models.options import NormOptions
+from jax_models.options import Initializer, NormOptions
+from jax_models.sequence import SequenceLayer
 
 BLINKDL = Layout("emb.weight", "blocks", "ln_out.weight", "head.weight")
 FLA = Layout("model.embeddings.weight", "model.layers", "model.norm.weight", "lm_head.weight")
@@ -29,6 +31,8 @@ HF = Layout("rwkv.embeddings.weight", "rwkv.blocks", "rwkv.ln_out.weight", "head
 class RWKVConfig(StackConfig):
     """The base class of the configs of RWKV language models. The `family` is the version."""
 
+    vocab_size: int = 256
+    """Number of distinct tokens."""
     features: int = 192
     """Width of the model."""
     num_layers: int = 3
@@ -36,14 +40,11 @@ class RWKVConfig(StackConfig):
 
     @classmethod
     def recognizes(cls, keys: Iterable[str]) -> bool:
-        """Whether a checkpoint is of this version."""
         return (rwkv_version(keys) or ("", ""))[0] == cls.family
 
     @classmethod
     def confused_with(cls, keys: Iterable[object]) -> str | None:
-        """The other version, if a checkpoint is of another one."""
-        version, key = rwkv_version(keys) or (cls.family, "")
-        return None if version == cls.family else f"{version} (it has {key})"
+        return other_version(keys, cls.family)
 
 
 def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
@@ -59,13 +60,25 @@ def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
     }
 
 
-def rwkv_head(config: RWKVConfig, **options: Any) -> Linear:
-    """The head of all versions. Its matrix is half of what `orthogonal` returns."""
-    return Linear(config.features, config.vocab_size, use_bias=False, kernel_init=_half, **options)
+half_orthogonal = scaled_orthogonal(0.5)
 
 
-def _half(*args, **kwargs) -> Array:
-    return 0.5 * orthogonal(*args, **kwargs)
+def rwkv_parts(
+    config: RWKVConfig,
+    block: Callable[..., SequenceLayer],
+    embedding_init: Initializer,
+    **options: Unpack[NormOptions],
+) -> dict[str, Any]:
+    """The parts of the language models of all versions."""
+    sizes = config.features, config.vocab_size
+    return {
+        "blocks": [config.make(block, layer_index=i, **options) for i in range(config.num_layers)],
+        "embedding": nnx.Embed(
+            config.vocab_size, config.features, embedding_init=embedding_init, **options
+        ),
+        "norm": LayerNorm(config.features, **options),
+        "head": Linear(*sizes, use_bias=False, kernel_init=half_orthogonal, **options),
+    }
 
 
 def small_uniform(key, shape: tuple[int, int], dtype, **_) -> Array:
@@ -84,18 +97,11 @@ class RWKVLanguageModelConfig(RWKVConfig):
         "hf": HF._replace(sizes={"hidden_features": Size("*.feed_forward.key.weight", 0)}),
     }
 
-    vocab_size: int = 256
-    """Number of distinct tokens."""
-    features: int = 192
-    """Width of the model."""
-    num_layers: int = 3
-    """Residual blocks."""
     hidden_features: int = 768
     """Width of the channel mixes; four times `features` in RWKV-4."""
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        """`rwkv`."""
         return {"rwkv": Preset(cls())}
 
     def to_hf(self) -> dict[str, Any]:
@@ -113,7 +119,6 @@ class RWKVLanguageModelConfig(RWKVConfig):
         }
 
     def build(self, **options: Unpack[NormOptions]) -> "RWKVLanguageModel":
-        """The model of this config."""
         return RWKVLanguageModel(self, **options)
 
 
@@ -133,24 +138,5 @@ class RWKVLanguageModel(LanguageModel):
 
     def __init__(self, config: RWKVLanguageModelConfig, **options: Unpack[NormOptions]):
         gain = 1e-4 * max(config.vocab_size, config.features) ** 0.5
-        super().__init__(
-            config,
-            blocks=[
-                RWKVBlock(
-                    config.features,
-                    config.hidden_features,
-                    layer_index=index,
-                    num_layers=config.num_layers,
-                    **options,
-                )
-                for index in range(config.num_layers)
-            ],
-            embedding=nnx.Embed(
-                config.vocab_size,
-                config.features,
-                embedding_init=partial(orthogonal, gain=gain),
-                **options,
-            ),
-            norm=LayerNorm(config.features, **options),
-            head=rwkv_head(config, **options),
-        )
+        init = partial(orthogonal, gain=gain)
+        super().__init__(config, **rwkv_parts(config, RWKVBlock, init, **options))

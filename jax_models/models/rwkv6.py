@@ -5,13 +5,10 @@ __all__ = ["RWKV6LanguageModel", "RWKV6LanguageModelConfig"]
 import dataclasses
 from typing import ClassVar, Unpack
 
-from flax import nnx
-
-from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv6 import RWKV6Block, default_hidden_features, default_ranks
 from jax_models.models.architecture import Fields, Size
 from jax_models.models.language_model import LanguageModel, Preset
-from jax_models.models.rwkv import BLINKDL, FLA, HF, RWKVConfig, rwkv_head, small_uniform
+from jax_models.models.rwkv import BLINKDL, FLA, HF, RWKVConfig, rwkv_parts, small_uniform
 from jax_models.options import NormOptions
 
 
@@ -48,12 +45,6 @@ class RWKV6LanguageModelConfig(RWKVConfig):
         "hf": HF._replace(sizes=_as_in_blinkdl("attention", "feed_forward")),
     }
 
-    vocab_size: int = 256
-    """Number of distinct tokens."""
-    features: int = 192
-    """Width of the model."""
-    num_layers: int = 3
-    """Residual blocks."""
     hidden_features: int | None = None
     """Width of the channel mixes. None: 3.5 times `features`, rounded down to a multiple of 32."""
     head_size: int = 64
@@ -64,7 +55,6 @@ class RWKV6LanguageModelConfig(RWKVConfig):
     """Width of the data-dependent decay. None: 64, or 128 from 4096 features."""
 
     def __post_init__(self):
-        """Refuse what the annotations do not allow, and say what None stands for."""
         super().__post_init__()
         ranks = default_ranks(self.features, self.mix_rank, self.decay_rank)
         hidden_features = self.hidden_features or default_hidden_features(self.features)
@@ -74,11 +64,9 @@ class RWKV6LanguageModelConfig(RWKVConfig):
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        """`rwkv6`."""
         return {"rwkv6": Preset(cls(), "shakespeare-small-batches")}
 
     def build(self, **options: Unpack[NormOptions]) -> "RWKV6LanguageModel":
-        """The model of this config."""
         return RWKV6LanguageModel(self, **options)
 
 
@@ -98,24 +86,4 @@ class RWKV6LanguageModel(LanguageModel):
     """
 
     def __init__(self, config: RWKV6LanguageModelConfig, **options: Unpack[NormOptions]):
-        super().__init__(
-            config,
-            blocks=[
-                RWKV6Block(
-                    config.features,
-                    config.hidden_features,
-                    head_size=config.head_size,
-                    mix_rank=config.mix_rank,
-                    decay_rank=config.decay_rank,
-                    layer_index=index,
-                    num_layers=config.num_layers,
-                    **options,
-                )
-                for index in range(config.num_layers)
-            ],
-            embedding=nnx.Embed(
-                config.vocab_size, config.features, embedding_init=small_uniform, **options
-            ),
-            norm=LayerNorm(config.features, **options),
-            head=rwkv_head(config, **options),
-        )
+        super().__init__(config, **rwkv_parts(config, RWKV6Block, small_uniform, **options))

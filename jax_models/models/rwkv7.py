@@ -5,16 +5,11 @@ __all__ = ["RWKV7LanguageModel", "RWKV7LanguageModelConfig"]
 import dataclasses
 from typing import ClassVar, Unpack
 
-from flax import nnx
-
-from jax_models.layers.norm import LayerNorm
-from jax_models.layers.rwkv7 import RWKV7Block, default_ranks
+from jax_models.layers.rwkv7 import RWKV7Block, ranks
 from jax_models.models.architecture import Size, has
 from jax_models.models.language_model import LanguageModel, Preset
-from jax_models.models.rwkv import BLINKDL, FLA, RWKVConfig, rwkv_head, small_uniform
+from jax_models.models.rwkv import BLINKDL, FLA, RWKVConfig, rwkv_parts, small_uniform
 from jax_models.options import NormOptions
-
-RANKS = ("decay_rank", "rate_rank", "value_rank", "gate_rank")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +27,7 @@ class RWKV7LanguageModelConfig(RWKVConfig):
                 "rate_rank": Size("*.att.a1", 1),
                 "value_rank": (Size("*.att.v1", 1), None),  # a single layer mixes no values
                 "gate_rank": Size("*.att.g1", 1),
-                "keep_unused": has("0.att.v0"),
+                "keep_unused": has("blocks.0.att.v0"),
             }
         ),
         "fla": FLA._replace(
@@ -43,17 +38,11 @@ class RWKV7LanguageModelConfig(RWKVConfig):
                 "rate_rank": Size("*.attn.a_lora.lora.0.weight", 0),
                 "value_rank": (Size("*.attn.v_lora.lora.0.weight", 0), None),
                 "gate_rank": Size("*.attn.g_lora.lora.0.weight", 0),
-                "keep_unused": has("0.attn.v_lora.lora.2.bias"),
+                "keep_unused": has("model.layers.0.attn.v_lora.lora.2.bias"),
             }
         ),
     }
 
-    vocab_size: int = 256
-    """Number of distinct tokens."""
-    features: int = 192
-    """Width of the model."""
-    num_layers: int = 3
-    """Residual blocks."""
     hidden_features: int | None = None
     """Width of the channel mixes. None: four times `features`."""
     head_size: int = 64
@@ -71,20 +60,16 @@ class RWKV7LanguageModelConfig(RWKVConfig):
     """The lowest layer keeps v0, v1 and v2, which it does not use; some checkpoints have them."""
 
     def __post_init__(self):
-        """Refuse what the annotations do not allow, and say what None stands for."""
         super().__post_init__()
-        ranks = default_ranks(self.features, *(getattr(self, name) for name in RANKS))
-        for name, rank in zip(RANKS, ranks, strict=True):
+        for name, rank in ranks(self.features, vars(self)).items():
             object.__setattr__(self, name, rank)
         object.__setattr__(self, "hidden_features", self.hidden_features or 4 * self.features)
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:
-        """`rwkv7`."""
         return {"rwkv7": Preset(cls(), "shakespeare-small-batches")}
 
     def build(self, **options: Unpack[NormOptions]) -> "RWKV7LanguageModel":
-        """The model of this config."""
         return RWKV7LanguageModel(self, **options)
 
 
@@ -103,25 +88,4 @@ class RWKV7LanguageModel(LanguageModel):
     """
 
     def __init__(self, config: RWKV7LanguageModelConfig, **options: Unpack[NormOptions]):
-        ranks = {name: getattr(config, name) for name in RANKS}
-        super().__init__(
-            config,
-            blocks=[
-                RWKV7Block(
-                    config.features,
-                    config.hidden_features,
-                    head_size=config.head_size,
-                    keep_unused=config.keep_unused,
-                    **ranks,
-                    layer_index=index,
-                    num_layers=config.num_layers,
-                    **options,
-                )
-                for index in range(config.num_layers)
-            ],
-            embedding=nnx.Embed(
-                config.vocab_size, config.features, embedding_init=small_uniform, **options
-            ),
-            norm=LayerNorm(config.features, **options),
-            head=rwkv_head(config, **options),
-        )
+        super().__init__(config, **rwkv_parts(config, RWKV7Block, small_uniform, **options))

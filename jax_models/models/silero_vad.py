@@ -4,7 +4,7 @@ __all__ = ["SileroVAD", "SileroVADState"]
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models import ops
+from jax_models.call_arguments import (
+    checked_lengths,
+    checked_reset,
+    checked_state,
+    checked_step_reset,
+)
 from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.dropout import Dropout
 from jax_models.layers.linear import Linear, torch_uniform
@@ -21,26 +27,23 @@ from jax_models.layers.lstm import LSTM, LSTMState
 from jax_models.models.architecture import ModelConfig
 from jax_models.ops import Rows, carry_dtype
 from jax_models.ops.checks import as_array, checked_array, nan_rows
-from jax_models.options import CheckedOptions, FloatingDtype
-from jax_models.sequence import (
-    checked_lengths,
-    checked_reset,
-    checked_state,
-    checked_step_reset,
-)
+from jax_models.options import CheckedOptions, NormOptions
 from jax_models.weights import Layouts, Table, Weight, flipped, nested, same
 from jax_models.weights.constant import Constant
+from jax_models.weights.keys import checked_mapping, joined
 
+RATES: dict[int, Literal[16000, 8000]] = {256: 16000, 128: 8000}
+"""The sample rate, in Hz, for each size of the STFT's windows."""
 HIDDEN = 128
 """Size of what the convolutions make of a frame, and of the LSTM's state."""
 TAPS = 3
-"""Of each convolution."""
+"""Taps of each convolution."""
 CONVOLUTIONS = ((128, 1), (64, 2), (64, 2), (HIDDEN, 1))
 """Output features and stride of each; the four columns of a frame become one."""
 
 
 class SileroVADState(NamedTuple):
-    """What silero-VAD carries: the samples before the next frame, and the LSTM's h and c."""
+    """The state of silero-VAD: the samples before the next frame, and the LSTM's h and c."""
 
     context: Float[Array, "batch context"]
     h: Float[Array, "batch hidden"]
@@ -60,11 +63,15 @@ class SileroVADConfig(ModelConfig):
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
         """The config of a checkpoint. The size of the STFT's windows determines the sample rate."""
-        stft = next(array for key, array in state_dict.items() if "stft" in key)
-        return dataclasses.replace(cls(16000 if stft.shape[-1] == 256 else 8000), **options)
+        for key, array in checked_mapping("state_dict", state_dict).items():
+            window = [0, *getattr(array, "shape", ())][-1]
+            if "stft" in str(key) and window in RATES:
+                return cls(**{"sample_rate": RATES[window], **options})
+        keys = ", ".join(joined(sorted(map(str, state_dict)))) or "no keys"
+        windows = " or ".join(map(str, RATES))
+        raise ValueError(f"state_dict: expected an stft of {windows} samples, got {keys}")
 
     def build(self, **options: Any) -> "SileroVAD":
-        """The model."""
         return SileroVAD(self.sample_rate, **options)
 
 
@@ -89,11 +96,8 @@ class SileroVAD(CheckedOptions, nnx.Module):
         sample_rate: of the audio, 16000 or 8000 Hz: frames of 512 samples and a context of 64, or
             of 256 and 32.
         dropout_rate: dropout, in training, of h; the shipped module has 0.1.
-        dtype: the computation's dtype. None: from the audio and the parameters. The state is
-            carried in at least float32.
-        param_dtype: the parameters' dtype.
-        rngs: draws the parameters (`params`), as torch does, and the dropout masks (`dropout`). The
-            STFT is a `Constant`, a Fourier basis under Hann's window.
+        **options: as in `NormOptions`. The parameters start as in torch. The STFT is a `Constant`,
+            a Fourier basis under Hann's window.
 
     Raises:
         ValueError: there is no model of that sample rate, or a rate is not in [0, 1).
@@ -108,28 +112,24 @@ class SileroVAD(CheckedOptions, nnx.Module):
         sample_rate: Literal[16000, 8000] = 16000,
         *,
         dropout_rate: float = 0.0,
-        dtype: FloatingDtype | None = None,
-        param_dtype: FloatingDtype = jnp.float32,
-        rngs: nnx.Rngs,
+        **options: Unpack[NormOptions],
     ):
         window = sample_rate * 16 // 1000
         self.sample_rate = sample_rate
         self.frame_length, self.context_length = 2 * window, window // 4
-        self.dtype = None if dtype is None else jnp.dtype(dtype)
-        self.param_dtype = jnp.dtype(param_dtype)
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.dtype, self.param_dtype = options.get("dtype"), options.get("param_dtype")
 
         def linear(in_features: int, out_features: int) -> Linear:
             init = torch_uniform(in_features)
             return Linear(in_features, out_features, kernel_init=init, bias_init=init, **options)
 
-        self.stft = Constant(jnp.asarray(_hann_fourier(window), param_dtype))
+        self.stft = Constant(jnp.asarray(_hann_fourier(window), self.param_dtype))
         features, self.convolutions = window // 2 + 1, nnx.List()
         for out_features, _ in CONVOLUTIONS:
             self.convolutions.append(linear(TAPS * features, out_features))
             features = out_features
         self.lstm = LSTM(HIDDEN, HIDDEN, **options)
-        self.dropout = Dropout(dropout_rate, rngs=rngs)
+        self.dropout = Dropout(dropout_rate, rngs=options["rngs"])
         self.head = linear(HIDDEN, 1)
 
     def init_state(self, batch_size: int) -> SileroVADState:
@@ -175,7 +175,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         lengths: Int[ArrayLike, " batch"] | None = None,
         reset: Bool[ArrayLike, "batch frames"] | None = None,
     ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
-        """What the probabilities are σ of, for a loss; the arguments are those of a call."""
+        """The logits of the probabilities, for a loss; the arguments are those of a call."""
         return self._run(lambda logits: logits, audio, state, lengths, reset)
 
     def step(
@@ -203,20 +203,17 @@ class SileroVAD(CheckedOptions, nnx.Module):
         probabilities, state = self(chunk, state, reset=reset)
         return probabilities[..., 0], state
 
-    def _run(
-        self,
-        activation: Callable[[Array], Array],
-        audio: Float[ArrayLike, "batch samples"],
-        state: SileroVADState | None,
-        lengths: Int[ArrayLike, " batch"] | None,
-        reset: Bool[ArrayLike, "batch frames"] | None,
-    ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
+    def _run(self, activation: Callable[[Array], Array], audio, state, lengths, reset):
         audio = _checked_audio("audio", audio, "(batch, samples) or (samples,) unbatched")
         batch_shape, samples = audio.shape[:-1], audio.shape[-1]
         count = -(-samples // self.frame_length)
         lengths, outside = checked_lengths(lengths, batch_shape, samples)
         reset = checked_reset(reset, (*batch_shape, count))
-        state = self._batched_state(state, batch_shape)
+        batch_size = batch_shape[0] if batch_shape else 1
+        if state is None:
+            state = self.init_state(batch_size)
+        else:
+            state = checked_state(self, state, batch_size, batched=bool(batch_shape))
 
         audio = Rows.of(samples, lengths).masked(jnp.atleast_2d(audio))
         audio = jnp.pad(audio, ((0, 0), (0, count * self.frame_length - samples)))
@@ -228,17 +225,6 @@ class SileroVAD(CheckedOptions, nnx.Module):
         if outside is not None:
             y, last = nan_rows(outside, (y, last), 0)
         return (y, last) if batch_shape else (y[0], jax.tree.map(lambda s: s[0], last))
-
-    def _batched_state(
-        self, state: SileroVADState | None, batch_shape: tuple[int, ...]
-    ) -> SileroVADState:
-        batch_size = batch_shape[0] if batch_shape else 1
-        if state is None:
-            return self.init_state(batch_size)
-        expected = jax.eval_shape(lambda: self.init_state(batch_size))
-        if not batch_shape and jax.tree.structure(state) == jax.tree.structure(expected):
-            state = jax.tree.map(lambda s: s[None], state)
-        return checked_state(state, expected)
 
     def _frames(
         self,
@@ -275,7 +261,6 @@ class SileroVAD(CheckedOptions, nnx.Module):
         return jnp.where(is_silent, 0, jnp.sqrt(jnp.where(is_silent, 1, power)))
 
     def torch_layouts(self) -> Layouts:
-        """`torchscript`: the keys of the shipped module; `silero`: of the safetensors file."""
         numbers = range(len(CONVOLUTIONS))
         return {
             "torchscript": self._table(
@@ -306,7 +291,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
 
 
 def _checked_audio(name: str, audio: Any, expected: str) -> Array:
-    """One recording or a batch, of floating numbers, or the fault."""
+    """One recording or a batch, in floating numbers."""
     audio = as_array(name, audio)
     if jnp.issubdtype(audio.dtype, jnp.integer):
         raise TypeError(
@@ -326,7 +311,7 @@ def _contexts(
     lengths: Int[Array, " batch"] | None,
     reset: Bool[Array, "batch frames"] | None,
 ) -> tuple[Float[Array, "batch frames context"], Float[Array, "batch context"]]:
-    """What stands before each frame, and after the last of each row."""
+    """The samples before each frame, and those at the end of each row."""
     contexts = jnp.concatenate([context[:, None], tails], axis=1)
     before, last = contexts[:, :-1], contexts[:, -1]
     if lengths is not None:

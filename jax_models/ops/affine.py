@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.checks import checked
+from jax_models.ops.arguments import checked
 
-WIDE = (jnp.float64, jnp.complex64, jnp.complex128)
+WIDE_DTYPES = (jnp.float64, jnp.complex64, jnp.complex128)
 
 
 def carry_dtype(dtype) -> jnp.dtype:
     """The dtype in which a recurrence computed in `dtype` accumulates: at least float32."""
     dtype = jnp.dtype(dtype)
-    return dtype if dtype in WIDE else jnp.dtype(jnp.float32)
+    return dtype if dtype in WIDE_DTYPES else jnp.dtype(jnp.float32)
 
 
 def common_carry_dtype(*arrays: Array) -> jnp.dtype:

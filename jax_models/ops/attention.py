@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.checks import checked
+from jax_models.ops.arguments import checked
 
 
 @checked()

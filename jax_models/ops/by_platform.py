@@ -1,7 +1,7 @@
 """A function with a form for each platform, of which only the one that runs is traced."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,48 +64,41 @@ def _lowering(platform: str):
     return rule
 
 
-class _Moving(NamedTuple):
-    """The forms as functions of their inexact arguments, which come after all arguments."""
+def _derivative(
+    derivative: Callable[..., Any], forms: Forms, inexact: tuple[int, ...], leaves, others
+) -> list[Array]:
+    """`derivative(form, its inexact arguments, others)` of the form that runs."""
 
-    forms: Forms
-    inexact: tuple[int, ...]
+    def of(form):
+        def moved(*args):
+            leaves = list(args[: -len(others)])
 
-    def each(self, derivative: Callable[..., Any], leaves, others) -> list[Array]:
-        """`derivative(form, its inexact arguments, others)` of the form that runs."""
+            def of_inexact(*some):
+                for i, leaf in zip(inexact, some, strict=True):
+                    leaves[i] = leaf
+                return form(*leaves)
 
-        def of(form):
-            def moved(*args):
-                leaves = list(args[: -len(others)])
+            some = [leaves[i] for i in inexact]
+            return derivative(of_inexact, some, list(args[-len(others) :]))
 
-                def of_inexact(*some):
-                    for i, leaf in zip(self.inexact, some, strict=True):
-                        leaves[i] = leaf
-                    return form(*leaves)
+        return moved
 
-                some = [leaves[i] for i in self.inexact]
-                return derivative(of_inexact, some, list(args[-len(others) :]))
-
-            return moved
-
-        return _bind([*leaves, *others], {name: of(form) for name, form in self.forms})
+    return _bind([*leaves, *others], {name: of(form) for name, form in forms})
 
 
-class _Tangent(_Moving):
-    def __call__(self, leaves, tangents):
-        return self.each(lambda f, x, tangents: jax.jvp(f, x, tangents)[1], leaves, tangents)
+def _tangent(*args):
+    return _derivative(lambda form, x, tangents: jax.jvp(form, x, tangents)[1], *args)
 
 
-class _Gradient(_Moving):
-    def __call__(self, leaves, cotangents):
-        return self.each(lambda f, x, gradients: jax.vjp(f, *x)[1](gradients), leaves, cotangents)
+def _gradient(*args):
+    return _derivative(lambda form, x, gradients: jax.vjp(form, *x)[1](gradients), *args)
 
 
 def _jvp(primals, tangents, *, forms: Forms):
     inexact = tuple(i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact))
     moved = [ad.instantiate_zeros(tangents[i]) for i in inexact]
-    derivatives = _Tangent(forms, inexact), _Gradient(forms, inexact)
     y = by_platform_p.bind(*primals, forms=forms)
-    return y, linear_map(*derivatives, list(primals), moved)
+    return y, linear_map(_tangent, _gradient, list(primals), moved, forms, inexact)
 
 
 def _batch(leaves, axes, *, forms: Forms):

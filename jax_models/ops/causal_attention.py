@@ -6,15 +6,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype
 from jax_models.ops.attention import check_heads
+from jax_models.ops.attention_tiles import NEVER, Tiling, tiles, untiled
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.varying import alike
+from jax_models.ops.varying import match_varying_axes
 
 Carry = TypeVar("Carry", bound=tuple)
 TILE, LARGE_TILE = 128, 512
@@ -24,8 +24,6 @@ The scores of a small tile stay in a CPU's cache. Accelerators are faster with l
 """
 FEW_TILES = 6
 """Up to this number of pairs of tiles, the loop is unrolled."""
-NEVER = np.iinfo(np.int32).max
-"""The step number of padding keys. It comes after every query, so no query sees them."""
 
 
 class Past(NamedTuple):
@@ -67,63 +65,21 @@ def causal_attention(
     if not is_symbolic_dim(q.shape[1]) and q.shape[1] == 0:
         return q
     small, large = (
-        _Tiling.of(q.shape[1], past.keys.shape[1], tile, window) for tile in (TILE, LARGE_TILE)
+        Tiling.of(q.shape[1], past.keys.shape[1], tile, window) for tile in (TILE, LARGE_TILE)
     )
     return _compiled(small, large, (q, k, v, *past[:2]), (first, *past[2:]))
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # otherwise an eager call would compile the scan each time
-def _compiled(small: "_Tiling", large: "_Tiling", floats, masks):
-    def of(tiling: _Tiling) -> Callable[..., Array]:
+def _compiled(small: "Tiling", large: "Tiling", floats, masks):
+    def of(tiling: Tiling) -> Callable[..., Array]:
         return lambda floats, masks: _attended(tiling, floats, masks)[0]
 
-    floats, masks = alike((floats, masks))
+    floats, masks = match_varying_axes((floats, masks))
     if small == large:
         return of(small)(floats, masks)
     # The derivative of `by_platform` would run the forward pass twice.
     return lax.platform_dependent(floats, masks, cpu=of(small), default=of(large))
-
-
-class _Tiling(NamedTuple):
-    """How the scores are divided into tiles."""
-
-    tile: int
-    """Steps of a tile of queries, and of a tile of their keys."""
-    rows: int
-    """Number of tiles of queries."""
-    reach: int
-    """How many tiles of keys before its own a tile of queries sees."""
-    past_tile: int
-    """Steps of a tile of past keys. It is larger if there are few queries."""
-    past_rows: int
-    """Number of tiles of queries that see the past."""
-
-    @classmethod
-    def of(cls, time: Any, slots: int, largest: int, window: int) -> "_Tiling":
-        """Chooses equal tiles, each a multiple of 8 steps, or a single tile."""
-
-        def tile_size(length: int, largest: int) -> int:
-            count = _ceil_div(length, largest)
-            return length if count <= 1 else 8 * _ceil_div(length, 8 * count)
-
-        tile = largest if is_symbolic_dim(time) else tile_size(time, largest)
-        rows, reach = _ceil_div(time, tile), _ceil_div(window - 1, tile)
-        past_tile = tile_size(slots, largest * (largest // tile))
-        if is_symbolic_dim(time):
-            return cls(tile, rows, reach, past_tile, rows)
-        return cls(tile, rows, min(reach, rows - 1), past_tile, min(rows, reach))
-
-    def own_pairs(self) -> tuple[Any, Any]:
-        """Pairs each tile of queries with each tile of keys that it sees."""
-        if is_symbolic_dim(self.rows):
-            row, back = jnp.divmod(jnp.arange(self.rows * (self.reach + 1)), self.reach + 1)
-            return row, row - back  # tiles before the first are masked
-        row, back = np.divmod(np.arange(self.rows * (self.reach + 1)), self.reach + 1)
-        return row[back <= row], (row - back)[back <= row]
-
-    def past_pairs(self, columns: int) -> tuple[Any, Any]:
-        """Pairs each tile of queries that sees the past with each tile of the past."""
-        return jnp.divmod(jnp.arange(self.past_rows * columns), columns)
 
 
 class _Queries(NamedTuple):
@@ -164,7 +120,7 @@ class _Softmax(NamedTuple):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attended(tiling: _Tiling, floats, masks) -> tuple[Array, Array]:
+def _attended(tiling: Tiling, floats, masks) -> tuple[Array, Array]:
     """Returns the outputs, and the log-sum-exp of each query's scores, in tiles."""
     q, k, v, past_k, past_v = floats
     queries = _queries(tiling, q, k, masks[0])
@@ -199,87 +155,83 @@ def _attended(tiling: _Tiling, floats, masks) -> tuple[Array, Array]:
             return add_keys(past, tiling.past_pairs(len(past.k)), result)
 
         result = lax.cond(masks[2], with_past, lambda result: result, result)
-    y = _untiled(result.values / result.weights, q).astype(q.dtype)
+    y = untiled(result.values / result.weights, q).astype(q.dtype)
     return y, result.greatest + jnp.log(result.weights)
 
 
-class _Tangent(NamedTuple):
+def _tangent(tiling: Tiling, residuals, floats):
     """The forward-mode derivative of `_attended`."""
+    (primals, masks), _ = residuals
 
-    tiling: _Tiling
+    def run(floats):
+        return _attended.fun(tiling, floats, masks)
 
-    def __call__(self, residuals, floats):
-        (primals, masks), _ = residuals
-
-        def run(floats):
-            return _attended.fun(self.tiling, floats, masks)
-
-        return jax.jvp(run, (primals,), (floats,))[1]
+    return jax.jvp(run, (primals,), (floats,))[1]
 
 
-class _Gradient(NamedTuple):
-    """The backward pass of `_attended`."""
+def _gradient(tiling: Tiling, residuals, cotangents):
+    """The backward pass of `_attended`.
 
-    tiling: _Tiling
+    Computes the weights again from the log-sum-exps, without another maximum and sum.
+    """
+    ((q, k, v, past_k, past_v), masks), (y, log_sum) = residuals
+    dy, d_log_sum = cotangents
+    tile, group = tiling.tile, q.shape[2] // k.shape[2]
+    # The part of the scores' gradient that is the same for all keys of a query.
+    faulty = ~jnp.isfinite(log_sum)  # steps whose output is NaN, which contribute no gradient
+    wide = carry_dtype(q.dtype)
+    of_weights = (y.astype(wide) * dy.astype(wide)).sum(axis=-1, keepdims=True)
+    of_weights = jnp.where(faulty, 0, tiles(of_weights, tile, group) - d_log_sum)
+    dy = jnp.where(faulty, 0, tiles(dy, tile, group))
+    # Transposed once, outside of the loop over tiles.
+    queries = _queries(tiling, q, k, masks[0])
+    dy_by_feature, q_by_feature = dy.mT, _finite(queries.q).mT
+    scale = q.shape[-1] ** -0.5
 
-    def __call__(self, residuals, cotangents):
-        """Computes the weights again from the log-sum-exps, without another maximum and sum."""
-        ((q, k, v, past_k, past_v), masks), (y, log_sum) = residuals
-        dy, d_log_sum = cotangents
-        tile, group = self.tiling.tile, q.shape[2] // k.shape[2]
-        faulty = ~jnp.isfinite(log_sum)  # steps whose output is NaN, which contribute no gradient
-        wide = carry_dtype(q.dtype)
-        of_weights = (y.astype(wide) * dy.astype(wide)).sum(axis=-1, keepdims=True)
-        of_weights = jnp.where(faulty, 0, _tiles(of_weights, tile, group) - d_log_sum)
-        dy = jnp.where(faulty, 0, _tiles(dy, tile, group))
-        queries = _queries(self.tiling, q, k, masks[0])
-        dy_by_feature, q_by_feature = dy.mT, _finite(queries.q).mT
-        scale = q.shape[-1] ** -0.5
+    def gradients(keys: _Keys, pairs, dq):
+        def add(carry, row, column):
+            dq, dk, dv = carry
+            k, v = _finite(_at(keys.k, column)), _at(keys.v, column)
+            weights = jnp.exp(_scores(queries, keys, row, column) - _at(log_sum, row))
+            weights = jnp.where(_at(faulty, row), 0, weights)
+            d_weights = _einsum("bhqf,bhkf->bhqk", _at(dy, row), v)
+            d_scores = (weights * (d_weights - _at(of_weights, row))).astype(k.dtype)
+            of_v = _einsum("bhfq,bhqk->bhfk", _at(dy_by_feature, row), weights.astype(v.dtype))
+            of_k = _einsum("bhfq,bhqk->bhfk", _at(q_by_feature, row), d_scores)
+            of_q = _einsum("bhqk,bhkf->bhqf", d_scores, k)
+            return (
+                _put(row, dq, _at(dq, row) + of_q),
+                _put(column, dk, _at(dk, column) + of_k),
+                _put(column, dv, _at(dv, column) + of_v),
+            )
 
-        def gradients(keys: _Keys, pairs, dq):
-            def add(carry, row, column):
-                dq, dk, dv = carry
-                k, v = _finite(_at(keys.k, column)), _at(keys.v, column)
-                weights = jnp.exp(_scores(queries, keys, row, column) - _at(log_sum, row))
-                weights = jnp.where(_at(faulty, row), 0, weights)
-                d_weights = _einsum("bhqf,bhkf->bhqk", _at(dy, row), v)
-                d_scores = (weights * (d_weights - _at(of_weights, row))).astype(k.dtype)
-                of_v = _einsum("bhfq,bhqk->bhfk", _at(dy_by_feature, row), weights.astype(v.dtype))
-                of_k = _einsum("bhfq,bhqk->bhfk", _at(q_by_feature, row), d_scores)
-                of_q = _einsum("bhqk,bhkf->bhqf", d_scores, k)
-                return (
-                    _put(row, dq, _at(dq, row) + of_q),
-                    _put(column, dk, _at(dk, column) + of_k),
-                    _put(column, dv, _at(dv, column) + of_v),
-                )
+        return _loop(add, (dq, _zeros(keys.k.mT), _zeros(keys.v.mT)), pairs)
 
-            return _loop(add, (dq, _zeros(keys.k.mT), _zeros(keys.v.mT)), pairs)
+    # The keys of the sequence, then those of the past, which are skipped if no query sees any.
+    own = _keys(k, v, _steps(k, masks[0]), tile)
+    dq, dk, dv = gradients(own, tiling.own_pairs(), _zeros(queries.q))
+    d_past = past_k, past_v
+    if past_k.shape[1]:
+        past_tile = tiling.past_tile
 
-        own = _keys(k, v, _steps(k, masks[0]), tile)
-        dq, dk, dv = gradients(own, self.tiling.own_pairs(), _zeros(queries.q))
-        d_past = past_k, past_v
-        if past_k.shape[1]:
-            past_tile = self.tiling.past_tile
+        def of_past(dq):
+            past = _keys(past_k, past_v, masks[1], past_tile)
+            dq, dk, dv = gradients(past, tiling.past_pairs(len(past.k)), dq)
+            return dq, untiled(scale * dk.mT, past_k), untiled(dv.mT, past_v)
 
-            def of_past(dq):
-                past = _keys(past_k, past_v, masks[1], past_tile)
-                dq, dk, dv = gradients(past, self.tiling.past_pairs(len(past.k)), dq)
-                return dq, _untiled(scale * dk.mT, past_k), _untiled(dv.mT, past_v)
+        def of_none(dq):
+            return dq, *match_varying_axes((_zeros(past_k), _zeros(past_v), dq))[:2]
 
-            def of_none(dq):
-                return dq, *alike((_zeros(past_k), _zeros(past_v), dq))[:2]
-
-            dq, *d_past = lax.cond(masks[2], of_past, of_none, dq)
-        found = _untiled(scale * dq, q), _untiled(scale * dk.mT, k), _untiled(dv.mT, v), *d_past
-        return tuple(gradient.astype(q.dtype) for gradient in found)
+        dq, *d_past = lax.cond(masks[2], of_past, of_none, dq)
+    found = untiled(scale * dq, q), untiled(scale * dk.mT, k), untiled(dv.mT, v), *d_past
+    return tuple(gradient.astype(q.dtype) for gradient in found)
 
 
 @_attended.defjvp
-def _attended_jvp(tiling: _Tiling, primals, tangents):
+def _attended_jvp(tiling: Tiling, primals, tangents):
     results = _attended(tiling, *primals)
     residuals = primals, results
-    derivative = linear_map(_Tangent(tiling), _Gradient(tiling), residuals, tangents[0])
-    return results, derivative
+    return results, linear_map(_tangent, _gradient, residuals, tangents[0], tiling)
 
 
 def _finite(x: Array) -> Array:
@@ -287,13 +239,13 @@ def _finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def _queries(tiling: _Tiling, q, k, first: Int[Array, "batch time"]) -> _Queries:
+def _queries(tiling: Tiling, q, k, first: Int[Array, "batch time"]) -> _Queries:
     tile, group = tiling.tile, q.shape[2] // k.shape[2]
 
     def of_each(steps: Int[Array, "batch time"]) -> Array:
-        return _tiles(jnp.repeat(steps[..., None, None], group, axis=2), tile, group)
+        return tiles(jnp.repeat(steps[..., None, None], group, axis=2), tile, group)
 
-    return _Queries(_tiles(q, tile, group), of_each(first), of_each(_steps(q, first)))
+    return _Queries(tiles(q, tile, group), of_each(first), of_each(_steps(q, first)))
 
 
 def _steps(x: Array, like: Int[Array, "batch time"]) -> Int[Array, "1 time"]:
@@ -307,8 +259,8 @@ def _keys(k, v, steps: Int[Array, "batch steps"], tile: int) -> _Keys:
     that sees it. The value becomes 0, because for other queries a weight of 0 times NaN is NaN.
     """
     k = jnp.where(jnp.isfinite(k) & jnp.isfinite(v), k, jnp.nan)
-    steps = _tiles(steps[..., None, None], tile, 1, NEVER).mT
-    return _Keys(_tiles(k, tile), _tiles(_finite(v), tile), steps)
+    steps = tiles(steps[..., None, None], tile, 1, NEVER).mT
+    return _Keys(tiles(k, tile), tiles(_finite(v), tile), steps)
 
 
 def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:
@@ -319,32 +271,10 @@ def _scores(queries: _Queries, keys: _Keys, row, column) -> Array:
     return jnp.where(seen, scores * queries.q.shape[-1] ** -0.5, -jnp.inf)
 
 
-def _tiles(x: Array, tile: int, group: int = 1, fill: int = 0) -> Array:
-    """From (batch, steps, heads, features) to (tiles, batch, heads/group, group·tile, features)."""
-    batch, steps, heads, features = x.shape
-    count = _ceil_div(steps, tile)
-    padding = [(0, 0), (0, count * tile - steps), (0, 0), (0, 0)]
-    x = jnp.pad(x, padding, constant_values=fill)
-    x = x.reshape(batch, count, tile, heads // group, group, features)
-    return x.transpose(1, 0, 3, 4, 2, 5).reshape(count, batch, heads // group, -1, features)
-
-
-def _untiled(x: Array, like: Array) -> Array:
-    """The inverse of `_tiles`: returns an array of the shape of `like`."""
-    batch, steps, heads, features = like.shape
-    count, _, kv_heads, *_ = x.shape
-    x = x.reshape(count, batch, kv_heads, heads // kv_heads, -1, features)
-    return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, features)[:, :steps]
-
-
 def _loop(step: Callable[..., Carry], carry: Carry, pairs: tuple[Any, Any]) -> Carry:
     count = pairs[0].shape[0]
     unroll = not is_symbolic_dim(count) and count <= FEW_TILES
     return lax.scan(lambda carry, pair: (step(carry, *pair), None), carry, pairs, unroll=unroll)[0]
-
-
-def _ceil_div(a: Any, b: int) -> Any:
-    return (a + b - 1) // b
 
 
 def _einsum(equation: str, a: Array, b: Array) -> Array:
@@ -353,7 +283,7 @@ def _einsum(equation: str, a: Array, b: Array) -> Array:
 
 def _zeros(like: Array) -> Array:
     zeros = jnp.zeros(like.shape, carry_dtype(like.dtype))
-    return alike((zeros, like))[0]
+    return match_varying_axes((zeros, like))[0]
 
 
 def _lowest(like: Array) -> Array:

@@ -4,16 +4,17 @@ import dataclasses
 from typing import NamedTuple, Unpack
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.checks import checked
+from jax_models.ops.arguments import checked
 from jax_models.ops.rows import DividedMasks, given_rows
-from jax_models.ops.time_axis import of_device_before, of_last_device
+from jax_models.ops.time_axis import of_device_before
 
 
 class CausalConv1DState(NamedTuple):
-    """What a causal convolution carries: the last kernel_size − 1 inputs, oldest first."""
+    """The state of a causal convolution: the last kernel_size − 1 inputs, oldest first."""
 
     inputs: Float[Array, "batch features kernel_size-1"]
 
@@ -62,7 +63,7 @@ def delayed(
         first = state.inputs.astype(own.dtype)
         before = CausalConv1DState(of_device_before(own, first, rows.time_axis))
         taps, _ = delayed(x, before, rows=of_device)
-        return taps, CausalConv1DState(of_last_device(own, rows.time_axis))
+        return taps, CausalConv1DState(lax.all_gather(own, rows.time_axis)[-1])
     inputs = jnp.concatenate([jnp.swapaxes(state.inputs, 1, 2).astype(x.dtype), x], axis=1)
     taps = [inputs[:, delay : delay + time] for delay in range(past + 1)]
     ends = jnp.full(x.shape[:1], time) if rows.lengths is None else rows.lengths

@@ -13,7 +13,7 @@ LEVELS = 4
 CHUNK = 2**LEVELS
 """Steps that are computed as products of matrices. Of 64 float32 loses more than torch's loop."""
 LARGEST_EXPONENT = 40.0
-"""Of factors: two of them, and a sum over the keys, stay finite in float32."""
+"""The largest exponent of a factor. The products of two, summed over the keys, stay finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Chunk:
         return after, (y,)
 
     def within(self, r, log_w, k, v, a=None, b=None) -> tuple[Array, ...]:
-        """What needs no state: U and Y as products with S₀ᵀ and what is added to them."""
+        """The part without the state: U and Y as products with S₀ᵀ, and the added terms."""
         decays = (_FactoredDecays if self.bounded else _BlockwiseDecays)(log_w)
         scores_of_r = partial(decays.scores, r, reads_after=self.reads_after)
         of_start, y = decays.of_start(r, self.reads_after), _product(scores_of_r(k), v)
@@ -55,7 +55,7 @@ class Chunk:
 
 
 class _Decays(Protocol):
-    """What a chunk's decays leave of what is read and written."""
+    """The decays of a chunk, applied to the keys that read and write its states."""
 
     fade: Array
     """The decay of all steps, e^all."""
@@ -69,7 +69,7 @@ class _Decays(Protocol):
         ...
 
     def scores(self, readers: Array, writers: Array, reads_after: bool) -> Array:
-        """What each step t reads of what the steps i < t (or i ≤ t) have written."""
+        """How strongly each step t reads the values that the steps i < t (or i ≤ t) wrote."""
         ...
 
 
@@ -158,7 +158,7 @@ def _step_and_other() -> tuple[Array, Array]:
 
 
 def _pairs(level: int) -> Array:
-    """Of each two blocks of 2^level steps, t in the second and i in the first."""
+    """Marks t in the second and i in the first of each two blocks of 2^level steps."""
     t, i = _step_and_other()
     t, i = t >> level, i >> level
     return (t & 1 == 1) & (t == i + 1)
@@ -188,7 +188,7 @@ def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
 
 
 def _scores(readers: Array, writers: Array) -> Array:
-    """Of each step's reader and each step's writer."""
+    """The scores of each step's reader and each step's writer."""
     return _einsum("...tk,...ik->...ti", readers, writers)
 
 
@@ -203,6 +203,6 @@ def _sums(which: Array, x: Array) -> Array:
 
 
 _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-"""Of matrices; XLA's CPU backend fails on products of arrays of more than eight axes."""
+"""A product of matrices. XLA's CPU backend fails on arrays of more than eight axes."""
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 """For products with a transposed array, so that the backward pass keeps no transposed one."""

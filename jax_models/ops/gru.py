@@ -5,13 +5,14 @@ from typing import NamedTuple, Unpack
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.checks import checked
-from jax_models.ops.recurrence import Pair, Product, Step, recurrence, sigmoid
+from jax_models.ops.arguments import checked
+from jax_models.ops.products import Pair, Product
+from jax_models.ops.recurrence import Step, recurrence, sigmoid
 from jax_models.ops.rows import ScanMasks
 
 
 class GRUState(NamedTuple):
-    """What a GRU carries: the hidden state h."""
+    """The state of a GRU: the hidden state h."""
 
     h: Float[Array, "*layers batch hidden"]
 

@@ -6,14 +6,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine
-from jax_models.ops.checks import checked
+from jax_models.ops.arguments import checked
 from jax_models.ops.layer_norm_lstm import LSTMNorms, layer_norm_cell
-from jax_models.ops.recurrence import Product, Step, recurrence
+from jax_models.ops.products import Product
+from jax_models.ops.recurrence import Step, recurrence
 from jax_models.ops.rows import ScanMasks
 
 
 class HyperLSTMState(NamedTuple):
-    """What a HyperLSTM carries: its own h and c, and those of its hyper network."""
+    """The state of a HyperLSTM: its own h and c, and those of its hyper network."""
 
     h: Float[Array, "*layers batch hidden"]
     c: Float[Array, "*layers batch hidden"]

@@ -5,11 +5,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.checks import checked, checked_positive
+from jax_models.ops.arguments import checked
+from jax_models.ops.checks import Positive
 
 
 @checked()
-def l2_normalize(x: Float[Array, "*shape"], *, epsilon: float = 1e-6) -> Float[Array, "*shape"]:
+def l2_normalize(x: Float[Array, "*shape"], *, epsilon: Positive = 1e-6) -> Float[Array, "*shape"]:
     """Scales vectors to a length of 1, and leaves zero vectors at zero.
 
         >>> k = l2_normalize(jnp.ones((8, 100, 4, 64)))
@@ -33,7 +34,6 @@ def l2_normalize(x: Float[Array, "*shape"], *, epsilon: float = 1e-6) -> Float[A
     Source: Yang et al. 2024 (Gated DeltaNet, arXiv 2412.06464), for the queries and keys.
 
     """
-    checked_positive("epsilon", epsilon)
     wide = x.astype(carry_dtype(x.dtype))
     square = jnp.sum(wide * wide, axis=-1, keepdims=True)
     return (wide * lax.rsqrt(square + epsilon)).astype(x.dtype)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.checks import checked
+from jax_models.ops.arguments import checked
 from jax_models.ops.lstm import LSTMState
-from jax_models.ops.recurrence import Product, Step, recurrence
+from jax_models.ops.products import Product
+from jax_models.ops.recurrence import Step, recurrence
 from jax_models.ops.rows import ScanMasks
 
 
@@ -51,7 +52,7 @@ def _step(state: LSTMState, now: Step) -> LSTMState:
 def layer_norm_cell(
     gates: Float[Array, "batch 4*hidden"], c: Float[Array, "batch hidden"], norms: LSTMNorms
 ) -> LSTMState:
-    """What an LSTM makes of its gates before their activations, and of its last cell.
+    """Returns the state of an LSTM after a step, from its gates and its last cell.
 
         i, f, g, o ← LN(i), LN(f), LN(g), LN(o)     each with its own scale and bias
         c_t = σ(f) ⊙ c_{t−1} + σ(i) ⊙ tanh(g)

@@ -10,14 +10,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from jax_models.ops.varying import alike
+from jax_models.ops.varying import match_varying_axes
 
-LinearFunction = Callable[[Any, Any], Any]
-"""`f(residuals, x)`, linear in x. Hashable: JAX keeps what it compiled for all that are equal."""
+LinearFunction = Callable[..., Any]
+"""`f(*static, residuals, x)`, linear in x. It is a function of a module, because JAX keeps what it
+compiled for the same function and equal static arguments."""
 
 
-def linear_map(function: LinearFunction, transpose: LinearFunction, residuals: Any, x: Any) -> Any:
-    """`function(residuals, x)`, whose transpose in x is `transpose(residuals, y)`.
+def linear_map(
+    function: LinearFunction, transpose: LinearFunction, residuals: Any, x: Any, *static: Any
+) -> Any:
+    """Applies `function` to static arguments, residuals and x, with `transpose` as its transpose.
 
     Unlike `jax.custom_derivatives.linear_call` it can be differentiated in the residuals and
     mapped by `vmap`. The x may be any tree of floating arrays, the residuals any tree of arrays.
@@ -25,17 +28,19 @@ def linear_map(function: LinearFunction, transpose: LinearFunction, residuals: A
     """
     structure = jax.tree.structure(x)
     residual_leaves, residual_structure = jax.tree.flatten(residuals)
-    leaves = alike([*jax.tree.leaves(x), *residual_leaves])[: structure.num_leaves]
-    y = jax.eval_shape(lambda *args: function(*args), residuals, structure.unflatten(leaves))
-    params = _Map(function, transpose, residual_structure, structure, jax.tree.structure(y))
+    leaves = match_varying_axes([*jax.tree.leaves(x), *residual_leaves])[: structure.num_leaves]
+    y = jax.eval_shape(partial(function, *static), residuals, structure.unflatten(leaves))
+    trees = residual_structure, structure, jax.tree.structure(y)
+    params = _Map(function, transpose, static, *trees)
     return params.y.unflatten(linear_map_p.bind(*residual_leaves, *leaves, map=params))
 
 
 class _Map(NamedTuple):
-    """A function, its transpose, and the trees of residuals, x and y."""
+    """A function, its transpose, their static arguments, and the trees of residuals, x and y."""
 
     function: LinearFunction
     transpose: LinearFunction
+    static: tuple[Any, ...]
     residuals: Any
     x: Any
     y: Any
@@ -46,12 +51,12 @@ class _Map(NamedTuple):
 
     def __call__(self, *leaves: Array) -> list[Array]:
         residuals, x = self.split(leaves)
-        y = self.function(self.residuals.unflatten(residuals), self.x.unflatten(x))
-        return jax.tree.leaves(y)
+        trees = self.residuals.unflatten(residuals), self.x.unflatten(x)
+        return jax.tree.leaves(self.function(*self.static, *trees))
 
     def transposed(self) -> "_Map":
         """The map from y to x."""
-        return _Map(self.transpose, self.function, self.residuals, self.y, self.x)
+        return self._replace(function=self.transpose, transpose=self.function, x=self.y, y=self.x)
 
 
 linear_map_p = Primitive("linear_map")
@@ -118,11 +123,12 @@ class _Batched(NamedTuple):
     function: LinearFunction
     axes: tuple[int | None, ...]
 
-    def __call__(self, residuals, x):
+    def __call__(self, *args):
+        *static, residuals, x = args
         leaves, structure = jax.tree.flatten(residuals)
 
         def function(leaves, x):
-            return self.function(structure.unflatten(leaves), x)
+            return self.function(*static, structure.unflatten(leaves), x)
 
         return jax.vmap(function, in_axes=([*self.axes], 0))(leaves, x)
 

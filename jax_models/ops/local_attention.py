@@ -5,14 +5,14 @@ from typing import NamedTuple, Unpack
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_models.ops.arguments import checked
 from jax_models.ops.causal_attention import Past, causal_attention
-from jax_models.ops.checks import checked
 from jax_models.ops.rows import DividedMasks, at_end, given_rows, positions_after
 from jax_models.ops.time_axis import states_between
 
 
 class LocalAttentionState(NamedTuple):
-    """What local attention carries: the keys and values of the last window − 1 steps.
+    """The state of local attention: the keys and values of the last window − 1 steps.
 
     The key and value of position p of the document are in slot p mod (window − 1).
     """

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import starmap
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,13 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Complex, Float
 
 from jax_models.ops.affine import common_carry_dtype
-from jax_models.ops.checks import checked
+from jax_models.ops.arguments import checked
 from jax_models.ops.linear_map import linear_map
-from jax_models.ops.time_axis import features_here, features_to_time, time_to_features
-from jax_models.ops.varying import alike
+from jax_models.ops.varying import match_varying_axes
 
 LongConvMethod = Literal["auto", "rfft", "twisted"]
 
-PARTS = 4
+FEATURE_PARTS = 4
 """Without a loop, "twisted" transforms the features in so many parts. XLA's CPU backend runs each
 transform on one core, and several transforms side by side."""
 LOOP_BELOW, CHUNK_BYTES = 512, 2**17
@@ -80,10 +79,16 @@ def long_conv(
                 f"v: expected features that divide over the {count} devices of the axis "
                 f"{time_axis!r}, got {v.shape[1]}"
             )
-        parts = time_to_features(v.astype(dtype), time_axis), features_here(h, time_axis)
-        y = fft_conv(method, *alike((parts[0], parts[1].astype(dtype))))
-        return with_skip(features_to_time(y, time_axis), v, skip)
-    return with_skip(fft_conv(method, *alike((v.astype(dtype), h.astype(dtype)))), v, skip)
+        # Each device exchanges some steps of all features for all steps of some features.
+        exchange = partial(jax.lax.all_to_all, axis_name=time_axis, tiled=True)
+        part = exchange(v.astype(dtype), split_axis=1, concat_axis=2)
+        size = h.shape[0] // count
+        h = jax.lax.dynamic_slice_in_dim(h, jax.lax.axis_index(time_axis) * size, size)
+        y = fft_conv(method, *match_varying_axes((part, h.astype(dtype))))
+        return with_skip(exchange(y, split_axis=2, concat_axis=1), v, skip)
+    return with_skip(
+        fft_conv(method, *match_varying_axes((v.astype(dtype), h.astype(dtype)))), v, skip
+    )
 
 
 def with_skip(y, v, skip) -> Float[Array, "batch features time"]:
@@ -110,29 +115,21 @@ fft_conv = jax.jit(_fft_conv, static_argnums=0)
 @_fft_conv.defjvp
 def _fft_conv_jvp(method: LongConvMethod, primals, tangents):
     y = _fft_conv(method, *primals)
-    return y, linear_map(_Tangent(method), _Gradient(method), primals, tangents)
+    return y, linear_map(_tangent, _gradient, primals, tangents, method)
 
 
-class _Tangent(NamedTuple):
+def _tangent(method: LongConvMethod, residuals, tangents):
     """`v ∗ dh + dv ∗ h`."""
-
-    method: LongConvMethod
-
-    def __call__(self, residuals, tangents):
-        (v, h), (d_v, d_h) = residuals, tangents
-        (d_y,) = _by_method(self.method, _tangent, v, h[None], d_v, d_h[None])
-        return d_y
+    (v, h), (d_v, d_h) = residuals, tangents
+    (d_y,) = _by_method(method, _convolve_each, v, h[None], d_v, d_h[None])
+    return d_y
 
 
-class _Gradient(NamedTuple):
-    """Its transpose, the correlations."""
-
-    method: LongConvMethod
-
-    def __call__(self, residuals, cotangent):
-        v, h = residuals
-        v_gradient, h_gradient = _by_method(self.method, _correlate, v, h[None], cotangent)
-        return v_gradient, h_gradient[0]
+def _gradient(method: LongConvMethod, residuals, cotangent):
+    """The transpose of `_tangent`: correlations."""
+    v, h = residuals
+    v_gradient, h_gradient = _by_method(method, _correlate, v, h[None], cotangent)
+    return v_gradient, h_gradient[0]
 
 
 Signals = tuple[Float[Array, "_ features time"], ...]
@@ -143,7 +140,7 @@ def _convolve(v: Complex[Array, "..."], h: Complex[Array, "..."]) -> Spectra:
     return (v * h,)
 
 
-def _tangent(v, h, d_v, d_h) -> Spectra:
+def _convolve_each(v, h, d_v, d_h) -> Spectra:
     return (v * d_h + d_v * h,)
 
 
@@ -188,8 +185,8 @@ def _twisted(product, *signals: Float[Array, "_ features time"]) -> Signals:
 
     unknown = is_symbolic_dim(signals[0].size)
     chunks = -(-signals[0].size * signals[0].dtype.itemsize // CHUNK_BYTES)
-    if unknown or time >= LOOP_BELOW or chunks <= PARTS:
-        return _side_by_side(of_part, signals, max(min(PARTS, features), 1))
+    if unknown or time >= LOOP_BELOW or chunks <= FEATURE_PARTS:
+        return _side_by_side(of_part, signals, max(min(FEATURE_PARTS, features), 1))
     return _in_turn(of_part, signals, -(-features // chunks))
 
 
@@ -212,5 +209,5 @@ def _in_turn(of_part, signals: Signals, size: int) -> Signals:
         )
 
     outputs = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(of_part, *signals)]
-    outputs = alike((*outputs, *signals))[: len(outputs)]
+    outputs = match_varying_axes((*outputs, *signals))[: len(outputs)]
     return jax.lax.fori_loop(0, -(-features // size), turn, outputs)

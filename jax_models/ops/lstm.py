@@ -5,13 +5,15 @@ from typing import NamedTuple, Unpack
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.checks import checked, wrong_shape
-from jax_models.ops.recurrence import Product, Step, recurrence, sigmoid
+from jax_models.ops.arguments import checked
+from jax_models.ops.checks import wrong_shape
+from jax_models.ops.products import Product
+from jax_models.ops.recurrence import Step, recurrence, sigmoid
 from jax_models.ops.rows import ScanMasks
 
 
 class LSTMState(NamedTuple):
-    """What an LSTM carries: the output h, which a projection may have changed, and the cell c."""
+    """The state of an LSTM: the output h, after the projection if there is one, and the cell c."""
 
     h: Float[Array, "*layers batch out"]
     c: Float[Array, "*layers batch hidden"]

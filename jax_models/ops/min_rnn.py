@@ -8,13 +8,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import affine
-from jax_models.ops.checks import checked
+from jax_models.ops.arguments import checked
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.rows import DividedScanMasks
 
 
 class MinRNNState(NamedTuple):
-    """What a minGRU or a minLSTM carries: the hidden state h."""
+    """The state of a minGRU or a minLSTM: the hidden state h."""
 
     h: Float[Array, "*layers batch hidden"]
 

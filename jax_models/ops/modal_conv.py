@@ -12,12 +12,12 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Complex, Float
 
 from jax_models.ops.affine import common_carry_dtype
+from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
-from jax_models.ops.checks import checked
 from jax_models.ops.linear_recurrence import linear_recurrence
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
 from jax_models.ops.time_axis import of_device_before
-from jax_models.ops.varying import alike
+from jax_models.ops.varying import match_varying_axes
 
 CHUNK = 32
 """Steps of a chunk. A longer one costs more products within it, a shorter one more states."""
@@ -26,7 +26,7 @@ MANY_STATES = 2**20
 
 
 class ModalConvState(NamedTuple):
-    """What a modal convolution carries: a complex number a mode, as its two parts."""
+    """The state of a modal convolution: a complex number for each mode, as its two parts."""
 
     modes: Float[Array, "batch features modes 2"]
 
@@ -81,7 +81,7 @@ def modal_conv(
     if rows.time_axis is not None or any(map(is_symbolic_dim, v.shape)):
         y, last = _chunked(u, start, poles, residues, skip, rows)
     else:
-        y, last = _modal_conv(*alike((u, start, poles, residues, skip, rows)))
+        y, last = _modal_conv(*match_varying_axes((u, start, poles, residues, skip, rows)))
     return y.astype(v.dtype), ModalConvState(_parts(last))
 
 

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.checks import FloatingDtype, checked, checked_count, checked_size, wrong_shape
+from jax_models.ops.arguments import checked
+from jax_models.ops.checks import FloatingDtype, checked_count, checked_size, wrong_shape
 from jax_models.ops.long_conv import fft_conv, with_skip
 from jax_models.ops.rows import Rows
-from jax_models.ops.varying import alike
+from jax_models.ops.varying import match_varying_axes
 
 BLOCK = 16
 """Steps below which a sum costs less than an FFT."""
@@ -28,22 +29,22 @@ Taps = Callable[[Any, int], Float[Array, "features length"]]
 
 
 class LongConvState(NamedTuple):
-    """What a convolution of at most `length` steps carries.
+    """The state of a convolution of at most `length` steps.
 
     All of it is a function of the inputs so far. The tile of U inputs is kept in U rows from
     U − BLOCK on, until the next of its size takes its place.
     """
 
     position: Int[Array, " batch"]
-    """How many inputs there have been."""
+    """Number of inputs so far."""
     block: Float[Array, "batch block features"]
     """The inputs of the block that is not yet full."""
     ahead: Float[Array, "batch block features"]
-    """What the inputs before the block contribute to its outputs."""
+    """The contribution of the inputs before the block to its outputs."""
     inputs: Float[Array, "batch length features"]
     """The inputs before the block."""
     tiles: Float[Array, "batch tiles features"]
-    """What the last tile of each size contributes to the outputs after it."""
+    """The contribution of the last tile of each size to the outputs after it."""
 
 
 @checked({int: checked_count})
@@ -139,7 +140,7 @@ def online_conv(
     history = _put(state.inputs, start - start % BLOCK, state.block)
     history = _put(history, start, inputs)
     past = jnp.swapaxes(history, 1, 2)[..., :max_length]
-    y = fft_conv("auto", *alike((past, _first_taps(taps, params, max_length, past))))
+    y = fft_conv("auto", *match_varying_axes((past, _first_taps(taps, params, max_length, past))))
     y = jnp.swapaxes(y, 1, 2)
     y = jnp.swapaxes(_take(y, start, time, fill_value=jnp.nan), 1, 2)
     last_state = _state(taps, max_length, params, history, _end(start, v, lengths))
@@ -147,7 +148,7 @@ def online_conv(
 
 
 def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]:
-    """The inputs by steps in the dtype of the computation, zero from `lengths` on, or the fault."""
+    """The inputs by steps in the dtype of the computation, zero from `lengths` on."""
     dtype = carry_dtype(v.dtype)
     if v.shape[-1] > max_length:
         raise ValueError(
@@ -192,7 +193,7 @@ def _put(rows, start, values):
 
 
 def _tile(taps: Taps, max_length: int, params, inputs: Float[Array, "batch size features"]):
-    """What U inputs contribute to the U outputs after them."""
+    """The contribution of U inputs to the U outputs after them."""
     size = inputs.shape[1]
     v = jnp.swapaxes(inputs, 1, 2)
     h = _first_taps(taps, params, min(2 * size, max_length), v)
@@ -201,7 +202,7 @@ def _tile(taps: Taps, max_length: int, params, inputs: Float[Array, "batch size 
 
 
 def _ahead(max_length: int, tiles, start):
-    """What the tiles contribute to the block that starts at `start`."""
+    """The contribution of the tiles to the block that starts at `start`."""
     ahead = jnp.zeros((start.shape[0], BLOCK, tiles.shape[2]), tiles.dtype)
     for size in _tile_sizes(max_length):
         rows = _take(tiles, size - BLOCK + start % size, BLOCK)
@@ -240,7 +241,9 @@ def _step(
     h = h.at[jnp.where(lag < 0, BLOCK, lag)].get(mode="fill", fill_value=0)
     y = jnp.sum(h * block, axis=1) + _take(state.ahead, offset, 1)[:, 0]
     y = jnp.where((state.position < max_length)[:, None], y, jnp.nan)
-    advanced: Any = _advance(taps, max_length, *alike((params, state._replace(block=block))))
+    advanced: Any = _advance(
+        taps, max_length, *match_varying_axes((params, state._replace(block=block)))
+    )
     return y, advanced
 
 

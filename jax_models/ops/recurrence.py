@@ -6,58 +6,29 @@ from typing import Any, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
-from jax_models.ops.affine import affine, carry_dtype, common_carry_dtype
-from jax_models.ops.checks import as_array, checked, checked_array, described, wrong_shape
+from jax_models.ops.affine import affine, common_carry_dtype
+from jax_models.ops.arguments import checked
+from jax_models.ops.checks import as_array, checked_array, described, wrong_shape
+from jax_models.ops.products import (
+    Pair,
+    Product,
+    computed_before,
+    dense_tangent,
+    direct_tangents,
+    merge_products,
+    merge_tangents,
+    split_values,
+    transposable_kernel,
+    widths_of,
+)
 from jax_models.ops.rows import Masks, Rows, given_rows
-from jax_models.ops.varying import alike
+from jax_models.ops.varying import match_varying_axes
 
 State = TypeVar("State", bound=tuple)
-
-
-class Product(NamedTuple):
-    """The product `h W + b`, to which `x_t W_x + b_x` is added if there is a `kernel_x`."""
-
-    kernel: Float[Array, "*blocks in out"]
-    bias: Float[Array, " blocks*out"] | None = None
-    kernel_x: Float[Array, "in_x out_x"] | None = None
-    bias_x: Float[Array, " out_x"] | None = None
-
-    def gates(self, names: str) -> dict[str, "Product"]:
-        """Splits a product whose weights have the gates side by side into one product per gate."""
-        return {
-            name: jax.tree.map(lambda a: jnp.split(a, len(names), axis=-1)[i], self)  # noqa: B023
-            for i, name in enumerate(names)
-        }
-
-    @staticmethod
-    def stored(of_x: Array | None, of_h: Array) -> Array:
-        """Returns what the loop stores of a step's two products for the backward pass."""
-        return of_h if of_x is None else of_x + of_h
-
-    @staticmethod
-    def received(of_x: Array | None, stored: Array) -> Any:
-        """Returns what a step receives, made from what is stored: the sum of both products."""
-        return stored
-
-
-class Pair(Product):
-    """A product of x and one of h, of which a step receives both instead of the sum."""
-
-    @staticmethod
-    def stored(of_x: Array | None, of_h: Array) -> Array:
-        """Returns only the product of h, because that of x is computed before the loop."""
-        return of_h
-
-    @staticmethod
-    def received(of_x: Array | None, stored: Array) -> Any:
-        """Returns what a step receives: the two products."""
-        return of_x, stored
 
 
 def sigmoid(x: Array) -> Array:
@@ -177,7 +148,9 @@ class _Static(NamedTuple):
 @partial(jax.jit, static_argnums=0)  # otherwise an eager call would compile the scan each time
 def _batch_first(static: _Static, products, x, inputs, params, state, rows: Rows):
     masks = rows.active, rows.restarts(reverse=static.reverse)
-    products, x, inputs, params, state, masks = alike((products, x, inputs, params, state, masks))
+    products, x, inputs, params, state, masks = match_varying_axes(
+        (products, x, inputs, params, state, masks)
+    )
     steps_first = partial(jax.tree.map, lambda a: jnp.swapaxes(a, 0, 1))
     ys, state = _recurrence(
         static, products, *steps_first((x, inputs)), params, state, *steps_first(masks)
@@ -214,8 +187,8 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
                 )
             names = (*names,)
             group = [products[name] for name in names]
-            merged = _merged(names, group)  # XLA moves this out of the loop
-            of_h = _split(affine(h, merged.kernel, merged.bias), _widths(group))
+            merged = merge_products(names, group)  # XLA moves this out of the loop
+            of_h = split_values(affine(h, merged.kernel, merged.bias), widths_of(group))
             parts = zip(names, group, of_h, strict=True)
             kept[names] = [product.stored(of_x[name], part) for name, product, part in parts]
             # If h is a field of the state, it is already stored with the state.
@@ -241,7 +214,7 @@ def _forward(static: _Static, products, x, inputs, params, state, active, reset)
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs: arrays (time, batch, features)."""
+    """The arrays (time, batch, features) that the backward pass needs."""
 
     before: Any
     """The state before each step."""
@@ -269,48 +242,25 @@ def _types(state) -> Any:
     return jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", state)
 
 
-def _merged(names: Sequence[str], group: Sequence[Product]) -> Product:
-    """Merges the products of a group into one, side by side."""
-    if len(group) == 1:
-        return group[0]
-    forms = {str(jax.tree.map(lambda a: a.shape[:-1], tuple(product))) for product in group}
-    if len(forms) > 1 or group[0].kernel.ndim == 3:
-        raise ValueError(
-            f"step: expected products that are asked for together to agree in which of kernel_x, "
-            f"bias and bias_x they have, and to have no kernel in blocks, got {[*names]}"
-        )
-    group = [Product(*product) for product in group]  # a Pair is a tree of another type
-    return jax.tree.map(lambda *a: jnp.concatenate(a, axis=-1), *group)
-
-
-def _split(values: Array, widths: Sequence[int]) -> list[Array]:
-    """Splits the values of a merged product into those of each product."""
-    return jnp.split(values, np.cumsum(widths)[:-1], axis=-1)
-
-
-def _widths(group: Sequence[Product]) -> list[int]:
-    return [product.kernel.shape[-1] for product in group]
-
-
 @partial(_recurrence.defjvp, symbolic_zeros=True)
 def _recurrence_jvp(static: _Static, primals, tangents):
     products, x, inputs, params, state, active, reset = primals
     d_products, d_x, d_inputs, d_params, d_state, *_ = tangents
     ys, last, (before, of_x, h, kept) = _forward(static, *primals)
     of_x = {name: a if isinstance(products[name], Pair) else None for name, a in of_x.items()}
-    instantiate = partial(jax.tree.map, _dense)
+    instantiate = partial(jax.tree.map, dense_tangent)
 
     # The tangents of the products that do not depend on the state's tangent, over all steps.
     d_kept, d_of_x, transposable = {}, {}, {}
     for names in kept:
         group = [products[name] for name in names]
-        merged = _merged(names, group)
-        tangents = _merged_tangents(group, [d_products[name] for name in names])
-        d_of_h, of_group = _direct_tangents(group, merged, tangents, x, d_x, h[names])
+        merged = merge_products(names, group)
+        tangents = merge_tangents(group, [d_products[name] for name in names])
+        d_of_h, of_group = direct_tangents(group, merged, tangents, x, d_x, h[names])
         by_name = [*zip(names, group, of_group, d_of_h, strict=True)]
         d_kept[names] = [product.stored(a, b) for _, product, a, b in by_name]
         d_of_x |= {name: a if of_x[name] is not None else None for name, _, a, _ in by_name}
-        transposable[names] = _transposable(merged.kernel)
+        transposable[names] = transposable_kernel(merged.kernel)
 
     # The loop is linear in the state's tangent, so JAX can transpose it for the backward pass.
     @partial(jax.checkpoint, prevent_cse=False)
@@ -320,8 +270,8 @@ def _recurrence_jvp(static: _Static, primals, tangents):
         def step(state, kept, of_x, inputs, params):
             def values(names, h):
                 names = (*names,)
-                widths = tuple(_widths([products[name] for name in names]))
-                stored = _computed_before(widths, h, transposable[names], kept[names])
+                widths = tuple(widths_of([products[name] for name in names]))
+                stored = computed_before(widths, h, transposable[names], kept[names])
                 return _values(products, of_x, names, stored)
 
             return static.step(state, Step(values, inputs, params))
@@ -336,79 +286,3 @@ def _recurrence_jvp(static: _Static, primals, tangents):
     at_steps = (before, kept, of_x, inputs), tangents, active, reset
     d_last, d_ys = static.scan(body, instantiate(state, d_state), at_steps, x.shape[0])
     return (ys, last), (d_ys, d_last)
-
-
-def _dense(x, tangent):
-    return jnp.zeros_like(x) if isinstance(tangent, SymbolicZero) else tangent
-
-
-def _merged_tangents(group: Sequence[Product], tangents: Sequence[Product]) -> Product:
-    """Merges the tangents of products as `_merged` does the products."""
-    if len(group) == 1:
-        return tangents[0]
-
-    def merged(primals, tangents) -> Any:
-        if all(map(_is_zero, tangents)):
-            return None
-        return jnp.concatenate([*map(_dense, primals, tangents)], axis=-1)
-
-    return Product(*map(merged, zip(*group, strict=True), zip(*tangents, strict=True)))
-
-
-def _direct_tangents(group: Sequence[Product], merged: Product, tangent: Product, x, d_x, h):
-    """Returns `h dW + db` of all steps for each product, and `dx W_x + x dW_x + db_x`."""
-    widths, of_x = _widths(group), [None] * len(group)
-    of_h = _affine_tangent(h, None, merged.kernel, tangent.kernel, tangent.bias)
-    if merged.kernel_x is not None:
-        kernel_x = merged.kernel_x, tangent.kernel_x, tangent.bias_x
-        of_x = _split(_affine_tangent(x, d_x, *kernel_x), widths)
-    return _split(of_h, widths), of_x
-
-
-def _affine_tangent(x, d_x, kernel, d_kernel, d_bias):
-    dtype = carry_dtype(kernel.dtype)
-    out = kernel.shape[-1] * (1 if kernel.ndim == 2 else kernel.shape[0])
-    result = jnp.zeros((*x.shape[:-1], out), dtype)
-    if not _is_zero(d_x):
-        result += affine(d_x, kernel)
-    if not _is_zero(d_kernel):
-        result += affine(x, d_kernel)
-    if not _is_zero(d_bias):
-        result += jnp.broadcast_to(d_bias.astype(dtype), result.shape)
-    return result
-
-
-def _is_zero(tangent) -> bool:
-    return tangent is None or isinstance(tangent, SymbolicZero)
-
-
-def _transposable(kernel):
-    """Returns the kernel transposed, so that the backward pass multiplies by a plain matrix.
-
-    The barrier stops XLA from undoing the transpose.
-    """
-    return kernel if kernel.ndim == 3 else lax.optimization_barrier(kernel.T)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _computed_before(widths: tuple[int, ...], h, kernel, values):
-    """Returns `values`, which are already computed: h W plus terms that do not depend on h.
-
-    The tangents of `values` are those of the other terms. This function adds dh W to them.
-    """
-    return values
-
-
-@_computed_before.defjvp
-def _computed_before_jvp(widths, primals, tangents):
-    _, kernel, values = primals
-    d_h, _, d_values = tangents
-    if kernel.ndim == 3:
-        of_h = affine(d_h, kernel)
-    else:
-        contract = (((1,), (1,)), ((), ()))
-        dtype = carry_dtype(kernel.dtype)
-        of_h = lax.dot_general(
-            d_h.astype(kernel.dtype), kernel, contract, preferred_element_type=dtype
-        )
-    return values, [*map(jnp.add, d_values, _split(of_h, widths))]

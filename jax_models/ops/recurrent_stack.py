@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.checks import checked
+from jax_models.ops.arguments import checked
 from jax_models.ops.kernels.cudnn_lstm import cudnn_lstm, cudnn_pays, cudnn_refusal
 from jax_models.ops.lstm import LSTMState, lstm
 from jax_models.ops.recurrence import State

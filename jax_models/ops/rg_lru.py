@@ -7,16 +7,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_models.ops.affine import affine
-from jax_models.ops.checks import checked, checked_positive
+from jax_models.ops.arguments import checked
+from jax_models.ops.checks import checked_positive
 from jax_models.ops.linear_recurrence import LinearRecurrenceMethod, linear_recurrence
 from jax_models.ops.rows import DividedScanMasks
 
 LARGEST_SLOPE = 1000.0
-"""Of the square root in `softplus_decay`."""
+"""The largest derivative of the square root in `softplus_decay`."""
 
 
 class RGLRUState(NamedTuple):
-    """What an RG-LRU carries."""
+    """The state of an RG-LRU."""
 
     h: Float[Array, "batch features"]
     """The hidden state."""

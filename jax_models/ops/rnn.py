@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_models.ops.checks import checked
-from jax_models.ops.recurrence import Product, Step, recurrence
+from jax_models.ops.arguments import checked
+from jax_models.ops.products import Product
+from jax_models.ops.recurrence import Step, recurrence
 from jax_models.ops.rows import ScanMasks
 
 Nonlinearity = Literal["tanh", "relu"]
 
 
 class RNNState(NamedTuple):
-    """What an RNN carries: the hidden state h."""
+    """The state of an RNN: the hidden state h."""
 
     h: Float[Array, "*layers batch hidden"]
 

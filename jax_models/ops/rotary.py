@@ -5,7 +5,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_models.ops.affine import carry_dtype
-from jax_models.ops.checks import checked, checked_positive
+from jax_models.ops.arguments import checked
+from jax_models.ops.checks import Positive
 
 
 @checked()
@@ -14,7 +15,7 @@ def rotary(
     positions: Int[Array, "batch time"],
     *,
     rotated: int,
-    theta: float = 10_000.0,
+    theta: Positive = 10_000.0,
 ) -> Float[Array, "batch time heads head_features"]:
     """The first n = `rotated` features of each head, turned by angles that grow with the position.
 
@@ -28,7 +29,6 @@ def rotary(
 
     """
     checked_rotated("rotated", rotated, x.shape[-1])
-    checked_positive("theta", theta)
     dtype = carry_dtype(x.dtype)
     frequencies = jnp.asarray(theta ** (-np.arange(0, rotated, 2) / rotated), dtype)
     angles = positions.astype(dtype)[:, :, None, None] * frequencies[None, None, None]
@@ -38,7 +38,7 @@ def rotary(
 
 
 def checked_rotated(name: str, rotated: int, head_features: int) -> int:
-    """An even number of a head's features, or the fault."""
+    """An even number of a head's features."""
     if rotated % 2 or not 0 <= rotated <= head_features:
         raise ValueError(
             f"{name}: expected an even number of a head's {head_features} features, got {rotated}"

@@ -26,7 +26,7 @@ class Rows:
     """
 
     lengths: Int[Array, " batch"] | None = None
-    """How many steps of each row are real. None: all."""
+    """Number of real steps of each row. None: all steps are real."""
     reset: Bool[Array, "batch time"] | None = None
     """True at the real steps before which the state restarts: the first of each document."""
     active: Bool[Array, "batch time"] | None = None

@@ -57,11 +57,11 @@ def finite(x):
 
 
 def step_sums(k, v) -> WKVState:
-    """What a step adds to the sums."""
+    """The contribution of a step to the sums."""
     return WKVState(v, jnp.ones_like(v), k)
 
 
 def step_or_nothing(k, v) -> WKVState:
-    """What a step adds to the sums: nothing where k is −∞, as at the end of a row."""
+    """The contribution of a step to the sums: nothing where k is −∞, as at the end of a row."""
     nothing = k == -jnp.inf
     return WKVState(jnp.where(nothing, 0, v), jnp.where(nothing, 0.0, jnp.ones_like(v)), finite(k))

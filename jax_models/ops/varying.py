@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 
-def alike(tree: Any) -> Any:
+def match_varying_axes(tree: Any) -> Any:
     """The arrays, each marked as varying along all axes along which one of them does.
 
     A loop's carry, say, has to start as it goes on. Outside of a `jax.shard_map` nothing varies.

@@ -11,10 +11,11 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from jax_models.ops.affine import carry_dtype, common_carry_dtype
+from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
-from jax_models.ops.checks import FloatingDtype, checked, checked_count
-from jax_models.ops.kernels.device_scan import known_size
-from jax_models.ops.kernels.row_scan import KERNELS, row_scan
+from jax_models.ops.checks import FloatingDtype, checked_count
+from jax_models.ops.kernels.device_scan import INTERPRETED, known_size
+from jax_models.ops.kernels.row_scan import row_scan
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.rows import DividedMasks, given_rows
 from jax_models.ops.scaled_sums import (
@@ -29,8 +30,8 @@ from jax_models.ops.scaled_sums import (
     step_sums,
 )
 from jax_models.ops.time_axis import states_between
-from jax_models.ops.varying import alike
-from jax_models.ops.wkv_derivative import Gradient, Residuals, Tangent
+from jax_models.ops.varying import match_varying_axes
+from jax_models.ops.wkv_derivative import Residuals, gradient, tangent
 
 WKVMethod = Literal["auto", "associative", "sequential", "pallas", "pallas_interpreted"]
 
@@ -112,7 +113,9 @@ def wkv(
     last = None
     if rows.time_axis is not None:
         state, last = _between(method, rows.time_axis, w, u, k, v, state, rows.reset)
-    y, own_last = _compiled(method, *alike((w, u, k, v, state, rows.active, rows.reset)))
+    y, own_last = _compiled(
+        method, *match_varying_axes((w, u, k, v, state, rows.active, rows.reset))
+    )
     last = own_last if last is None else last
     return y, last._replace(max=jnp.where(last.den == 0, NEVER, last.max))
 
@@ -122,7 +125,7 @@ def _between(
 ) -> tuple[WKVState, WKVState]:
     """The sums before this device's steps, and after those of all devices."""
     empty = empty_where(jnp.array(True), start)
-    _, sums = _compiled(method, *alike((w, u, k, v, empty, None, restart)))
+    _, sums = _compiled(method, *match_varying_axes((w, u, k, v, empty, None, restart)))
     decay = like(w * k.shape[1], sums.max)
     if restart is not None:
         decay = jnp.where(restart.any(axis=1)[:, None], jnp.inf, decay)
@@ -144,7 +147,7 @@ def _wkv_jvp(method: WKVMethod, primals, tangents):
     w, u, k, v, _, active, _ = primals
     (y, before), last = _decaying_sums(method, _average_and_before, *primals)
     residuals = Residuals(w, u, k, v, y, before, last, active)
-    return (y, last), linear_map(Tangent(method), Gradient(method), residuals, tangents[:5])
+    return (y, last), linear_map(tangent, gradient, residuals, tangents[:5], method)
 
 
 _compiled = jax.jit(_wkv, static_argnums=0)
@@ -171,7 +174,10 @@ def _decaying_sums(
     forms = {
         "sequential": partial(_sequential, output),
         "associative": partial(_associative, output),
-        **{name: partial(_in_kernel, scan, output) for name, scan in KERNELS.items()},
+        **{
+            name: partial(_in_kernel, partial(row_scan, interpret=interpret), output)
+            for name, interpret in INTERPRETED.items()
+        },
     }
     arguments = (w, u, k, v, start, active, reset)
     if method == "auto" and is_symbolic_dim(k.shape[1]):
@@ -215,7 +221,7 @@ def _sequential(output: Output, w, u, k, v, start: WKVState, active, reset):
 
     outputs = jax.eval_shape(output, u, steps, steps)
     outputs = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), outputs)
-    *_, outputs = alike((*steps, outputs))
+    *_, outputs = match_varying_axes((*steps, outputs))
     last, outputs = lax.fori_loop(0, k.shape[1], step, (start, outputs))
     return outputs, last
 

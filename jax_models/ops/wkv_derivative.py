@@ -12,7 +12,7 @@ from jax_models.ops.scaled_sums import WKVState, add, aged, finite, like
 
 
 class Residuals(NamedTuple):
-    """What the derivative needs of the forward pass."""
+    """The arrays of the forward pass that the derivative needs."""
 
     w: Float[Array, " features"]
     u: Float[Array, " features"]
@@ -48,9 +48,9 @@ class Residuals(NamedTuple):
         new_is_larger = self.where_active((k >= max_after) | (before.den == 0), False)
         max_aged = aged(before, like(w, k)).max
         bonus = finite(k + like(u, k))
-        weighed = add(before, WKVState(v, jnp.ones_like(v), bonus))
-        share = self.where_active(jnp.exp(bonus - weighed.max) / weighed.den)
-        past_share = self.carried(jnp.exp(before.max - weighed.max) / weighed.den)
+        weighted = add(before, WKVState(v, jnp.ones_like(v), bonus))
+        share = self.where_active(jnp.exp(bonus - weighted.max) / weighted.den)
+        past_share = self.carried(jnp.exp(before.max - weighted.max) / weighted.den)
         past_share = self.where_active(past_share)
         return Factors(
             new_is_larger,
@@ -79,86 +79,77 @@ class Factors(NamedTuple):
     """The derivative of y by the step's exponent with its bonus, and minus that by the past's."""
 
 
-class Tangent(NamedTuple):
+def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
     """The derivative: linear recurrences, in units of the maxima."""
+    _, _, k, v, y, before, _, _ = residuals = residuals.wide()
+    d_w, d_u, d_k, d_v, d_state = tangents
+    d_w, d_u = like(d_w, k), like(d_u, k)
+    d_k, d_v = d_k.astype(k.dtype), d_v.astype(k.dtype)
+    factors = residuals.factors()
+    through = partial(linear_recurrence, method=method)
 
-    method: LinearRecurrenceMethod
+    def before_each(first, after):
+        return jnp.concatenate([first[:, None], after[:, :-1]], axis=1)
 
-    def __call__(self, residuals: Residuals, tangents):
-        _, _, k, v, y, before, _, _ = residuals = residuals.wide()
-        d_w, d_u, d_k, d_v, d_state = tangents
-        d_w, d_u = like(d_w, k), like(d_u, k)
-        d_k, d_v = d_k.astype(k.dtype), d_v.astype(k.dtype)
-        factors = residuals.factors()
-        through = partial(linear_recurrence, method=self.method)
-
-        def before_each(first, after):
-            return jnp.concatenate([first[:, None], after[:, :-1]], axis=1)
-
-        d_max, d_last_max = through(
-            jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
-            jnp.where(factors.new_is_larger, d_k, residuals.where_active(-d_w)),
-            d_state.max,
-        )
-        d_max_before = before_each(d_state.max, d_max)
-        d_old = factors.decay * jnp.where(factors.new_is_larger, d_max_before - d_w - d_k, 0)
-        d_new = factors.weight * jnp.where(factors.new_is_larger, 0, d_k - d_max)
-        d_num = d_old * before.num + d_new * v + factors.weight * d_v
-        d_den = d_old * before.den + d_new
-        sums, last = jax.vmap(through, in_axes=(None, 0, 0))(
-            factors.decay, jnp.stack([d_num, d_den]), jnp.stack([d_state.num, d_state.den])
-        )
-        d_num, d_den = map(before_each, d_state[:2], sums)
-        d_y = factors.past_share * (d_num - y * d_den) + factors.share * d_v
-        d_y = d_y + factors.slope * (d_k + d_u - d_max_before)
-        return d_y, WKVState(last[0], last[1], d_last_max)
+    d_max, d_last_max = through(
+        jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
+        jnp.where(factors.new_is_larger, d_k, residuals.where_active(-d_w)),
+        d_state.max,
+    )
+    d_max_before = before_each(d_state.max, d_max)
+    d_old = factors.decay * jnp.where(factors.new_is_larger, d_max_before - d_w - d_k, 0)
+    d_new = factors.weight * jnp.where(factors.new_is_larger, 0, d_k - d_max)
+    d_num = d_old * before.num + d_new * v + factors.weight * d_v
+    d_den = d_old * before.den + d_new
+    sums, last = jax.vmap(through, in_axes=(None, 0, 0))(
+        factors.decay, jnp.stack([d_num, d_den]), jnp.stack([d_state.num, d_state.den])
+    )
+    d_num, d_den = map(before_each, d_state[:2], sums)
+    d_y = factors.past_share * (d_num - y * d_den) + factors.share * d_v
+    d_y = d_y + factors.slope * (d_k + d_u - d_max_before)
+    return d_y, WKVState(last[0], last[1], d_last_max)
 
 
-class Gradient(NamedTuple):
-    """The transpose of `Tangent`."""
+def gradient(method: LinearRecurrenceMethod, residuals: Residuals, gradients):
+    """The transpose of `tangent`."""
+    inputs_dtype = residuals.k.dtype
+    _, _, k, v, y, before, _, _ = residuals = residuals.wide()
+    y_gradient, last_gradient = residuals.where_active(gradients[0]), gradients[1]
+    # Each factor is (batch, time, features), as are k, v, y and their gradients.
+    factors = residuals.factors()
+    through = partial(linear_recurrence, reverse=True, method=method)
 
-    method: LinearRecurrenceMethod
+    # the gradients of num and den, (2, batch, time, features), from the last step to the first
+    then = residuals.carried(factors.past_share * y_gradient)
+    end = jnp.stack(last_gradient[:2])  # (2, batch, features)
+    sums, first = jax.vmap(through, in_axes=(None, 0, 0))(
+        factors.decay, jnp.stack([then, residuals.carried(-then * y)]), end
+    )
+    num, den = jnp.concatenate([sums[:, :, 1:], end[:, :, None]], axis=2)  # after each step
 
-    def __call__(self, residuals: Residuals, gradients):
-        inputs_dtype = residuals.k.dtype
-        _, _, k, v, y, before, _, _ = residuals = residuals.wide()
-        y_gradient, last_gradient = residuals.where_active(gradients[0]), gradients[1]
-        factors = (
-            residuals.factors()
-        )  # each (batch, time, features), as k, v, y and their gradients
-        through = partial(linear_recurrence, reverse=True, method=self.method)
-
-        # the gradients of num and den, (2, batch, time, features), from the last step to the first
-        then = residuals.carried(factors.past_share * y_gradient)
-        end = jnp.stack(last_gradient[:2])  # (2, batch, features)
-        sums, first = jax.vmap(through, in_axes=(None, 0, 0))(
-            factors.decay, jnp.stack([then, residuals.carried(-then * y)]), end
-        )
-        num, den = jnp.concatenate([sums[:, :, 1:], end[:, :, None]], axis=2)  # after each step
-
-        # The gradient of a step's exponent, and that of all before it, add up to that of the sums'
-        # exponent after it. The larger part has few digits where it is nearly all: it is what the
-        # smaller one leaves.
-        u_gradient = factors.slope * y_gradient
-        of_new = factors.weight * (num * v + den)
-        of_old = factors.decay * (num * before.num + den * before.den)
-        smaller = jnp.where(factors.new_is_larger, of_old, -of_new)
-        exponent, first_exponent = through(
-            jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
-            residuals.carried(smaller - u_gradient),
-            last_gradient.max,
-        )
-        exponent = jnp.concatenate([exponent[:, 1:], last_gradient.max[:, None]], axis=1)
-        k_gradient = u_gradient + jnp.where(factors.new_is_larger, exponent - of_old, of_new)
-        v_gradient = factors.share * y_gradient + factors.weight * num
-        kept = jnp.where(factors.new_is_larger, of_old, exponent - of_new)
-        return (
-            -_sum_steps(residuals.where_active(kept)),  # (features,)
-            _sum_steps(u_gradient),
-            k_gradient.astype(inputs_dtype),
-            v_gradient.astype(inputs_dtype),
-            WKVState(first[0], first[1], first_exponent),
-        )
+    # The gradient of a step's exponent, and that of all before it, add up to that of the sums'
+    # exponent after it. The larger part has few digits where it is nearly all: it is what the
+    # smaller one leaves.
+    u_gradient = factors.slope * y_gradient
+    of_new = factors.weight * (num * v + den)
+    of_old = factors.decay * (num * before.num + den * before.den)
+    smaller = jnp.where(factors.new_is_larger, of_old, -of_new)
+    exponent, first_exponent = through(
+        jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
+        residuals.carried(smaller - u_gradient),
+        last_gradient.max,
+    )
+    exponent = jnp.concatenate([exponent[:, 1:], last_gradient.max[:, None]], axis=1)
+    k_gradient = u_gradient + jnp.where(factors.new_is_larger, exponent - of_old, of_new)
+    v_gradient = factors.share * y_gradient + factors.weight * num
+    kept = jnp.where(factors.new_is_larger, of_old, exponent - of_new)
+    return (
+        -_sum_steps(residuals.where_active(kept)),  # (features,)
+        _sum_steps(u_gradient),
+        k_gradient.astype(inputs_dtype),
+        v_gradient.astype(inputs_dtype),
+        WKVState(first[0], first[1], first_exponent),
+    )
 
 
 def _exp(x):

@@ -25,13 +25,13 @@ INDEX = "*.index.json"
 CONFIG = "config.json"
 OF_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 OF_MODEL = ("state_dict", "model_state_dict", "model")
-"""What training programs call the model's weights in a file with more."""
+"""Names of the entry with the model's weights in the files of training programs."""
 SHORT = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat", "BOOL": "bool"}
-"""How safetensors writes the names of dtypes."""
+"""The names of dtypes in safetensors."""
 
 
 class Checkpoint(NamedTuple):
-    """What a file or a folder has."""
+    """The contents of a file or a folder."""
 
     weights: dict[str, StoredArray]
     config: dict[str, Any] | None

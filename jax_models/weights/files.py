@@ -14,7 +14,7 @@ SETTINGS = re.compile(
     r"(lightning|lightning_fabric|omegaconf|pathlib|pytorch_lightning|typing)\."
     r"|collections\.defaultdict$|builtins\.(bool|bytes|dict|float|int|list|str|tuple)$"
 )
-"""Of what classes the settings are that training programs save beside weights."""
+"""The classes of the settings that training programs save beside weights."""
 OTHER_FILES = {
     rb"(\xef\xbb\xbf)?\s*(<!--.*?-->\s*)*<(!DOCTYPE|html|\?xml)": (
         "a web page: download the file itself, by its raw link"
@@ -95,14 +95,14 @@ def _is_compressed(file: BinaryIO) -> bool:
 
 
 class _LeftOut:
-    """What an object becomes of which nothing is kept and whose code does not run."""
+    """Stands in for an object whose content is dropped and whose code does not run."""
 
     def __new__(cls, *args):
         return OrderedDict()
 
 
 def _settings(file: BinaryIO) -> list[Any]:
-    """What `torch.load` is to leave out of a file."""
+    """The classes in a file whose objects `torch.load` drops."""
     from torch.serialization import get_unsafe_globals_in_checkpoint
 
     is_archive = zipfile.is_zipfile(file)
@@ -113,7 +113,7 @@ def _settings(file: BinaryIO) -> list[Any]:
 
 
 def _damage(file: BinaryIO) -> str | None:
-    """What the checksums of an archive say."""
+    """Describes the damage that the checksums of an archive reveal, or None."""
     file.seek(0)
     if file.read(2) != b"PK":
         return None

@@ -10,6 +10,14 @@ Fault = tuple[str, str, str]
 """A line of an error message: the text before the key, the key, the text after it."""
 
 
+def checked_mapping(name: str, value: Any) -> Mapping[Any, Any]:
+    """Weights by their keys."""
+    if not isinstance(value, Mapping):
+        expected = "a mapping of keys to tensors, as module.state_dict() gives it"
+        raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
+    return value
+
+
 def joined(keys: Iterable[Any]) -> list[str]:
     """The keys, those that differ in one number shortened to one: `blocks.{0-3,5}.weight`."""
     groups: dict[tuple[str, str], list[int]] = {}

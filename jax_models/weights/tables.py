@@ -2,13 +2,11 @@
 
 A table is a list of `Weight` rows. A layout is the name of a table: a layer that can read several
 kinds of `state_dict` has a table for each, and its `torch_layouts` returns them by name.
-`from_torch` and `to_torch` read the same table in the two directions. For a layer without
-a bias, pass `bias=False`, as in torch, or `use_bias=False`, as in Flax. Both mean the same; values
-that contradict each other are refused.
+`from_torch` and `to_torch` read the same table in the two directions.
 """
 
 from math import prod
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -43,12 +41,19 @@ class HasLayouts(Protocol):
         ...
 
 
-def linear(
-    param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
-) -> Table:
+class Bias(TypedDict, total=False):
+    """Whether a layer has a bias, under the name that torch or Flax gives to the option.
+
+    Both mean the same, and values that contradict each other are refused. The default is True.
+    """
+
+    bias: bool | None
+    use_bias: bool | None
+
+
+def linear(param: str, key: str, **bias: Unpack[Bias]) -> Table:
     """`nnx.Linear` and `torch.nn.Linear`."""
-    weight = transposed(at(param, "kernel"), at(key, "weight"))
-    return _with_bias(weight, param, key, bias, use_bias)
+    return _with_bias(transposed(at(param, "kernel"), at(key, "weight")), param, key, **bias)
 
 
 def linear_general(
@@ -57,8 +62,7 @@ def linear_general(
     *,
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
-    bias: bool | None = None,
-    use_bias: bool | None = None,
+    **bias: Unpack[Bias],
 ) -> Table:
     """`nnx.LinearGeneral` of several axes, and `torch.nn.Linear` of their product.
 
@@ -69,17 +73,10 @@ def linear_general(
         transposed(at(param, "kernel"), at(key, "weight")), (*in_shape, *out_shape), flat
     )
     of_bias = reshaped(same(at(param, "bias"), at(key, "bias")), out_shape, flat[1:])
-    return [weight, of_bias] if _has_bias(bias, use_bias) else [weight]
+    return [weight, of_bias] if _has_bias(**bias) else [weight]
 
 
-def linear_of_image(
-    param: str,
-    key: str,
-    *,
-    shape: tuple[int, ...],
-    bias: bool | None = None,
-    use_bias: bool | None = None,
-) -> Table:
+def linear_of_image(param: str, key: str, *, shape: tuple[int, ...], **bias: Unpack[Bias]) -> Table:
     """`linear` on a flattened image, (height, width, channels) here and channels first in torch.
 
     `shape` is torch's, (channels, height, width), or that of as many axes as there are.
@@ -92,23 +89,21 @@ def linear_of_image(
         return (first_last(a.reshape(*shape[1:], shape[0], -1)).reshape(a.shape[1], -1),)
 
     weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
-    return _with_bias(weight, param, key, bias, use_bias)
+    return _with_bias(weight, param, key, **bias)
 
 
-def conv(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
+def conv(param: str, key: str, **bias: Unpack[Bias]) -> Table:
     """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, in any number of groups."""
-    weight = flipped(at(param, "kernel"), at(key, "weight"))
-    return _with_bias(weight, param, key, bias, use_bias)
+    return _with_bias(flipped(at(param, "kernel"), at(key, "weight")), param, key, **bias)
 
 
 def conv_transpose(
     param: str,
     key: str,
     *,
-    bias: bool | None = None,
-    use_bias: bool | None = None,
     transpose_kernel: bool = False,
     groups: int = 1,
+    **bias: Unpack[Bias],
 ) -> Table:
     """`nnx.ConvTranspose` and `torch.nn.ConvTranspose1d`, `2d` or `3d`.
 
@@ -117,7 +112,7 @@ def conv_transpose(
     kernel of `jax.lax.conv_general_dilated` in groups is (…, in / groups, out).
     """
     if transpose_kernel:
-        return conv(param, key, bias=bias, use_bias=use_bias)
+        return conv(param, key, **bias)
 
     def to_jax(a):
         spatial = tuple(range(2, a.ndim))
@@ -133,19 +128,17 @@ def conv_transpose(
         return (grouped.reshape(a.shape[-2] * groups, -1, *a.shape[:-2]),)
 
     weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
-    return _with_bias(weight, param, key, bias, use_bias)
+    return _with_bias(weight, param, key, **bias)
 
 
-def dense(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
+def dense(param: str, key: str, **bias: Unpack[Bias]) -> Table:
     """`nnx.Linear` and Linen's `Dense`."""
-    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, bias, use_bias)
+    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, **bias)
 
 
-def layer_norm(
-    param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
-) -> Table:
+def layer_norm(param: str, key: str, **bias: Unpack[Bias]) -> Table:
     """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
-    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, bias, use_bias)
+    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, **bias)
 
 
 def rms_norm(param: str, key: str, name: str = "weight") -> Table:
@@ -180,16 +173,14 @@ def multi_head_attention(
     *,
     num_heads: int,
     features: int,
-    bias: bool | None = None,
-    use_bias: bool | None = None,
     kv_features: int | None = None,
+    **bias: Unpack[Bias],
 ) -> Table:
     """`nnx.MultiHeadAttention`, or Linen's, and `torch.nn.MultiheadAttention`.
 
     `features` is torch's `embed_dim`. `kv_features` is torch's `kdim` and `vdim` where given: torch
     then has three matrices instead of one.
     """
-    bias = _has_bias(bias, use_bias)
     heads, names = (num_heads, features // num_heads), ("query", "key", "value")
     sizes = (features, kv_features or features, kv_features or features)
     kernels, biases = (
@@ -205,10 +196,11 @@ def multi_head_attention(
             for path, name, size in zip(kernels, "qkv", sizes, strict=True)
         ]
     out = linear_general(
-        at(param, "out"), at(key, "out_proj"), in_shape=heads, out_shape=(features,), bias=bias
+        at(param, "out"), at(key, "out_proj"), in_shape=heads, out_shape=(features,), **bias
     )
-    of_bias = [_of_heads(parts(biases, at(key, "in_proj_bias")), (), heads)] if bias else []
-    return [*weights, *of_bias, *out]
+    if _has_bias(**bias):
+        weights.append(_of_heads(parts(biases, at(key, "in_proj_bias")), (), heads))
+    return [*weights, *out]
 
 
 def _of_heads(row: Weight, size: tuple[int, ...], heads: tuple[int, ...]) -> Weight:
@@ -235,15 +227,12 @@ def nested(table: Table, param: str, key: str) -> Table:
     ]
 
 
-def _with_bias(
-    weight: Weight, param: str, key: str, bias: bool | None, use_bias: bool | None
-) -> Table:
+def _with_bias(weight: Weight, param: str, key: str, **bias: Unpack[Bias]) -> Table:
     row = same(at(param, "bias"), at(key, "bias"))
-    return [weight, row] if _has_bias(bias, use_bias) else [weight]
+    return [weight, row] if _has_bias(**bias) else [weight]
 
 
-def _has_bias(bias: bool | None, use_bias: bool | None) -> bool:
-    """The value that was given under either name of the option; the default is True."""
+def _has_bias(bias: bool | None = None, use_bias: bool | None = None) -> bool:
     given = {value for value in (bias, use_bias) if value is not None}
     if len(given) == 2:
         raise ValueError(

@@ -3,8 +3,7 @@
 __all__ = ["from_torch", "to_torch"]
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,11 +16,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from jax_models.ops.keywords import suggests_arguments
 from jax_models.weights.bounds import bounds
-from jax_models.weights.constant import Constant
-from jax_models.weights.keys import Fault, elsewhere, joined, lines
+from jax_models.weights.keys import Fault, checked_mapping, joined, lines
+from jax_models.weights.layouts import params_of, placeholder, transformed, weight_table
 from jax_models.weights.rows import Weight, at
 from jax_models.weights.stored import StoredArray, as_numpy, dtype_of, is_floating
-from jax_models.weights.tables import HasLayouts, Layouts, Table, nested
+from jax_models.weights.tables import Table
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 
@@ -70,25 +69,23 @@ def from_torch(
         UserWarning: weights are NaN or infinite.
 
     """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            f"state_dict: expected a mapping of keys to tensors, as module.state_dict() gives it, "
-            f"got {type(state_dict).__name__}"
-        )
-    place, whole = _place(prefix), state_dict
+    place, whole = _place(prefix), checked_mapping("state_dict", state_dict)
     if place:
         state_dict = {k: v for k, v in whole.items() if str(k).startswith(f"{place}.")}
     foreign_format = getattr(layer, "foreign_format", None)
     if foreign_format is not None and (foreign := foreign_format(state_dict)):
         raise ValueError(f"state_dict: {foreign}")
+    # Find the table, and where each parameter is to go.
     params = params_of(layer)
     name, table = weight_table(layer, layout, whole, place)
     shardings = {path: _sharding(path, param) for path, param in params.items()}
 
-    placeholders = {path: _placeholder(param.get_value()) for path, param in params.items()}
+    # Compare all shapes and dtypes before any numbers are read.
+    placeholders = {path: placeholder(param.get_value()) for path, param in params.items()}
     what = f"{type(layer).__name__} {f'in layout {name!r}' if name else 'with this table'}"
     check_entries(table, placeholders, state_dict, _check, what)
 
+    # Read all arrays before any parameter is set, so that a fault leaves the layer as it was.
     placed, faults, not_finite = {}, [], []
     for row in table:
         try:
@@ -138,7 +135,7 @@ def to_torch(
 
 
 def stored_weights(layer: Any, layout: str | Table | None = None) -> dict[str, StoredArray]:
-    """What `to_torch` gives, each array made when somebody asks for its numbers.
+    """The result of `to_torch`, each of whose arrays is computed when its numbers are read.
 
     Raises:
         TypeError: as `to_torch`.
@@ -155,7 +152,7 @@ def stored_weights(layer: Any, layout: str | Table | None = None) -> dict[str, S
     weights = {}
     for row in table:
         arrays = [params[path] for path in row.params]
-        likes = transformed(row, "to_torch", [_placeholder(array) for array in arrays])
+        likes = transformed(row, "to_torch", [placeholder(array) for array in arrays])
         for i, (key, like) in enumerate(zip(row.keys, likes, strict=True)):
             read = partial(_exported, row, arrays, i)
             weights[key] = StoredArray(like.shape, like.dtype, read)
@@ -172,57 +169,6 @@ def _place(prefix: str) -> str:
 def _exported(row: Weight, params: list[Any], i: int) -> np.ndarray:
     """The array of a row's i-th key."""
     return transformed(row, "to_torch", [np.asarray(param) for param in params])[i]
-
-
-def weight_table(
-    layer: Any,
-    layout: str | Table | None,
-    state_dict: Mapping[str, Any] | None = None,
-    place: str = "",
-) -> tuple[str, Table]:
-    """The layout's name and its table. None: the state_dict's layout, or else the layer's first.
-
-    A table of the caller has the name "". `place` is the path of the torch module, where the keys
-    are those of a larger one.
-
-    Raises:
-        TypeError: the layout is neither a name nor a table.
-        ValueError: the layer has no such layout, a table does not name each parameter once, or the
-            state_dict is of no layout.
-
-    """
-    if isinstance(layout, list) and all(isinstance(row, Weight) for row in layout):
-        layouts = {"": layout}
-    elif layout is None or isinstance(layout, str):
-        layouts = _layouts(layer)
-    else:
-        raise TypeError(f"layout: expected a name or a list of `Weight` rows, got {layout!r:.100}")
-    if isinstance(layout, str):
-        if layout not in layouts:
-            raise ValueError(
-                f"layout: {type(layer).__name__} with these options has {sorted(layouts)}, "
-                f"not {layout!r}"
-            )
-        layouts = {layout: layouts[layout]}
-    for name, table in layouts.items():
-        what = f"layout {name!r}" if name else "table"
-        check_rows(table, params_of(layer), type(layer).__name__, what)
-    name = next(iter(layouts)) if state_dict is None else _detect(layouts, state_dict, layer, place)
-    return name, nested(layouts[name], "", place)
-
-
-def check_rows(table: Table, params: Collection[str], kind: str, what: str) -> None:
-    """Refuse a table that does not name every parameter once, and no key twice."""
-    named = Counter(path for row in table for path in row.params)
-    keys = Counter(key for row in table for key in row.keys)
-    faults = [
-        *(("no row for the parameter ", path, "") for path in params if path not in named),
-        *((f"{kind} has no parameter ", path, "") for path in named if path not in params),
-        *(("two rows for the parameter ", path, "") for path, count in named.items() if count > 1),
-        *(("two rows for the key ", key, "") for key, count in keys.items() if count > 1),
-    ]
-    if faults:
-        raise ValueError(f"{what}: {'; '.join(lines(faults))}")
 
 
 def check_entries(
@@ -248,7 +194,7 @@ def check_entries(
                 missing |= {key: like.shape} if row.params else {}
                 continue
             try:
-                (check if row.params else _check_shape)(state_dict[key], like)
+                (check if row.params else check_shape)(state_dict[key], like)
             except ValueError as error:
                 faults.append(("", key, f": {error}"))
     known = {key for row in table for key in row.keys}
@@ -270,29 +216,12 @@ def _missing(missing: Mapping[str, Any], unexpected: Mapping[str, Any]) -> list[
     return faults
 
 
-def transformed(row: Weight, transform: str, arrays: list[Any]) -> tuple[Any, ...]:
-    """Apply a row's transform, and refuse a result that has not one array for each name."""
-    names = row.params if transform == "to_jax" else row.keys
-    try:
-        values = getattr(row, transform)(*arrays)
-        if not isinstance(values, tuple):
-            raise ValueError(f"{transform} gives a {type(values).__name__}, expected a tuple")
-        if len(values) != len(names):
-            raise ValueError(f"{transform} gives {len(values)} arrays for {len(names)}")
-        for value in values:
-            if not hasattr(value, "shape"):
-                raise ValueError(f"{transform} gives a {type(value).__name__}, expected an array")
-    except Exception as error:  # a table may be anybody's
-        raise ValueError(f"{', '.join(row.keys or row.params)}: {error}") from error
-    return values
-
-
 def _check(value: Any, like: np.ndarray) -> None:
     """Refuse a value of the state_dict that has not the shape and the dtype of `like`."""
     dtype = dtype_of(value)
     if np.ma.isMaskedArray(value):
         raise ValueError("expected a whole array, got a masked one: fill it by .filled()")
-    _check_shape(value, like)
+    check_shape(value, like)
     if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"expected floating numbers, got {dtype}")
     if jnp.issubdtype(dtype, jnp.floating) and not is_floating(value):
@@ -304,7 +233,8 @@ def _check(value: Any, like: np.ndarray) -> None:
         )
 
 
-def _check_shape(value: Any, like: np.ndarray) -> None:
+def check_shape(value: Any, like: np.ndarray) -> None:
+    """Refuse an entry of a state_dict that has not the shape of `like`."""
     if np.shape(value) != like.shape:
         raise ValueError(f"expected shape {like.shape}, got {tuple(np.shape(value))}")
 
@@ -316,7 +246,7 @@ def _placed(
     shardings: Mapping[str, Any],
     not_finite: list[str],
 ) -> dict[str, jax.Array]:
-    """What a row makes of its keys' arrays, where its parameters are; its keys of odd numbers.
+    """A row's parameters, in their shardings. Keys with NaN or infinite numbers go to `not_finite`.
 
     No more than one copy of them is in memory beside the result.
 
@@ -406,74 +336,3 @@ def _misfit(param: nnx.Variable, value: np.ndarray) -> str | None:
     low, high = interval
     count = np.count_nonzero(~((value >= low) & (value <= high)))  # NaN is outside
     return f"{count} of {value.size} values outside [{low:g}, {high:g}]" if count else None
-
-
-def params_of(layer) -> dict[str, nnx.Variable]:
-    """What a weight table names: parameters, statistics and constants, by path."""
-    if not isinstance(layer, nnx.Module):
-        name = f"the class {layer.__name__}" if isinstance(layer, type) else type(layer).__name__
-        raise TypeError(f"layer: expected an nnx.Module, got {name}")
-    flat = nnx.to_flat_state(nnx.state(layer, (nnx.Param, nnx.BatchStat, Constant)))
-    return {".".join(map(str, path)): param for path, param in flat}
-
-
-def _layouts(layer: HasLayouts) -> Layouts:
-    if not hasattr(layer, "torch_layouts"):
-        raise TypeError(f"layer: {type(layer).__name__} has no layouts: give a table as `layout`")
-    layouts = layer.torch_layouts()
-    if not layouts:
-        raise ValueError(
-            f"layer: no torch module has the options of this {type(layer).__name__} "
-            "(its layers, directions and biases together)"
-        )
-    return layouts
-
-
-def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: str) -> str:
-    """The layout that shares the most keys with a state_dict; of equals, the one missing fewest."""
-    start = at(place, "")
-    keys = {str(key).removeprefix(start) for key in state_dict if str(key).startswith(start)}
-    known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
-    best = max(known, key=lambda name: (len(known[name] & keys), -len(known[name] - keys)))
-    if known[best] & keys or not known[best]:
-        return best
-    if not state_dict:
-        raise ValueError("state_dict: it has no keys")
-    if found := elsewhere(state_dict, known.values(), partial(_misfit_at, layouts, layer)):
-        got = f'prefix: got "{start}", but ' if place else "state_dict: "
-        raise ValueError(f"{got}{found}")
-    has = ", ".join(joined(sorted(map(str, state_dict))))
-    if not keys:
-        raise ValueError(f"prefix: no key starts with {start}, state_dict has {has}")
-    if len(layouts) == 1:
-        return best  # what differs is listed key by key
-    expected = "; ".join(
-        f"layout {name!r} takes {', '.join(joined(sorted(known[name])))}" for name in known
-    )
-    raise ValueError(
-        f"state_dict: none of its keys fits {type(layer).__name__} with these options: it has "
-        f"{has}; {expected}"
-    )
-
-
-def _misfit_at(layouts: Layouts, layer: Any, weights: Mapping[str, Any], prefix: str) -> str | None:
-    """The first shape under a prefix that does not fit; None if all of a layout's shapes do."""
-    placeholders = {path: _placeholder(p.get_value()) for path, p in params_of(layer).items()}
-    misfits = []
-    for table in layouts.values():
-        likes = [
-            transformed(row, "to_torch", [placeholders[path] for path in row.params])
-            for row in table
-        ]
-        keys = [f"{prefix}{key}" for row in table for key in row.keys]
-        expected = dict(zip(keys, (like.shape for some in likes for like in some), strict=True))
-        got = {key: tuple(getattr(weights[key], "shape", ())) for key in keys if key in weights}
-        if 2 * len(got) >= len(keys):
-            wrong = [key for key, shape in got.items() if shape != expected[key]]
-            misfits.append([f"{k}: expected shape {expected[k]}, got {got[k]}" for k in wrong])
-    return next(iter(min(misfits, key=len)), None)
-
-
-def _placeholder(value) -> np.ndarray:
-    """An array of the value's shape and dtype that holds nothing, to run a transform on."""
-    return np.broadcast_to(np.zeros((), value.dtype), value.shape)

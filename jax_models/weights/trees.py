@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_models.weights.layouts import check_rows, transformed
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.tables import Table
-from jax_models.weights.transfer import check_entries, check_rows, transformed
+from jax_models.weights.transfer import check_entries, check_shape
 
 
 def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
@@ -43,7 +44,7 @@ def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
     }
 
     def load(state_dict: Mapping[str, Any]) -> Any:
-        check_entries(table, placeholders, state_dict, _check, what)
+        check_entries(table, placeholders, state_dict, check_shape, what)
         loaded = dict(leaves)
         for row in table:
             if row.params:
@@ -62,11 +63,6 @@ def path_of(path: tuple[Any, ...]) -> str:
 def is_floating(leaf: Any) -> bool:
     """Is it a floating array?"""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _check(value: Any, like: np.ndarray) -> None:
-    if np.shape(value) != like.shape:
-        raise ValueError(f"expected shape {like.shape}, got {tuple(np.shape(value))}")
 
 
 def _read(value: Any) -> Any:

@@ -12,8 +12,9 @@ import torch
 from flax import nnx
 from torch import Tensor, nn
 
+import torch_ref
 from jax_models import LanguageModel, LanguageModelConfig, SequenceLayer, from_torch, to_torch
-from jax_models.weights.transfer import weight_table
+from jax_models.weights.layouts import weight_table
 from parity_tests.engine.problem import (
     DTYPES,
     PLATFORMS,
@@ -183,6 +184,24 @@ class Case:
     def _sequence_layer(self) -> SequenceLayer:
         layer = self.abstract()
         return layer.stack if isinstance(layer, LanguageModel) else layer
+
+
+def paired(
+    name: str, layer: Callable[..., Any], twin: Callable[[], nn.Module] | None = None, **fields: Any
+) -> Case:
+    """A case whose twin, unless given, has the class name and the arguments of its layer.
+
+    The layer is a `partial` of its class, or the `build` of a language model's config.
+    """
+    made: Any = layer
+    if twin is None and isinstance(layer, functools.partial):
+        kind = getattr(torch_ref, made.func.__name__)
+        twin = functools.partial(kind, *made.args, **made.keywords)
+    elif twin is None:
+        config = made.__self__
+        kind = getattr(torch_ref, type(config).__name__.removesuffix("Config"))
+        twin = functools.partial(kind.from_config, config)
+    return Case(name, twin, layer, **fields)
 
 
 @functools.cache

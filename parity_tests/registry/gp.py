@@ -2,10 +2,9 @@
 
 from functools import partial
 
-import torch_ref
 from jax_models import GPModelConfig
 from jax_models.models.gp import Block
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import Case, paired
 from parity_tests.registry.mutation import (
     Mutation,
     epsilon_doubled,
@@ -29,9 +28,8 @@ def language_model(block: Block) -> Case:
         num_filter_layers=2,
         num_heads=2,
     )
-    return Case(
+    return paired(
         f"GPModel of {block}",
-        partial(torch_ref.GPModel.from_config, config),
         config.build,
         layout="annotated-hyena",
         architecture="gp_model",

@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-import torch_ref
 from jax_models import (
     RGLRU,
     GriffinBlock,
@@ -14,7 +13,7 @@ from jax_models import (
     GriffinRecurrence,
     LocalAttention,
 )
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     CUT,
     DOCUMENTS,
@@ -27,7 +26,7 @@ from parity_tests.registry.mutation import (
     zeroed,
 )
 
-griffin = partial(Case, layout="hf", architecture="griffin")
+griffin = partial(paired, layout="hf", architecture="griffin")
 WINDOW = 3
 attention = {"num_kv_heads": 2, "window": WINDOW, "rope_theta": 10.0, "use_bias": True}
 block = {"recurrent_features": 6, "num_kv_heads": 1, "window": WINDOW, "rope_theta": 10.0}
@@ -50,45 +49,21 @@ def begun(state):
 
 
 CASES = [
+    griffin("RGLRU of blocks", partial(RGLRU, 6, num_blocks=2)),
+    griffin("RGLRU of RecurrentGemma", partial(RGLRU, 6, num_blocks=2, scale_first_step=False)),
+    griffin("LocalAttention", partial(LocalAttention, 32, 4, **attention), prefix=5, reach=WINDOW),
     griffin(
-        "RGLRU of blocks",
-        partial(torch_ref.RGLRU, 6, num_blocks=2),
-        partial(RGLRU, 6, num_blocks=2),
+        "GriffinRecurrence", partial(GriffinRecurrence, 5, 2, hidden_features=6), valid_state=begun
     ),
-    griffin(
-        "RGLRU of RecurrentGemma",
-        partial(torch_ref.RGLRU, 6, num_blocks=2, scale_first_step=False),
-        partial(RGLRU, 6, num_blocks=2, scale_first_step=False),
-    ),
-    griffin(
-        "LocalAttention",
-        partial(torch_ref.LocalAttention, 32, 4, **attention),
-        partial(LocalAttention, 32, 4, **attention),
-        prefix=5,
-        reach=WINDOW,
-    ),
-    griffin(
-        "GriffinRecurrence",
-        partial(torch_ref.GriffinRecurrence, 5, 2, hidden_features=6),
-        partial(GriffinRecurrence, 5, 2, hidden_features=6),
-        valid_state=begun,
-    ),
-    griffin(
-        "GriffinBlock, recurrent",
-        partial(torch_ref.GriffinBlock, 8, 7, 2, **block),
-        partial(GriffinBlock, 8, 7, 2, **block),
-        valid_state=begun,
-    ),
+    griffin("GriffinBlock, recurrent", partial(GriffinBlock, 8, 7, 2, **block), valid_state=begun),
     griffin(
         "GriffinBlock, attention",
-        partial(torch_ref.GriffinBlock, 8, 7, 2, mixing="attention", **block),
         partial(GriffinBlock, 8, 7, 2, mixing="attention", **block),
         prefix=5,
         reach=WINDOW,
     ),
     griffin(
         "GriffinLanguageModel",
-        partial(torch_ref.GriffinLanguageModel.from_config, config),
         config.build,
         architecture="griffin_language_model",
         twin_state=False,

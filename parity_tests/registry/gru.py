@@ -7,7 +7,7 @@ from torch import nn
 
 import torch_ref
 from jax_models import GRU
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     Mutation,
     edited,
@@ -18,19 +18,19 @@ from parity_tests.registry.mutation import (
 )
 from parity_tests.registry.torch_nn import torch_nn_cases
 
-gru = partial(Case, architecture="gru", layout="scratch")
+gru = partial(paired, architecture="gru", layout="scratch")
 
 CASES = [
-    gru("GRUScratch", partial(torch_ref.GRUScratch, 5, 6), partial(GRU, 5, 6)),
+    gru("GRUScratch", partial(GRU, 5, 6), partial(torch_ref.GRUScratch, 5, 6)),
     gru(
         "GRUScratch no bias",
-        partial(torch_ref.GRUScratch, 5, 6, use_bias=False),
         partial(GRU, 5, 6, use_bias=False),
+        partial(torch_ref.GRUScratch, 5, 6, use_bias=False),
     ),
     gru(
         "GRUScratch reset before",
-        partial(torch_ref.GRUScratch, 5, 6, reset_after=False),
         partial(GRU, 5, 6, reset_after=False),
+        partial(torch_ref.GRUScratch, 5, 6, reset_after=False),
     ),
     *torch_nn_cases("GRU", nn.GRU, GRU),
 ]

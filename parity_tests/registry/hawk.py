@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import torch_ref
 from jax_models import RGLRU, CausalConv1D, Hawk, HawkBlock, HawkLanguageModelConfig
 from jax_models.ops import LinearRecurrenceMethod
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     Mutation,
     deaf,
@@ -42,8 +42,8 @@ def close_to_1(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return 1 - 2.0 ** -rng.integers(10, 24, shape)
 
 
-hawk = partial(Case, layout="hawk", architecture="hawk", bounded=decays)
-softplus = partial(Case, layout="hawk", architecture="hawk")
+hawk = partial(paired, layout="hawk", architecture="hawk", bounded=decays)
+softplus = partial(paired, layout="hawk", architecture="hawk")
 BY_SOFTPLUS: dict[str, Any] = {"parameterization": "softplus"}
 AT_THE_BOUND = BY_SOFTPLUS | {"c": 5e-7}
 """√(1 − a²) is around 1/2000, where its derivative reaches the bound."""
@@ -51,56 +51,33 @@ config = HawkLanguageModelConfig(vocab_size=11, features=6, num_layers=2, mlp_fe
 softplus_config = dataclasses.replace(config, **BY_SOFTPLUS)
 
 CASES = [
-    hawk("RGLRU", partial(torch_ref.RGLRU, 5), partial(RGLRU, 5)),
+    hawk("RGLRU", partial(RGLRU, 5)),
     hawk(
         "RGLRU close to a = 1",
-        partial(torch_ref.RGLRU, 6),
         partial(RGLRU, 6),
         draw_bounded=close_to_1,
-        dtypes=("float64", "float32"),  # between 1 − 2⁻⁸ and 1 bfloat16 has no number
+        dtypes=("float64", "float32"),
     ),
     *(
-        hawk(f"RGLRU {name}", partial(torch_ref.RGLRU, 5), partial(RGLRU, 5, method=method))
+        hawk(f"RGLRU {name}", partial(RGLRU, 5, method=method), partial(torch_ref.RGLRU, 5))
         for method, name in OTHER_METHODS.items()
     ),
     *(
         hawk(
             f"CausalConv1D, kernel {size}",
-            partial(torch_ref.CausalConv1d, 5, size),
             partial(CausalConv1D, 5, size),
+            partial(torch_ref.CausalConv1d, 5, size),
             reach=size,
         )
         for size in (1, 2, 4)
     ),
-    *(
-        hawk(
-            f"Hawk, kernel {size}",
-            partial(torch_ref.Hawk, 5, kernel_size=size),
-            partial(Hawk, 5, kernel_size=size),
-        )
-        for size in (1, 2, 4)
-    ),
-    hawk("HawkBlock", partial(torch_ref.HawkBlock, 5, 7), partial(HawkBlock, 5, 7)),
-    hawk(
-        "HawkLanguageModel",
-        partial(torch_ref.HawkLanguageModel.from_config, config),
-        config.build,
-        architecture="hawk_language_model",
-        twin_state=False,
-    ),
-    softplus(
-        "RGLRU by softplus",
-        partial(torch_ref.RGLRU, 5, **BY_SOFTPLUS),
-        partial(RGLRU, 5, **BY_SOFTPLUS),
-    ),
-    softplus(
-        "RGLRU by softplus, close to a = 1",
-        partial(torch_ref.RGLRU, 5, **AT_THE_BOUND),
-        partial(RGLRU, 5, **AT_THE_BOUND),
-    ),
+    *(hawk(f"Hawk, kernel {size}", partial(Hawk, 5, kernel_size=size)) for size in (1, 2, 4)),
+    hawk("HawkBlock", partial(HawkBlock, 5, 7)),
+    hawk("HawkLanguageModel", config.build, architecture="hawk_language_model", twin_state=False),
+    softplus("RGLRU by softplus", partial(RGLRU, 5, **BY_SOFTPLUS)),
+    softplus("RGLRU by softplus, close to a = 1", partial(RGLRU, 5, **AT_THE_BOUND)),
     softplus(
         "HawkLanguageModel by softplus",
-        partial(torch_ref.HawkLanguageModel.from_config, softplus_config),
         softplus_config.build,
         architecture="hawk_language_model",
         twin_state=False,

@@ -6,12 +6,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-import torch_ref
 from jax_models import HippogriffBlock, HippogriffHawk, HippogriffLanguageModelConfig
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import CUT, Mutation, edited, replaced, zeroed
 
-hippogriff = partial(Case, layout="hippogriff", architecture="hippogriff")
+hippogriff = partial(paired, layout="hippogriff", architecture="hippogriff")
 WINDOW = 3
 config = HippogriffLanguageModelConfig(
     vocab_size=11,
@@ -24,38 +23,29 @@ config = HippogriffLanguageModelConfig(
 )
 without_attention = dataclasses.replace(config, num_heads=None, version="0.0.3")
 CASES = [
-    hippogriff(
-        "HippogriffHawk",
-        partial(torch_ref.HippogriffHawk, 5, hidden_features=7, kernel_size=3),
-        partial(HippogriffHawk, 5, hidden_features=7, kernel_size=3),
-    ),
+    hippogriff("HippogriffHawk", partial(HippogriffHawk, 5, hidden_features=7, kernel_size=3)),
     hippogriff(
         "HippogriffHawk, 0.0.3, no convolution",
-        partial(torch_ref.HippogriffHawk, 5, hidden_features=7, kernel_size=None, version="0.0.3"),
         partial(HippogriffHawk, 5, hidden_features=7, kernel_size=None, version="0.0.3"),
     ),
     hippogriff(
         "HippogriffBlock",
-        partial(torch_ref.HippogriffBlock, 16, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
         partial(HippogriffBlock, 16, 7, 4, hidden_features=6, num_kv_heads=2, window=3),
         prefix=5,
     ),
     hippogriff(
         "HippogriffBlock, 0.0.3",
-        partial(torch_ref.HippogriffBlock, 8, 7, 2, hidden_features=6, window=3, version="0.0.3"),
         partial(HippogriffBlock, 8, 7, 2, hidden_features=6, window=3, version="0.0.3"),
         prefix=5,
     ),
     hippogriff(
         "HippogriffLanguageModel, 0.0.3, no attention",
-        partial(torch_ref.HippogriffLanguageModel.from_config, without_attention),
         without_attention.build,
         architecture="hippogriff_language_model",
         twin_state=False,
     ),
     hippogriff(
         "HippogriffLanguageModel",
-        partial(torch_ref.HippogriffLanguageModel.from_config, config),
         config.build,
         architecture="hippogriff_language_model",
         twin_state=False,

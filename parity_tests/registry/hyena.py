@@ -5,9 +5,8 @@ from functools import partial
 import jax.numpy as jnp
 from flax import nnx
 
-import torch_ref
 from jax_models import AuthenticHyenaBlock, HyenaBlock
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     PAST_AND_FUTURE,
     ROWS,
@@ -23,7 +22,7 @@ MAX_LENGTH = 32
 """Longer than a block of the online convolution, so that states have a tile."""
 
 hyena = partial(
-    Case,
+    paired,
     layout="annotated-hyena",
     architecture="hyena",
     twin_state=False,
@@ -36,7 +35,6 @@ CASES = [
     *(
         hyena(
             f"HyenaBlock, order {order}, kernel {size}",
-            partial(torch_ref.HyenaBlock, 5, MAX_LENGTH, order=order, kernel_size=size),
             partial(HyenaBlock, 5, MAX_LENGTH, order=order, kernel_size=size),
         )
         for order, size in ((1, 4), (3, 3))
@@ -44,7 +42,6 @@ CASES = [
     *(
         hyena(
             f"AuthenticHyenaBlock, {name}, order 2",
-            partial(torch_ref.AuthenticHyenaBlock, 5, MAX_LENGTH, implicit=implicit, **network),
             partial(AuthenticHyenaBlock, 5, MAX_LENGTH, implicit=implicit, **network),
         )
         for name, implicit in (("explicit", False), ("implicit", True))

@@ -5,9 +5,8 @@ from functools import partial
 import jax.numpy as jnp
 from flax import nnx
 
-import torch_ref
 from jax_models import HyenaDNABlock, HyenaDNALanguageModelConfig, HyenaDNAMixer
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.hyena import MAX_LENGTH, silenced
 from parity_tests.registry.mutation import (
     STEPS,
@@ -21,7 +20,7 @@ from parity_tests.registry.mutation import (
 )
 
 hyena_dna = partial(
-    Case,
+    paired,
     layout="hyena-dna",
     architecture="hyena_dna",
     twin_state=False,
@@ -50,7 +49,6 @@ CASES = [
     *(
         hyena_dna(
             f"HyenaDNAMixer, order {order}, {layout}",
-            partial(torch_ref.HyenaDNAMixer, 5, MAX_LENGTH, order=order, mlp_features=6, **network),
             partial(HyenaDNAMixer, 5, MAX_LENGTH, order=order, mlp_features=6, **network),
             layout=layout,
         )
@@ -58,21 +56,14 @@ CASES = [
     ),
     hyena_dna(
         "HyenaDNAMixer, safari's options",
-        partial(torch_ref.HyenaDNAMixer, 5, MAX_LENGTH, mlp_features=6, **network, **of_safari),
         partial(HyenaDNAMixer, 5, MAX_LENGTH, mlp_features=6, **network, **of_safari),
         layout="safari",
     ),
     hyena_dna(
-        "HyenaDNABlock",
-        partial(torch_ref.HyenaDNABlock, 5, 8, MAX_LENGTH, filter_features=6, **network),
-        partial(HyenaDNABlock, 5, 8, MAX_LENGTH, filter_features=6, **network),
+        "HyenaDNABlock", partial(HyenaDNABlock, 5, 8, MAX_LENGTH, filter_features=6, **network)
     ),
     hyena_dna(
-        "HyenaDNALanguageModel",
-        partial(torch_ref.HyenaDNALanguageModel.from_config, config),
-        config.build,
-        architecture="hyena_dna_language_model",
-        prefix=5,
+        "HyenaDNALanguageModel", config.build, architecture="hyena_dna_language_model", prefix=5
     ),
 ]
 

@@ -4,16 +4,14 @@ from functools import partial
 
 import jax.numpy as jnp
 
-import torch_ref
 from jax_models import HyperLSTM
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.layer_norm_lstm import carrying_normalised
 from parity_tests.registry.mutation import Mutation, replaced, zeroed
 
 CASES = [
-    Case(
+    paired(
         f"HyperLSTM {num_layers} layer{'s' if num_layers > 1 else ''}",
-        partial(torch_ref.HyperLSTM, 5, 6, 4, 3, num_layers=num_layers),
         partial(HyperLSTM, 5, 6, 4, 3, num_layers=num_layers),
         layout="labml",
         architecture="hyper_lstm",

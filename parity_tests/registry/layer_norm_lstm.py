@@ -2,16 +2,14 @@
 
 from functools import partial
 
-import torch_ref
 from jax_models import LayerNormLSTM
 from jax_models.ops.layer_norm_lstm import layer_norm
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import Mutation, replaced, two_swapped
 
 CASES = [
-    Case(
+    paired(
         "LayerNormLSTM",
-        partial(torch_ref.LayerNormLSTM, 5, 6),
         partial(LayerNormLSTM, 5, 6),
         layout="labml",
         architecture="layer_norm_lstm",

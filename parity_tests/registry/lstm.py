@@ -9,7 +9,7 @@ from torch import nn
 import torch_ref
 from jax_models import LSTM, LSTMState
 from jax_models.ops import Rows
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     CUT,
     DOCUMENTS,
@@ -26,41 +26,41 @@ from parity_tests.registry.mutation import (
 )
 from parity_tests.registry.torch_nn import STACKS, torch_nn_cases
 
-lstm = partial(Case, architecture="lstm", layout="scratch")
+lstm = partial(paired, architecture="lstm", layout="scratch")
 plain = torch_nn_cases("LSTM", nn.LSTM, LSTM, method="xla")
 projected = torch_nn_cases("LSTM proj", partial(nn.LSTM, proj_size=4), LSTM, proj_features=4)
 
 CASES = [
-    lstm("LSTMScratch", partial(torch_ref.LSTMScratch, 5, 6), partial(LSTM, 5, 6)),
+    lstm("LSTMScratch", partial(LSTM, 5, 6), partial(torch_ref.LSTMScratch, 5, 6)),
     lstm(
         "LSTMScratch no bias",
-        partial(torch_ref.LSTMScratch, 5, 6, use_bias=False),
         partial(LSTM, 5, 6, use_bias=False),
+        partial(torch_ref.LSTMScratch, 5, 6, use_bias=False),
     ),
     lstm(
         "LSTMProj",
-        partial(torch_ref.LSTMProj, 5, 6, 4),
         partial(LSTM, 5, 6, proj_features=4, proj_bias=True),
+        partial(torch_ref.LSTMProj, 5, 6, 4),
     ),
     lstm(
         "LSTMProj no bias",
-        partial(torch_ref.LSTMProj, 5, 6, 4, proj_bias=False, use_bias=False),
         partial(LSTM, 5, 6, proj_features=4, use_bias=False),
+        partial(torch_ref.LSTMProj, 5, 6, 4, proj_bias=False, use_bias=False),
     ),
     lstm(
         "LSTMScratch peepholes",
-        partial(torch_ref.LSTMScratch, 5, 6, use_peepholes=True),
         partial(LSTM, 5, 6, use_peepholes=True),
+        partial(torch_ref.LSTMScratch, 5, 6, use_peepholes=True),
     ),
     lstm(
         "LSTMProj peepholes",
-        partial(torch_ref.LSTMProj, 5, 6, 4, use_peepholes=True),
         partial(LSTM, 5, 6, proj_features=4, proj_bias=True, use_peepholes=True),
+        partial(torch_ref.LSTMProj, 5, 6, 4, use_peepholes=True),
     ),
     lstm(
         "LSTMDeep",
-        partial(torch_ref.LSTMDeep, 5, 6, 3),
         partial(LSTM, 5, 6, num_layers=3, recurrent_bias=False),
+        partial(torch_ref.LSTMDeep, 5, 6, 3),
         layout="labml",
     ),
     *plain,
@@ -68,8 +68,8 @@ CASES = [
     *(
         lstm(
             f"torch.nn.LSTM, {name} by cuDNN",
-            partial(nn.LSTM, 5, 6, batch_first=True, **stack),
             partial(LSTM, 5, 6, **stack, method="cudnn"),
+            partial(nn.LSTM, 5, 6, batch_first=True, **stack),
             layout="torch.nn",
             dtypes=("float32",),
             platforms=("gpu",),

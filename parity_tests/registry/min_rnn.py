@@ -4,27 +4,18 @@ from functools import partial
 
 import jax.numpy as jnp
 
-import torch_ref
 from jax_models import MinGRU, MinLSTM
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import Mutation, deaf, edited, zeroed
 from parity_tests.registry.rnn import language_model
 
-min_rnn = partial(Case, architecture="min_rnn", layout="minimal")
+min_rnn = partial(paired, architecture="min_rnn", layout="minimal")
 
 CASES = [
-    min_rnn("MinGRU", partial(torch_ref.MinGRU, 5, 6), partial(MinGRU, 5, 6)),
-    min_rnn(
-        "MinGRU, 2 layers, no bias",
-        partial(torch_ref.MinGRU, 5, 6, num_layers=2, use_bias=False),
-        partial(MinGRU, 5, 6, num_layers=2, use_bias=False),
-    ),
-    min_rnn("MinLSTM", partial(torch_ref.MinLSTM, 5, 6), partial(MinLSTM, 5, 6)),
-    min_rnn(
-        "MinLSTM, 2 layers",
-        partial(torch_ref.MinLSTM, 5, 6, num_layers=2),
-        partial(MinLSTM, 5, 6, num_layers=2),
-    ),
+    min_rnn("MinGRU", partial(MinGRU, 5, 6)),
+    min_rnn("MinGRU, 2 layers, no bias", partial(MinGRU, 5, 6, num_layers=2, use_bias=False)),
+    min_rnn("MinLSTM", partial(MinLSTM, 5, 6)),
+    min_rnn("MinLSTM, 2 layers", partial(MinLSTM, 5, 6, num_layers=2)),
     language_model("RNNLanguageModel of minGRU", "minimal", cell="min_gru", num_layers=2),
     language_model("RNNLanguageModel of minLSTM", "minimal", cell="min_lstm"),
 ]

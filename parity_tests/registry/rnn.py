@@ -9,7 +9,7 @@ from torch import nn
 
 import torch_ref
 from jax_models import RNN, RNNLanguageModelConfig
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import Case, paired
 from parity_tests.registry.mutation import (
     DOCUMENTS,
     ROLLOUT,
@@ -25,7 +25,7 @@ from parity_tests.registry.mutation import (
 )
 from parity_tests.registry.torch_nn import torch_nn_cases
 
-rnn = partial(Case, architecture="rnn", layout="scratch")
+rnn = partial(paired, architecture="rnn", layout="scratch")
 tanh = torch_nn_cases("RNN tanh", partial(nn.RNN, nonlinearity="tanh"), RNN, nonlinearity="tanh")
 relu = torch_nn_cases("RNN relu", partial(nn.RNN, nonlinearity="relu"), RNN, nonlinearity="relu")
 
@@ -38,27 +38,27 @@ def language_model(name: str, layout: str, **options: Any) -> Case:
 
 
 CASES = [
-    rnn("RNNScratch tanh", partial(torch_ref.RNNScratch, 5, 6), partial(RNN, 5, 6)),
+    rnn("RNNScratch tanh", partial(RNN, 5, 6), partial(torch_ref.RNNScratch, 5, 6)),
     rnn(
         "RNNScratch relu",
-        partial(torch_ref.RNNScratch, 5, 6, nonlinearity="relu"),
         partial(RNN, 5, 6, nonlinearity="relu"),
+        partial(torch_ref.RNNScratch, 5, 6, nonlinearity="relu"),
     ),
     rnn(
         "RNNScratch no bias",
-        partial(torch_ref.RNNScratch, 5, 6, use_bias=False),
         partial(RNN, 5, 6, use_bias=False),
+        partial(torch_ref.RNNScratch, 5, 6, use_bias=False),
     ),
     rnn(
         "RNNDeep",
-        partial(torch_ref.RNNDeep, 5, 6, num_layers=3),
         partial(RNN, 5, 6, num_layers=3),
+        partial(torch_ref.RNNDeep, 5, 6, num_layers=3),
         layout="deep",
     ),
     rnn(
         "RNN U W b",
-        partial(torch_ref.RNN, 5, 6),
         partial(RNN, 5, 6, recurrent_bias=False),
+        partial(torch_ref.RNN, 5, 6),
         layout="cell",
     ),
     *tanh,

@@ -14,7 +14,7 @@ from jax_models import (
     RWKVTimeMix,
     WKVState,
 )
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     Mutation,
     deaf,
@@ -35,35 +35,24 @@ def with_positive_weights(state):
     )
 
 
-rwkv = partial(Case, layout="blinkdl", architecture="rwkv", valid_state=with_positive_weights)
+rwkv = partial(paired, layout="blinkdl", architecture="rwkv", valid_state=with_positive_weights)
 config = RWKVLanguageModelConfig(vocab_size=11, features=6, num_layers=2, hidden_features=8)
 
 CASES = [
-    rwkv("RWKVTimeMix", partial(torch_ref.RWKVTimeMix, 5), partial(RWKVTimeMix, 5)),
+    rwkv("RWKVTimeMix", partial(RWKVTimeMix, 5)),
     rwkv(
         "RWKVTimeMix by associative scan",
-        partial(torch_ref.RWKVTimeMix, 5),
         partial(RWKVTimeMix, 5, method="associative"),
+        partial(torch_ref.RWKVTimeMix, 5),
     ),
     rwkv(
         "RWKVTimeMix by kernel, interpreted",
-        partial(torch_ref.RWKVTimeMix, 5),
         partial(RWKVTimeMix, 5, method="pallas_interpreted"),
+        partial(torch_ref.RWKVTimeMix, 5),
     ),
-    rwkv(
-        "RWKVChannelMix",
-        partial(torch_ref.RWKVChannelMix, 5, 7),
-        partial(RWKVChannelMix, 5, 7),
-        reach=2,
-    ),
-    rwkv("RWKVBlock", partial(torch_ref.RWKVBlock, 5, 7), partial(RWKVBlock, 5, 7)),
-    rwkv(
-        "RWKVLanguageModel",
-        partial(torch_ref.RWKVLanguageModel.from_config, config),
-        config.build,
-        architecture="rwkv_language_model",
-        twin_state=False,
-    ),
+    rwkv("RWKVChannelMix", partial(RWKVChannelMix, 5, 7), reach=2),
+    rwkv("RWKVBlock", partial(RWKVBlock, 5, 7)),
+    rwkv("RWKVLanguageModel", config.build, architecture="rwkv_language_model", twin_state=False),
 ]
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import torch_ref
 from jax_models import RWKV6Block, RWKV6ChannelMix, RWKV6LanguageModelConfig, RWKV6TimeMix
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     Mutation,
     deaf,
@@ -19,45 +19,28 @@ from parity_tests.registry.mutation import (
     zeroed,
 )
 
-rwkv6 = partial(Case, layout="blinkdl", architecture="rwkv6")
+rwkv6 = partial(paired, layout="blinkdl", architecture="rwkv6")
 sizes: dict[str, Any] = {"head_size": 3, "mix_rank": 2, "decay_rank": 4}
 config = RWKV6LanguageModelConfig(
     vocab_size=11, features=6, num_layers=2, hidden_features=8, **sizes
 )
 
 CASES = [
-    rwkv6(
-        "RWKV6TimeMix",
-        partial(torch_ref.RWKV6TimeMix, 6, **sizes),
-        partial(RWKV6TimeMix, 6, **sizes),
-    ),
+    rwkv6("RWKV6TimeMix", partial(RWKV6TimeMix, 6, **sizes)),
     rwkv6(
         "RWKV6TimeMix by chunks",
-        partial(torch_ref.RWKV6TimeMix, 6, **sizes),
         partial(RWKV6TimeMix, 6, **sizes, method="chunked"),
+        partial(torch_ref.RWKV6TimeMix, 6, **sizes),
     ),
     rwkv6(
         "RWKV6TimeMix by kernel, interpreted",
-        partial(torch_ref.RWKV6TimeMix, 6, **sizes),
         partial(RWKV6TimeMix, 6, **sizes, method="pallas_interpreted"),
+        partial(torch_ref.RWKV6TimeMix, 6, **sizes),
     ),
+    rwkv6("RWKV6ChannelMix", partial(RWKV6ChannelMix, 5, 7), reach=2),
+    rwkv6("RWKV6Block", partial(RWKV6Block, 6, 7, **sizes)),
     rwkv6(
-        "RWKV6ChannelMix",
-        partial(torch_ref.RWKV6ChannelMix, 5, 7),
-        partial(RWKV6ChannelMix, 5, 7),
-        reach=2,
-    ),
-    rwkv6(
-        "RWKV6Block",
-        partial(torch_ref.RWKV6Block, 6, 7, **sizes),
-        partial(RWKV6Block, 6, 7, **sizes),
-    ),
-    rwkv6(
-        "RWKV6LanguageModel",
-        partial(torch_ref.RWKV6LanguageModel.from_config, config),
-        config.build,
-        architecture="rwkv6_language_model",
-        twin_state=False,
+        "RWKV6LanguageModel", config.build, architecture="rwkv6_language_model", twin_state=False
     ),
 ]
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 import torch_ref
 from jax_models import RWKV7Block, RWKV7ChannelMix, RWKV7LanguageModelConfig, RWKV7TimeMix
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     Mutation,
     deaf,
@@ -20,7 +20,7 @@ from parity_tests.registry.mutation import (
 )
 from parity_tests.registry.rwkv6 import other_way_round
 
-rwkv7 = partial(Case, layout="blinkdl", architecture="rwkv7")
+rwkv7 = partial(paired, layout="blinkdl", architecture="rwkv7")
 sizes: dict[str, Any] = {
     "head_size": 3,
     "decay_rank": 2,
@@ -34,48 +34,31 @@ config = RWKV7LanguageModelConfig(
 )
 
 CASES = [
-    rwkv7(
-        "RWKV7TimeMix",
-        partial(torch_ref.RWKV7TimeMix, 6, **sizes),
-        partial(RWKV7TimeMix, 6, **sizes),
-    ),
+    rwkv7("RWKV7TimeMix", partial(RWKV7TimeMix, 6, **sizes)),
     rwkv7(
         "RWKV7TimeMix by chunks",
-        partial(torch_ref.RWKV7TimeMix, 6, **sizes),
         partial(RWKV7TimeMix, 6, **sizes, method="chunked"),
+        partial(torch_ref.RWKV7TimeMix, 6, **sizes),
     ),
     rwkv7(
         "RWKV7TimeMix by kernel, interpreted",
-        partial(torch_ref.RWKV7TimeMix, 6, **sizes),
         partial(RWKV7TimeMix, 6, **sizes, method="pallas_interpreted"),
+        partial(torch_ref.RWKV7TimeMix, 6, **sizes),
     ),
     rwkv7(
         "RWKV7TimeMix above the lowest",
-        partial(torch_ref.RWKV7TimeMix, 6, **above),
         partial(RWKV7TimeMix, 6, num_layers=2, **above),
+        partial(torch_ref.RWKV7TimeMix, 6, **above),
     ),
-    rwkv7(
-        "RWKV7ChannelMix",
-        partial(torch_ref.RWKV7ChannelMix, 5, 7),
-        partial(RWKV7ChannelMix, 5, 7),
-        reach=2,
-    ),
-    rwkv7(
-        "RWKV7Block",
-        partial(torch_ref.RWKV7Block, 6, 7, **sizes),
-        partial(RWKV7Block, 6, 7, **sizes),
-    ),
+    rwkv7("RWKV7ChannelMix", partial(RWKV7ChannelMix, 5, 7), reach=2),
+    rwkv7("RWKV7Block", partial(RWKV7Block, 6, 7, **sizes)),
     rwkv7(
         "RWKV7Block above the lowest",
-        partial(torch_ref.RWKV7Block, 6, 7, **above),
         partial(RWKV7Block, 6, 7, num_layers=2, **above),
+        partial(torch_ref.RWKV7Block, 6, 7, **above),
     ),
     rwkv7(
-        "RWKV7LanguageModel",
-        partial(torch_ref.RWKV7LanguageModel.from_config, config),
-        config.build,
-        architecture="rwkv7_language_model",
-        twin_state=False,
+        "RWKV7LanguageModel", config.build, architecture="rwkv7_language_model", twin_state=False
     ),
 ]
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import torch_ref
 from jax_models import StripedHyenaBlock, StripedHyenaMixer
 from parity_tests.engine.problem import in_every_dtype
-from parity_tests.registry.case import Case
+from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     CUT,
     STEPS,
@@ -28,7 +27,7 @@ def inside_the_circle(rng: np.random.Generator, shape: tuple[int, ...]) -> np.nd
 
 
 striped_hyena = partial(
-    Case,
+    paired,
     layout="stripedhyena",
     architecture="striped_hyena",
     bounded=lambda twin: [twin.get_parameter("filter.poles").data],
@@ -36,24 +35,14 @@ striped_hyena = partial(
 )
 sizes = {"num_heads": 2, "state_size": 3}
 CASES = [
-    striped_hyena(
-        "StripedHyenaMixer",
-        partial(torch_ref.StripedHyenaMixer, 6, **sizes),
-        partial(StripedHyenaMixer, 6, **sizes),
-    ),
+    striped_hyena("StripedHyenaMixer", partial(StripedHyenaMixer, 6, **sizes)),
     striped_hyena(
         "StripedHyenaMixer, thirds, 4 taps",
-        partial(torch_ref.StripedHyenaMixer, 5, state_size=1, kernel_size=4),
         partial(StripedHyenaMixer, 5, state_size=1, kernel_size=4),
     ),
-    striped_hyena(
-        "StripedHyenaBlock",
-        partial(torch_ref.StripedHyenaBlock, 6, 7, **sizes),
-        partial(StripedHyenaBlock, 6, 7, **sizes),
-    ),
+    striped_hyena("StripedHyenaBlock", partial(StripedHyenaBlock, 6, 7, **sizes)),
     striped_hyena(
         "StripedHyenaBlock, gelu",
-        partial(torch_ref.StripedHyenaBlock, 6, 7, activation="gelu", epsilon=1e-3, **sizes),
         partial(StripedHyenaBlock, 6, 7, activation="gelu", epsilon=1e-3, **sizes),
     ),
 ]

@@ -1,21 +1,23 @@
 """Hyena, attention and the GPModel over them, beyond what the registry checks."""
 
+import dataclasses
+import re
+from functools import partial
 from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from flax import nnx
 
 import torch_ref
 from jax_models import (
-    AuthenticHyenaBlock,
     AuthenticHyenaFilter,
-    Constant,
     GPModelConfig,
     HyenaBlock,
+    HyenaDNAFilter,
+    HyenaDNAMixer,
     HyenaFilter,
     SelfAttentionBlock,
     from_torch,
@@ -24,43 +26,6 @@ from jax_models import (
 )
 from jax_models.models.gp import Block
 from parity_tests.engine.bounds.tolerance import assert_same, ulp
-
-
-def random_twin(twin: torch.nn.Module) -> torch.nn.Module:
-    torch.manual_seed(0)
-    twin = twin.double()
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.normal_(std=0.5)
-    return twin
-
-
-@pytest.mark.parametrize("order", [1, 3])
-@pytest.mark.parametrize("kind", ["simple", "explicit", "implicit"])
-def test_filters_are_the_twins_at_every_length(x64, kind, order):
-    if kind == "simple":
-        twin, layer, options = torch_ref.HyenaFilter, HyenaFilter, {}
-    else:
-        twin, layer = torch_ref.AuthenticHyenaFilter, AuthenticHyenaFilter
-        options = {"embed_features": 7, "mlp_features": 5, "implicit": kind == "implicit"}
-    twin = random_twin(twin(4, 9, order=order, **options))
-    ours = layer(4, 9, order=order, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **options)
-    from_torch(ours, twin.state_dict())
-    for length in (1, 6, 9):
-        assert_same(ours(length), twin(length).detach().numpy(), f"{length} taps")
-
-
-@pytest.mark.parametrize("implicit", [False, True])
-def test_only_what_takes_part_is_trained(implicit):
-    """As in the twin, by the names of the seed."""
-    twin = torch_ref.AuthenticHyenaBlock(4, 9, embed_features=5, implicit=implicit)
-    layer = AuthenticHyenaBlock(4, 9, embed_features=5, implicit=implicit, rngs=nnx.Rngs(0))
-    for constant in jax.tree.leaves(
-        nnx.state(layer, Constant), is_leaf=lambda x: isinstance(x, Constant)
-    ):
-        constant.set_value(jnp.full_like(constant.get_value(), jnp.nan))
-    trained = {key for key, array in to_torch(layer).items() if np.isfinite(array).all()}
-    assert trained == {name for name, w in twin.named_parameters() if w.requires_grad}
 
 
 def test_initial_filters_are_the_seeds():
@@ -79,78 +44,42 @@ def test_initial_filters_are_the_seeds():
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda **k: AuthenticHyenaBlock(4, 9, embed_features=8, **k), "embed_features:"),
-        (lambda **k: AuthenticHyenaBlock(4, 9, num_filter_layers=1, **k), "num_filter_layers:"),
-        (lambda **k: SelfAttentionBlock(8, 3, **k), "num_heads:"),
-    ],
+    "build",
+    [partial(HyenaBlock, 4, 9), partial(SelfAttentionBlock, 4, 2, max_length=9)],
 )
-def test_bad_options(build, message):
-    with pytest.raises(ValueError, match=message):
-        build(rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda rngs: HyenaBlock(4, 9, rngs=rngs),
-        lambda rngs: SelfAttentionBlock(4, 2, max_length=9, rngs=rngs),
-    ],
-)
-def test_sequences_over_the_maximal_length(layer):
-    layer = layer(nnx.Rngs(0))
-    with pytest.raises(ValueError, match="at most max_length=9 steps, got 10; build the layer"):
+def test_sequences_over_the_maximal_length(build):
+    layer = build(rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="at most max_length=9 steps, got 10"):
         layer(jnp.ones((1, 10, 4)))
-    y, state = layer(jnp.ones((1, 6, 4)))
-    y, state = layer(jnp.ones((1, 6, 4)), state)
+    _, state = layer(jnp.ones((1, 6, 4)))
+    y, _ = layer(jnp.ones((1, 6, 4)), state)
     assert np.isfinite(y[0, :3]).all()
     assert np.isnan(y[0, 3:]).all()
-    with pytest.raises(ValueError, match=r"context_length=8"):
-        GPModelConfig(context_length=8, features=8, num_layers=1).build(rngs=nnx.Rngs(0))(
-            np.zeros((1, 9), int)
-        )
 
 
 @pytest.mark.parametrize("dtypes", [(jnp.float32, jnp.float64), (jnp.float64, jnp.float32)])
 def test_a_state_of_another_width_is_taken(x64, dtypes):
     of_state, of_x = dtypes
-    layer = HyenaBlock(4, 40, dtype=of_x, rngs=nnx.Rngs(0))
-    state = jax.tree.map(
-        lambda s: s.astype(of_state) if jnp.issubdtype(s.dtype, jnp.floating) else s,
-        layer.init_state(2),
-    )
+    other, layer = (HyenaBlock(4, 40, dtype=dtype, rngs=nnx.Rngs(0)) for dtype in dtypes)
     for time in (1, 3):
         x = jnp.ones((2, time, 4), of_x)
+        _, state = jax.eval_shape(other, jnp.ones((2, time, 4), of_state))
         y, last = jax.eval_shape(layer, x, state)
-        y_fresh, _ = jax.eval_shape(layer, x)
-        assert y.dtype == y_fresh.dtype
+        assert y.dtype == jax.eval_shape(layer, x)[0].dtype
         assert len({s.dtype for s in jax.tree.leaves(last.long) if s.dtype != jnp.int32}) == 1
 
 
 @pytest.mark.parametrize("block", get_args(Block))
 def test_dropout_is_applied_in_training_only(x64, block):
-    config = GPModelConfig(
-        vocab_size=7,
-        context_length=9,
-        features=8,
-        num_layers=1,
-        num_heads=2,
-        block=block,
-        block_dropout_rate=0.5,
-    )
+    sizes = {"vocab_size": 7, "context_length": 9, "features": 8, "num_layers": 1, "num_heads": 2}
+    config = GPModelConfig(**sizes, block=block, block_dropout_rate=0.5)
     model = config.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    tokens = np.arange(7)[None]
-    forward = nnx.jit(lambda model: model(tokens)[0])
-    first, second = forward(model), forward(model)
-    assert (first != second).any()
+    forward = nnx.jit(lambda model: model(np.arange(7)[None])[0])
+    assert (forward(model) != forward(model)).any()
+    without = dataclasses.replace(config, block_dropout_rate=0.0)
+    without = without.build(param_dtype=jnp.float64, rngs=nnx.Rngs(1))
+    without = from_torch(without, to_torch(model))
     evaluating = nnx.view(model, deterministic=True)
-    without = from_torch(
-        GPModelConfig(**{**vars(config), "block_dropout_rate": 0.0}).build(
-            param_dtype=jnp.float64, rngs=nnx.Rngs(1)
-        ),
-        {key: torch.from_numpy(array) for key, array in to_torch(model).items()},
-    )
     assert_same(forward(evaluating), forward(without), "evaluating, and a rate of 0")
 
 
@@ -181,3 +110,32 @@ def test_filters_are_computed_once_for_inference(x64, monkeypatch):
         to_torch(fixed)
     generate(model, tokens, 60, key=jax.random.key(0))
     assert computed == []
+
+
+def test_the_filter_begins_as_in_hyena_dna(x64):
+    """Positions, times and decays by the formulas of its paper's code."""
+    length, bands = 20, 3
+    layer = HyenaDNAFilter(
+        5, length, order=2, embed_features=7, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+    )
+    t = np.arange(length) / (length - 1)
+    f = np.linspace(1e-4, bands - 1, bands)
+    z = np.exp(-2j * np.pi * np.outer(np.arange(length), f) / length)
+    assert_same(layer.z[...], np.concatenate([t[:, None], z.real, z.imag], axis=1), "z")
+    assert_same(layer.t[...], t, "t")
+    slow, fast = np.log(0.01) / 1.5, np.log(0.01) / 0.3
+    assert_same(layer.deltas[...].ravel(), np.linspace(slow, fast, 10), "deltas")
+    assert (layer.freq[...] == 10).all()
+
+
+def test_safari_numbers_the_features_of_several_filters_in_another_order():
+    """Feature by feature, where the standalone file has filter by filter."""
+    layer = HyenaDNAMixer(5, 16, order=4, mlp_features=6, rngs=nnx.Rngs(0))
+    exported, place = to_torch(layer, "safari"), np.arange(15).reshape(3, 5).T.ravel()
+    for key, array in to_torch(layer, "hyena-dna").items():
+        turned = re.fullmatch(
+            r"filter_fn\.(bias|implicit_filter\.6\.weight|modulation\.deltas)", key
+        )
+        axis = -1 if "deltas" in key else 0
+        expected = array.take(place, axis) if turned else array
+        np.testing.assert_array_equal(exported[key], expected, key)

@@ -16,7 +16,6 @@ from jax_models import (
     Bidirectional,
     CausalConv1D,
     HyenaBlock,
-    LSTMState,
     ResidualBlock,
     Reversed,
     RNNLanguageModelConfig,
@@ -58,17 +57,15 @@ def test_time_major_is_batch_major_transposed():
 def test_unbatched_is_a_batch_of_one():
     x = inputs(7, 5)
     layer = lstm(num_layers=2)
-    y, state = layer(x, lengths=5)
-    y_batch, state_batch = layer(x[None], lengths=np.array([5]))
-    np.testing.assert_array_equal(y, y_batch[0])
-    assert state.h.shape == (2, 6)
-    y_t, after = layer.step(x[0], state)
-    y_t_batch, _ = layer.step(x[:1], state_batch)
-    np.testing.assert_allclose(y_t, y_t_batch[0], rtol=1e-6)
-    assert after.c.shape == (2, 6)
-    y_first, _ = layer.step(x[0], state, reset=True)
+    alone = layer(x, lengths=5)
+    batch = layer(x[None], lengths=np.array([5]))
+    steps = layer.step(x[0], alone[1]), layer.step(x[:1], batch[1])
+    axes = 0, state_batch_axes(layer)
+    for result, of_batch in ((alone, batch), steps):
+        expected = jax.tree.map(lambda a, axis: jnp.take(a, 0, axis), of_batch, axes)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), result, expected)
+    y_first, _ = layer.step(x[0], alone[1], reset=True)
     np.testing.assert_allclose(y_first, layer(x[:1])[0][0], rtol=1e-6)
-    assert state_batch_axes(layer) == LSTMState(h=1, c=1)
 
 
 def test_dropout_is_between_layers_in_training_only():
@@ -105,57 +102,48 @@ def test_linen_model_through_the_bridge():
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient["params"]))
 
 
+def step(x, **options):
+    return lstm().step(x, lstm().init_state(2), **options)
+
+
+X = inputs(2, 3, 5)
+STATE = lstm().init_state(2)
 REFUSED = [
-    ("x:", lambda: lstm()(inputs(5))),
-    ("x:", lambda: lstm()(inputs(2, 3, 4))),
-    ("x:", lambda: lstm()(np.ones((2, 3, 5), int))),
+    *(("x:", partial(lstm(), x)) for x in (X[0, 0], X[..., :4], X.astype(int), None, "abc")),
+    *(("x:", partial(lstm(), x)) for x in ({"x": 1.0}, [[1.0], [1.0, 2.0]])),
+    ("x:", lambda: lstm()(jax.ShapeDtypeStruct(X.shape, float))),
+    ("x:", lambda: step(X)),
+    ("state:", lambda: lstm()(X, RNNState(STATE.h))),
+    ("state.h:", lambda: lstm()(X, lstm().init_state(3))),
+    ("state.c:", lambda: lstm()(X, STATE._replace(c=None))),
+    ("state.h:", lambda: lstm()(X, jax.tree.map(lambda s: s.astype(int), STATE))),
     *(
-        ("x:", lambda x=x: lstm()(x))
-        for x in (
-            None,
-            "abc",
-            {"x": 1.0},
-            [[1.0], [1.0, 2.0]],
-            jax.ShapeDtypeStruct((2, 3, 5), float),
-        )
+        ("lengths:", partial(lstm(), X, lengths=np.array(lengths)))
+        for lengths in ([1, 2, 3], [1.0, 2.0], [1, 4])
     ),
-    ("x:", lambda: lstm().step(inputs(2, 3, 5), lstm().init_state(2))),
-    ("state:", lambda: lstm()(inputs(2, 3, 5), RNNState(np.zeros((1, 2, 6))))),
-    ("state.h:", lambda: lstm()(inputs(2, 3, 5), lstm().init_state(3))),
-    ("state.c:", lambda: lstm()(inputs(2, 3, 5), lstm().init_state(2)._replace(c=None))),
-    (
-        "state.h:",
-        lambda: lstm()(
-            inputs(2, 3, 5), LSTMState(np.zeros((1, 2, 6), int), np.zeros((1, 2, 6), int))
-        ),
-    ),
-    ("lengths:", lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1, 2, 3]))),
-    ("lengths:", lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1.0, 2.0]))),
-    ("lengths:", lambda: lstm()(inputs(2, 3, 5), lengths=np.array([1, 4]))),
-    (
-        "reset:",
-        lambda: lstm().step(inputs(2, 5), lstm().init_state(2), reset=np.zeros((2, 1), bool)),
-    ),
-    ("reset:", lambda: lstm()(inputs(2, 3, 5), reset=np.zeros((3, 2), bool))),
-    ("reset:", lambda: lstm()(inputs(2, 3, 5), reset=np.zeros((2, 3)))),
-    ("LSTM.step: a bidirectional layer", lambda: lstm(bidirectional=True).step(inputs(2, 5), None)),
-    ("backward:", lambda: Bidirectional(lstm(), LSTM(4, 6, rngs=nnx.Rngs(0)))),
-    (
-        "Bidirectional: reset: a long convolution cannot",
-        lambda: Bidirectional(hyena(), hyena())(jnp.ones((1, 3, 5)), reset=jnp.zeros((1, 3), bool)),
-    ),
+    ("reset:", lambda: step(X[:, 0], reset=np.zeros((2, 1), bool))),
+    ("reset:", lambda: lstm()(X, reset=np.zeros((3, 2), bool))),
+    ("reset:", lambda: lstm()(X, reset=np.zeros((2, 3)))),
+    ("LSTM.step: a bidirectional layer", lambda: lstm(bidirectional=True).step(X[:, 0], None)),
     ("HyenaBlock: time_major: .*only RNN, LSTM and GRU", lambda: hyena(time_major=True)),
+    ("LSTM:", lambda: nnx.eval_shape(lstm)(X)),
+    ("layer:", lambda: state_batch_axes(None)),
     ("layers:", lambda: Stack(lstm())),
     ("layers:", lambda: Stack([lstm(), lstm()])),
+    ("layers:", lambda: Stack([RNN(5, 5, rngs=nnx.Rngs(0)), CausalConv1D(1, 3, rngs=nnx.Rngs(0))])),
     (
         "layers:",
         lambda: nnx.eval_shape(lambda: Stack([lstm(bidirectional=True), Reversed(lstm())])),
     ),
-    ("LSTM:", lambda: nnx.eval_shape(lstm)(inputs(2, 3, 5))),
-    ("layer:", lambda: state_batch_axes(None)),
-    ("layers:", lambda: Stack([RNN(5, 5, rngs=nnx.Rngs(0)), CausalConv1D(1, 3, rngs=nnx.Rngs(0))])),
+    ("time_major=False, got True", lambda: Stack([lstm(time_major=True)])),
+    ("time_major=False, got True", lambda: Bidirectional(*[lstm(time_major=True)] * 2)),
     ("forward:", lambda: Bidirectional(lstm(bidirectional=True), lstm())),
-    ("Reversed.step:", lambda: Reversed(lstm()).step(jnp.ones((1, 5)), lstm().init_state(1))),
+    ("backward:", lambda: Bidirectional(lstm(), LSTM(4, 6, rngs=nnx.Rngs(0)))),
+    (
+        "Bidirectional: reset: a long convolution cannot",
+        lambda: Bidirectional(hyena(), hyena())(X, reset=np.zeros((2, 3), bool)),
+    ),
+    ("Reversed.step:", lambda: Reversed(lstm()).step(X[:, 0], STATE)),
 ]
 
 
@@ -163,6 +151,15 @@ REFUSED = [
 def test_refuses(argument, call):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=argument):
         call()
+
+
+@pytest.mark.parametrize("build", [lambda *parts: Stack(parts), Bidirectional, Reversed])
+def test_layers_of_layers_have_their_layout_and_dtypes(build):
+    dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    parts = 1 if build is Reversed else 2
+    layer = build(*(LSTM(5, 5, **dtypes, rngs=nnx.Rngs(0)) for _ in range(parts)))
+    assert (layer.dtype, layer.param_dtype) == (jnp.bfloat16, jnp.bfloat16)
+    assert Reversed(lstm(time_major=True)).time_major
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
@@ -175,7 +172,6 @@ def test_lengths_of_any_integers_inside_and_outside_jit(dtype, x64):
             layer(x, lengths=lengths)[0],
             jax.jit(lambda x, lengths: layer(x, lengths=lengths)[0])(x, lengths),
             jax.jit(lambda x: layer(x, lengths=given)[0])(x),
-            Bidirectional(lstm(), lstm())(x, lengths=lengths)[0],
         ):
             np.testing.assert_array_equal(y[1, 1:], 0)
             assert np.abs(y[1, 0]).min() > 0
@@ -200,50 +196,20 @@ def test_a_reversed_hyena_starts_without_a_state_at_the_end_of_each_row():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda **kwargs: Stack([LSTM(5, 5, **kwargs), LSTM(5, 6, **kwargs)]),
-        lambda **kwargs: Bidirectional(LSTM(5, 6, **kwargs), LSTM(5, 6, **kwargs)),
-        lambda **kwargs: Reversed(LSTM(5, 6, **kwargs)),
-    ],
-)
-def test_layers_of_layers_have_their_layout_and_dtypes(build):
-    """Only a reversed layer may be time-major."""
-    if build(rngs=nnx.Rngs(0)).__class__ is Reversed:
-        assert build(time_major=True, rngs=nnx.Rngs(0)).time_major
-    else:
-        with pytest.raises(ValueError, match="expected a layer with time_major=False, got True"):
-            build(time_major=True, rngs=nnx.Rngs(0))
-    layer = build(rngs=nnx.Rngs(0))
-    assert (layer.dtype, layer.param_dtype) == (None, jnp.float32)
-    narrow = build(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    assert (narrow.dtype, narrow.param_dtype) == (jnp.bfloat16, jnp.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
         partial(LSTM, 6, 6),
         partial(SelfAttentionBlock, 6, 2, max_length=9),
         partial(HyenaBlock, 6, 9),
-        partial(CausalConv1D, 6, 4),
         RNNLanguageModelConfig().build,
     ],
 )
 def test_traced_lengths_outside_make_their_rows_nan(build):
+    """`tests/ops/test_op_arguments.py` has the operators and their states."""
     layer = build(rngs=nnx.Rngs(0))
     x = inputs(4, 3, 6) if isinstance(layer, SequenceLayer) else np.ones((4, 3), int)
-    run = jax.jit(lambda lengths: layer(x, lengths=lengths))
-    y, state = run(np.array([4, -1, 2, 3]))
-    y_near, state_near = run(np.array([3, 0, 2, 3]))
-    axes = state_batch_axes(layer)
-    for a, near, axis in zip(
-        *map(jax.tree.leaves, ((y, state), (y_near, state_near), (0, axes))), strict=True
-    ):
-        a, near = np.moveaxis(a, axis, 0), np.moveaxis(near, axis, 0)
-        np.testing.assert_array_equal(a[2:], near[2:])
-        if np.issubdtype(a.dtype, np.integer):
-            np.testing.assert_array_equal(a, near)
-        else:
-            assert np.isnan(a[:2]).all()
+    run = jax.jit(lambda lengths: layer(x, lengths=lengths)[0])
+    y = run(np.array([4, -1, 2, 3]))
+    np.testing.assert_array_equal(y[2:], run(np.array([3, 0, 2, 3]))[2:])
+    assert np.isnan(y[:2]).all()
 
 
 def test_a_layer_of_ones_own_takes_rows():

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,19 +106,6 @@ def of_package(version: str, weights: Path, given: Tensors) -> Tensors:
     return dict(np.load(arguments[1]))
 
 
-class Beside(NamedTuple):
-    """A random model of ours in float32, its twin in float64, and what the package made of it."""
-
-    version: str
-    model: LanguageModel
-    twin: torch.nn.Module
-    export: Path
-    given: Tensors
-    package: Tensors
-    rest: np.ndarray
-    text: np.ndarray
-
-
 def random_case(config: Any) -> tuple[Case, torch.nn.Module]:
     """A case and its twin, whose scales are about 1, and whose texts come of its time mixes.
 
@@ -138,8 +124,11 @@ def random_case(config: Any) -> tuple[Case, torch.nn.Module]:
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def beside(request, tmp_path_factory) -> Beside:
-    """The package reads what `to_torch` gives, and our state in the middle of the prompt."""
+def beside(request, tmp_path_factory) -> SimpleNamespace:
+    """A random model in float32, its twin in float64, and the package's results for it.
+
+    The package reads what `to_torch` gives, and our state in the middle of the prompt.
+    """
     pytest.importorskip("rwkv")
     case, twin = random_case(CONFIGS[request.param])
     model = case.build_layer(twin, jnp.float32)
@@ -149,7 +138,7 @@ def beside(request, tmp_path_factory) -> Beside:
     given = {"prompt": PROMPT, "rest": PROMPT[HALF:], **states}
     package = of_package(request.param, export, given)
     rest, text = package.pop("rest"), package.pop("text")
-    return Beside(request.param, model, twin, export, given, package, rest, text)
+    return SimpleNamespace(model=model, twin=twin, package=package, rest=rest, text=text)
 
 
 def assert_errs_at_most_as(yardstick: dict[str, float], errors: dict[str, float]) -> None:
@@ -159,17 +148,13 @@ def assert_errs_at_most_as(yardstick: dict[str, float], errors: dict[str, float]
         assert error <= bound, f"{name}: {error:.1e}, where at most {bound:.1e} is allowed"
 
 
-def errors_of_package(beside: Beside) -> dict[str, float]:
-    oracle, _ = of_twin(beside.twin, PROMPT, as_package=True)
-    return relative_errors(beside.package, oracle)
-
-
-def test_the_package_errs_as_the_twin_does_in_float32(beside):
-    """So what it errs is rounding, and may bound ours; with its e^{−1/2} in the twin."""
+def errors_of_package(beside: SimpleNamespace) -> dict[str, float]:
+    """They may bound ours: with the package's e^{−1/2} in the twin, they are float32's rounding."""
     oracle, _ = of_twin(beside.twin, PROMPT, as_package=True)
     in_float32, _ = of_twin(copy.deepcopy(beside.twin).float(), PROMPT, as_package=True)
-    yardstick = relative_errors(in_float32, oracle)
-    assert_errs_at_most_as(yardstick, errors_of_package(beside))
+    errors = relative_errors(beside.package, oracle)
+    assert_errs_at_most_as(relative_errors(in_float32, oracle), errors)
+    return errors
 
 
 def test_logits_and_states_err_as_those_of_the_package(beside):
@@ -198,11 +183,10 @@ class Peer(torch.nn.Module):
     It computes in float32 whatever it is given; here in float64, if that is what it is given.
     """
 
-    def __init__(self, module: str, name: str):
+    def __init__(self, model: str, name: str):
         super().__init__()
-        models = pytest.importorskip("transformers.models")
-        function = getattr(import_module(f"{models.__name__}.{module}"), name)
-        self.function = inspect.unwrap(function)  # without kernels that may be installed
+        module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+        self.function = inspect.unwrap(getattr(module, name))  # without kernels installed
 
     def forward(self, q, k, v, log_decay, rate, state=None):
         arguments = {"initial_state": state, "output_final_state": True}
@@ -232,45 +216,29 @@ def delta_rule(method, q, log_w, k, v, a, b, state):
 
 
 PEERS = {
-    "gated delta rule by steps": (
-        gated_delta_net,
-        "qwen3_next.modeling_qwen3_next",
-        "torch_recurrent_gated_delta_rule",
-    ),
-    "gated delta rule by chunks": (
-        gated_delta_net,
-        "qwen3_next.modeling_qwen3_next",
-        "torch_chunk_gated_delta_rule",
-    ),
-    "Kimi delta attention by steps": (
-        kimi_delta_attention,
-        "kimi_linear.modeling_kimi_linear",
-        "recurrent_kimi_delta_attention",
-    ),
-    "Kimi delta attention by chunks": (
-        kimi_delta_attention,
-        "kimi_linear.modeling_kimi_linear",
-        "chunk_kimi_delta_attention",
-    ),
+    "torch_recurrent_gated_delta_rule": (gated_delta_net, "qwen3_next"),
+    "torch_chunk_gated_delta_rule": (gated_delta_net, "qwen3_next"),
+    "recurrent_kimi_delta_attention": (kimi_delta_attention, "kimi_linear"),
+    "chunk_kimi_delta_attention": (kimi_delta_attention, "kimi_linear"),
 }
 
 
-def steps(ours, time: int, batch: int = 2, heads: int = 3, size: int = 6, values: int = 5):
+def steps(ours, time: int):
     """Random queries, keys of norm 1, values, log decays, rates in (0, 1) and a state."""
     rng = np.random.default_rng(time)
-    q, k, v = (rng.standard_normal((batch, time, heads, n)) for n in (size, size, values))
+    q, k, v = (rng.standard_normal((2, time, 3, size)) for size in (6, 6, 5))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    by_key = (size,) if ours is kimi_delta_attention else ()
-    log_decay = -(10 ** rng.uniform(-3, 0.5, (batch, time, heads, *by_key)))
-    rate = rng.uniform(0.1, 0.9, (batch, time, heads))
-    state = rng.standard_normal((batch, heads, size, values))
+    by_key = (6,) if ours is kimi_delta_attention else ()
+    log_decay = -(10 ** rng.uniform(-3, 0.5, (2, time, 3, *by_key)))
+    rate = rng.uniform(0.1, 0.9, (2, time, 3))
+    state = rng.standard_normal((2, 3, 6, 5))
     return [in_every_dtype(x) for x in (q, k, v, log_decay, rate, state)]
 
 
 @pytest.mark.parametrize("time", [1, 37, 131])
 @pytest.mark.parametrize("method", ["sequential", "chunked"])
-@pytest.mark.parametrize("peer", PEERS)
-def test_the_delta_rule_is_that_of_transformers(peer, method, time):
+@pytest.mark.parametrize("name", PEERS)
+def test_the_delta_rule_is_that_of_transformers(name, method, time):
     """Outputs, last states and the gradients of all inputs."""
-    ours, *function = PEERS[peer]
-    assert_parity(Peer(*function), partial(ours, method), *steps(ours, time), weights=dict)
+    ours, model = PEERS[name]
+    assert_parity(Peer(model, name), partial(ours, method), *steps(ours, time), weights=dict)

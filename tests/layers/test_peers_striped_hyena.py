@@ -10,7 +10,6 @@ import pytest
 import torch
 from flax import nnx
 
-import torch_ref
 from jax_models import StripedHyenaBlock, from_torch, to_torch
 from parity_tests import assert_parity
 from parity_tests.engine.bounds.tolerance import assert_same
@@ -71,7 +70,8 @@ def package():
 
 def built(package: Any, **config: Any) -> Any:
     """The package's block, as its users build it, with random weights in float64."""
-    block = package.ParallelGatedConvBlock(package_config(**CONFIG, **config), layer_idx=0).double()
+    config = pytest.importorskip("stripedhyena.utils").dotdict(CONFIG | config)
+    block = package.ParallelGatedConvBlock(config, layer_idx=0).double()
     rng = np.random.default_rng(1)
     for name, parameter in block.named_parameters():
         draw = rng.standard_normal(tuple(parameter.shape))
@@ -85,10 +85,6 @@ def built(package: Any, **config: Any) -> Any:
     return block
 
 
-def package_config(**config: Any) -> Any:
-    return pytest.importorskip("stripedhyena.utils").dotdict(config)
-
-
 def port(block: Any, **options: Any) -> StripedHyenaBlock:
     with jax.enable_x64(True):
         layer = StripedHyenaBlock(
@@ -97,26 +93,15 @@ def port(block: Any, **options: Any) -> StripedHyenaBlock:
         return from_torch(layer, block.state_dict())
 
 
-def in_pieces(block: Any, *lengths: int) -> np.ndarray:
-    """What the package puts out, piece by piece, on one cache; from the second on, of each step."""
-    cache = pytest.importorskip("stripedhyena.cache").RecurrentInferenceParams()
-    pieces = torch.from_numpy(X[:, : sum(lengths)]).split(lengths, dim=1)
-    with torch.no_grad():
-        return torch.cat([block(x, inference_params=cache)[0] for x in pieces], dim=1).numpy()
-
-
-def whole(layer: StripedHyenaBlock, time: int) -> np.ndarray:
-    with jax.enable_x64(True):
-        return np.asarray(layer(X[:, :time])[0])
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_outputs_and_gradients_are_those_of_the_package(package, name):
     config, options = OPTIONS[name]
     block = built(package, **config)
+    layer = port(block, **options)
+    jax.tree.map(np.testing.assert_array_equal, to_torch(layer), dict(block.state_dict()))
     assert_parity(
         block,
-        port(block, **options),
+        layer,
         X,
         weights="stripedhyena",
         call=lambda layer, x: layer(x)[0],
@@ -127,27 +112,16 @@ def test_outputs_and_gradients_are_those_of_the_package(package, name):
 
 def test_a_prompt_and_steps_are_those_of_the_package(package):
     block = built(package)
-    expected = in_pieces(block, 41, *[1] * 9)
+    cache = pytest.importorskip("stripedhyena.cache").RecurrentInferenceParams()
+    pieces = torch.from_numpy(X).split([41, *[1] * 9], dim=1)
+    with torch.no_grad():
+        expected = torch.cat([block(x, inference_params=cache)[0] for x in pieces], dim=1).numpy()
     layer = port(block)
-    assert_same(whole(layer, TIME), expected, "the whole sequence")
     with jax.enable_x64(True):
+        assert_same(layer(X)[0], expected, "the whole sequence")
         y, state = jax.jit(layer.__call__)(X[:, :41])
         step, outputs = jax.jit(layer.step), [y]
         for t in range(41, TIME):
             y_t, state = step(X[:, t], state)
             outputs.append(y_t[:, None])
     assert_same(np.concatenate(outputs, axis=1), expected, "the prompt, then steps")
-
-
-def test_what_is_exported_loads_in_the_package_and_in_the_twin(package):
-    block = built(package)
-    weights = {key: torch.from_numpy(a) for key, a in to_torch(port(block)).items()}
-    again = built(package)
-    again.load_state_dict(weights, strict=True)
-    for key, tensor in block.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
-    twin = torch_ref.StripedHyenaBlock(FEATURES, MLP, **SIZES).double()
-    twin.load_state_dict(block.state_dict(), strict=True)
-    x = torch.from_numpy(X)
-    with torch.no_grad():
-        assert_same(twin(x)[0].numpy(), block(x)[0].numpy(), "the twin's outputs")

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import torch
 
+from jax_models import to_torch
 from parity_tests import assert_parity
 
 
@@ -19,19 +20,14 @@ def assert_same_logits_and_gradients(
     call: Callable[..., Any] = lambda port, tokens: port(tokens)[0],
     dtypes: tuple[str, ...] = ("float64", "float32"),
 ) -> None:
-    """In each dtype, of what `load` makes of the weights and of the package's float64 model."""
+    """In each dtype, of what `load` makes of the weights and of the package's float64 model.
+
+    The weights go back as they came.
+    """
     for dtype in dtypes:
         weights = {k: w.to(getattr(torch, dtype)) for k, w in model.state_dict().items()}
         with jax.enable_x64(True):
             port = load(weights, param_dtype=dtype)
+            jax.tree.map(np.testing.assert_array_equal, to_torch(port, layout), weights)
         options = {"weights": layout, "call": call, "call_twin": call_twin, "dtypes": [dtype]}
         assert_parity(model, port, tokens, **options)
-
-
-def assert_loads(
-    again: torch.nn.Module, weights: dict[str, Any], expected: torch.nn.Module
-) -> None:
-    """A new model of the package takes exported weights, which are those of `expected`."""
-    again.load_state_dict({k: torch.from_numpy(np.array(w)) for k, w in weights.items()})
-    for key, tensor in expected.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key

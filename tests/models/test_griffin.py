@@ -1,6 +1,5 @@
 """Griffin beyond parity: windows and chunks, padding, checkpoints and configs."""
 
-import json
 from functools import partial
 from importlib import import_module
 
@@ -20,54 +19,18 @@ from jax_models import (
     ops,
     to_torch,
 )
-from parity_tests.engine.bounds.tolerance import assert_same, floor
+from parity_tests.engine.bounds.tolerance import assert_same
+from parity_tests.registry import CASES
 
-CONFIG = GriffinLanguageModelConfig(
-    vocab_size=13,
-    features=8,
-    num_layers=5,
-    mlp_features=7,
-    recurrent_features=6,
-    num_heads=2,
-    window=2048,
-    block_types=("recurrent", "attention"),
+
+@pytest.mark.parametrize(
+    ("window", "before"),
+    [
+        (4, 11),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, 0), (2, 3), (9, 3), (40, 11)]),
+    ],
 )
-OTHER = GriffinLanguageModelConfig(
-    vocab_size=13,
-    features=16,
-    num_layers=3,
-    mlp_features=7,
-    recurrent_features=12,
-    num_heads=4,
-    num_kv_heads=2,
-    window=2048,
-    kernel_size=3,
-    block_types=("attention", "recurrent", "recurrent"),
-    attention_bias=True,
-)
-
-
-def random_model(config: GriffinLanguageModelConfig, dtype=jnp.float64):
-    """Every weight and bias is random; the large ones keep a text from repeating one token."""
-    model = config.build(param_dtype=dtype, rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(0)
-    draw = jax.tree.map(
-        lambda x: (0.4 * rng.standard_normal(x.shape)).astype(x.dtype), nnx.state(model)
-    )
-    nnx.update(model, draw)
-    return model
-
-
-def dense_attention(q, k, v, window, documents):
-    """`ops.attention` over whole rows, by one mask."""
-    step = np.arange(q.shape[1])
-    distance = step[:, None] - step
-    mask = (distance >= 0) & (distance < window) & (documents[:, :, None] == documents[:, None])
-    return ops.attention(q, k, v, mask)
-
-
-@pytest.mark.parametrize(("window", "before"), [(1, 0), (2, 3), (4, 11), (9, 3), (40, 0), (40, 11)])
-def test_local_attention_in_tiles_is_attention_over_the_whole_row(monkeypatch, window, before):
+def test_local_attention_in_tiles_is_attention_over_the_whole_row(x64, monkeypatch, window, before):
     """Of packed documents, from a state; outputs, gradients, and the state that goes on."""
     monkeypatch.setattr(import_module("jax_models.ops.causal_attention"), "TILE", 8)
     rng = np.random.default_rng(window)
@@ -86,7 +49,10 @@ def test_local_attention_in_tiles_is_attention_over_the_whole_row(monkeypatch, w
             outputs.append(y)
         return jnp.concatenate(outputs, axis=1)
 
-    expected = partial(dense_attention, window=window, documents=np.cumsum(reset, axis=1))
+    step, documents = np.arange(time), np.cumsum(reset, axis=1)
+    distance = step[:, None] - step
+    mask = (distance >= 0) & (distance < window) & (documents[:, :, None] == documents[:, None])
+    expected = partial(ops.attention, mask=mask)
 
     def outputs_and_gradients(f):
         def loss(*args):
@@ -95,10 +61,9 @@ def test_local_attention_in_tiles_is_attention_over_the_whole_row(monkeypatch, w
 
         return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
 
-    with jax.enable_x64(True):
-        found, of_whole = outputs_and_gradients(in_pieces), outputs_and_gradients(expected)
-        for ours, whole in zip(found, of_whole, strict=True):  # over one key, q has no gradient
-            assert_same(ravel_pytree(ours)[0], ravel_pytree(whole)[0], "gradients, then outputs")
+    found, of_whole = outputs_and_gradients(in_pieces), outputs_and_gradients(expected)
+    for ours, whole in zip(found, of_whole, strict=True):  # over one key, q has no gradient
+        assert_same(ravel_pytree(ours)[0], ravel_pytree(whole)[0], "gradients, then outputs")
 
 
 @pytest.mark.parametrize(("platform", "tile"), [("cpu", 120), ("tpu", 352)])
@@ -112,12 +77,8 @@ def test_the_tile_is_that_of_the_platform_that_a_program_is_lowered_for(platform
     assert f"x{ {120: 352, 352: 120}[tile] }x16xf32" not in text
 
 
-@pytest.mark.parametrize(
-    ("faulty", "number"), [("q", np.nan), ("k", np.inf), ("v", -np.inf), ("v", np.nan)]
-)
-def test_only_the_steps_that_see_a_number_that_is_not_finite_know_of_it(
-    monkeypatch, faulty, number
-):
+@pytest.mark.parametrize(("faulty", "number"), [("q", np.nan), ("k", np.inf), ("v", -np.inf)])
+def test_only_the_steps_that_see_a_number_that_is_not_finite_know_it(monkeypatch, faulty, number):
     """Their heads are NaN; they pass no gradient on."""
     monkeypatch.setattr(import_module("jax_models.ops.causal_attention"), "TILE", 8)
     time, window, step = 30, 6, 11
@@ -153,6 +114,7 @@ def test_tiles_vary_over_the_devices_of_a_mesh():
     assert jax.eval_shape(run, x).shape == x.shape
 
 
+@pytest.mark.slow
 def test_the_memory_of_training_grows_with_time_alone():
     """Not with its square, nor with the window times the time."""
     window, heads, size = 512, 4, 8
@@ -173,42 +135,9 @@ def test_the_memory_of_training_grows_with_time_alone():
     assert long < 4 * 8192 * window * heads / 2  # half of the scores of the window
 
 
-SMALL = {
-    "vocab_size": 13,
-    "features": 8,
-    "num_layers": 3,
-    "mlp_features": 7,
-    "recurrent_features": 6,
-    "num_heads": 2,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["hf", "hf-file", "deepmind", "deepmind-torch"])
-def test_the_keys_tell_the_model(layout):
-    model = random_model(CONFIG, jnp.float32)
-    weights = to_torch(model, layout)
-    tokens = np.random.default_rng(0).integers(0, 13, (2, 9))
-    window = 2048 if layout.startswith("hf") else 2049
-    assert GriffinLanguageModelConfig.from_state_dict(weights, window=2048) == CONFIG
-    assert griffin_from_weights(weights).config.window == window
-    loaded = griffin_from_weights(weights, CONFIG)
-    np.testing.assert_array_equal(loaded(tokens)[0], model(tokens)[0])
-    for key, array in to_torch(loaded, layout).items():
-        np.testing.assert_array_equal(array, weights[key])
-
-
-def test_other_options_are_told_by_the_keys_too():
-    weights = to_torch(random_model(OTHER, jnp.float32))
-    assert GriffinLanguageModelConfig.from_state_dict(weights) == OTHER
-    with pytest.raises(ValueError, match="has \\['hf', 'hf-file'\\], not 'deepmind'"):
-        to_torch(random_model(OTHER, jnp.float32), "deepmind")
-
-
-@pytest.mark.slow
 def test_a_tree_of_flax_variables_is_taken_as_it_is():
     """As recurrentgemma restores it: a block's name has a dot."""
-    model = random_model(CONFIG, jnp.float32)
+    model = CASES["GriffinLanguageModel"].config.build(rngs=nnx.Rngs(0))
     tree: dict = {}
     for key, array in to_torch(model, "deepmind").items():
         *path, name = key.replace("blocks.", "blocks/").split(".")
@@ -217,9 +146,11 @@ def test_a_tree_of_flax_variables_is_taken_as_it_is():
             branch = branch.setdefault(part.replace("/", "."), {})
         branch[name] = array
     assert "blocks.0" in tree
-    loaded = griffin_from_weights({"params": tree})
+    loaded = griffin_from_weights({"params": tree}, model.config)
     for key, array in to_torch(model).items():
         np.testing.assert_array_equal(to_torch(loaded)[key], array)
+    with pytest.raises(TypeError, match="weights:"):
+        griffin_from_weights([tree])
 
 
 OF_2B = {
@@ -244,7 +175,7 @@ ROPE = {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}
 
 @pytest.mark.parametrize("rope", [ROPE, {"rope_parameters": {**ROPE, "rope_type": "default"}}])
 def test_a_config_json_tells_the_model(rope):
-    config = GriffinLanguageModelConfig.from_hf(json.loads(json.dumps(OF_2B | rope)))
+    config = GriffinLanguageModelConfig.from_hf(OF_2B | rope)
     assert config == GriffinLanguageModelConfig(
         vocab_size=256_000, features=2560, num_layers=26, mlp_features=7680,
         recurrent_features=2560, num_heads=10, window=2048,
@@ -267,50 +198,6 @@ def test_a_config_json_tells_the_model(rope):
 def test_a_config_json_of_another_model_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         GriffinLanguageModelConfig.from_hf(OF_2B | change)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda w: {}, "not a checkpoint of RecurrentGemma: it has no model.embed"),
-        (lambda w: {f"module.{k}": a for k, a in w.items()}, 'are under "module.": give'),
-        (lambda w: {k: a for k, a in w.items() if ".up_proj" not in k}, "missing key model.layers"),
-        (
-            lambda w: {
-                k: a for k, a in w.items() if k != "model.layers.0.mlp_block.gate_proj.weight"
-            },
-            "missing key model.layers.0.mlp_block.gate_proj.weight",
-        ),
-        (lambda w: w | {"lm_head.weight": 0 * w["lm_head.weight"]}, "two different arrays"),
-        (lambda w: w | {"model.layers.0.extra": np.ones(2)}, "unexpected key model.layers.0.extra"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(edit, message):
-    weights = to_torch(random_model(CONFIG, jnp.float32))
-    with pytest.raises(ValueError, match=message):
-        griffin_from_weights(edit(weights))
-
-
-def test_weights_beside_a_config_that_contradicts_them_are_refused():
-    weights = to_torch(random_model(CONFIG, jnp.float32))
-    config = GriffinLanguageModelConfig(**{**SMALL, "mlp_features": 9})
-    with pytest.raises(ValueError, match=r"gate_proj\.weight:"):
-        griffin_from_weights(weights, config)
-    with pytest.raises(TypeError, match="weights:"):
-        griffin_from_weights([1])
-
-
-def test_a_decay_near_1_keeps_its_digits_and_its_gradient_is_bounded():
-    """In float32 against float64; where nothing is let in, the square root's slope is 1000."""
-    a_param = np.array([-30.0, -9.0, -2.0, 3.0])
-    exponent = np.array([[8.0, 4.0, 1e-3, 0.5]])
-    with jax.enable_x64(True):
-        exact = ops.softplus_decay(a_param, exponent)
-        narrow = ops.softplus_decay(a_param.astype(np.float32), exponent.astype(np.float32))
-        for ours, expected in zip(narrow, exact, strict=True):
-            np.testing.assert_allclose(ours, expected, rtol=floor(np.float32))
-        slope = jax.grad(lambda e: ops.softplus_decay(a_param[:1], e)[1][0, 0])(np.zeros((1, 1)))
-        assert_same(slope, [[2000 * np.log1p(np.exp(-30.0))]], "slope")
 
 
 @pytest.mark.parametrize("name", ["attention", "local_attention"])

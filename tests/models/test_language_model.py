@@ -1,5 +1,8 @@
 """Language models and generation as a user calls them."""
 
+import contextlib
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +21,8 @@ from jax_models import (
     stream,
 )
 from jax_models.models import generation
-from jax_models.models.generation import Decoder, _keep_largest, sample
+from jax_models.models.generation import Decoder
+from jax_models.models.sampling import _keep_largest, sample
 
 KEY = jax.random.key(0)
 
@@ -47,14 +51,6 @@ def test_generation_equals_recomputing_the_whole_text(context_length):
         text = np.concatenate([text, np.asarray(logits.argmax(axis=-1))[:, None]], axis=1)
     greedy = generate(lm, prompt, 12, key=KEY, temperature=0)
     np.testing.assert_array_equal(greedy, text[:, 5:])
-
-
-def test_the_key_decides_the_text():
-    lm = model(context_length=None)
-    prompt = tokens(1, 3)
-    first = generate(lm, prompt, 40, key=KEY)
-    np.testing.assert_array_equal(first, generate(lm, prompt, 40, key=KEY))
-    assert (first != generate(lm, prompt, 40, key=jax.random.key(1))).any()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -125,40 +121,41 @@ def test_a_call_takes_the_steps_that_make_ten_milliseconds(step_seconds, counts,
 def test_a_call_takes_the_steps_that_it_is_told(monkeypatch):
     made, steps = [], Decoder.steps
     monkeypatch.setattr(Decoder, "steps", lambda *args: made.append(args[-1]) or steps(*args))
-    text = stream(model(context_length=None), tokens(1, 3), 10, key=KEY, steps_per_call=4)
-    assert len(list(text)) == 10
+    list(stream(model(context_length=None), tokens(1, 3), 10, key=KEY, steps_per_call=4))
     assert made == [4, 4, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("context_length", [None, 100])
-def test_fifty_prompts_share_few_programs(context_length):
-    """Of all lengths and options, operations outside of the programs and keys included."""
+@contextlib.contextmanager
+def compilations():
+    """The list of XLA's compilations in this context."""
     compiled = []
 
     def listen(event: str, seconds: float, **_):
         if event.endswith("backend_compile_duration"):
             compiled.append(event)
 
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context_length", [None, 100])
+def test_fifty_prompts_share_few_programs(context_length):
+    """Of all lengths and options, operations outside of the programs and keys included."""
     random = np.random.default_rng(0)
     lm = model(context_length=context_length, hidden_features=22)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as compiled:
         for i in range(50):
             prompt = random.integers(0, 20, (1, random.integers(1, 400)))
-            call = [generate, stream][i % 2]
-            text = call(
-                lm,
-                prompt if i % 4 < 2 else jax.device_put(prompt),
-                int(random.integers(1, 150)),
-                key=jax.random.key(i),
-                temperature=random.choice([0.0, 1.0, random.uniform(0.1, 2)]),
-                top_k=random.choice([None, int(random.integers(1, 30))]),
-            )
-            assert np.asarray(text if call is generate else [*text]).size > 0
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(compiled) <= 8
+            prompt = prompt if i % 4 < 2 else jax.device_put(prompt)
+            options = {
+                "key": jax.random.key(i),
+                "temperature": random.choice([0.0, 1.0, random.uniform(0.1, 2)]),
+                "top_k": random.choice([None, int(random.integers(1, 30))]),
+            }
+            list([generate, stream][i % 2](lm, prompt, int(random.integers(1, 150)), **options))
+    assert 0 < len(compiled) <= 8
 
 
 def test_the_largest_are_kept():
@@ -209,76 +206,54 @@ def test_streams_the_tokens_before_logits_that_are_not_finite():
         next(text)
 
 
-@pytest.mark.parametrize("three", [3, np.int64(3), jnp.int32(3), np.uint8(3)])
-def test_counts_may_be_integers_of_any_kind(three):
+@pytest.mark.parametrize("three", [np.int64(3), jnp.int32(3), np.uint8(3)])
+def test_counts_may_be_integers_of_any_kind_and_a_key_of_the_old_one(three):
+    text = partial(generate, model(), tokens(1, 4), key=KEY)
+    np.testing.assert_array_equal(text(3, top_k=10**12), text(3))
+    found = text(three, top_k=three, key=jax.random.PRNGKey(0))
+    np.testing.assert_array_equal(found, text(3, top_k=3))
+
+
+def test_positions_end_with_the_context():
     lm = model()
-    everything = generate(lm, tokens(1, 4), 3, key=KEY)
-    beyond = generate(lm, tokens(1, 4), 3, key=KEY, top_k=10**12)
-    np.testing.assert_array_equal(beyond, everything)
-    expected = generate(lm, tokens(1, 4), 3, key=KEY, top_k=3)
-    np.testing.assert_array_equal(generate(lm, tokens(1, 4), three, key=KEY, top_k=three), expected)
-
-
-def test_a_key_may_be_of_the_old_kind():
-    of_new, of_old = (
-        generate(model(), tokens(1, 4), 9, key=key)
-        for key in (jax.random.key(5), jax.random.PRNGKey(5))
-    )
-    np.testing.assert_array_equal(of_new, of_old)
-
-
-def test_positions_restart_with_documents_and_end_with_the_context():
-    lm = model()
-    packed = tokens(1, 12)
-    reset = np.zeros((1, 12), bool)
-    reset[0, 7] = True
-    logits, state = lm(packed, reset=reset)
-    np.testing.assert_allclose(logits[:, 7:], lm(packed[:, 7:])[0], rtol=1e-5, atol=1e-6)
-    assert state.position.tolist() == [5]
-    _, state = lm(packed[:, :8])
-    beyond, _ = lm.step(packed[:, 8], state)
+    _, state = lm(tokens(1, 8))
+    beyond, _ = lm.step(tokens(1), state)
     assert np.isnan(beyond).all()
 
 
+ONE = tokens(1, 1)
+THREE = {"num_tokens": 3, "key": KEY}
 REFUSED = [
     *(
-        ("steps_per_call:", lambda lm, n=n: stream(lm, tokens(1, 3), 3, key=KEY, steps_per_call=n))
-        for n in (0, 65, "all", True, 1.0)
+        ("tokens:", lambda lm, x=x: lm(x))
+        for x in (np.zeros((1, 3)), tokens(3), np.array([[1, -1, 20]]), [[1], [1, 2]])
     ),
-    (
-        "state.position:",
-        lambda lm: lm(tokens(1, 3), lm.init_state(1)._replace(position=np.zeros(1, bool))),
+    *(
+        ("prompt:", lambda lm, x=x: generate(lm, x, 3, key=KEY))
+        for x in (np.zeros((1, 3)), tokens(3), [[1, 20]], [[1, 2], [1]], tokens(1, 0))
     ),
+    *(
+        (f"{next(iter(option))}:", lambda lm, option=option: stream(lm, ONE, **THREE | option))
+        for option in (
+            *({"steps_per_call": n} for n in (0, 65, "all", True, 1.0)),
+            *({"temperature": x} for x in (-1.0, "hot")),
+            *({"num_tokens": n} for n in (0, 2**31)),
+            *({"key": key} for key in (0, jax.random.split(KEY))),
+            {"top_k": 0},
+        )
+    ),
+    ("state.position:", lambda lm: lm(ONE, lm.init_state(1)._replace(position=np.zeros(1, bool)))),
+    ("state:", lambda lm: lm(ONE, (1, 2))),
     ("token:", lambda lm: lm.step(np.array([2**32 + 3]), lm.init_state(1))),
+    ("token:", lambda lm: lm.step(ONE, None)),
     ("at most context_length=8 steps", lambda lm: lm(tokens(1, 9))),
-    ("tokens:", lambda lm: lm(np.zeros((1, 3)))),
-    ("tokens:", lambda lm: lm(tokens(3))),
-    ("tokens:", lambda lm: lm(np.array([[1, -1, 20]]))),
-    ("tokens:", lambda lm: lm([[1], [1, 2]])),
-    ("model:", lambda lm: generate(type(lm), tokens(1, 1), 3, key=KEY)),
-    ("token:", lambda lm: lm.step(tokens(1, 1), None)),
-    ("state:", lambda lm: lm(tokens(1, 3), (1, 2))),
-    ("prompt: expec", lambda lm: stream(lm, tokens(1, 0), 3, key=KEY)),
-    ("num_tokens: expec", lambda lm: stream(lm, tokens(1, 1), 0, key=KEY)),
-    ("temperature:", lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature=-1.0)),
-    ("temperature:", lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, temperature="hot")),
     ("logits:", lambda lm: sample(jnp.zeros((2, 0)), KEY)),
-    ("num_tokens:", lambda lm: stream(lm, tokens(1, 1), 2**31, key=KEY)),
-    ("key:", lambda lm: generate(lm, tokens(1, 1), 3, key=0)),
-    ("key:", lambda lm: generate(lm, tokens(1, 1), 3, key=jax.random.split(KEY, 3))),
-    (
-        "model: its parameters have no values",
-        lambda lm: generate(nnx.eval_shape(lambda: lm), tokens(1, 1), 3, key=KEY),
-    ),
+    ("model:", lambda lm: generate(type(lm), ONE, 3, key=KEY)),
+    ("model:", lambda lm: generate(nnx.eval_shape(lambda: lm), ONE, 3, key=KEY)),
     (
         "stream: under jit its tokens have no values yet",
-        lambda lm: jax.jit(lambda p: next(stream(lm, p, 3, key=KEY)))(tokens(1, 1)),
+        lambda lm: jax.jit(lambda p: next(stream(lm, p, 3, key=KEY)))(ONE),
     ),
-    ("prompt:", lambda lm: generate(lm, tokens(3), 3, key=KEY)),
-    ("prompt:", lambda lm: generate(lm, np.zeros((1, 3)), 3, key=KEY)),
-    ("prompt:", lambda lm: generate(lm, [[1, 2], [1]], 3, key=KEY)),
-    ("prompt:", lambda lm: generate(lm, [[1, 20]], 3, key=KEY)),
-    ("top_k:", lambda lm: stream(lm, tokens(1, 1), 3, key=KEY, top_k=0)),
 ]
 
 
@@ -303,12 +278,10 @@ def test_a_model_of_any_parts():
         blocks=[HawkBlock(8, 12, rngs=rngs), GRU(8, 8, rngs=rngs)],
         norm=RMSNorm(8, rngs=rngs),
     )
-    logits, state = lm(tokens(2, 5))
-    cut, middle = lm(tokens(2, 5)[:, :3])
-    rest, _ = lm(tokens(2, 5)[:, 3:], middle)
-    np.testing.assert_allclose(jnp.concatenate([cut, rest], axis=1), logits, rtol=1e-5, atol=1e-6)
-    assert logits.shape == (2, 5, 20)
-    assert state.layers[1].h.shape == (1, 2, 8)
+    logits, _ = lm(tokens(2, 5))
+    _, state = lm(tokens(2, 5)[:, :4])
+    last, _ = lm.step(tokens(2, 5)[:, 4], state)
+    np.testing.assert_allclose(last, logits[:, 4], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="in_features=8"):
         LanguageModel(
             lm.config, [*lm.blocks, GRU(9, 9, rngs=rngs)], lm.norm, embedding=lm.embedding

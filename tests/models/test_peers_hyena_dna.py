@@ -6,20 +6,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
-from peers import assert_loads, assert_same_logits_and_gradients
+from peers import assert_same_logits_and_gradients
 from torch.nn import functional as F
 
-import torch_ref
-from jax_models import HyenaDNALanguageModelConfig, hyena_dna_from_weights, to_torch
-from parity_tests.engine.bounds.tolerance import assert_same
+from jax_models import HyenaDNALanguageModelConfig, hyena_dna_from_weights
 from parity_tests.engine.problem import in_every_dtype
-from train.pretrained import read_model
 from train.published_vocabulary import Nucleotides
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("peers")]
@@ -121,35 +115,6 @@ def test_logits_and_gradients_are_those_of_the_file(theirs):
     config, model = theirs
     assert HyenaDNALanguageModelConfig.from_state_dict(model.state_dict()) == config
     assert_same_logits_and_gradients(model, hyena_dna_from_weights, TOKENS, "hyena-dna", logits_of)
-
-
-def test_what_is_exported_loads_in_the_file_and_in_the_twin(theirs, standalone):
-    config, model = theirs
-    with jax.enable_x64(True):
-        port = hyena_dna_from_weights(model.state_dict(), param_dtype=jnp.float64)
-    assert_loads(built(standalone, config), to_torch(port), model)
-    twin = torch_ref.HyenaDNALanguageModel.from_config(config).double()
-    twin.load_state_dict(model.state_dict(), strict=True)
-    tokens = torch.tensor(TOKENS)
-    with torch.no_grad():
-        assert_same(twin(tokens)[0].numpy(), logits_of(model, tokens).numpy(), "logits")
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_what_its_users_save_is_read(theirs, suffix, tmp_path):
-    config, model = theirs
-    path = tmp_path / f"hyenadna{suffix}"
-    model.float()
-    if suffix == ".pth":
-        torch.save(model.state_dict(), path)
-    else:
-        safetensors.torch.save_model(model, str(path))
-    port = read_model(path)
-    assert port.config == config
-    kept = to_torch(port)
-    for key, tensor in model.state_dict().items():
-        np.testing.assert_array_equal(kept[key], tensor.numpy(), err_msg=key)
-    model.double()
 
 
 def test_the_tokens_are_those_of_the_file(standalone):

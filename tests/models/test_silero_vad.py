@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 import torch_ref
 from jax_models import SileroVAD, from_torch, to_torch
+from parity_tests.checks import assert_same_state
 from parity_tests.engine.bounds.tolerance import assert_same, group_error
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.torch_reference import TorchReference
@@ -131,12 +132,6 @@ def vad(request, x64) -> SileroVAD:
     return model_of(weights, request.param, jnp.float64)
 
 
-def assert_same_results(actual, expected) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert_same(a, b, "a result")
-
-
 def test_rows_of_several_lengths_are_each_alone(vad):
     """Lengths count samples: the last frame of a row is filled up with zeros."""
     audio = recordings(vad.sample_rate, 9, float)
@@ -147,7 +142,8 @@ def test_rows_of_several_lengths_are_each_alone(vad):
     for row, length in enumerate(lengths):
         count = -(-length // vad.frame_length)
         alone = call(audio[row, :length])
-        assert_same_results((y[row, :count], jax.tree.map(lambda s: s[row], state)), alone)  # noqa: B023
+        found = y[row, :count], jax.tree.map(lambda s: s[row], state)  # noqa: B023
+        assert_same_state(found, alone, f"row {row}")
         assert alone[0].shape == (count,)
         assert (y[row, count:] == 0).all()
 

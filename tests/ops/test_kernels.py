@@ -213,7 +213,7 @@ def test_gpu_kernel_interpreted(x64, time, reverse):
 def test_a_gpu_scans_few_rows_in_chunks(x64, reverse, monkeypatch):
     """Forward and backward, with steps left over; Triton's kernel is interpreted."""
     x = numbers(2, 75, 5)
-    module = sys.modules[linear_recurrence.__module__]
+    module = sys.modules["jax_models.ops.linear_scan"]
     interpreted = partial(row_scan_gpu.row_scan, interpret=True)
     monkeypatch.setattr(module.row_scan_gpu, "row_scan", interpreted)
     monkeypatch.setattr(module, "BUSY", 20)  # two chunks
@@ -285,8 +285,8 @@ def test_auto_without_a_kernel_is_associative(x64, operator, monkeypatch):
     x = numbers(2, 40, 5)
     options = {"lengths": jnp.array([40, 11]), "reset": jnp.arange(80).reshape(2, 40) % 17 == 0}
     expected = results_and_gradients(operator, x, jnp.float64, method="associative", **options)
-    for op in (linear_recurrence, wkv):
-        module = sys.modules[op.__module__]
+    for name in ("linear_scan", "wkv"):
+        module = sys.modules[f"jax_models.ops.{name}"]
         monkeypatch.setattr(module, "by_platform", lambda *args, tpu, **others: tpu(*args))
     ours = results_and_gradients(operator, x, jnp.float64, **options)
     for name in expected:

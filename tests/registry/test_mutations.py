@@ -31,5 +31,4 @@ def architectures(cases) -> set[str]:
 def test_every_architecture_departs_from_its_twin_by_a_fault():
     compared = {m.case for m in MUTATIONS if m.check is None}
     assert architectures(compared) == architectures(CASES)
-    assert len(MUTATIONS) >= 40
     assert len({str(m) for m in MUTATIONS}) == len(MUTATIONS), "two have one name"

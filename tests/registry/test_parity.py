@@ -5,7 +5,9 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
+import torch_ref
 from jax_models import LanguageModel
 from parity_tests.checks import CHECKS, Subject
 from parity_tests.engine.problem import available_platforms
@@ -91,3 +93,18 @@ def checks():
 @pytest.mark.parametrize(("name", "check"), [*checks()])
 def test_holds(name, check):
     CHECKS[check](subject(name))
+
+
+LANGUAGE_MODELS = [name for name in CASES if "LanguageModel" in name or "GPModel" in name]
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_the_twins_text_goes_on_from_the_state(name):
+    """As if the whole text, or as much as the model knows, were read for each token."""
+    twin = CASES[name].build_twin().eval()
+    prompt = text = torch.tensor(CASES[name].inputs(time=4))
+    for _ in range(14):  # beyond every context
+        window = text if twin.context_length is None else text[:, -twin.context_length :]
+        text = torch.cat([text, twin(window)[0][:, -1:].argmax(-1)], dim=1)
+    found = torch_ref.generate(twin, prompt, 14, temperature=0)
+    assert torch.equal(found, text[:, 4:])

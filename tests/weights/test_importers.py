@@ -1,6 +1,5 @@
 """Recurrent layers of ONNX and Keras, beside ONNX's evaluator and Keras."""
 
-import itertools
 import os
 from functools import partial
 from importlib import import_module
@@ -64,15 +63,12 @@ def run(model: Any, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in results.items()}
 
 
-CONFIGURATIONS = [
-    (op, direction, options)
-    for op, variants in {
-        "RNN": [{}],
-        "GRU": [{"linear_before_reset": 0}, {"linear_before_reset": 1}],
-        "LSTM": [{}, {"peepholes": True}],
-    }.items()
-    for direction, options in itertools.product(("forward", "reverse", "bidirectional"), variants)
+VARIANTS = [
+    ("RNN", {}),
+    *(("GRU", {"linear_before_reset": each}) for each in (0, 1)),
+    *(("LSTM", {"peepholes": each}) for each in (False, True)),
 ]
+DIRECTIONS = ("forward", "reverse", "bidirectional")
 
 
 def random_node(op: str, direction: str, *, bias: bool = True, peepholes: bool = False, **options):
@@ -110,46 +106,23 @@ def random_node(op: str, direction: str, *, bias: bool = True, peepholes: bool =
     return helper.make_model(graph), inputs
 
 
-@pytest.mark.parametrize(("op", "direction", "options"), CONFIGURATIONS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("op", "options"), VARIANTS)
 @pytest.mark.parametrize("layout", [0, 1])
 def test_random_nodes_are_those_of_onnx_reference_evaluator(op, direction, options, layout, x64):
+    """The weights go back bit for bit, too."""
     for bias in (True, False):
         model, inputs = random_node(op, direction, bias=bias, layout=layout, **options)
         evaluator = ReferenceEvaluator(model)
         results = run(model, inputs)
         for name, expected in zip(evaluator.output_names, evaluator.run(None, inputs), strict=True):
             assert_same(results[name], expected, name)
-
-
-@pytest.mark.parametrize(("op", "direction", "options"), CONFIGURATIONS)
-def test_sequence_lens_make_each_row_as_alone(op, direction, options, x64):
-    """Onnx 1.23's reference evaluator does not mind them."""
-    model, inputs = random_node(op, direction, **options)
-    lengths = np.array([TIME, 4, 1], np.int32)
-    model.graph.node[0].input[4] = "sequence_lens"
-    results = run(model, inputs | {"sequence_lens": lengths})
-    evaluator = ReferenceEvaluator(random_node(op, direction, **options)[0])
-    for row, length in enumerate(lengths):
-        alone = {
-            name: a[:, [row]] if name.startswith("initial") else a for name, a in inputs.items()
-        }
-        alone["X"] = inputs["X"][:length, [row]]
-        expected = dict(zip(evaluator.output_names, evaluator.run(None, alone), strict=True))
-        assert_same(results["Y"][:length, :, [row]], expected.pop("Y"), "Y")
-        assert (results["Y"][length:, :, row] == 0).all()
-        for name, array in expected.items():
-            assert_same(results[name][:, [row]], array, name)
-
-
-@pytest.mark.parametrize(("op", "direction", "options"), CONFIGURATIONS)
-def test_weights_go_back_to_onnx_bit_for_bit(op, direction, options, x64):
-    model, inputs = random_node(op, direction, **options)
-    layer = from_onnx(model, weights=inputs)
-    layer = layer.layer if isinstance(layer, Reversed) else layer
-    back = to_torch(layer, onnx_table(layer))
-    assert back.keys() == inputs.keys() & {"W", "R", "B", "P"}
-    for name, array in back.items():
-        np.testing.assert_array_equal(array, inputs[name])
+        layer = from_onnx(model, weights=inputs)
+        layer = layer.layer if isinstance(layer, Reversed) else layer
+        back = to_torch(layer, onnx_table(layer))
+        assert back.keys() == inputs.keys() & {"W", "R", "B", "P"}
+        for name, array in back.items():
+            np.testing.assert_array_equal(array, inputs[name])
 
 
 def test_a_node_is_found_by_name_in_a_branch_with_weights_in_the_graph():
@@ -181,17 +154,6 @@ def test_other_weights_of_the_graph_are_not_read():
         assert from_onnx(model, weights=inputs).in_features == IN
 
 
-@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
-def test_a_node_with_relu(direction, x64):
-    """Which onnx's evaluator does not have."""
-    model, inputs = random_node("RNN", direction)
-    names = ["Relu"] * (2 if direction == "bidirectional" else 1)
-    model.graph.node[0].attribute.append(helper.make_attribute("activations", names))
-    layer = from_onnx(model, weights=inputs)
-    assert layer.nonlinearity == "relu"
-    assert (layer(inputs["X"])[0] >= 0).all()
-
-
 def constant_state(model, inputs):
     initial = onnx.numpy_helper.from_array(inputs["initial_h"], "initial_h")
     model.graph.initializer.append(initial)
@@ -202,6 +164,15 @@ def attribute(**values):
         model.graph.node[0].attribute.extend(helper.make_attribute(k, v) for k, v in values.items())
 
     return add
+
+
+def test_a_node_with_relu(x64):
+    """ONNX's evaluator has no RNN with relu."""
+    model, inputs = random_node("RNN", "bidirectional")
+    attribute(activations=["Relu", "Relu"])(model, inputs)
+    layer = from_onnx(model, weights=inputs)
+    assert layer.nonlinearity == "relu"
+    assert (layer(inputs["X"])[0] >= 0).all()
 
 
 REFUSED = [
@@ -223,11 +194,6 @@ def test_a_node_is_refused(message, spoil, x64):
         from_onnx(model, weights=inputs)
 
 
-def test_what_is_no_model_is_refused():
-    with pytest.raises(TypeError, match="model:"):
-        from_onnx(random_node("GRU", "forward")[0].graph.node[0])
-
-
 @pytest.fixture
 def keras64(x64, monkeypatch):
     """Keras in float64, even its tanh, which it takes in float32; JAX as users have it."""
@@ -242,28 +208,9 @@ def keras64(x64, monkeypatch):
         to("float32")
 
 
-KERAS = {
-    "LSTM": {},
-    "LSTM without biases": {"use_bias": False},
-    "GRU": {},
-    "GRU reset before": {"reset_after": False},
-    "GRU without biases": {"use_bias": False},
-    "SimpleRNN": {},
-    "SimpleRNN by relu": {"activation": "relu"},
-}
-
-
-def of_keras(name: str, seed: int = 0, **options) -> Any:
-    """A layer with random weights, biases too."""
-    kind = name.split()[0]
-    layer = getattr(keras.layers, kind)(
-        HIDDEN, return_sequences=True, return_state=True, **KERAS[name], **options
-    )
-    return with_random_weights(layer)
-
-
-def with_random_weights(layer: Any) -> Any:
-    layer.build((BATCH, TIME, IN))
+def random_weights(layer: Any, shape=(BATCH, TIME, IN)) -> Any:
+    """The layer of Keras with random weights, biases too."""
+    layer.build(shape)
     rng = np.random.default_rng(0)
     layer.set_weights([0.5 * rng.standard_normal(w.shape) for w in layer.get_weights()])
     return layer
@@ -273,38 +220,33 @@ def drawn(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape)
 
 
-def cells_of_keras():
+def several_cells():
     """Of different kinds and sizes."""
     kinds = keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.SimpleRNNCell
     return [kind(HIDDEN + i) for i, kind in enumerate(kinds)]
 
 
-def rnn_of_keras(cells=None, **options):
-    return with_random_weights(
-        keras.layers.RNN(
-            cells or cells_of_keras(), return_sequences=True, return_state=True, **options
-        )
-    )
-
-
-def in_both_directions(layer):
-    return with_random_weights(keras.layers.Bidirectional(layer))
-
-
-WITH_KERAS = {
-    **{name: partial(of_keras, name) for name in KERAS},
-    **{f"{name}, go_backwards": partial(of_keras, name, go_backwards=True) for name in KERAS},
-    **{f"Bidirectional {name}": lambda n=name: in_both_directions(of_keras(n)) for name in KERAS},
-    "RNN of a cell": lambda: rnn_of_keras(keras.layers.GRUCell(HIDDEN)),
-    "RNN of cells": rnn_of_keras,
-    "RNN of cells, go_backwards": partial(rnn_of_keras, go_backwards=True),
-    "Bidirectional RNN": lambda: in_both_directions(rnn_of_keras()),
+KERAS = {
+    "LSTM": partial(keras.layers.LSTM, HIDDEN),
+    "LSTM without biases": partial(keras.layers.LSTM, HIDDEN, use_bias=False),
+    "GRU": partial(keras.layers.GRU, HIDDEN),
+    "GRU reset before": partial(keras.layers.GRU, HIDDEN, reset_after=False),
+    "GRU without biases": partial(keras.layers.GRU, HIDDEN, use_bias=False),
+    "SimpleRNN by relu": partial(keras.layers.SimpleRNN, HIDDEN, activation="relu"),
+    "RNN of a cell": lambda **options: keras.layers.RNN(keras.layers.GRUCell(HIDDEN), **options),
+    "RNN of cells": lambda **options: keras.layers.RNN(several_cells(), **options),
 }
 
 
-@pytest.mark.parametrize("name", WITH_KERAS)
-def test_layers_are_those_of_keras_with_masks_and_states(name, keras64):
-    theirs = WITH_KERAS[name]()
+@pytest.mark.parametrize("wrapper", ["", ", go_backwards", ", Bidirectional"])
+@pytest.mark.parametrize("name", KERAS)
+def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64):
+    """The weights go back, too."""
+    name += wrapper
+    options = {"return_sequences": True, "return_state": True}
+    options |= {"go_backwards": True} if wrapper == ", go_backwards" else {}
+    theirs = KERAS[name.removesuffix(wrapper)](**options)
+    theirs = random_weights(keras.layers.Bidirectional(theirs) if "Bidir" in wrapper else theirs)
     ours, x = from_keras(theirs), drawn(BATCH, TIME, IN)
     assert isinstance(ours, Reversed) == ("go_backwards" in name)
     assert isinstance(ours, Bidirectional) == ("Bidirectional" in name)
@@ -313,7 +255,7 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, keras64):
     lengths = np.array([TIME, 4, 1])
     mask = np.arange(TIME) < lengths[:, None]
     for given, masked in ((leaves, None), (None, mask)):
-        if given and name == "Bidirectional RNN":
+        if given and "RNN of" in name and "Bidirectional" in name:
             continue  # Keras takes no states of its cells
         initial = [leaf[0] for leaf in leaves] if given else None
         if given and "RNN of cells" in name:
@@ -326,17 +268,12 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, keras64):
         assert_same(y_ours[real], y[real], "outputs")
         for a, b in zip(jax.tree.leaves(last_ours), jax.tree.leaves(last), strict=True):
             assert_same(a[0], np.asarray(b), "state")
-
-
-@pytest.mark.parametrize("name", WITH_KERAS)
-def test_weights_go_back_to_keras(name, keras64):
-    theirs = WITH_KERAS[name]()
-    layer = from_keras(theirs)
-    weights = to_torch(layer, keras_table(layer))
+    table = keras_table(ours)
+    weights = to_torch(ours, table)
     for array, expected in zip(weights.values(), theirs.get_weights(), strict=True):
         np.testing.assert_array_equal(array, expected)
-    again = from_torch(from_keras(theirs), weights, keras_table(layer))
-    for a, b in zip(*map(jax.tree.leaves, map(nnx.state, (again, layer))), strict=True):
+    again = from_torch(from_keras(theirs), weights, table)
+    for a, b in zip(*map(jax.tree.leaves, map(nnx.state, (again, ours))), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -350,10 +287,7 @@ def test_each_layer_of_ours_is_one_of_keras(bidirectional, keras64):
     for i in range(2):
         theirs = keras.layers.LSTM(HIDDEN, return_sequences=True)
         theirs = keras.layers.Bidirectional(theirs) if bidirectional else theirs
-        theirs.build(y.shape)
-        rng = np.random.default_rng(i)
-        theirs.set_weights([0.5 * rng.standard_normal(w.shape) for w in theirs.get_weights()])
-        y = np.asarray(theirs(y))
+        y = np.asarray(random_weights(theirs, y.shape)(y))
         both = [theirs.forward_layer, theirs.backward_layer] if bidirectional else [theirs]
         for index, one in enumerate(both, start=i * len(both)):
             weights = dict(zip(names, one.get_weights(), strict=True))
@@ -369,7 +303,7 @@ def test_each_layer_of_ours_is_one_of_keras(bidirectional, keras64):
 REFUSED_OF_KERAS = {
     "expected SimpleRNN, LSTM, GRU, RNN or Bid": lambda: keras.layers.Dense(3),
     "a has no weights yet": lambda: keras.layers.GRU(3, name="a"),
-    "LSTMCell top: expected activation 'tanh'": lambda: with_random_weights(
+    "LSTMCell top: expected activation 'tanh'": lambda: random_weights(
         keras.layers.RNN([keras.layers.LSTMCell(3, activation="relu", name="top")])
     ),
     "recurrent_activation": lambda: keras.layers.LSTM(3, recurrent_activation="hard_sigmoid"),
@@ -392,13 +326,13 @@ def test_a_layer_of_keras_is_refused(message, keras64):
 def test_a_layer_that_the_others_do_not_have_is_refused():
     rngs = nnx.Rngs(0)
     deep, projected = RNN(3, 4, num_layers=2, rngs=rngs), LSTM(3, 4, proj_features=2, rngs=rngs)
-    for layer in (deep, projected):
-        with pytest.raises(ValueError, match="layer:"):
-            onnx_table(layer)
-    with pytest.raises(ValueError, match="layer:"):
-        keras_table(projected)
-    with pytest.raises(TypeError, match="layer:"):
-        onnx_table(Reversed(GRU(3, 4, rngs=rngs)))
-    for layer in (MinGRU(3, 4, rngs=rngs), Stack([MinGRU(3, 4, rngs=rngs)])):
-        with pytest.raises(TypeError, match="layer:"):
-            keras_table(layer)
+    minimal, backwards = MinGRU(3, 4, rngs=rngs), Reversed(GRU(3, 4, rngs=rngs))
+    for table, layers in (
+        (onnx_table, (deep, projected, backwards)),
+        (keras_table, (projected, minimal, Stack([minimal]))),
+    ):
+        for layer in layers:
+            with pytest.raises((TypeError, ValueError), match="layer:"):
+                table(layer)
+    with pytest.raises(TypeError, match="model:"):
+        from_onnx(random_node("GRU", "forward")[0].graph.node[0])

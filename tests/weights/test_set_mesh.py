@@ -4,6 +4,8 @@ import contextlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from published import GRIFFIN, HYENA_DNA, RWKV, assert_same_weights, build
 from safetensors.numpy import save_file
 
 import train.__main__
@@ -20,11 +23,7 @@ import train.export
 import train.generate
 from jax_models import (
     LSTM,
-    GriffinLanguageModelConfig,
-    HyenaDNALanguageModelConfig,
-    RWKVLanguageModelConfig,
     SileroVAD,
-    from_keras,
     from_onnx,
     from_torch,
     griffin_from_weights,
@@ -33,7 +32,7 @@ from jax_models import (
     rwkv_from_torch,
     to_torch,
 )
-from jax_models.weights.transfer import params_of
+from jax_models.weights.layouts import params_of
 
 COLUMNS = P(None, "model")
 NAMED = {"kernel_init": nnx.with_partitioning(nnx.initializers.lecun_normal(), COLUMNS)}
@@ -115,58 +114,19 @@ def loads_onnx(folder):
     return lambda: from_onnx(model, weights=weights)
 
 
-class GRUOfKeras:
-    """What `from_keras` reads of a Keras layer; Keras itself is slow to import."""
-
-    built, go_backwards = True, False
-
-    @property
-    def cell(self):
-        return self
-
-    def get_config(self):
-        names = {"activation": "tanh", "recurrent_activation": "sigmoid", "use_bias": False}
-        return {**names, "units": 4, "reset_after": True}
-
-    def get_weights(self):
-        return [np.ones((3, 12), np.float32), np.ones((4, 12), np.float32)]
-
-
-GRUOfKeras.__name__ = "GRU"
-
-
-def loads_language_model(function, config):
-    def loads(folder):
-        weights = to_torch(config.build(rngs=nnx.Rngs(0)))
-        return lambda: function(weights)
-
-    return loads
-
-
-SIZES = {"vocab_size": 12, "features": 8, "num_layers": 3}
-DNA = {"context_length": 32, "features": 8, "mlp_features": 9}
+WITH_DROPOUT = replace(HYENA_DNA, block_dropout_rate=0.1)
 LOADERS = {
     "load_pretrained": loads_a_file,
     "from_onnx": loads_onnx,
-    "from_keras": lambda folder: lambda: from_keras(GRUOfKeras()),
-    "rwkv_from_torch": loads_language_model(
-        rwkv_from_torch, RWKVLanguageModelConfig(**SIZES, hidden_features=16)
-    ),
-    "griffin_from_weights": loads_language_model(
-        griffin_from_weights,
-        GriffinLanguageModelConfig(
-            **SIZES, recurrent_features=8, mlp_features=6, num_heads=2, window=2048
-        ),
-    ),
-    "hyena_dna_from_weights": loads_language_model(
-        hyena_dna_from_weights, HyenaDNALanguageModelConfig(**DNA)
-    ),
-    "hyena_dna_from_weights with dropout": loads_language_model(
-        lambda weights: hyena_dna_from_weights(
-            weights, HyenaDNALanguageModelConfig(**DNA, block_dropout_rate=0.1)
-        ),
-        HyenaDNALanguageModelConfig(**DNA),
-    ),
+    **{
+        name: lambda folder, load=load, config=config: partial(load, to_torch(build(config)))
+        for name, load, config in (
+            ("rwkv_from_torch", rwkv_from_torch, RWKV),
+            ("griffin_from_weights", partial(griffin_from_weights, config=GRIFFIN), GRIFFIN),
+            ("hyena_dna_from_weights", hyena_dna_from_weights, HYENA_DNA),
+            ("dropout", partial(hyena_dna_from_weights, config=WITH_DROPOUT), HYENA_DNA),
+        )
+    },
 }
 
 
@@ -177,8 +137,7 @@ def test_whatever_loads_is_placed(name, mesh, tmp_path):
     with jax.set_mesh(mesh):
         model = load()
     assert_placed(model, mesh)
-    for key, array in to_torch(model).items():
-        assert array.tobytes() == expected[key].tobytes()
+    assert_same_weights(to_torch(model), expected)
 
 
 def test_an_array_stays_where_somebody_put_it(mesh):
@@ -214,7 +173,7 @@ def test_what_does_not_fit_the_mesh_is_named(mesh):
         jax.eval_shape(lambda: nnx.state(from_torch(lstm({}), weights)))
 
 
-def test_a_command_builds_its_own_mesh(mesh, tmp_path, capsys, monkeypatch):
+def test_a_command_builds_its_own_mesh(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train.__main__, "report", lambda *_: None)
 
     def printed(context, run):
@@ -227,6 +186,7 @@ def test_a_command_builds_its_own_mesh(mesh, tmp_path, capsys, monkeypatch):
         return capsys.readouterr().out.replace(run, "")
 
     expected = printed(contextlib.nullcontext(), str(tmp_path / "without"))
+    mesh = jax.make_mesh((jax.device_count(),), ("model",))
     assert printed(jax.set_mesh(mesh), str(tmp_path / "with")) == expected
 
 

@@ -51,11 +51,8 @@ def channels_last(module, x):
     return module(x.movedim(-1, 1)).movedim(1, -1)
 
 
-def attended(module, x):
-    return module(x, x, x, need_weights=False)[0]
-
-
-def cross_attended(module, x, y):
+def attended(module, x, y=None):
+    y = x if y is None else y
     return module(x, y, y, need_weights=False)[0]
 
 
@@ -65,39 +62,31 @@ def attention(q, k, v, **_):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
-def plain(module, *inputs):
-    return module(*inputs)
-
-
-def in_groups(kernel, bias, x):
-    """A transposed convolution in two groups."""
-    y = jax.lax.conv_general_dilated(
-        x,
-        kernel,
-        (1, 1),
-        ((2, 2), (1, 1)),
-        lhs_dilation=(2, 2),
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=2,
-    )
-    return y + bias
-
-
 class Grouped(nnx.Module):
+    """A transposed convolution in two groups."""
+
     def __init__(self, rngs):
         self.kernel = nnx.Param(jnp.zeros((3, 2, 2, 6)))
         self.bias = nnx.Param(jnp.zeros(6))
 
     def __call__(self, x):
-        return in_groups(self.kernel[...], self.bias[...], x)
+        layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": 2}
+        padding = ((2, 2), (1, 1))
+        y = jax.lax.conv_general_dilated(
+            x, self.kernel[...], (1, 1), padding, lhs_dilation=(2, 2), **layout
+        )
+        return y + self.bias[...]
 
 
 nn = torch.nn
 
 
-def entry(module, build, table, *inputs, call=plain):
+OF_IMAGES = (nn.modules.conv._ConvNd, nn.GroupNorm, nn.BatchNorm2d)
+
+
+def entry(module, build, table, *inputs, call=lambda module, *inputs: module(*inputs)):
     """What a test takes of a layer."""
-    return module, build, table, inputs, call
+    return module, build, table, inputs, channels_last if isinstance(module, OF_IMAGES) else call
 
 
 LAYERS = {
@@ -123,56 +112,38 @@ LAYERS = {
         image(2, 4 * 5 * 3),
         call=lambda module, x: module(x.unflatten(-1, (4, 5, 3)).movedim(-1, 1).flatten(1)),
     ),
-    "Conv1d": entry(
-        nn.Conv1d(3, 4, 3),
-        partial(nnx.Conv, 3, 4, 3, padding="VALID"),
-        conv("", ""),
-        image(2, 7, 3),
-        call=channels_last,
-    ),
     "Conv2d in groups": entry(
         nn.Conv2d(4, 6, (3, 2), groups=2, bias=False),
         partial(nnx.Conv, 4, 6, (3, 2), feature_group_count=2, padding="VALID", use_bias=False),
         conv("", "", bias=False),
         image(2, 7, 6, 4),
-        call=channels_last,
     ),
-    "Conv3d": entry(
-        nn.Conv3d(3, 4, (1, 2, 3)),
-        partial(nnx.Conv, 3, 4, (1, 2, 3), padding="VALID"),
+    "Conv1d": entry(
+        nn.Conv1d(3, 4, 3),
+        partial(nnx.Conv, 3, 4, 3, padding="VALID"),
         conv("", ""),
-        image(2, 3, 4, 5, 3),
-        call=channels_last,
+        image(2, 7, 3),
     ),
     "ConvTranspose2d": entry(
         nn.ConvTranspose2d(3, 4, (3, 2), stride=2),
         partial(nnx.ConvTranspose, 3, 4, (3, 2), 2, padding="VALID"),
         conv_transpose("", ""),
         image(2, 3, 4, 3),
-        call=channels_last,
     ),
     "ConvTranspose1d, transposed kernel": entry(
         nn.ConvTranspose1d(3, 4, 3, stride=2),
         partial(nnx.ConvTranspose, 3, 4, 3, 2, padding="VALID", transpose_kernel=True),
         conv_transpose("", "", transpose_kernel=True),
         image(2, 5, 3),
-        call=channels_last,
     ),
     "ConvTranspose2d in groups": entry(
         nn.ConvTranspose2d(4, 6, (3, 2), stride=2, groups=2),
         Grouped,
         conv_transpose("", "", groups=2),
         image(2, 3, 4, 4),
-        call=channels_last,
     ),
     "LayerNorm": entry(
-        nn.LayerNorm(5), partial(nnx.LayerNorm, 5, epsilon=1e-5), layer_norm("", ""), image(2, 5)
-    ),
-    "LayerNorm without bias": entry(
-        nn.LayerNorm(5, bias=False),
-        partial(nnx.LayerNorm, 5, epsilon=1e-5, use_bias=False),
-        layer_norm("", "", bias=False),
-        image(2, 5),
+        nn.LayerNorm(5, eps=1e-6), partial(nnx.LayerNorm, 5), layer_norm("", ""), image(2, 5)
     ),
     "RMSNorm": entry(
         nn.RMSNorm(5, eps=1e-6), partial(nnx.RMSNorm, 5), rms_norm("", ""), image(2, 5)
@@ -182,14 +153,12 @@ LAYERS = {
         partial(nnx.GroupNorm, 6, 2, epsilon=1e-5),
         group_norm("", ""),
         image(2, 5, 6),
-        call=channels_last,
     ),
     "BatchNorm2d": entry(
         nn.BatchNorm2d(5),
         partial(nnx.BatchNorm, 5, use_running_average=True),
         batch_norm("", ""),
         image(2, 3, 4, 5),
-        call=channels_last,
     ),
     "BatchNorm1d without scale": entry(
         nn.BatchNorm1d(5, affine=False),
@@ -207,13 +176,6 @@ LAYERS = {
         image(3, 4, 6),
         call=attended,
     ),
-    "MultiheadAttention without biases": entry(
-        nn.MultiheadAttention(6, 3, bias=False, batch_first=True),
-        partial(nnx.MultiHeadAttention, 3, 6, decode=False, attention_fn=attention, use_bias=False),
-        multi_head_attention("", "", num_heads=3, features=6, bias=False),
-        image(3, 4, 6),
-        call=attended,
-    ),
     "MultiheadAttention of other keys": entry(
         nn.MultiheadAttention(6, 2, kdim=5, vdim=5, batch_first=True),
         partial(
@@ -222,7 +184,7 @@ LAYERS = {
         multi_head_attention("", "", num_heads=2, features=6, kv_features=5),
         image(3, 4, 6),
         image(3, 7, 5),
-        call=cross_attended,
+        call=attended,
     ),
 }
 
@@ -243,10 +205,8 @@ def test_a_layer_computes_the_same_and_gives_its_weights_back(name):
     with torch.no_grad():
         expected = call(module, *map(torch.tensor, inputs)).numpy()
     assert_same(layer(*map(jnp.asarray, inputs)), expected, "outputs")
-    back = to_torch(layer, table)
-    assert back.keys() == module.state_dict().keys()
-    for key, weight in module.state_dict().items():
-        np.testing.assert_array_equal(back[key], weight.numpy())
+    weights = {key: weight.numpy() for key, weight in module.state_dict().items()}
+    jax.tree.map(np.testing.assert_array_equal, to_torch(layer, table), weights)
 
 
 @pytest.mark.parametrize("name", ["ConvTranspose2d in groups", "MultiheadAttention", "BatchNorm2d"])
@@ -256,7 +216,6 @@ def test_gradients_go_by_a_table(name):
         module, build(rngs=nnx.Rngs(0)), *inputs, weights=table, call_twin=call, dtypes="float64"
     )
     assert report.passed, str(report)
-    assert "weight gradients" in report.errors["float64"]
 
 
 class Cell(nnx.Module):
@@ -283,7 +242,10 @@ def test_a_key_that_no_parameter_holds_has_no_gradient(dtype):
     twin.linear, twin.scale = torch.nn.Linear(3, 4), torch.nn.Parameter(torch.ones(4))
     port = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     table = [*linear("", "linear"), unused("scale", np.ones(4, dtype))]
-    for call, expected in ((lambda twin, x: twin.linear(x), True), (scaled, False)):
+    for call, expected in (
+        (lambda twin, x: twin.linear(x), True),
+        (lambda twin, x: twin.linear(x) * twin.scale, False),
+    ):
         report = compare(twin, port, image(2, 3), weights=table, call_twin=call)
         assert report.passed is expected, str(report)
     state_dict = {**twin.state_dict(), "scale": torch.full((4,), 2.0, dtype=torch.float64)}
@@ -291,10 +253,6 @@ def test_a_key_that_no_parameter_holds_has_no_gradient(dtype):
     assert (exported.dtype, exported.tolist()) == (dtype, [1] * 4)
     with pytest.raises(ValueError, match="scale:"):
         from_torch(port, state_dict | {"scale": torch.ones(5)}, table)
-
-
-def scaled(twin, x):
-    return twin.linear(x) * twin.scale
 
 
 def test_two_biases_in_one():
@@ -311,18 +269,16 @@ def test_two_biases_in_one():
     np.testing.assert_array_equal(back["bias_ih"], total)
     assert not back["bias_hh"].any()
     for factor in (1.0, 2.0):
+        of_biases = optax.masked(
+            optax.scale(factor), lambda params: jax.tree.map(lambda p: p.ndim == 1, params)
+        )
         trained = compare_training(
             cell,
             Cell(nnx.Rngs(0)),
             [inputs] * 3,
             loss=lambda model, batch: (model(*batch) ** 2).mean(),
             loss_twin=lambda twin, batch: call(twin, *batch).square().mean(),
-            optimizer=optax.chain(
-                optax.masked(
-                    optax.scale(factor), lambda params: jax.tree.map(lambda p: p.ndim == 1, params)
-                ),
-                optax.sgd(0.1),
-            ),
+            optimizer=optax.chain(of_biases, optax.sgd(0.1)),
             optimizer_twin=lambda twin: torch.optim.SGD(twin.parameters(), lr=0.1),
             weights=CELL,
         )
@@ -363,11 +319,7 @@ def test_what_does_not_fit_a_tree():
     load = loader(tree, linear("out", "head"))
     with pytest.raises(ValueError, match="does not fit a tree of 2 arrays") as error:
         load({"head.weight": image(2, 4), "b": image(2)})
-    assert str(error.value).splitlines()[1:] == [
-        "  missing key head.bias, shape (2,): the unexpected b has it",
-        "  head.weight: expected shape (2, 3), got (2, 4)",
-        "  unexpected key b",
-    ]
+    assert all(key in str(error.value) for key in ("key head.bias", "head.weight:", "key b"))
 
 
 FUNCTIONS = {name: value for name, value in vars(weights).items() if inspect.isfunction(value)}
@@ -386,13 +338,9 @@ def test_the_page_shows_the_signatures(name):
     [
         partial(function, **options)
         for function, options in {
-            linear: {},
-            weights.dense: {},
+            **{each: {} for each in (linear, weights.dense, conv, conv_transpose, layer_norm)},
             linear_general: {"in_shape": (2,), "out_shape": (3,)},
             linear_of_image: {"shape": (1, 2, 3)},
-            conv: {},
-            conv_transpose: {},
-            layer_norm: {},
             multi_head_attention: {"num_heads": 2, "features": 4},
         }.items()
     ],

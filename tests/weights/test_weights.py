@@ -1,5 +1,7 @@
 """What weight tables refuse, and how they say so."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,21 +9,18 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from published import RWKV, build
 
 import torch_ref
-from jax_models import GRU, LSTM, RNN, RWKVLanguageModelConfig, from_torch, to_torch
-from jax_models.weights import Weight, linear, same, transposed
-from parity_tests import compare, draft_table
+from jax_models import GRU, LSTM, RNN, from_torch, to_torch
+from jax_models.weights import Weight, same, transposed
+from parity_tests import compare
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
 def lstm(**kwargs) -> LSTM:
     return LSTM(5, 6, rngs=nnx.Rngs(0), **kwargs)
-
-
-def snapshot(layer) -> list[np.ndarray]:
-    return [np.array(leaf) for leaf in jax.tree.leaves(nnx.state(layer))]
 
 
 def test_all_faults_are_listed_and_the_layer_is_left_alone():
@@ -31,19 +30,12 @@ def test_all_faults_are_listed_and_the_layer_is_left_alone():
     del weights["weight_hh_l0"]
     weights["extra"] = torch.zeros(1)
     layer = lstm()
-    before = snapshot(layer)
-    with pytest.raises(
-        ValueError, match=r"state_dict does not fit LSTM in layout 'torch\.nn'"
-    ) as e:
+    before = jax.tree.map(jnp.copy, nnx.state(layer))
+    with pytest.raises(ValueError, match="does not fit LSTM") as error:
         from_torch(layer, weights)
-    for line in (
-        "weight_ih_l0:",
-        "missing key weight_hh_l0, shape (24, 6)",
-        "bias_hh_l0: float64 does not fit into float32 exactly",
-        "unexpected key extra",
-    ):
-        assert line in str(e.value)
-    chex.assert_trees_all_equal(snapshot(layer), before)
+    faults = "weight_ih_l0:", "missing key weight_hh_l0", "bias_hh_l0:", "unexpected key extra"
+    assert all(fault in str(error.value) for fault in faults)
+    chex.assert_trees_all_equal(nnx.state(layer), before)
 
 
 def test_a_foreign_module_needs_a_table():
@@ -52,10 +44,11 @@ def test_a_foreign_module_needs_a_table():
         from_torch(layer, module.state_dict())
     table = [transposed("kernel", "weight"), same("bias", "bias")]
     weights = to_torch(from_torch(layer, module.state_dict(), table), table)
-    for key, tensor in module.state_dict().items():
-        np.testing.assert_array_equal(weights[key], tensor.numpy())
+    jax.tree.map(np.testing.assert_array_equal, weights, dict(module.state_dict()))
     with pytest.raises(ValueError, match=r"^table: no row for the parameter bias$"):
         to_torch(layer, table[:1])
+    with pytest.raises(ValueError, match=r"for the parameter bias; .*draft_table\(twin, model\)"):
+        compare(module, layer, np.zeros((2, 3)), weights=table[:1])
     for row, fault in {
         same("scale", "scale"): "Linear has no parameter scale",
         same("bias", "other"): "two rows for the parameter bias",
@@ -63,34 +56,6 @@ def test_a_foreign_module_needs_a_table():
     }.items():
         with pytest.raises(ValueError, match=rf"^table: {fault}$"):
             to_torch(layer, [*table, row])
-
-
-def test_rows_of_a_submodule_with_layouts_are_drafted():
-    class Model(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.lstm, self.out = lstm(), nnx.Linear(6, 2, rngs=rngs)
-            self.layers = nnx.List([LSTM(6, 6, rngs=rngs)])
-
-        def __call__(self, x):
-            return self.out(self.layers[0](self.lstm(x)[0])[0])
-
-    class Twin(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = torch.nn.LSTM(5, 6, batch_first=True)
-            self.second = torch.nn.LSTM(6, 6, batch_first=True)
-            self.fc = torch.nn.Linear(6, 2)
-
-        def forward(self, x):
-            return self.fc(self.second(self.first(x)[0])[0])
-
-    model, x = Model(), np.zeros((2, 3, 5))
-    with pytest.raises(ValueError, match=r"parameter lstm\..*draft_table\(twin, model"):
-        compare(Twin(), model, x, weights=linear("out", "fc"))
-    names = {"model": model}
-    exec(draft_table(Twin(), model), names)
-    assert compare(Twin(), model, x, weights=names["table"]).passed
 
 
 REFUSED = [
@@ -128,11 +93,9 @@ def in_bias(change) -> dict:
     ("value", "fault"),
     [
         (torch.zeros(24, dtype=torch.bool), "expected floating numbers, got bool"),
-        (torch.zeros(24, dtype=torch.int8), "expected floating numbers, got int8"),
         (torch.zeros(24, dtype=torch.int64), "expected floating numbers, got int64"),
         (torch.zeros(24, dtype=torch.complex64), "expected floating numbers, got complex64"),
         (np.array([None] * 24), "expected floating numbers, got object"),
-        (np.zeros(24, [("a", "f4")]), r"expected floating numbers, got \[\('a', '<f4'\)\]"),
         (None, "expected a tensor or an array, got NoneType"),
         ([0.0] * 24, "expected a tensor or an array, got list"),
         (torch.zeros(24).to_sparse(), "it cannot be read: .*Sparse layout"),
@@ -163,9 +126,6 @@ SLIPS = {
     "to_torch gives a ndarray, expected a tuple": same("bias", "bias")._replace(
         to_torch=lambda a: a
     ),
-    "to_jax gives a list, expected an array": same("bias", "bias")._replace(
-        to_jax=lambda a: (a.tolist(),)
-    ),
     "cannot reshape": same("bias", "bias")._replace(to_torch=lambda a: (a.reshape(3, 9),)),
     r"to_jax gives shape \(1, 4\), the parameter has \(4,\)": same("bias", "bias")._replace(
         to_jax=lambda a: (a[None],)
@@ -184,24 +144,42 @@ def test_a_row_whose_transforms_do_not_fit(slip):
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.lstm."])
 @pytest.mark.parametrize("given", ["", "model.", "head"])
 @pytest.mark.parametrize("entry", [None, "state_dict"])
-@pytest.mark.parametrize("layout", [None, "torch.nn"])
-def test_weights_in_another_place_are_found(prefix, given, entry, layout):
+def test_weights_in_another_place_are_found(prefix, given, entry):
     """The arguments that the error names are the ones to give."""
-    module = torch.nn.LSTM(5, 6)
-    state_dict = {prefix + key: value for key, value in module.state_dict().items()}
-    state_dict |= {"head.weight": torch.zeros(2, 6)}
-    code = ""
-    if entry is not None:
-        state_dict = {entry: state_dict, "epoch": 3}
-        code = f'state_dict["{entry}"] and '
-    with pytest.raises(ValueError, match=": give ") as error:
-        from_torch(lstm(), state_dict, layout, prefix=given)
-    start = f'prefix: got "{given.rstrip(".")}.", but' if given else "state_dict:"
-    assert str(error.value) == f'{start} its weights are under "{prefix}": give {code}' + (
-        f'prefix="{prefix}"'
-    )
-    found = state_dict[entry] if entry else state_dict
-    assert to_torch(from_torch(lstm(), found, prefix=prefix)).keys() == module.state_dict().keys()
+    weights = torch.nn.LSTM(5, 6).state_dict()
+    found = {"head.weight": torch.zeros(2, 6)} | {prefix + k: value for k, value in weights.items()}
+    with pytest.raises(ValueError, match="^prefix:" if given else "^state_dict:") as error:
+        from_torch(lstm(), {entry: found, "epoch": 3} if entry else found, prefix=given)
+    place = f'state_dict["{entry}"] and prefix="{prefix}"' if entry else f'prefix="{prefix}"'
+    assert str(error.value).endswith(f": give {place}")
+    assert to_torch(from_torch(lstm(), found, prefix=prefix)).keys() == weights.keys()
+
+
+def under(*prefixes: str, features: int = 5) -> dict:
+    weights = torch.nn.LSTM(features, 6).state_dict()
+    return {prefix + key: value for prefix in prefixes for key, value in weights.items()}
+
+
+TWO = r'under "encoder\.", "decoder\.": give prefix="encoder\." or prefix="decoder\."$'
+
+
+@pytest.mark.parametrize(
+    ("place", "state_dict"),
+    [
+        (r'give state_dict\["model"\]$', {"model": under(""), "optimizer": {"state": {}}}),
+        (r'give state_dict\["b"\]$', {"a": under("", features=7), "b": under("")}),
+        (TWO, under("encoder.", "decoder.")),
+        (TWO, under("a.", features=7) | under("encoder.", "decoder.")),
+        (
+            r'"layers\.{0-5}\.": give prefix="layers\.0\."',
+            under(*(f"layers.{i}." for i in range(6))),
+        ),
+        (r'"a\.", but their shapes do not fit: a\.weight_ih_l0: ', under("a.", features=7)),
+    ],
+)
+def test_weights_in_an_entry_and_in_several_places(place, state_dict):
+    with pytest.raises(ValueError, match=place):
+        from_torch(lstm(), state_dict)
 
 
 @pytest.mark.parametrize("prefix", ["encoder.lstm.", "encoder.lstm"])
@@ -219,48 +197,14 @@ def test_a_layer_of_a_larger_model_is_loaded_and_put_back(prefix):
         assert torch.equal(number, theirs[key]) == (key in weights)
 
 
-def test_weights_in_an_entry_and_in_several_places():
-    weights = torch.nn.LSTM(5, 6).state_dict()
-    with pytest.raises(ValueError, match=r'^state_dict: .*: give state_dict\["model"\]$'):
-        from_torch(lstm(), {"model": weights, "optimizer": {"state": {}}})
-    two = {
-        f"{name}.{key}": value for name in ("encoder", "decoder") for key, value in weights.items()
-    }
-    both = r'under "encoder\.", "decoder\.": give prefix="encoder\." or prefix="decoder\."$'
-    with pytest.raises(ValueError, match=both):
-        from_torch(lstm(), two)
-    wide = {f"a.{key}": value for key, value in torch.nn.LSTM(7, 6).state_dict().items()}
-    with pytest.raises(ValueError, match=both):
-        from_torch(lstm(), wide | two)
-    with pytest.raises(ValueError, match=r'in the entry "b": give state_dict\["b"\]$'):
-        from_torch(lstm(), {"a": torch.nn.LSTM(7, 6).state_dict(), "b": weights})
-    misfit = (
-        r'its keys are under "a\.", but their shapes do not fit: a\.weight_ih_l0: expected shape '
-        r"\(24, 5\), got \(24, 7\)$"
-    )
-    with pytest.raises(ValueError, match=misfit):
-        from_torch(lstm(), wide)
-    stack = {f"layers.{i}.{key}": value for i in range(6) for key, value in weights.items()}
-    some = r'under "layers\.{0-5}\.": give prefix="layers\.0\." or .* or prefix="layers\.3\." or …$'
-    with pytest.raises(ValueError, match=some):
-        from_torch(lstm(), stack)
-    model = RWKVLanguageModelConfig(7, 4, 2, 8).build(rngs=nnx.Rngs(0))
-    wrapped = {f"module.{key}": value for key, value in to_torch(model).items()}
-    with pytest.raises(ValueError, match=r'give {k.removeprefix\("module\."\)'):
-        RWKVLanguageModelConfig.from_state_dict(wrapped)
-
-
 def test_an_error_of_many_keys_can_be_read():
     """Keys that differ in one number share a line."""
-    config = RWKVLanguageModelConfig(7, 4, 12, 8)
-    model = config.build(rngs=nnx.Rngs(0))
-    weights = to_torch(RWKVLanguageModelConfig(7, 4, 10, 16).build(rngs=nnx.Rngs(0)))
+    larger, smaller = (build(replace(RWKV, num_layers=n)) for n in (12, 10))
+    weights = to_torch(smaller)
     del weights["blocks.3.ln1.bias"]
-    weights |= {f"blocks.{i}.att.gates.weight": np.zeros(3, np.float32) for i in (0, 1, 5)}
-    with pytest.raises(ValueError, match="state_dict does not fit") as error:
-        from_torch(model, weights)
+    with pytest.raises(ValueError, match=r"missing key blocks\.\{3,10-11\}\.ln1\.bias") as error:
+        from_torch(larger, weights)
     assert len(str(error.value).splitlines()) < 25
-    assert "  missing key blocks.{3,10-11}.ln1.bias, shape (4,)\n" in str(error.value)
 
 
 def test_weights_of_a_narrower_dtype_are_widened_exactly():

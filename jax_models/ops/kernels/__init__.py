@@ -1,1 +1,1 @@
-"""What a platform needs: kernels of TPUs and GPUs, and cuDNN, each behind one call."""
+"""Kernels of TPUs and GPUs, and cuDNN, each behind one call."""

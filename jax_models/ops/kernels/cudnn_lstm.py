@@ -10,7 +10,7 @@ from jax.experimental import rnn
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_models.ops.checks import checked
+from jax_models.ops.arguments import checked
 from jax_models.ops.keywords import suggests_arguments
 from jax_models.ops.lstm import LSTMState
 from jax_models.ops.rows import Rows

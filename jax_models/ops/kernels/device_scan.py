@@ -71,7 +71,7 @@ class DeviceScan:
         return self.shapes(step, args[:states], args[states:], outputs)
 
     def _lowered_by(self, kernel: Kernel):
-        """How to lower to a kernel, or to the fallback where the kernel says no."""
+        """The lowering to a kernel, or to the fallback if the kernel raises NotImplementedError."""
 
         def rule(ctx, *args, step, states, outputs, reverse, fallback):
             def lower(scan):
@@ -145,6 +145,8 @@ def known_size(*axes) -> int:
     return 0 if any(map(is_symbolic_dim, axes)) else math.prod(axes)
 
 
+INTERPRETED = {"pallas": False, "pallas_interpreted": True}
+"""The methods of operators that run a kernel: on the device, or as if on a TPU, interpreted."""
 PARAMETERS = ("step", "states", "outputs", "reverse", "fallback")
 
 

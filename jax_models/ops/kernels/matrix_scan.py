@@ -1,8 +1,8 @@
 """A recurrence of products of small matrices as one kernel of the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 from jaxtyping import Array, Float
@@ -62,8 +62,7 @@ def _scan(interpret: bool, step: MatrixStep, start, xs):
 def _scan_jvp(interpret: bool, step: MatrixStep, primals, tangents):
     start, xs = primals
     (before, *ys), last = _run(interpret, _and_before(step), start, xs)
-    derivatives = _Tangent(interpret, step), _Gradient(interpret, step)
-    return (ys, last), linear_map(*derivatives, (before, xs), tangents)
+    return (ys, last), linear_map(_tangents, _gradients, (before, xs), tangents, interpret, step)
 
 
 @cache
@@ -77,30 +76,20 @@ def _and_before(step: MatrixStep) -> MatrixStep:
     return keeping
 
 
-class _Tangent(NamedTuple):
+def _tangents(interpret: bool, step: MatrixStep, residuals, tangents):
     """The scan of the step's tangents."""
-
-    interpret: bool
-    step: MatrixStep
-
-    def __call__(self, residuals, tangents):
-        before, xs = residuals
-        start, tangents = tangents
-        return _run(self.interpret, _tangent(self.step), start, [before, *xs, *tangents])
+    before, xs = residuals
+    start, tangents = tangents
+    return _run(interpret, _tangent(step), start, [before, *xs, *tangents])
 
 
-class _Gradient(NamedTuple):
+def _gradients(interpret: bool, step: MatrixStep, residuals, gradients):
     """The scan of the step's gradients, from the last to the first."""
-
-    interpret: bool
-    step: MatrixStep
-
-    def __call__(self, residuals, gradients):
-        before, xs = residuals
-        ys, last = gradients
-        inputs = [before, *xs, *ys]
-        xs, start = _run(self.interpret, _gradient(self.step, len(xs)), last, inputs, reverse=True)
-        return start, xs
+    before, xs = residuals
+    ys, last = gradients
+    inputs = [before, *xs, *ys]
+    xs, start = _run(interpret, _gradient(step, len(xs)), last, inputs, reverse=True)
+    return start, xs
 
 
 @cache
@@ -144,9 +133,3 @@ by_kernel = DeviceScan(
     axis_of_rows=lambda x: x.ndim - 3,
     instead="chunked",
 )
-
-KERNELS: dict[str, Callable[..., tuple[Sequences, State]]] = {
-    "pallas": matrix_scan,
-    "pallas_interpreted": partial(matrix_scan, interpret=True),
-}
-"""The methods that an operator runs by `matrix_scan`: on the device, or as if on a TPU."""

@@ -30,9 +30,11 @@ def matrix_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
     row_bytes = sum(_bytes(x) for x in (state, state, *xs, *ys))
     if row_bytes > BLOCK_BYTES:
         raise NotImplementedError(f"a step's matrices are too large: {row_bytes} bytes a row")
+    # A block is as many rows as fit, so that their products fill each other's waiting times.
     block = min(rows, ROWS, BLOCK_BYTES // row_bytes)
 
     def kernel(start, inputs, results, last):
+        # The block of the last state stays in VMEM, so it carries the state from step to step.
         @pl.when(pl.program_id(1) == 0)
         def _():
             last[...] = start[...]
@@ -60,6 +62,6 @@ def matrix_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
 
 
 def _bytes(x) -> int:
-    """What a matrix takes in VMEM."""
+    """The bytes that a matrix takes in VMEM."""
     height, width = x.shape[-2:]
     return 4 * pl.cdiv(height, SUBLANES) * SUBLANES * pl.cdiv(width, LANES) * LANES

@@ -1,7 +1,6 @@
 """A recurrence of elementwise steps as one kernel of the device, which reads every input once."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 from jaxtyping import Array, Float
@@ -71,9 +70,3 @@ by_kernel = DeviceScan(
     axis_of_rows=lambda _: 0,
     instead="associative",
 )
-
-KERNELS: dict[str, Callable[..., tuple[Sequences, Rows]]] = {
-    "pallas": row_scan,
-    "pallas_interpreted": partial(row_scan, interpret=True),
-}
-"""The methods that an operator runs by `row_scan`: on the device, or as if on a TPU."""

@@ -31,6 +31,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
     dtype = start[0].dtype
     if dtype != jnp.float32 and not interpret:
         raise NotImplementedError(f"on a TPU the kernel computes in float32, got {dtype}")
+    # VMEM holds each block twice, so that one is loaded while the other is in use.
     streams = 2 * (len(xs) + outputs) + sum(x.dtype != dtype for x in xs)
     block = _block(batch, time, features, streams)
     rows, steps, width = block
@@ -42,16 +43,19 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
     def kernel(starts, inputs, results, lasts, carried, staged):
         number = pl.program_id(2)
 
+        # The state is carried from block to block in scratch memory.
         @pl.when(number == 0)
         def _():
             for ref, first in zip(carried, starts, strict=True):
                 ref[...] = first[:, 0]
 
+        # Inputs of another dtype are cast a block at a time.
         for ref, stage in zip(inputs, staged, strict=True):
             if stage is not None:
                 stage[...] = ref[...].astype(dtype)
         read = [ref if stage is None else stage for ref, stage in zip(inputs, staged, strict=True)]
 
+        # The last block may have fewer steps.
         here = steps
         if time % steps:
             here = jnp.minimum(steps, time - place(0, 0, number)[1] * steps)
@@ -68,6 +72,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
                 state = one(i * UNROLL + j, state)
             return state
 
+        # Unrolled groups of steps, then the rest.
         whole = here >> UNROLL.bit_length() - 1
         state = lax.fori_loop(0, whole, several, tuple(ref[...] for ref in carried))
         state = lax.fori_loop(whole * UNROLL, here, one, state)
@@ -75,6 +80,7 @@ def row_scan(step, start, xs, *, outputs, reverse=False, interpret=False):
             ref[...] = x
             last[:, 0] = x
 
+    # A state is a sequence of one step, because a block needs at least two axes.
     sequence = pl.BlockSpec(block, place)
     row = pl.BlockSpec((rows, 1, width), lambda b, d, t: (b, 0, d))
     start = [x[:, None] for x in start]

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 
 from jax_models.weights import Table, same
+from jax_models.weights.layouts import params_of
 from jax_models.weights.stored import as_numpy
-from jax_models.weights.transfer import params_of
 from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model, is_floating
 from parity_tests.engine.problem import (
     Arrays,

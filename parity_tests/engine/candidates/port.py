@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_models import from_torch, to_torch
 from jax_models.ops.checks import described
-from jax_models.weights.transfer import weight_table
+from jax_models.weights.layouts import weight_table
 from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.adapters import (
     ForeignModel,

@@ -105,7 +105,7 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
         if name not in known
     ]
     code = "".join(f"    {line}\n" for line in lines)
-    used = {name for name in rows.__all__ if re.search(rf"\b{name}\(", code)}
+    used = {name for name in vars(rows) if re.search(rf"\b{name}\(", code)}
     is_tree = not isinstance(model, nnx.Module)
     names = ", ".join(sorted(used | ({"loader"} if is_tree else set())))
     load = "\nweights = loader(model, table)  # `model` is the tree" if is_tree else ""

@@ -1,0 +1,156 @@
+"""The filters of HyenaDNA (arXiv 2306.15794) and safari."""
+
+__all__ = ["HyenaDNAFilter"]
+
+from typing import Unpack
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_models.layers.hyena_filter import (
+    check_network,
+    decays,
+    draw_network,
+    l1_normalized,
+    positions,
+    run_network,
+    unit_times,
+    wide,
+)
+from jax_models.options import (
+    CheckedOptions,
+    FilterOptions,
+)
+from jax_models.sequence import check_time
+from jax_models.weights import (
+    Layouts,
+    Weight,
+    same,
+    squeezed,
+    tied,
+    transposed,
+)
+from jax_models.weights.constant import Constant
+from jax_models.weights.rows import reshaped
+
+LOWEST_FREQUENCY = 1e-4
+"""The first of the frequencies by which a position is embedded; the last is their number − 1."""
+
+
+class HyenaDNAFilter(CheckedOptions, nnx.Module):
+    """The filters of HyenaDNA: a network of the position with trained sines, times a window.
+
+        >>> taps = HyenaDNAFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
+        >>> taps.shape
+        (1, 64, 100)
+
+        h_t = (sin(f ⊙ (… sin(f ⊙ (z_t W_1 + b_1)) …)) W_last) ⊙ (exp(−t/(L−1) |δ|) + shift)
+
+    z (max_length, embed_features) is trained, and so is f, one for all sines; δ (order, features)
+    and t are constants. All of them depend on max_length: taps of a model of another length differ.
+
+    Args:
+        features: D.
+        max_length: L, the longest sequence.
+        order: the number of filters, one less than the operator's order.
+        embed_features: size of z_t, odd: t/(L−1), then cosines and sines of 1e-4, …, K − 1
+            periods, K of them in equal steps.
+        mlp_features: width of the network.
+        num_filter_layers: linear layers of the network, at least 2; all but the last have a bias
+            and a sine.
+        omega: f at first.
+        shift: what the window falls to: 0.05 in HyenaDNA, 0 in safari, by default.
+        modulate: whether the window is applied.
+        normalized: whether the network's outputs at a step, of all filters together, are divided
+            by their L1 norm before the window is applied.
+        **options: as in `FilterOptions`; matrices and biases start as in torch.
+
+    Raises:
+        ValueError: a size is not positive, embed_features is even or less than 3, or there are
+            fewer than 2 layers.
+
+    Layouts: `hyena-dna` (HyenaFilter of HyenaDNA's standalone file), `hyena-dna-file` (the same
+    with f under one key, as safetensors has it), `safari` (HyenaFilter of safari, which numbers
+    several filters' features in another order).
+
+    """
+
+    def __init__(
+        self,
+        features: int,
+        max_length: int,
+        *,
+        order: int = 1,
+        embed_features: int = 5,
+        mlp_features: int = 64,
+        num_filter_layers: int = 4,
+        omega: float = 10.0,
+        shift: float = 0.05,
+        modulate: bool = True,
+        normalized: bool = False,
+        **options: Unpack[FilterOptions],
+    ):
+        rngs, param_dtype = options["rngs"], options.get("param_dtype")
+        check_network(embed_features, num_filter_layers)
+        self.shape, self.shift = (order, features, max_length), shift
+        self.modulate, self.normalized = modulate, normalized
+        widths = [embed_features, *[mlp_features] * (num_filter_layers - 1), order * features]
+        frequencies = np.linspace(LOWEST_FREQUENCY, embed_features // 2 - 1, embed_features // 2)
+        self.z = nnx.Param(positions(max_length, frequencies, param_dtype, sign=-1))
+        self.kernels, self.biases = draw_network(widths, rngs, param_dtype)
+        self.freq = nnx.Param(jnp.full((1, mlp_features), omega, param_dtype))
+        self.t = Constant(unit_times(max_length, param_dtype))
+        self.deltas = Constant(decays(order * features, param_dtype).reshape(order, features))
+
+    def __call__(self, length: int) -> Float[Array, "order features length"]:
+        """The first `length` taps, in at least float32."""
+        order, features, max_length = self.shape
+        check_time("length", length, max_length)
+        freqs = [self.freq] * len(self.biases)
+        h = run_network(wide(self.z)[:length], self.kernels, self.biases, freqs)
+        if self.normalized:
+            h = l1_normalized(h, axis=-1)
+        h = h.T.reshape(order, features, length)
+        if not self.modulate:
+            return h
+        decay = jnp.abs(wide(self.deltas))[..., None] * wide(self.t)[None, None, :length]
+        return h * (jnp.exp(-decay) + self.shift)
+
+    def torch_layouts(self) -> Layouts:
+        order, features, _ = self.shape
+        last = len(self.biases)
+        freqs = tuple(f"implicit_filter.{2 * i + 1}.freq" for i in range(last))
+        common = [
+            squeezed("z", "pos_emb.z", (0,)),
+            squeezed("t", "pos_emb.t", (0, 2)),
+            *(transposed(f"kernels.{i}", f"implicit_filter.{2 * i}.weight") for i in range(last)),
+            *(same(f"biases.{i}", f"implicit_filter.{2 * i}.bias") for i in range(last)),
+        ]
+        deltas = squeezed("deltas", "modulation.deltas", (0, 1))
+        deltas = reshaped(deltas, (order, features), (order * features,))
+        outputs = transposed(f"kernels.{last}", f"implicit_filter.{2 * last}.weight")
+        return {
+            "hyena-dna": [*common, tied("freq", freqs), outputs, deltas],
+            "hyena-dna-file": [*common, same("freq", freqs[0]), outputs, deltas],
+            "safari": [
+                *common,
+                tied("freq", freqs),
+                by_feature(outputs, order),
+                by_feature(deltas, order, axis=2),
+            ],
+        }
+
+
+def by_feature(row: Weight, order: int, axis: int = 0) -> Weight:
+    """The row of a key that numbers the filters' features by feature first, then by filter."""
+
+    def turned(a, rows: int, columns: int):
+        shape = (*a.shape[:axis], rows, columns, *a.shape[axis + 1 :])
+        return a.reshape(shape).swapaxes(axis, axis + 1).reshape(a.shape)
+
+    return row._replace(
+        to_jax=lambda a: row.to_jax(turned(a, -1, order)),
+        to_torch=lambda a: (turned(row.to_torch(a)[0], order, -1),),
+    )

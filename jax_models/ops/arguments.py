@@ -1,0 +1,270 @@
+"""The decorator of functions that refuse what their annotations do not allow."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from types import CodeType, NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    Required,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from jaxtyping import AbstractArray, Array
+
+from jax_models.ops.checks import (
+    KINDS,
+    SCALARS,
+    checked_array,
+    checked_choice,
+    described,
+    lengths_within,
+    nan_rows,
+    wrong_shape,
+)
+from jax_models.ops.keywords import refuse_unknown
+from jax_models.ops.rows import Default, Rows
+
+Parameters = ParamSpec("Parameters")
+
+Result = TypeVar("Result")
+
+NOT_EMPTY = {"heads", "kv_heads", "head_features", "kernel_size", "vocab"}
+"""Axes whose size must be at least 1. Others, such as batch and features, may be 0."""
+
+MASKS = ("lengths", "reset", "time_axis")
+"""The arguments that `Rows` joins."""
+
+
+def checked(
+    types: dict[Any, Callable[[str, Any], Any]] | None = None, batch_axes: Any = 0, **sizes: Any
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Make a function refuse arguments that its annotations do not allow.
+
+        @checked()
+        def scaled(x: Float[Array, "batch features"], scale: Float[Array, " features"]): ...
+
+    One name is one size in all arrays of a call, those in NamedTuples among them. A size may be an
+    expression of others, in which the name of several axes (`*batch`) stands for their product.
+    The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
+    whose `hidden` is the call's `hyper`, and whose other sizes are its own. With
+    `Annotated[int, check]`, the function receives what `check(name, value)` returns.
+    `int` takes any integer, NumPy's too, `float` any finite number, `bool` a bool, a `Literal` one
+    of its choices, and `FloatingDtype` a dtype or its name; a class takes its instances, a
+    `Callable` any function. An argument without an annotation passes, and so do other annotations.
+
+    The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time.
+    Under `jit`, where nobody sees the values, a length outside counts as the nearest inside, and
+    the row is NaN in all floating results. Keywords that are annotated with `Unpack` of a
+    TypedDict are checked by its annotations, and the function gets those that have a `Default`. If
+    the TypedDict has `rows`, the function gets the masks as one `Rows`; a caller that passes `rows`
+    has checked all arguments already.
+
+    Args:
+        types: other annotations, and the checks `(name, value) -> value` that they stand for.
+        batch_axes: of the results, as `vmap` takes them; where there are `lengths`.
+        sizes: what a name in the annotations stands for in this function, a size or a tuple.
+
+    """
+    checks = SCALARS | (types or {})
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        parameters, named = signature(function), inspect.signature(function).parameters
+        annotations = {name: p.annotation for name, p in parameters.parameters.items()}
+        defaults = {
+            name: p.default
+            for name, p in parameters.parameters.items()
+            if name not in named and p.default not in (None, p.empty)
+        }
+
+        @wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            if "rows" in annotations and kwargs.get("rows") is not None:
+                if twice := [name for name in MASKS if kwargs.get(name) is not None]:
+                    raise TypeError(f"{twice[0]}: expected rows alone, got rows as well")
+                return function(*args, **kwargs)
+            # Bind the arguments, so that unknown ones get a suggestion.
+            try:
+                given = parameters.bind(*args, **kwargs)
+            except TypeError:
+                refuse_unknown(function.__name__, parameters, args, kwargs)
+                return function(*args, **kwargs)  # Python's message names what is missing
+            # Check each argument, then the sizes that they share.
+            given.arguments = defaults | given.arguments
+            scope = Scope(checks, sizes)
+            for name, value in given.arguments.items():
+                given.arguments[name] = scope.checked(name, value, annotations[name])
+            scope.check_shapes()
+            # Lengths have to be known before the masks are made of them.
+            outside = None
+            if given.arguments.get("lengths") is not None:
+                lengths, time = given.arguments["lengths"], scope.sizes["time"]
+                given.arguments["lengths"], outside = lengths_within(lengths, time)
+            if "rows" in annotations:
+                masks = {name: given.arguments.pop(name, None) for name in MASKS}
+                given.arguments["rows"] = Rows.of(scope.sizes["time"], **masks)
+            results: Any = function(*given.args, **given.kwargs)
+            return results if outside is None else nan_rows(outside, results, batch_axes)
+
+        call.__signature__ = parameters  # pyright: ignore[reportAttributeAccessIssue]
+        return call
+
+    return decorate
+
+
+class Scope:
+    """The arrays of one call, and the sizes that they share."""
+
+    def __init__(self, checks: dict[Any, Callable[[str, Any], Any]], sizes: dict[str, Any]):
+        self.checks = checks
+        self.sizes = dict(sizes)
+        self.arrays: list[tuple[str, tuple[int, ...], list[tuple[str, Any]]]] = []
+
+    def checked(self, name: str, value: Any, annotation: Any) -> Any:
+        """An argument as the function gets it; shapes are for `check_shapes`."""
+        if annotation in self.checks:
+            return self.checks[annotation](name, value)
+        if annotation in (Any, inspect.Parameter.empty):
+            return value
+        # Annotations of `typing`, which are not classes and stand for several checks or none.
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin in (Union, UnionType):
+            others = [a for a in arguments if a is not NoneType]
+            if value is None or len(others) > 1:
+                return value
+            return self.checked(name, value, others[0])
+        if origin is Literal:
+            return checked_choice(name, value, arguments)
+        if origin is Callable:
+            if not callable(value):
+                raise TypeError(f"{name}: expected a function, got {described(value)}")
+            return value
+        if origin is dict:
+            if not isinstance(value, dict):
+                raise TypeError(f"{name}: expected a dict, got {described(value)}")
+            return {key: self._alone(f"{name}[{key!r}]", value[key], arguments[1]) for key in value}
+        if origin is Annotated:
+            annotation, mark, *_ = arguments
+            if inspect.isfunction(mark):
+                return mark(name, value)
+            if not (hasattr(annotation, "_fields") and isinstance(mark, tuple)):
+                return self.checked(name, value, annotation)
+            inner, outer = mark
+            return self._alone(name, value, annotation, **{inner: self.sizes[outer]})
+        # Arrays, NamedTuples of arrays, and other classes.
+        if isinstance(annotation, type) and issubclass(annotation, AbstractArray):
+            known = annotation.dtype in KINDS and "..." not in annotation.dim_str
+            return self._array(name, value, annotation) if known else value
+        if hasattr(annotation, "_fields"):
+            if not isinstance(value, annotation):
+                raise TypeError(f"{name}: expected {described(annotation)}, got {described(value)}")
+            hints = _hints(annotation)
+            fields = value._asdict().items()
+            return type(value)(
+                *(self.checked(f"{name}.{key}", field, hints[key]) for key, field in fields)
+            )
+        is_class = isinstance(annotation, type) and not getattr(annotation, "_is_protocol", False)
+        if is_class and not isinstance(value, annotation):
+            raise TypeError(f"{name}: expected {annotation.__name__}, got {described(value)}")
+        return value
+
+    def check_shapes(self) -> None:
+        """Refuse the first array whose sizes are not those of the others."""
+        for name, shape, axes in self.arrays:
+            for axis, size in axes:
+                expected = self._size(axis)
+                if expected is not None and size != expected:
+                    raise self._wrong_shape(name, shape, [axis for axis, _ in axes])
+
+    def _alone(self, name: str, value: Any, annotation: Any, **sizes: Any) -> Any:
+        scope = Scope(self.checks, sizes)
+        value = scope.checked(name, value, annotation)
+        scope.check_shapes()
+        return value
+
+    def _array(self, name: str, value: Any, annotation: Any) -> Array:
+        array = checked_array(name, value, annotation.dtype)
+        axes = annotation.dim_str.split()
+        several = [i for i, axis in enumerate(axes) if axis.startswith("*")]
+        shape: list[Any] = list(array.shape)
+        if several and len(shape) >= len(axes) - 1:
+            [i] = several
+            end = len(shape) - (len(axes) - 1 - i)
+            shape[i:end] = [tuple(shape[i:end])]
+        if len(shape) != len(axes):
+            raise self._wrong_shape(name, array.shape, axes)
+        pairs = [*zip(axes, shape, strict=True)]
+        for axis, size in pairs:
+            if axis in NOT_EMPTY and size == 0:
+                raise ValueError(f"{name}: expected {axis} ≥ 1, got shape {array.shape}")
+            if axis.lstrip("*").isidentifier():
+                self.sizes.setdefault(axis.lstrip("*"), size)
+        self.arrays.append((name, array.shape, pairs))
+        return array
+
+    def _size(self, axis: str) -> Any:
+        """A size, or the tuple of several; None of a name that no array of the call has."""
+        if axis.lstrip("*").isidentifier():
+            return self.sizes.get(axis.lstrip("*"))
+        code = _compiled(axis)
+        if not self.sizes.keys() >= set(code.co_names):
+            return None
+        names = {name: self.sizes[name] for name in code.co_names}
+        products = {k: math.prod(v) if isinstance(v, tuple) else v for k, v in names.items()}
+        return eval(code, {}, products)  # of our own annotations
+
+    def _wrong_shape(self, name: str, shape: tuple[int, ...], axes: list[str]) -> ValueError:
+        expected = []
+        for axis in axes:
+            size = self._size(axis)
+            expected += size if isinstance(size, tuple) else [axis if size is None else size]
+        return wrong_shape(name, expected, shape)
+
+
+def signature(function: Callable) -> inspect.Signature:
+    """The signature of a function, with `**options: Unpack[Options]` as single keywords.
+
+    Annotations are evaluated, unless a string among them has a name that is not defined. An option
+    that is not `Required` defaults to None, or to the value in `Annotated[…, Default(…)]`.
+    """
+    try:
+        found = inspect.signature(function, eval_str=True)
+    except NameError:
+        found = inspect.signature(function)
+    parameters = []
+    for parameter in found.parameters.values():
+        packed = get_origin(parameter.annotation) is Unpack
+        parameters += _keywords(*get_args(parameter.annotation)) if packed else [parameter]
+    return found.replace(parameters=parameters)
+
+
+def _keywords(options: type) -> Iterator[inspect.Parameter]:
+    """The options of a TypedDict as keywords."""
+    for name, annotation in get_type_hints(options, include_extras=True).items():
+        default, (first, *marks) = None, get_args(annotation) or (annotation,)
+        if get_origin(annotation) is Required:
+            annotation, default = first, inspect.Parameter.empty
+        elif marks and isinstance(marks[-1], Default):
+            *marks, (default,) = marks
+            annotation = Annotated[first, *marks] if marks else first
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(name, keyword, default=default, annotation=annotation)
+
+
+@cache
+def _hints(annotation: type) -> dict[str, Any]:
+    return get_type_hints(annotation)
+
+
+@cache
+def _compiled(axis: str) -> CodeType:
+    return compile(axis, "an axis", "eval")

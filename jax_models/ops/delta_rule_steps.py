@@ -1,0 +1,189 @@
+"""The delta rule one step after the other, and its derivative."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.export import is_symbolic_dim
+from jaxtyping import Array
+
+from jax_models.ops.linear_map import linear_map
+from jax_models.ops.varying import match_varying_axes
+
+FEW_STATES = 2**22
+"""In bytes. If all states take at most this much, storing them is faster than recomputing."""
+
+
+class Steps(NamedTuple):
+    """The arrays of `delta_rule` that have a value for each step."""
+
+    r: Array
+    log_w: Array
+    k: Array
+    v: Array
+    a: Array | None
+    b: Array | None
+
+
+def in_segments(run: Callable, xs: Any, state: Array) -> tuple[Array, Array]:
+    """Scans `run(state, xs) -> (state, y)` over segments, which the backward pass recomputes."""
+    last, y = lax.scan(jax.checkpoint(run, prevent_cse=False), state, xs)
+    return y, last
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def sequential(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
+    """Runs one step after the other, and reads the state only once in each.
+
+    If an output reads the state after its step, it is computed together with the next step's
+    correction, because a product with one vector takes nearly as long as a product with two.
+    """
+
+    def at(t, x):
+        return lax.dynamic_index_in_dim(x, t, axis=1, keepdims=False)
+
+    def step(t, carry):
+        state, y = carry
+        x, read = jax.tree.map(partial(at, t), inputs), lax.max(t - 1, 0) if reads_after else t
+        of_r, of_a = _read_by_both(state, at(read, xs.r), x.a)
+        y = lax.dynamic_update_index_in_dim(y, of_r, read, axis=1)
+        return _after(state, x, of_a), y
+
+    inputs, time = _Inputs.of(xs), xs.k.shape[1]
+    y = match_varying_axes((jnp.zeros(xs.v.shape, state.dtype), xs))[0]
+    state, y = lax.fori_loop(0, time, step, (state.mT, y))
+    if reads_after:
+        y = lax.dynamic_update_index_in_dim(y, _read(state, at(time - 1, xs.r)), time - 1, axis=1)
+    return y, state.mT
+
+
+@sequential.defjvp
+def _sequential_jvp(reads_after: bool, primals, tangents):
+    return jax.jvp(partial(by_segment, reads_after), primals, tangents)
+
+
+def by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array]:
+    """Computes the same as `sequential`, in a form that is fast to differentiate.
+
+    The state before each of √time segments is stored for the backward pass, which recomputes those
+    within a segment. If all states take at most `FEW_STATES`, all are stored.
+    """
+    time, state = xs.k.shape[1], state.mT
+    xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), xs)
+    r = xs.r
+    if reads_after:
+        xs = xs._replace(r=jnp.concatenate([jnp.zeros_like(r[:1]), r[:-1]]))
+    if is_symbolic_dim(time):
+        last, y = lax.scan(_step, state, _Inputs.of(xs))
+    else:
+        states = time * state.size * state.dtype.itemsize
+        few = not is_symbolic_dim(states) and states <= FEW_STATES
+        by_segment = jax.tree.map(lambda x: split_axis(x, 0, time if few else math.isqrt(time)), xs)
+        y, last = in_segments(partial(lax.scan, _step), _Inputs.of(by_segment), state)
+        y = y.reshape(-1, *y.shape[2:])[:time]
+    if reads_after:
+        y = jnp.concatenate([y[1:], _read(last, r[-1])[None]])
+    return jnp.moveaxis(y, 0, 1), last.mT
+
+
+class _Inputs(NamedTuple):
+    """`Steps` with the decays instead of their logarithms.
+
+    The exponentials are computed before the loop. Inside the loop, XLA's CPU backend would compute
+    one for each element of the state.
+    """
+
+    r: Array
+    w: Array
+    k: Array
+    v: Array
+    a: Array | None
+    b: Array | None
+
+    @classmethod
+    def of(cls, xs: Steps) -> "_Inputs":
+        """Computes the inputs of the loop from steps."""
+        return cls(*xs._replace(log_w=jnp.exp(xs.log_w)))
+
+
+@jax.custom_jvp
+def _step(state: Array, x: _Inputs) -> tuple[Array, Array]:
+    """Returns the transposed state after a step, and what r reads from the state before it."""
+    after, of_r, _ = _step_and_correction(state, x)
+    return after, of_r
+
+
+@_step.defjvp
+def _step_jvp(primals, tangents):
+    after, of_r, of_a = _step_and_correction(*primals)
+    return (after, of_r), linear_map(_step_tangent, _step_gradient, (*primals, of_a), tangents)
+
+
+def _step_and_correction(state: Array, x: _Inputs) -> tuple[Array, Array, Array | None]:
+    """Returns the results of `_step`, and what a reads from the state."""
+    of_r, of_a = _read_by_both(state, x.r, x.a)
+    return _after(state, x, of_a), of_r, of_a
+
+
+def _after(state: Array, x: _Inputs, of_a: Array | None) -> Array:
+    after = state * x.w[..., None] + _outer(x.k, x.v)
+    return after if x.b is None or of_a is None else after + _outer(x.b, of_a)
+
+
+def _step_tangent(residuals, tangents):
+    state, x, _ = residuals
+    after, of_r, _ = jax.jvp(_step_and_correction, (state, x), tangents)[1]
+    return after, of_r
+
+
+def _step_gradient(residuals, gradients):
+    """Transposes `_step_tangent`, with all sums as matrix products, which are fast on a CPU."""
+    (state, x, of_a), (after, y) = residuals, gradients
+    before = after * x.w[..., None] + _outer(x.r, y)
+    w = _einsum("bhkv,bhkv->bhk", after, state)
+    v, of_b = _read_by_both(after, x.k, x.b)
+    if of_b is not None:
+        before += _outer(x.a, of_b)
+    r, a = _read_values_by_both(state, y, of_b)
+    k, b = _read_values_by_both(after, x.v, of_a)
+    return before, _Inputs(r, w, k, v, a, b)
+
+
+def _read(state: Array, r: Array) -> Array:
+    return _einsum("bhk,bhkv->bhv", r, state)
+
+
+def _read_by_both(state: Array, r: Array, a: Array | None) -> tuple[Array, Array | None]:
+    """Reads the state with r and a at once, which takes little longer than reading with one."""
+    if a is None:
+        return _read(state, r), None
+    found = _einsum("bhck,bhkv->bhcv", jnp.stack([r, a], axis=-2), state)
+    return found[..., 0, :], found[..., 1, :]
+
+
+def _read_values_by_both(state: Array, v: Array, u: Array | None) -> tuple[Array, Array | None]:
+    """Does the same along the axis of the values."""
+    if u is None:
+        return _einsum("bhkv,bhv->bhk", state, v), None
+    found = _einsum("bhkv,bhcv->bhkc", state, jnp.stack([v, u], axis=-2))
+    return found[..., 0], found[..., 1]
+
+
+def _outer(k: Array, v: Array) -> Array:
+    return k[..., :, None] * v[..., None, :]
+
+
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def split_axis(x: Array, axis: int, size: int) -> Array:
+    """Splits an axis into two, (pieces, size), and pads the last piece with zeros."""
+    time = x.shape[axis]
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, -time % size)
+    x = jnp.pad(x, pads)
+    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])

@@ -1,0 +1,207 @@
+"""The forms of the diagonal linear recurrence, each for some devices."""
+
+import math
+from functools import cache, partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.export import is_symbolic_dim
+
+from jax_models.ops.by_platform import by_platform
+from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
+from jax_models.ops.kernels.device_scan import INTERPRETED, DeviceScan, known_size
+from jax_models.ops.kernels.row_scan import shapes
+from jax_models.ops.varying import match_varying_axes
+
+LinearRecurrenceMethod = Literal[
+    "auto", "associative", "sequential", "chunked", "pallas", "pallas_interpreted"
+]
+
+BUSY, ENOUGH, SHORTEST = 2**15, 2**14, 32
+"""Measured on an H100: rows × features keep its memory busy if they are at least ENOUGH. Fewer are
+cut into chunks of at least SHORTEST steps, until about BUSY features run side by side."""
+
+
+def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bool = False):
+    """All h. With `ahead`, step t is multiplied by the factor of the step before it in the scan.
+
+    The first step then has no factor. It needs none, because h0 is zero. A symbolic number of steps
+    runs sequentially: a tree needs to know it.
+    """
+    if method == "auto" and is_symbolic_dim(a.shape[1]):
+        method = "sequential"
+    # The form for each platform. Only the one that runs is traced.
+    if method == "auto":
+        forms = {
+            "cpu": partial(solve, "sequential", reverse=reverse, ahead=ahead),
+            "default": partial(solve, "associative", reverse=reverse, ahead=ahead),
+        }
+        if not jnp.iscomplexobj(h0):
+            fallback = _without_kernel(reverse, ahead)
+            forms["tpu"] = partial(_in_kernel, fallback, reverse=reverse, ahead=ahead)
+            if known_size(*a.shape) >= SHORTEST * ENOUGH:
+                forms["cuda"] = forms["tpu"]
+        return by_platform(a, b, h0, **forms)
+    # A kernel that was asked for by name has no fallback.
+    if method in INTERPRETED:
+        if jnp.iscomplexobj(h0):
+            raise NotImplementedError(
+                f'method: expected "auto" or "associative" for complex numbers, which the kernel '
+                f"does not have, got {method!r}"
+            )
+        options = {"reverse": reverse, "ahead": ahead, "interpret": INTERPRETED[method]}
+        return _in_kernel(None, a, b, h0, **options)
+    a, b = a.astype(h0.dtype), b.astype(h0.dtype)
+    if method == "sequential":
+        return _sequential(a, b, h0, reverse=reverse, ahead=ahead)
+    if method == "chunked":
+        count = math.isqrt(a.shape[1] - 1) + 1
+        return _in_chunks(_scan_rows, count, a, b, h0, reverse=reverse, ahead=ahead)
+    # The tree has one direction, so factors are moved and time is reversed around it.
+    if ahead:
+        first = jnp.zeros_like(a[:, :1])  # not the other end's factor, which may be NaN
+        parts = [a[:, 1:], first] if reverse else [first, a[:, :-1]]
+        a = jnp.concatenate(parts, axis=1)
+    if reverse:
+        a, b = jnp.flip(a, axis=1), jnp.flip(b, axis=1)
+    h = _associative(a, b, h0)
+    return jnp.flip(h, axis=1) if reverse else h
+
+
+def _sequential(a, b, h0, *, reverse: bool, ahead: bool):
+    """One step after the other, each h_t in the place of its b_t."""
+    time = a.shape[1]
+    behind = (1 if reverse else -1) if ahead else 0
+
+    def step(i, carry):
+        h, hs = carry
+        t = time - 1 - i if reverse else i
+        a_t = lax.dynamic_index_in_dim(a, t + behind, axis=1, keepdims=False)
+        b_t = lax.dynamic_index_in_dim(hs, t, axis=1, keepdims=False)
+        h = lax.optimization_barrier(advance(a_t, h, b_t))  # XLA would copy hs to read b_t again
+        return h, lax.dynamic_update_index_in_dim(hs, h, t, axis=1)
+
+    return lax.fori_loop(0, time, step, (h0, b))[1]
+
+
+def _in_kernel(fallback, a, b, h0, *, reverse: bool, ahead: bool, interpret: bool = False):
+    step = _step_ahead if ahead else _step
+    options = {"outputs": 1, "reverse": reverse, "interpret": interpret, "fallback": fallback}
+    (h,), _ = _by_kernel(step, (h0,), (a, b), **options)
+    return h
+
+
+def _scan_gpu(step, start, xs, *, outputs: int, reverse: bool):
+    """The GPU's kernel, over chunks of time if the rows alone are too few to keep a GPU busy."""
+    (a, b), (h0,) = xs, start
+    batch, time, features = a.shape
+    count = min(BUSY // (batch * features), time // SHORTEST)
+    if count < 2 or batch * features >= ENOUGH:
+        return row_scan_gpu.row_scan(step, start, xs, outputs=outputs, reverse=reverse)
+    scan, ahead = row_scan_gpu.row_scan, step is _step_ahead
+    h = _in_chunks(scan, count, a, b, h0, reverse=reverse, ahead=ahead)
+    return [h], [h[:, 0 if reverse else -1]]  # with `ahead`, nobody reads the last state
+
+
+def _step(state, a, b):
+    (h,) = state
+    h = advance(a, h, b)
+    return (h,), (h,)
+
+
+def _step_ahead(state, a, b):
+    """Carries what the factor makes of h for the step after it."""
+    (carried,) = state
+    h = carried + b
+    return (advance(a, h, 0),), (h,)
+
+
+def _map(state, a, b):
+    """The map `h ↦ P h + E` of all steps so far."""
+    p, e = state
+    return (advance(a, p, 0), advance(a, e, b)), ()
+
+
+def _map_ahead(state, a, b):
+    p, e = state
+    return (advance(a, p, 0), advance(a, e + b, 0)), ()
+
+
+_by_kernel = DeviceScan(
+    "linear_scan",
+    tpu=row_scan_tpu.row_scan,
+    gpu=_scan_gpu,
+    shapes=shapes,
+    axis_of_rows=lambda _: 0,
+    instead="associative",
+)
+
+
+@cache
+def _without_kernel(reverse: bool, ahead: bool):
+    """The associative form of a `row_scan`."""
+
+    def scan(start, xs):
+        h = solve("associative", *xs, *start, reverse=reverse, ahead=ahead)
+        end = 0 if reverse else -1
+        last = h[:, end]
+        return [h], [advance(xs[0][:, end].astype(h.dtype), last, 0) if ahead else last]
+
+    return scan
+
+
+def advance(a, h, b):
+    """`a h + b`, and b where a is 0, whatever h is."""
+    return jnp.where(a == 0, b, a * h + b)
+
+
+def _combine(first, second):
+    """Two steps as one: `h ↦ a₂ (a₁ h + b₁) + b₂`."""
+    (a1, b1), (a2, b2) = first, second
+    return advance(a2, a1, 0), advance(a2, b1, b2)
+
+
+def _associative(a, b, h0):
+    first = advance(a[:, :1], h0[:, None], b[:, :1])
+    b = jnp.concatenate([first, b[:, 1:]], axis=1)  # so that the products of a are no result
+    return lax.associative_scan(_combine, (a, b), axis=1)[1]
+
+
+def _scan_rows(step, start, xs, *, outputs: int, reverse: bool):
+    """As `row_scan`, by `jax.lax.scan`."""
+    xs = tuple(jnp.moveaxis(x, 1, 0) for x in xs)
+    last, ys = lax.scan(lambda state, x: step(state, *x), start, xs, reverse=reverse)
+    return [jnp.moveaxis(y, 0, 1) for y in ys], last
+
+
+def _in_chunks(scan, count: int, a, b, h0, *, reverse: bool, ahead: bool):
+    """Runs chunks of time side by side, as rows of their own.
+
+    The first scan finds what each chunk makes of any state, `h ↦ P h + E`. The second scan runs
+    each chunk from its own state.
+    """
+    batch, time, features = a.shape
+    size = -(-time // count)
+    count = -(-time // size)
+    if padding := count * size - time:  # steps that leave the state as it is
+        a = jnp.pad(a, ((0, 0), (0, padding), (0, 0)), constant_values=1)
+        b = jnp.pad(b, ((0, 0), (0, padding), (0, 0)))
+    a, b = (x.reshape(batch * count, size, features) for x in (a, b))
+    step, maps = (_step_ahead, _map_ahead) if ahead else (_step, _map)
+    identity = [jnp.full((batch * count, features), x, h0.dtype) for x in (1, 0)]
+    one, zero, a, b, h0 = match_varying_axes((*identity, a, b, h0))
+    _, (p, e) = scan(maps, (one, zero), (a, b), outputs=0, reverse=reverse)
+
+    chunks = p.reshape(batch, count, features), e.reshape(batch, count, features)
+    if reverse:
+        chunks = jax.tree.map(partial(jnp.flip, axis=1), chunks)
+    ends = _associative(*chunks, h0)
+    starts = jnp.concatenate([h0[:, None], ends[:, :-1]], axis=1)
+    if reverse:
+        starts = jnp.flip(starts, axis=1)
+
+    starts = (starts.reshape(batch * count, features),)
+    (h,), _ = scan(step, starts, (a, b), outputs=1, reverse=reverse)
+    return h.reshape(batch, count * size, features)[:, :time]

@@ -1,0 +1,36 @@
+"""The registry's language models whose checkpoints are recognized, for the tests of loading."""
+
+from collections.abc import Callable
+
+from flax import nnx
+
+from parity_tests.registry import CASES
+
+PUBLISHED = {
+    name: case.config
+    for name, case in CASES.items()
+    if case.config is not None and (case.config.marks or case.config.model_types)
+}
+RWKV, RWKV7, GRIFFIN, HIPPOGRIFF, HYENA_DNA = (
+    PUBLISHED[f"{name}LanguageModel"]
+    for name in ("RWKV", "RWKV7", "Griffin", "Hippogriff", "HyenaDNA")
+)
+HIPPOGRIFF_3 = PUBLISHED["HippogriffLanguageModel, 0.0.3, no attention"]
+
+
+def build(config):
+    return config.build(rngs=nnx.Rngs(0))
+
+
+def untold(config):
+    """The fields that no shape tells."""
+    layout = next(iter(config.layouts.values()))
+    told = {name for name, size in layout.sizes.items() if isinstance(size, tuple | Callable)}
+    told |= {"vocab_size", "features", "num_layers"}
+    return {name: value for name, value in vars(config).items() if name not in told}
+
+
+def assert_same_weights(actual, expected):
+    assert actual.keys() == expected.keys()
+    for key, array in expected.items():
+        assert actual[key].tobytes() == array.tobytes(), key

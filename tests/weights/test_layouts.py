@@ -1,0 +1,77 @@
+"""The layouts of each language model, and what is no checkpoint of it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from flax import nnx
+from published import GRIFFIN, HYENA_DNA, PUBLISHED, RWKV7, assert_same_weights, build, untold
+
+from jax_models import from_torch, to_torch
+from jax_models.models.load import config_of
+
+CONFIGS = PUBLISHED | {
+    "Griffin with other options": replace(
+        GRIFFIN,
+        num_kv_heads=2,
+        kernel_size=3,
+        attention_bias=True,
+        block_types=("attention", "recurrent", "recurrent"),
+    ),
+    "HyenaDNA with a head of its own": replace(HYENA_DNA, tied_head=False, order=3),
+    "RWKV-6 of one layer": replace(PUBLISHED["RWKV6LanguageModel"], num_layers=1),
+    "RWKV-7 of one layer": replace(RWKV7, num_layers=1, value_rank=32),  # has no values to mix
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_layout_is_read_with_the_config_of_its_shapes(name):
+    model, options = build(CONFIGS[name]), untold(CONFIGS[name])
+    expected = to_torch(model)
+    for layout in model.torch_layouts():
+        weights = to_torch(model, layout)
+        assert config_of(weights, **options) == CONFIGS[name], layout
+        read = from_torch(nnx.eval_shape(lambda: build(CONFIGS[name])), weights)
+        assert_same_weights(to_torch(read), expected)
+
+
+EDITS = {
+    "it has no": lambda weights, layout: {},
+    "module": lambda weights, layout: {f"module.{key}": a for key, a in weights.items()},
+    "give state_dict": lambda weights, layout: {"epoch": 3, "model": weights},
+    "expected a mapping": lambda weights, layout: [weights],
+    "expected 2 axes": lambda weights, layout: weights | {layout.embedding: np.zeros(3)},
+    "0, 1, 2, …, got .*1": lambda weights, layout: {
+        key: a for key, a in weights.items() if not key.startswith(f"{layout.blocks}.0.")
+    },
+    "0, 1, 2, …, got .*x": lambda weights, layout: weights | {f"{layout.blocks}.x.y": np.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_no_checkpoint_of_the_model_is_refused(name, edit):
+    config = PUBLISHED[name]
+    layout = next(iter(config.layouts))
+    edited = EDITS[edit](to_torch(build(config), layout), config.layouts[layout])
+    with pytest.raises((TypeError, ValueError), match=edit):
+        type(config).from_state_dict(edited)
+
+
+FREQUENCY = "backbone.layers.0.mixer.filter_fn.implicit_filter.3.freq"
+POSITIONS = "backbone.layers.1.mixer.filter_fn.pos_emb.z"
+
+
+@pytest.mark.parametrize(
+    ("message", "config", "change"),
+    [
+        ("pos_emb.z:", HYENA_DNA, {POSITIONS.replace("1", "0"): np.ones((13, 5))}),
+        ("pos_emb.z:", HYENA_DNA, {POSITIONS: np.ones((1, 12, 5))}),
+        ("two different arrays", HYENA_DNA, {FREQUENCY: np.ones((1, 7), np.float32)}),
+        ("two different arrays", GRIFFIN, {"lm_head.weight": np.ones((11, 8), np.float32)}),
+    ],
+)
+def test_weights_that_contradict_each_other_are_refused(message, config, change):
+    weights = to_torch(build(config)) | change
+    with pytest.raises(ValueError, match=message):
+        from_torch(build(config_of(weights, **untold(config))), weights)
