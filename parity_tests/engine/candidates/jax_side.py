@@ -82,7 +82,7 @@ class Traced:
 class JaxSide:
     """A problem's JAX side, compiled once per dtype for all weights and inputs of its shapes.
 
-    `transform` rewrites the function of the whole forward and backward pass before it is compiled.
+    `evaluator` evaluates the program of the whole forward and backward pass.
     float64 runs under x64 and ignores casts to float32. The other dtypes run without x64, so that
     nothing is promoted further than in a user's program. `rounding` is the dtype to which results
     of float64 operations are rounded at random.
@@ -94,10 +94,10 @@ class JaxSide:
         platform: str = "cpu",
         *,
         precision: str = "highest",
-        transform: Callable[[Callable], Callable] = lambda function: function,
+        evaluator: Callable[..., Lift] = Lift,
         rounding: str | None = None,
     ):
-        self._call, self._transform, self._rounding = problem.call, transform, rounding
+        self._call, self._evaluator, self._rounding = problem.call, evaluator, rounding
         self._to_torch = problem.gradient_to_torch or problem.to_torch
         self._device, self._precision = jax.devices(platform)[0], precision
         self._compiled = jax.jit(self._forward_and_backward, static_argnums=0)
@@ -208,7 +208,9 @@ class JaxSide:
 
     def _forward_and_backward(self, traced: Traced, noise: Any, *args):
         found = self.found[traced.dtype] = Found()
-        evaluator = Lift if self._rounding is None else partial(Rounded, self._rounding, noise)
+        evaluator = self._evaluator
+        if self._rounding is not None:
+            evaluator = partial(Rounded, self._rounding, noise)
 
         def function(differentiated, given, cotangents):
             def forward(differentiated):
@@ -228,7 +230,7 @@ class JaxSide:
             ]
             return groups, jax.tree.map(jnp.conj, pullback(cast)[0])
 
-        return rewritten(self._transform(function), dict(traced.lifted), found, evaluator)(*args)
+        return rewritten(function, dict(traced.lifted), found, evaluator)(*args)
 
     def _forward(self, differentiated, given, traced: Traced, found: Found):
         """The floating leaves of the results, and all leaves by group and name."""
