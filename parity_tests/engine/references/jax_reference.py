@@ -23,10 +23,6 @@ from parity_tests.engine.candidates.model_weights import (
 from parity_tests.engine.candidates.other_digits import run_with_digits, with_digits
 from parity_tests.engine.candidates.port import port
 from parity_tests.engine.faults import first_of, not_a_number
-from parity_tests.engine.locate.frameworks import nnx_modules
-from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
-from parity_tests.engine.locate.run import Run, of_jax
-from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference, ResultKey
@@ -38,6 +34,11 @@ from parity_tests.engine.results import (
     named_leaves,
     only_floating,
 )
+from parity_tests.engine.traces.frameworks import nnx_modules
+from parity_tests.engine.traces.held_weights import find_held_weights
+from parity_tests.engine.traces.jax_trace import traced_jax
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, of_runs
+from parity_tests.engine.traces.trace import Trace
 
 SIDES = ("reference", "model")
 
@@ -142,32 +143,33 @@ class JaxReference(Reference):
         return dataclasses.replace(self.problem, twin=WeightsOnly(weights), inputs=inputs)
 
     @functools.cached_property
-    def _run(self) -> Run:
+    def _run(self) -> Trace:
         self._say("reference in float64, call by call")
-        run = of_jax(self.problem, "float64", self.oracle, self.cast_to)
-        weigh(self.problem, run.trace, self.weights.owners)
+        run = traced_jax(self.problem, "float64", self.oracle, self.cast_to)
+        find_held_weights(self.problem, run, self.weights.owners)
         return run
 
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         coarse = self._coarse(dtype)
 
-        def rounded() -> Iterator[Run]:
-            run = partial(of_jax, coarse, "float64", self.oracle, self.cast_to, rounding=dtype)
+        def rounded() -> Iterator[Trace]:
+            run = partial(traced_jax, coarse, "float64", self.oracle, self.cast_to, rounding=dtype)
             for seed in range(ROUNDED_RUNS):
                 yield run(noise=seed)
 
-        def moved() -> Iterator[Run]:
+        def moved() -> Iterator[Trace]:
             if self._moves:  # twice as far as JAX's digits, which are then within
                 twice = digits_of(self.constants.values(), [2 * move for move in self._moves])
-                problem, transform = with_digits(self.problem, twice, self.cast_to)
-                yield of_jax(problem, "float64", self.oracle, self.cast_to, transform=transform)
+                problem, evaluator = with_digits(self.problem, twice)
+                run = partial(traced_jax, evaluator=evaluator)
+                yield run(problem, "float64", self.oracle, self.cast_to)
 
         return of_runs(
             dtype,
             self._run,
             self.weights.owners,
-            lambda: of_jax(self.problem, dtype, self.oracle),
+            lambda: traced_jax(self.problem, dtype, self.oracle),
             rounded(),
             moved(),
         )

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, WeightsOnly
-from parity_tests.engine.locate.recorded import calls_of
-from parity_tests.engine.locate.reference_trace import ReferenceTrace
 from parity_tests.engine.logits import LogitsError, logits_array
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.record_file import read, unpacked
 from parity_tests.engine.references.reference import Reference, RunErrors
 from parity_tests.engine.results import ErrorsByGroup, Results
+from parity_tests.engine.traces.recorded_trace import recorded_calls
+from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
 
 class RecordedReference(Reference):
@@ -112,7 +112,7 @@ class RecordedReference(Reference):
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         calls, owners = self._facts["calls"], self.weights.owners
-        return calls_of(calls, self._arrays, self.oracle, owners, dtype)
+        return recorded_calls(calls, self._arrays, self.oracle, owners, dtype)
 
     def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
         """How far the results depend on all constants; an older record does not know, so any."""

@@ -12,7 +12,6 @@ import numpy as np
 from jax_models.ops.checks import checked_bool
 from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.candidates.model_weights import is_trivial
-from parity_tests.engine.locate.recorded import calls_as_facts
 from parity_tests.engine.logits import logits_array
 from parity_tests.engine.problem import Arrays, called
 from parity_tests.engine.progress import progress
@@ -20,6 +19,7 @@ from parity_tests.engine.references.open_reference import open_reference
 from parity_tests.engine.references.record_file import packed, write
 from parity_tests.engine.references.recorded_reference import RecordedReference
 from parity_tests.engine.references.reference import Reference, RunErrors
+from parity_tests.engine.traces.recorded_trace import calls_as_facts
 from twinscan.files import check_writable
 
 

@@ -36,7 +36,7 @@ from parity_tests.engine.results import (
 )
 
 if TYPE_CHECKING:
-    from parity_tests.engine.locate.reference_trace import ReferenceTrace
+    from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
 ResultKey = tuple[str, str]
 """Group and name of a result."""
