@@ -11,9 +11,8 @@ import numpy as np
 from flax import nnx
 
 from parity_tests.engine.bounds.rounded_constants import Digits
-from parity_tests.engine.candidates.jax_program import Found, lifted_dtypes
 from parity_tests.engine.candidates.jax_side import JaxSide, is_constant
-from parity_tests.engine.candidates.lift import Lift, rewritten
+from parity_tests.engine.candidates.lift import Lift
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.results import Results
 
@@ -29,17 +28,10 @@ class OtherDigits(Lift):
         return self._digits(super()._decimal(value))
 
 
-def with_digits(
-    problem: Problem, digits: Digits, cast_to: Sequence[str]
-) -> tuple[Problem, Callable[[Callable], Callable]]:
-    """The problem and the `transform` of a `JaxSide` for a float64 run with these digits."""
-    transform = partial(
-        rewritten,
-        dtypes=lifted_dtypes({*cast_to}),
-        found=Found(),
-        evaluator=partial(OtherDigits, digits),
-    )
-    return dataclasses.replace(problem, build=partial(_built, problem, digits)), transform
+def with_digits(problem: Problem, digits: Digits) -> tuple[Problem, Callable[..., Lift]]:
+    """The problem and the `evaluator` of a `JaxSide` for a float64 run with these digits."""
+    problem = dataclasses.replace(problem, build=partial(_built, problem, digits))
+    return problem, partial(OtherDigits, digits)
 
 
 def run_with_digits(
@@ -50,8 +42,8 @@ def run_with_digits(
     platform: str = "cpu",
 ) -> Results:
     """The results in float64 with other digits of the constants of the program and the model."""
-    problem, transform = with_digits(problem, digits, cast_to)
-    return JaxSide(problem, platform, transform=transform).run(problem, "float64", oracle, cast_to)
+    problem, evaluator = with_digits(problem, digits)
+    return JaxSide(problem, platform, evaluator=evaluator).run(problem, "float64", oracle, cast_to)
 
 
 def _built(problem: Problem, digits: Digits, state_dict: Arrays, dtype: str) -> Any:

@@ -158,11 +158,11 @@ class JaxReference(Reference):
             for seed in range(ROUNDED_RUNS):
                 yield run(noise=seed)
 
-        def moved() -> Iterator[Run]:
+        def moved() -> Iterator[Trace]:
             if self._moves:  # twice as far as JAX's digits, which are then within
                 twice = digits_of(self.constants.values(), [2 * move for move in self._moves])
-                problem, transform = with_digits(self.problem, twice, self.cast_to)
-                yield of_jax(problem, "float64", self.oracle, self.cast_to, transform=transform)
+                problem, evaluator = with_digits(self.problem, twice)
+                yield traced_jax(problem, "float64", self.oracle, self.cast_to, evaluator=evaluator)
 
         return of_runs(
             dtype,
