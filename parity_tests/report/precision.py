@@ -9,7 +9,7 @@ The emulation runs on the CPU, because cuDNN's products cannot be rounded from o
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from jax import lax
 
-from parity_tests.engine.candidates.jax_program import Found, bodies_in, equations_in
+from parity_tests.engine.candidates.jax_program import bodies_in, equations_in
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.candidates.lift import Lift, rewritten
+from parity_tests.engine.candidates.lift import Lift
 from parity_tests.engine.candidates.torch_run import run_oracle
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import errors_of
@@ -53,7 +53,7 @@ def precision_errors(name: str, problem: Problem, platform: str) -> Iterator[Pre
     for precision, bits in BITS.items():
         emulated = DEFAULT.get(platform) != precision
         coarse = (
-            errors("cpu", transform=partial(with_rounded_products, bits))
+            errors("cpu", evaluator=partial(RoundedProducts, bits))
             if emulated
             else errors(precision=precision)
         )
@@ -79,15 +79,8 @@ def in_full_float32(problem: Problem) -> Problem:
     return dataclasses.replace(problem, twin=twin, inputs=inputs)
 
 
-def with_rounded_products(
-    bits: tuple[int, int], function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The function with the float32 operands of all its matrix products rounded to these bits."""
-    return rewritten(function, {}, Found(), partial(RoundedProducts, bits))
-
-
 class RoundedProducts(Lift):
-    """Evaluates a program with the float32 operands of its matrix products rounded.
+    """Evaluates a program with the float32 operands of its matrix products rounded to these bits.
 
     The body of a kernel has a place in a grid, so it is left unchanged.
     """
@@ -104,7 +97,7 @@ class RoundedProducts(Lift):
             ]
         elif equation.primitive.name == KERNEL and any(
             inner.primitive.name in PRODUCTS and inner.params["precision"] != FULL
-            for body in bodies_in(equation.params)
+            for body, _ in bodies_in(equation.params)
             for inner, *_ in equations_in(body, [True] * len(body.invars))
         ):
             raise NotImplementedError("a product in a Pallas kernel that leaves its precision open")

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from parity_tests.engine.candidates.jax_program import Found
+from parity_tests.engine.candidates.lift import rewritten
 from parity_tests.registry import CASES
-from parity_tests.report.precision import BITS, precision_errors, with_rounded_products
+from parity_tests.report.precision import BITS, RoundedProducts, precision_errors
+
+
+def with_rounded_products(bits, function):
+    return rewritten(function, {}, Found(), partial(RoundedProducts, bits))
 
 
 def to_bfloat16(x):

@@ -10,7 +10,7 @@ with them may differ as far as they move; all others may not.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, DECIMAL_DIGITS, ulp
@@ -38,7 +38,7 @@ def is_rounded(values: Any) -> np.ndarray:
     values = np.asarray(values, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         of_float32 = values.astype(np.float32) == values
-        exact = (values.astype(jnp.bfloat16) == values) | (values == np.round(values))
+        exact = (values.astype(ml_dtypes.bfloat16) == values) | (values == np.round(values))
     short = short_decimal(values)
     return np.isfinite(values) & of_float32 & ~exact & (short is None or short != values)
 

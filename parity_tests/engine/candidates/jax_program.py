@@ -17,10 +17,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.extend.source_info_util import summarize
 
-from parity_tests.engine.problem import COMPLEX
-
-COARSER = {"float32": "float64", "bfloat16": "float64", "float16": "float64"}
-COARSER_COMPLEX = {COMPLEX["float32"]: COMPLEX["float64"]}
+DOUBLE = {"float32": "float64", "complex64": "complex128"}
+DOUBLE_OF_HALF = {"bfloat16": "float64", "float16": "float64"}
 BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 CALLS = (
     "jit",
@@ -42,11 +40,7 @@ STANDARD = sysconfig.get_path("stdlib")
 
 def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
     """The replacement of each dtype. Half precision is replaced if the torch side casts to it."""
-    return {
-        dtype: to
-        for dtype, to in (COARSER | COARSER_COMPLEX).items()
-        if dtype in ("float32", "complex64") or dtype in casts_of_torch
-    }
+    return DOUBLE | {half: to for half, to in DOUBLE_OF_HALF.items() if half in casts_of_torch}
 
 
 @dataclasses.dataclass
@@ -92,9 +86,9 @@ def look_into(closed: ClosedJaxpr, found: Found) -> None:
         name = equation.primitive.name
         if name == "convert_element_type" and varies:
             old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
-            wide = ("float32", "complex64") if found.x64_error else ("float64", "complex128")
-            is_coarser = str(old) in wide and str(new) in {*COARSER, *COARSER_COMPLEX} - {*wide}
-            if is_coarser and ENGINE not in place:
+            widest = {*DOUBLE} if found.x64_error else {*DOUBLE.values()}
+            coarser = {*DOUBLE, *DOUBLE_OF_HALF} - widest
+            if str(old) in widest and str(new) in coarser and ENGINE not in place:
                 found.casts.append(f"{old} to {new} at {place}")
         elif name in DRAWS:
             found.draws.append(place)
@@ -117,15 +111,16 @@ def equations_in(
             vary.update(equation.outvars)
         here = place_of(equation) or place
         yield equation, varies, here
-        for body in bodies_in(equation.params):
+        for body, _ in bodies_in(equation.params):
             exact = equation.primitive.name in CALLS and len(body.invars) == len(operands)
             yield from equations_in(body, operands if exact else [varies] * len(body.invars), here)
 
 
-def bodies_in(params: Mapping[str, Any]) -> Iterator[Any]:
+def bodies_in(params: Mapping[str, Any]) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The bodies among the parameters of an operation, and their constants."""
     for leaf in jax.tree.leaves(params, is_leaf=lambda p: hasattr(p, "eqns")):
         if hasattr(leaf, "eqns"):
-            yield getattr(leaf, "jaxpr", leaf)
+            yield getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ())
 
 
 def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -139,9 +134,8 @@ def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]
         for atom in equation.invars:
             if isinstance(atom, Literal) and hasattr(atom.aval, "dtype"):
                 yield atom, atom.val
-        for leaf in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(leaf, "eqns"):
-                yield from constants_in(getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ()))
+        for body, inner in bodies_in(equation.params):
+            yield from constants_in(body, inner)
 
 
 def is_real(dtype: Any) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from parity_tests.engine.bounds.rounded_constants import Digits
-from parity_tests.engine.candidates.jax_side import JaxSide, is_constant
+from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.lift import Lift
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.results import Results
@@ -46,19 +46,11 @@ def run_with_digits(
     return JaxSide(problem, platform, evaluator=evaluator).run(problem, "float64", oracle, cast_to)
 
 
-def _built(problem: Problem, digits: Digits, state_dict: Arrays, dtype: str) -> Any:
-    """What the problem builds, with other digits of the constants that an NNX module holds."""
-    built = problem.build(state_dict, dtype)
-    if not isinstance(built, nnx.Module):
-        return built
+def _built(problem: Problem, digits: Digits, state_dict: Arrays, dtype: str) -> tuple[Any, Any]:
+    """What the problem builds, with other digits of the constants that the model holds."""
+    weights, rest = problem.build(state_dict, dtype)
 
     def changed(leaf: Any) -> Any:
-        if not is_constant(leaf):
-            return leaf
-        if isinstance(leaf, nnx.Variable):
-            return leaf.replace(changed(leaf.get_value()))
-        return jnp.asarray(digits(np.asarray(leaf, np.float64)))
+        return jnp.asarray(digits(np.asarray(leaf, np.float64))) if is_floating(leaf) else leaf
 
-    graphdef, weights, rest = nnx.split(built, nnx.Param, ...)
-    rest = jax.tree.map(changed, rest, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    return nnx.merge(graphdef, weights, rest)
+    return weights, jax.tree.map(changed, rest)
