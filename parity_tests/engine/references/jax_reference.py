@@ -162,8 +162,7 @@ class JaxReference(Reference):
             if self._moves:  # twice as far as JAX's digits, which are then within
                 twice = digits_of(self.constants.values(), [2 * move for move in self._moves])
                 problem, evaluator = with_digits(self.problem, twice)
-                run = partial(traced_jax, evaluator=evaluator)
-                yield run(problem, "float64", self.oracle, self.cast_to)
+                yield traced_jax(problem, "float64", self.oracle, self.cast_to, evaluator=evaluator)
 
         return of_runs(
             dtype,

@@ -86,9 +86,9 @@ def record(
             facts["submodules"] = reference.submodules and [*reference.submodules]
             facts["calls"] = calls_as_facts(traces, calls)
 
-    # A weight that has several keys is stored once, under the first of them.
+    # Weights that share an array are stored once, as all equal arrays are.
     tensors = {
-        **{f"weights/{k}": a for k, a in weights.arrays.items() if weights.owners.get(k, k) == k},
+        **{f"weights/{key}": array for key, array in weights.arrays.items()},
         **{f"inputs/{i}": array for i, array in enumerate(arrays)},
         **{
             f"results/{group}/{name}": array

@@ -1,4 +1,4 @@
-"""What a JAX side is measured against."""
+"""The interface of the references that a JAX side is measured against."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,9 +34,7 @@ from parity_tests.engine.results import (
     largest_by_group,
     replayed,
 )
-
-if TYPE_CHECKING:
-    from parity_tests.engine.traces.reference_trace import ReferenceTrace
+from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
 ResultKey = tuple[str, str]
 """Group and name of a result."""
@@ -44,7 +42,7 @@ ResultKey = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class RunErrors:
-    """How far a reference's own run in a dtype is off, and its dtypes."""
+    """The errors and dtypes of the reference's own run in a dtype."""
 
     errors: ErrorsByGroup
     """The errors relative to the reference in float64."""
@@ -66,9 +64,9 @@ class Reference(abc.ABC):
     name: str
     """The name of the reference's class."""
     sides: tuple[str, str] = ("torch", "JAX")
-    """What reports call the reference, and what is measured."""
+    """The names of the reference and of the JAX side in reports."""
     twin: Any
-    """What the problem gets as its twin."""
+    """The twin of the problem: the torch module, or an object with the weights alone."""
     weights: ReferenceWeights
     submodules: Collection[str] | None = None
     """The names of its submodules, with "" for the module itself; None if unknown."""
