@@ -119,6 +119,7 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         return h * (jnp.exp(-decay) + self.shift)
 
     def torch_layouts(self) -> Layouts:
+        """`hyena-dna`; `hyena-dna-file`, whose sines have one key; `safari`."""
         order, features, _ = self.shape
         last = len(self.biases)
         freqs = tuple(f"implicit_filter.{2 * i + 1}.freq" for i in range(last))

@@ -121,6 +121,7 @@ class LSTM(RecurrentStack[LSTMState]):
         return partial(ops.lstm_stack, method=self.method)
 
     def torch_layouts(self) -> Layouts:
+        """As for every stack, and `labml`: the keys of labml's LSTM."""
         layouts = super().torch_layouts()
         weights = self.cells[0].arrays().keys()
         has_recurrent_bias = "bias_hh" in weights

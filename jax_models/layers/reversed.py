@@ -49,6 +49,7 @@ class Reversed(SequenceLayer[State]):
         return run_reversed(self.layer, x, state, rows)
 
     def torch_layouts(self) -> Layouts:
+        """The layer's, as the attribute `layer`."""
         layouts = self.layer.torch_layouts().items()
         return {name: nested(table, "layer", "layer") for name, table in layouts}
 

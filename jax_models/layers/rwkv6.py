@@ -182,6 +182,7 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
     )
 
     def torch_layouts(self) -> Layouts:
+        """`blinkdl` and `hf`: the keys of a block's `att`; `fla`: those of its `attn`."""
         vectors = ("time_decay", *(f"time_maa_{name}" for name in ("x", *MIXES)))
         whole = ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2", "time_faaaa")
         matrices = ("receptance", "key", "value", "gate", "output")
@@ -258,6 +259,7 @@ class RWKV6ChannelMix(ChannelMix):
         return 1 - channel**height
 
     def torch_layouts(self) -> Layouts:
+        """The keys of a block's `ffn`, or `feed_forward`."""
         blinkdl = [
             *(squeezed(name, name, (0, 1)) for name in ("time_maa_k", "time_maa_r")),
             *(row for n in ("key", "receptance", "value") for row in linear(n, n, bias=False)),

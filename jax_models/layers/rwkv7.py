@@ -229,6 +229,7 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
     )
 
     def torch_layouts(self) -> Layouts:
+        """`blinkdl`: the keys of a block's `att`; `fla`: those of its `attn`."""
         low_ranks = ("w", "a", "v") if self.has_values else ("w", "a")
         mixes = tuple(f"x_{name}" for name in MIXES)
         names = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
@@ -289,6 +290,7 @@ class RWKV7ChannelMix(ChannelMix):
         return 1 - channel**height**4
 
     def torch_layouts(self) -> Layouts:
+        """The keys of a block's `ffn`."""
         matrices = [row for name in ("key", "value") for row in linear(name, name, bias=False)]
         return {
             "blinkdl": [squeezed("x_k", "x_k", (0, 1)), *matrices],

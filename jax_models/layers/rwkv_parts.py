@@ -111,6 +111,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         return lerp_to_previous(x, previous, getattr(self, f"{self.prefix}{letter}"))
 
     def init_state(self, batch_size: int) -> RWKVChannelMixState:
+        """No last input: zeros, (batch, features), in at least float32."""
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
 
     def sequence(self, x, state, rows):

@@ -111,6 +111,7 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         return self.proj_output(y * x2), StripedHyenaState(conv, modal)
 
     def torch_layouts(self) -> Layouts:
+        """`stripedhyena`: the package's keys."""
         conv = nested(self.conv.torch_layouts()["hf"], "conv", "")
         return {
             "stripedhyena": [
@@ -189,6 +190,7 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
         )
 
     def torch_layouts(self) -> Layouts:
+        """`stripedhyena`: the package's keys."""
         return {
             "stripedhyena": [
                 *rms_norm("pre_norm", "pre_norm", "scale"),

@@ -261,6 +261,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         return jnp.where(is_silent, 0, jnp.sqrt(jnp.where(is_silent, 1, power)))
 
     def torch_layouts(self) -> Layouts:
+        """`torchscript`: the keys of the shipped module; `silero`: of the safetensors file."""
         numbers = range(len(CONVOLUTIONS))
         shipped = [f"encoder.{i}.reparam_conv" for i in numbers]
         in_file = [f"conv{i + 1}" for i in numbers]
