@@ -1,4 +1,4 @@
-"""What must hold of every layer, besides agreeing with its twin. All checks run in float64."""
+"""The checks that every layer must pass, besides agreeing with its twin. All run in float64."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""What a check looks at: a layer of the registry in float64, and its compiled functions."""
+"""The subject of a check: a layer of the registry in float64, and its compiled functions."""
 
 import functools
 from collections.abc import Sequence

@@ -56,7 +56,7 @@ def from_onnx(
 
     Raises:
         ImportError: the package `onnx` is not installed.
-        TypeError: `model` is no ModelProto.
+        TypeError: `model` is not a ModelProto.
         ValueError: there is no such node, or several; a weight is missing, of another shape, or
             computed in the graph; or the node has an attribute that no layer has.
 
@@ -111,7 +111,7 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
         >>> weights = to_torch(layer, onnx_table(layer))
 
     Raises:
-        TypeError: the layer is no `LSTM`, `GRU` or `RNN`. Of a `Reversed` give its `layer`.
+        TypeError: the layer is not an `LSTM`, `GRU` or `RNN`. For a `Reversed`, give its `layer`.
         ValueError: the layer has what no node has: several layers, a projection, one of two biases.
 
     """
@@ -124,6 +124,7 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
         or (first.bias_ih is None) != (first.bias_hh is None)
     ):
         raise ValueError("layer: expected one layer without a projection, with both biases or none")
+    # ONNX has the gates in another order, and all directions in one array.
     directions = range(layer.num_directions)
     to_onnx = next(order for kind, order in ORDERS.items() if isinstance(layer, kind))
     to_ours = tuple(int(i) for i in np.argsort(to_onnx))
@@ -140,6 +141,7 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
         )
 
     table = [kernels("kernel_ih", "W"), kernels("kernel_hh", "R")]
+    # A row of B holds both biases of a direction.
     if first.bias_ih is not None:
         biases = [f"cells.{d}.{name}" for d in directions for name in ("bias_ih", "bias_hh")]
         table.append(

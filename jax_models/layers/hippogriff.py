@@ -105,6 +105,7 @@ class HippogriffHawk(GatedRecurrence[HawkState]):
         return h, state._replace(rglru=rglru)
 
     def torch_layouts(self) -> Layouts:
+        """`hippogriff`: its keys."""
         conv = [] if self.conv is None else nested(self.conv.torch_layouts()["hf"], "conv", "conv")
         return {
             "hippogriff": [
@@ -189,6 +190,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
             raise ValueError(f"num_heads: expected heads of an even size, got {num_heads} of them")
         matrix = with_inits(options, normal_of_fan_in(), None)
         norm = partial(HippogriffNorm, features, **norm_options(options))
+        # Each mixer has a norm before it, and an MLP with a norm of its own after it.
         self.version = version
         self.hawk_norm = norm()
         self.hawk = HippogriffHawk(
@@ -232,6 +234,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         return x, state
 
     def torch_layouts(self) -> Layouts:
+        """`hippogriff`: its keys."""
         names = {"hawk": "hawk", "hawk_mlp": "hawk_gmlp"}
         if self.version == "0.0.3":
             names = {"hawk": "time", "hawk_mlp": "gmlp"}

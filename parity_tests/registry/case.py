@@ -1,4 +1,4 @@
-"""What a row of the registry says."""
+"""A case: a torch twin, its JAX layer, and what the checks must know of them."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ class Case:
     layer: Callable[..., Any]
     layout: str
     architecture: str
-    """What the report files the case under."""
+    """The heading of the case in the report."""
     call: Callable[..., tuple[Tensor, TorchState]] = run_recurrence
     """`call(twin, x, state=None) -> (y, state)`, and `lengths` if the twin packs."""
     twin_state: bool = True

@@ -12,10 +12,11 @@ from typing import Literal
 import jax
 import torch
 
+from jax_models.entry_points import broken_packages
 from parity_tests.checks import is_caught
 from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
 from parity_tests.engine.references.torch_reference import measure_twin
-from parity_tests.registry import CASES, MUTATIONS
+from parity_tests.registry import CASES, ENTRY_POINTS, MUTATIONS
 from parity_tests.registry.mutation import Mutation
 from parity_tests.report import pairs
 from parity_tests.report.files import Files, progress
@@ -57,7 +58,8 @@ class Arguments(Files):
 
 def chosen(arguments: Arguments) -> tuple[list[str], list[str]]:
     """The cases and the platforms that the arguments ask for."""
-    names, platforms = arguments.chosen(CASES, "no case has"), available_platforms()
+    names = arguments.chosen(CASES, "no case has", broken_packages(ENTRY_POINTS))
+    platforms = available_platforms()
     if arguments.platform is not None:
         if arguments.platform not in platforms:
             raise CommandLineError(

@@ -34,15 +34,15 @@ class Files:
     compare: Path | None = None
     """Say what has moved since another run wrote this file with --json."""
 
-    def chosen(self, names: Iterable[str], no_name: str) -> list[str]:
+    def chosen(self, names: Iterable[str], no_name: str, hint: str = "") -> list[str]:
         """The names that contain a part of `--case`; all names without `--case`.
 
-        `no_name` begins the error for a part that no name contains.
+        `no_name` begins the error for a part that no name contains, and `hint` ends it.
         """
         names = [*names]
         for part in self.case:
             if not any(part.lower() in name.lower() for name in names):
-                raise CommandLineError(f"--case: {no_name} {part} in its name")
+                raise CommandLineError(f"--case: {no_name} {part} in its name{hint}")
         parts = [part.lower() for part in self.case] or [""]
         return [name for name in names if any(part in name.lower() for part in parts)]
 

@@ -1,4 +1,4 @@
-"""How close is equal: the only place where a tolerance is written.
+"""The tolerances: how large an error may be. No other file has any.
 
 The oracle is y64, the torch twin in float64 on the same weights and inputs. The error of a tensor
 is the root mean square of its difference from y64, relative to the root mean square of y64.
@@ -45,7 +45,7 @@ p ** n, so rounding explains a plain error less than once in `PLAIN` times.
 """
 FLOAT64 = 1e-12
 CONSTANT_ULPS = 8.0
-"""Of float32, for a constant such as 10000^(-i/d), whose power enlarges the exponent's rounding."""
+"""In ulp of float32. The power in 10000^(-i/d), for example, enlarges the exponent's rounding."""
 DECIMAL_DIGITS = 6
 """A constant of so few digits, such as 1e-5, was written by a person: float64 has more of it."""
 UNSTABLE = 1e-2
