@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parity_tests.engine.compare import Pair, assert_parity, compare
-    from parity_tests.engine.locate import tap
     from parity_tests.engine.references.recording import record
     from parity_tests.engine.report import Report
     from parity_tests.engine.tables.draft import draft_table
+    from parity_tests.engine.traces.tap import tap
     from parity_tests.engine.training.compare_training import compare_training
     from parity_tests.engine.training.training_report import TrainingReport
     from parity_tests.report.own import save
@@ -35,7 +35,7 @@ __all__ = [
 ROOMS = {
     "engine.compare": ("Pair", "assert_parity", "compare"),
     "engine.tables.draft": ("draft_table",),
-    "engine.locate": ("tap",),
+    "engine.traces.tap": ("tap",),
     "engine.references.recording": ("record",),
     "engine.report": ("Report",),
     "engine.training.compare_training": ("compare_training",),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from flax import nnx
 
-from parity_tests.engine.locate.hyperparameters import differing, hyperparameters_of
+from parity_tests.engine.traces.hyperparameters import differing, hyperparameters_of
 
 RNGS, KERNEL = nnx.Rngs(0), (3, 3)
 
@@ -64,16 +64,16 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_what_differs_is_told_under_both_names(pair):
-    theirs, ours, expected = PAIRS[pair]
-    ours = ours() if pair == "equinox" else ours
-    assert [*differing(hyperparameters_of(theirs), hyperparameters_of(ours))] == expected
+def test_differences_are_shown_under_both_names(pair):
+    layer, other, expected = PAIRS[pair]
+    other = other() if pair == "equinox" else other
+    assert [*differing(hyperparameters_of(layer), hyperparameters_of(other))] == expected
 
 
-def test_a_layer_of_the_users_own_keeps_momentum_as_it_is():
+def test_the_momentum_of_a_user_s_layer_is_not_converted():
     class BatchNorm(nnx.Module):
         def __init__(self):
             self.momentum = 0.1
 
-    theirs = hyperparameters_of(torch.nn.BatchNorm1d(3))
-    assert not [*differing(theirs, hyperparameters_of(BatchNorm()))]
+    of_torch = hyperparameters_of(torch.nn.BatchNorm1d(3))
+    assert not [*differing(of_torch, hyperparameters_of(BatchNorm()))]

@@ -16,7 +16,7 @@ def report_of(framework, fault) -> Report:
 
 
 EVERY = ["NNX, as it is", "function"]
-"""Those in which every fault is planted in the quick tests; in the others one is."""
+"""The quick tests plant every fault in these, and one fault in the other frameworks."""
 
 
 @pytest.mark.parametrize(

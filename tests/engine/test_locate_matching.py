@@ -1,4 +1,4 @@
-"""What is compared with what."""
+"""Calls are paired, and arrays are compared in any order of their axes."""
 
 import jax
 import jax.numpy as jnp
@@ -16,37 +16,64 @@ from parity_tests.engine.locate.values import difference
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def test_an_integer_input_that_departs_is_of_the_caller():
-    location = located(
+def twice(factor):
+    return lambda m, x: m.a(factor * m.a(x[:2]))
+
+
+def named_mean(m, x):
+    first, rest = m.a(x=x, scale=2.0)
+    return m.b(first, rest["mean"])
+
+
+def mean_over(axis):
+    return lambda x, scale: (scale * x, {"mean": x.mean(axis)})
+
+
+def b_of_a(m, x):
+    return m.b(m.a(x))
+
+
+DOUBLE = {"b": lambda x: 2 * x}
+PARTS = {
+    "integers of the caller": (
         {"call": lambda m, x, i: m.a(x, i), "a": lambda x, i: x[i]},
         {"call": lambda m, x, i: m.a(x, i[::-1]), "a": lambda x, i: x[i]},
-        X,
-        INDICES,
-    )
-    assert location.culprit == ""
-    assert location.verdict.endswith("before a")
+        (X, INDICES),
+        "the module itself, forward, before a",
+    ),
+    "a module in two places": (
+        {"call": twice(1), "a": lambda x: x**3},
+        {"call": twice(1.5), "a": lambda x: x**3},
+        (X,),
+        "the module itself, forward, after a in call 1 of 2",
+    ),
+    "keyword arguments and trees of results": (
+        {"call": named_mean, "a": mean_over(1), "b": lambda x, y: x * torch.sigmoid(y)},
+        {"call": named_mean, "a": mean_over(0), "b": lambda x, y: x * jax.nn.sigmoid(y)},
+        (X[:, :3],),
+        "a, forward",
+    ),
+    "a shape": (
+        {"call": b_of_a, "a": lambda x: x[:, :3], **DOUBLE},
+        {"call": b_of_a, "a": lambda x: x[:, :2], **DOUBLE},
+        (X,),
+        "a, forward",
+    ),
+    "a dtype": (
+        {"call": b_of_a, "a": lambda x: x.round(), **DOUBLE},
+        {"call": b_of_a, "a": lambda x: x.round().astype(jnp.float32), **DOUBLE},
+        (X,),
+        "a, by its dtype",
+    ),
+}
 
 
-def test_a_module_in_two_places_is_compared_place_by_place():
-    def twice(factor):
-        return lambda m, x: m.a(factor * m.a(x[:2]))
-
-    parts = {"a": lambda x: x**3}
-    location = located({"call": twice(1), **parts}, {"call": twice(1.5), **parts}, X)
-    assert location.culprit == ""
-
-
-def test_keyword_arguments_and_trees_of_results():
-    def call(m, x):
-        first, rest = m.a(x=x, scale=2.0)
-        return m.b(first, rest["mean"])
-
-    location = located(
-        {"call": call, "a": lambda x, scale: (scale * x, {"mean": x.mean(1)}), "b": torch_gate},
-        {"call": call, "a": lambda x, scale: (scale * x, {"mean": x.mean(0)}), "b": gate},
-        X[:, :3],
-    )
-    assert location.culprit == "a"
+@pytest.mark.parametrize("name", PARTS)
+def test_modules_without_weights(name):
+    torch_side, jax_side, inputs, verdict = PARTS[name]
+    location = located(torch_side, jax_side, *inputs)
+    assert location.verdict.startswith(verdict), f"\n{location}"
+    assert ("shape (3, 2), not (3, 3)" in str(location)) == (name == "a shape")
 
 
 class ComplexPart(torch.nn.Module):
@@ -161,14 +188,6 @@ def test_one_projection_that_is_three_here(fault, culprit, direction):
     assert ("qkv", "q") in [(visit.torch_name, visit.jax_name) for visit in location.visits]
 
 
-def torch_gate(x, gate):
-    return x * torch.sigmoid(gate)
-
-
-def gate(x, gate):
-    return x * jax.nn.sigmoid(gate)
-
-
 @pytest.mark.parametrize(
     ("actual", "layout"),
     [
@@ -188,7 +207,7 @@ def test_a_square_matrix_is_compared_as_it_is_first():
     assert difference(square + 1, square, 1e-12).layout == ""
 
 
-@pytest.mark.parametrize("ours", [-np.inf, -1e9, np.finfo(np.float64).min])
+@pytest.mark.parametrize("ours", [-np.inf, -1e9, -800.0, np.finfo(np.float64).min])
 def test_masks_leave_out_the_same(ours):
     kept = X > 0
     expected = np.where(kept, 0, np.finfo(np.float32).min)

@@ -8,9 +8,9 @@ import pytest
 from faulty_pairs import FAULTS, FRAMEWORKS, TOKENS, Parts, TorchModel, TorchParts, X
 
 from parity_tests import assert_parity, compare, record, tap
-from parity_tests.engine.locate.record import SLOTS
-from parity_tests.engine.locate.reference_trace import ReferenceTrace, largest
 from parity_tests.engine.references.open_reference import open_reference
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, largest
+from parity_tests.engine.traces.trace import SLOTS
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -82,8 +82,8 @@ def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
     assert there == here
 
 
-def told(source, *inputs) -> list[ReferenceTrace]:
-    """What it tells in each dtype."""
+def traces_of(source, *inputs) -> list[ReferenceTrace]:
+    """The trace of a reference in each dtype."""
     with open_reference(source) as reference:
         start = reference.start(inputs, dtypes=["float64", "bfloat16"])
         problem = start(build=dict, call=None, to_torch=None)
@@ -99,7 +99,7 @@ def nnx_model(fault=None):
 def test_a_record_tells_what_its_side_tells(make, tmp_path):
     side, path = make(), tmp_path / "side.safetensors"
     record(side, TOKENS, path=path, dtypes=["float64", "bfloat16"])
-    for live, recorded in zip(told(side, TOKENS), told(path), strict=True):
+    for live, recorded in zip(traces_of(side, TOKENS), traces_of(path), strict=True):
         assert recorded.own().dtypes == live.own().dtypes
         assert {p: e for p, e in recorded.own().errors.items() if e} == {
             p: e for p, e in live.own().errors.items() if e
@@ -108,20 +108,11 @@ def test_a_record_tells_what_its_side_tells(make, tmp_path):
         there, here = ({p: e for p, e in scatter.items() if e} for scatter in scatters)
         assert there == here != {}
         assert recorded.owners == live.owners
-        of_both = [
-            [(each.number[call], slot) for call, slot in each.run.trace.events]
-            for each in (live, recorded)
-        ]
-        assert of_both[0] == of_both[1]
-        for call, again in zip(live.run.trace.calls, recorded.run.trace.calls, strict=True):
-            for field in ("name", "kind", "weights", "shapes"):
+        for call, again in zip(live.trace.calls, recorded.trace.calls, strict=True):
+            for field in ("name", "kind", "index", "weights"):
                 assert getattr(again, field) == getattr(call, field)
-            assert [recorded.number[c] for c in again.ancestors] == [
-                live.number[c] for c in call.ancestors
-            ]
-            assert {recorded.number[c] for c in again.sources} == {
-                live.number[c] for c in call.sources
-            }
+            assert [c.index for c in again.ancestors] == [c.index for c in call.ancestors]
+            assert {c.index for c in again.sources} == {c.index for c in call.sources}
             for slot in SLOTS:
                 assert [*again.slots[slot]] == [*call.slots[slot]]
                 for label, array in call.slots[slot].items():
@@ -129,8 +120,8 @@ def test_a_record_tells_what_its_side_tells(make, tmp_path):
 
 
 def test_what_is_told_is_not_rounded():
-    theirs, *_ = told(lambda x: tap("a", x), X)
-    scatter = largest(theirs.rounded())
+    trace, *_ = traces_of(lambda x: tap("a", x), X)
+    scatter = largest(trace.rounded())
     assert (1, "outputs", "") in scatter
     assert not any(scatter.values())
 

@@ -84,7 +84,7 @@ def _joined(structure: Any, fixed: Leaves, differentiated: Leaves, others: Leave
 class JaxSide:
     """A problem's JAX side, compiled once per dtype for all weights and inputs of its shapes.
 
-    `transform` rewrites the function of the whole forward and backward pass before it is compiled.
+    `evaluator` evaluates the program of the whole forward and backward pass.
     float64 runs under x64 and ignores casts to float32. The other dtypes run without x64, so that
     nothing is promoted further than in a user's program. `rounding` is the dtype to which results
     of float64 operations are rounded at random.
@@ -96,10 +96,10 @@ class JaxSide:
         platform: str = "cpu",
         *,
         precision: str = "highest",
-        transform: Callable[[Callable], Callable] = lambda function: function,
+        evaluator: Callable[..., Lift] = Lift,
         rounding: str | None = None,
     ):
-        self._problem, self._transform, self._rounding = problem, transform, rounding
+        self._problem, self._evaluator, self._rounding = problem, evaluator, rounding
         self._device, self._precision = jax.devices(platform)[0], precision
         self._programs: dict[Any, tuple[Callable[..., Any], Found]] = {}
         self.found: dict[str, Found] = {}
@@ -212,7 +212,9 @@ class JaxSide:
         self, settings: Settings, joined: Callable[..., Any], found: Found, noise: Any, *args: Any
     ) -> tuple[Any, Leaves | None]:
         """The results by group and name, and the gradients; `found` gets what the program does."""
-        evaluator = Lift if self._rounding is None else partial(Rounded, self._rounding, noise)
+        evaluator = self._evaluator
+        if self._rounding is not None:
+            evaluator = partial(Rounded, self._rounding, noise)
 
         def function(differentiated: Leaves, others: Leaves, cotangents: list[jax.Array]):
             def forward(differentiated: Leaves):
@@ -232,7 +234,7 @@ class JaxSide:
             ]
             return groups, jax.tree.map(jnp.conj, pullback(cast)[0])
 
-        return rewritten(self._transform(function), dict(settings.lifted), found, evaluator)(*args)
+        return rewritten(function, dict(settings.lifted), found, evaluator)(*args)
 
     def _forward(
         self,

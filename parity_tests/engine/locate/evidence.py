@@ -1,35 +1,16 @@
-"""Which arrays of torch's calls JAX computes, and which it computes differently."""
-
-import dataclasses
+"""Compare the arrays of torch's calls with those of JAX."""
 
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import rms
-from parity_tests.engine.locate.match import Pairs, assigned, stacked
-from parity_tests.engine.locate.record import Call, Trace
-from parity_tests.engine.locate.reference_trace import ReferenceTrace
-from parity_tests.engine.locate.run import Run
+from parity_tests.engine.locate.pairs import Pairs, counterparts
 from parity_tests.engine.locate.search import Search, Wanted
 from parity_tests.engine.locate.values import Difference, difference, identity, is_telling
+from parity_tests.engine.problem import Arrays
+from parity_tests.engine.traces.reference_trace import ReferenceTrace
+from parity_tests.engine.traces.trace import BACKWARD, FORWARD, Call, Direction, Trace
 
 MATCHED, DEPARTS, UNKNOWN = "matched", "departs", "unknown"
-
-
-@dataclasses.dataclass(frozen=True)
-class Direction:
-    """Forward, a call takes inputs and gives outputs; backward, it takes and gives gradients."""
-
-    name: str
-    taken: str
-    given: str
-
-    def __str__(self) -> str:
-        """The name of the direction, for sentences."""
-        return self.name
-
-
-FORWARD = Direction("forward", "inputs", "outputs")
-BACKWARD = Direction("backward", "output gradients", "input gradients")
 
 
 def wanted_values(trace: Trace) -> dict[bytes, Wanted]:
@@ -38,14 +19,27 @@ def wanted_values(trace: Trace) -> dict[bytes, Wanted]:
     for direction in (FORWARD, BACKWARD):
         for slot in (direction.taken, direction.given):
             for call in trace.calls:
-                for label, array in call.slots[slot].items():
-                    if is_telling(array):
-                        is_total = slot == BACKWARD.taken
-                        each = wanted.setdefault(
-                            identity(call, slot, label), Wanted(array, is_total)
-                        )
-                        each.is_total &= is_total
+                for label, array in telling(call, slot).items():
+                    # only the sum of the gradients of all who use an output is the output's
+                    is_total = slot == BACKWARD.taken
+                    each = wanted.setdefault(identity(call, slot, label), Wanted(array, is_total))
+                    each.is_total &= is_total
     return wanted
+
+
+def telling(call: Call, slot: str) -> Arrays:
+    """The arrays of a slot that JAX can only have by computing the same."""
+    return {label: array for label, array in call.slots[slot].items() if is_telling(array)}
+
+
+def is_weight(label: str) -> bool:
+    """True for the gradient of a weight among what a call gives."""
+    return label.startswith("weight ")
+
+
+def numbers(call: Call, slot: str) -> set[bytes]:
+    """The identities of the telling arrays in a slot."""
+    return {identity(call, slot, label) for label in telling(call, slot)}
 
 
 class Evidence:
@@ -58,31 +52,34 @@ class Evidence:
     def __init__(
         self,
         reference: ReferenceTrace,
-        jax_run: Run,
+        jax_trace: Trace,
         pairs: Pairs,
         wanted: dict[bytes, Wanted],
         least: float,
         direction: Direction,
     ):
-        self.reference, self.jax_run, self.pairs = reference, jax_run, pairs
+        self.reference, self.jax_trace, self.pairs = reference, jax_trace, pairs
         self.least, self.direction = least, direction
-        self.trace = reference.run.trace
+        self.trace = reference.trace
         self.states: dict[tuple[Call, str], dict[str, str]] = {}
         self.differences: dict[tuple[Call, str], dict[str, Difference]] = {}
         self.stopped: set[Call] = set()
         """The calls in which, or before which, JAX stops a gradient."""
-        self.compared = pairs.keys() - {reference.run.whole}
-        self.parents = {call.parent for call in self.trace.calls}
-        self._taken = {
-            each for call in self.trace.calls for each in self.numbers(call, direction.taken)
-        }
-        self._compare_counterparts()
+        self.compared = pairs.keys() - {self.trace.whole}
+        taken, given = direction.taken, direction.given
+        self._taken = {each for call in self.trace.calls for each in numbers(call, taken)}
+        for call in self.trace.calls:
+            for slot in (taken, given):
+                self.states[call, slot] = dict.fromkeys(call.slots[slot], UNKNOWN)
+                self._compare(call, slot)
+            if direction is BACKWARD and call in pairs:
+                self._note_stopped(call)
+        if direction is FORWARD:
+            whole = self.trace.whole
+            self.states[whole, taken] = dict.fromkeys(whole.slots[taken], MATCHED)
+        else:
+            self._compare_weight_gradients()
         self._search(wanted)
-
-    def numbers(self, call: Call, slot: str) -> set[bytes]:
-        """The identities of the telling arrays in a slot."""
-        arrays = call.slots[slot].items()
-        return {identity(call, slot, label) for label, array in arrays if is_telling(array)}
 
     def state(self, call: Call, slot: str) -> str:
         """The state of all arrays of a slot.
@@ -96,69 +93,60 @@ class Evidence:
         states = self.states[call, slot]
         if DEPARTS in states.values():
             return DEPARTS
-        telling = [label for label in states if self.is_telling(call, slot, label)]
-        lacks_first = telling and states[telling[0]] == UNKNOWN  # its counterpart has other results
+        tells = self.tells(call, slot)
+        lacks_first = tells and states[tells[0]] == UNKNOWN  # its counterpart has other results
         if slot == self.direction.given and (call not in self.compared or lacks_first):
-            used = [label for label in telling if self._is_used(call, slot, label)]
+            used = [label for label in tells if self._is_used(call, slot, label)]
             if self.direction is FORWARD or not used:
-                used += telling[:1]
+                used += tells[:1]
             is_matched = all(states[label] == MATCHED for label in used)
-            return MATCHED if telling and is_matched else UNKNOWN
+            return MATCHED if tells and is_matched else UNKNOWN
         return MATCHED if MATCHED in states.values() else UNKNOWN
 
     def is_right(self, call: Call) -> bool:
         """True if JAX computes what the call gives."""
         return self.state(call, self.direction.given) == MATCHED
 
-    def is_telling(self, call: Call, slot: str, label: str) -> bool:
-        """True if JAX can only have the array by computing the same."""
-        return label.startswith("weight ") or is_telling(call.slots[slot][label])
+    def tells(self, call: Call, slot: str) -> list[str]:
+        """The labels of the telling arrays of a slot, and of the gradients of weights."""
+        labels = telling(call, slot)
+        return [each for each in self.states[call, slot] if each in labels or is_weight(each)]
 
     def _is_used(self, call: Call, slot: str, label: str) -> bool:
         return (
-            label.startswith("weight ")
+            is_weight(label)
             or identity(call, slot, label) in self._taken
             or (self.direction is FORWARD and label in call.slots[BACKWARD.taken])
         )
 
-    def _compare_counterparts(self) -> None:
-        taken, given = self.direction.taken, self.direction.given
-        for call in self.trace.calls:
-            for slot in (taken, given):
-                self.states[call, slot] = dict.fromkeys(call.slots[slot], UNKNOWN)
-                if call in self.pairs:
-                    self._compare(call, slot)
-            if self.direction is BACKWARD and call in self.pairs:
-                self._note_stopped(call)
-        if self.direction is FORWARD:
-            whole = self.reference.run.whole
-            self.states[whole, taken] = dict.fromkeys(whole.slots[taken], MATCHED)
-        else:
-            self._compare_weight_gradients()
+    def is_within(self, call: Call, slot: str, label: str, error: float) -> bool:
+        """True if rounding explains the error of an array."""
+        return error <= self.reference.bound(call, slot, label, error, self.least)
 
     def _compare(self, call: Call, slot: str) -> None:
-        calls, expected = self.pairs[call], call.slots[slot]
+        """Compare what a call takes or gives with the same of its counterpart."""
+        expected, calls = call.slots[slot], self.pairs.get(call, [])
         if len({each.name for each in calls}) > 1:
             self._compare_parts(call, slot)
+        if len({each.name for each in calls}) != 1:
             return
         largest = max((rms(each) for each in expected.values()), default=0.0)
         largest *= self.direction is BACKWARD
-        for label, actual in assigned(expected, stacked(calls, slot)):
-            d = difference(actual, expected[label], self.least, largest)
-            if d is None or (slot == "inputs" and actual.size > expected[label].size):
+        for label, actual in counterparts(expected, calls, slot):
+            found = difference(actual, expected[label], self.least, largest)
+            if found is None or (slot == "inputs" and actual.size > expected[label].size):
                 continue  # JAX pads before its module, for example, and torch's module pads inside
-            bound = self.reference.bound(call, slot, label, d.error, self.least)
-            if bound > d.error or d.layout:
-                d = difference(actual, expected[label], bound, largest) or d
-            self._judge(call, slot, label, d, bound)
+            bound = self.reference.bound(call, slot, label, found.error, self.least)
+            if bound > found.error or found.layout:
+                found = difference(actual, expected[label], bound, largest) or found
+            self._judge(call, slot, label, found, bound)
 
     def _compare_parts(self, call: Call, slot: str) -> None:
         """Look for the features in several modules, into which a port splits a joint projection."""
         for label, array in call.slots[slot].items() if slot != BACKWARD.given else ():
             search = Search([Wanted(array)])
-            for each in self.pairs[call]:
-                for part in each.slots[slot].values():
-                    search.see(part)
+            for part in (part for each in self.pairs[call] for part in each.slots[slot].values()):
+                search.see(part)
             search.finish()
             error = search.wanted[0].error
             bound = self.reference.bound(call, slot, label, error, self.least)
@@ -174,7 +162,7 @@ class Evidence:
         is_tap = not counterpart["inputs"]
         if is_tap or not call.slots[BACKWARD.given] or counterpart[BACKWARD.given]:
             return
-        if counterpart[BACKWARD.taken] or "weight gradients" not in self.jax_run.results:
+        if counterpart[BACKWARD.taken] or "weight gradients" not in self.jax_trace.results:
             self.stopped.add(call)
         else:
             self.states[call, BACKWARD.taken] = dict.fromkeys(call.slots[BACKWARD.taken], DEPARTS)
@@ -185,22 +173,21 @@ class Evidence:
         In float64, where rounding explains nothing, a gradient that departs counts as departing in
         all enclosing calls, too.
         """
-        actual = self.jax_run.results.get("weight gradients", {})
-        expected = self.reference.run.results.get("weight gradients", {})
+        actual = self.jax_trace.results.get("weight gradients", {})
+        expected = self.trace.results.get("weight gradients", {})
         largest = max(map(rms, expected.values()), default=0.0)
         slot, given = "weight gradients", BACKWARD.given
         for call in self.trace.calls:
-            for key, wanted in call.slots[slot].items():
+            for key, gradient in call.slots[slot].items():
                 if key not in actual:
                     continue
-                d = difference(actual[key], wanted, self.least, largest)
-                error = np.inf if d is None else d.error
-                bound = self.reference.bound(call, slot, key, error, self.least)
-                self.differences.setdefault((call, given), {})[key] = Difference(error)
-                state = MATCHED if error <= bound else DEPARTS
-                is_clear = state == DEPARTS and self.reference.dtype == "float64"
+                found = difference(actual[key], gradient, self.least, largest)
+                found = found or Difference(np.inf)
+                self.differences.setdefault((call, given), {})[key] = found
+                is_matched = self.is_within(call, slot, key, found.error)
+                is_clear = not is_matched and self.reference.dtype == "float64"
                 for giver in (call, *call.ancestors) if is_clear else (call,):
-                    self.states[giver, given][f"weight {key}"] = state
+                    self.states[giver, given][f"weight {key}"] = MATCHED if is_matched else DEPARTS
 
     def _search(self, wanted: dict[bytes, Wanted]) -> None:
         """Match every array that is still unknown if JAX computes it anywhere.
@@ -215,29 +202,24 @@ class Evidence:
             for label in call.slots[slot]
         ]
         matched = {each for c, s, label, each in places if self.states[c, s][label] == MATCHED}
+        self.matched = matched
         tried = {*matched}
         for call, slot, label, each in places:
             if each in wanted and each not in tried:
-                error = wanted[each].error
-                if error <= self.reference.bound(call, slot, label, error, self.least):
-                    matched.add(each)
                 tried.add(each)
+                if self.is_within(call, slot, label, wanted[each].error):
+                    matched.add(each)
         for call, slot, label, each in places:
             if self.states[call, slot][label] == UNKNOWN and each in matched:
                 self.states[call, slot][label] = MATCHED
-        if self.direction is FORWARD:
-            self._set_straight(matched)
-
-    def _set_straight(self, matched: set[bytes]) -> None:
-        """Match the outputs of layers whose counterparts compute more than the layers do."""
-        for call in [*self.compared]:
-            if not call.weights or call in self.parents or len(self.pairs[call]) > 1:
-                continue
-            if self.state(call, FORWARD.taken) != MATCHED:
-                continue
-            states = self.states[call, FORWARD.given]
-            for label in states:
-                each = identity(call, FORWARD.given, label)
-                if states[label] == DEPARTS and each in matched:
-                    states[label] = MATCHED
-                    self.pairs.pop(call, None)
+        if self.direction is BACKWARD:
+            return
+        parents = {call.parent for call in self.trace.calls}
+        for call in self.compared:
+            takes_right = self.state(call, FORWARD.taken) == MATCHED
+            if call.weights and call not in parents and len(self.pairs[call]) == 1 and takes_right:
+                states = self.states[call, FORWARD.given]
+                for label, state in states.items():
+                    if state == DEPARTS and identity(call, FORWARD.given, label) in matched:
+                        states[label] = MATCHED
+                        self.pairs.pop(call, None)

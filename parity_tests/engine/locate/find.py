@@ -1,6 +1,7 @@
 """Run both sides call by call, compare the calls, and say which departs first."""
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,20 +9,20 @@ from flax import nnx
 
 from parity_tests.engine.bounds.tolerance import floor
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.locate.evidence import BACKWARD, FORWARD, MATCHED, Evidence, wanted_values
-from parity_tests.engine.locate.frameworks import nnx_modules, recording
+from parity_tests.engine.locate.describe import departure, nothing_departs
+from parity_tests.engine.locate.evidence import MATCHED, Evidence, wanted_values
 from parity_tests.engine.locate.location import Location
-from parity_tests.engine.locate.match import paired
-from parity_tests.engine.locate.record import Trace
-from parity_tests.engine.locate.reference_trace import ReferenceTrace
-from parity_tests.engine.locate.report import departure, nothing_departs
+from parity_tests.engine.locate.pairs import paired
 from parity_tests.engine.locate.rule import Rule
-from parity_tests.engine.locate.run import of_jax
-from parity_tests.engine.locate.search import Search, watched
+from parity_tests.engine.locate.search import Search, Watch
 from parity_tests.engine.locate.substitute import Substitution
-from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
+from parity_tests.engine.traces.frameworks import nnx_modules, recording
+from parity_tests.engine.traces.held_weights import find_held_weights
+from parity_tests.engine.traces.jax_trace import traced_jax
+from parity_tests.engine.traces.reference_trace import ReferenceTrace
+from parity_tests.engine.traces.trace import BACKWARD, FORWARD, Trace
 
 
 def checked_names(
@@ -36,17 +37,13 @@ def checked_names(
     """
     if not isinstance(names, Mapping):
         raise TypeError(f"names: expected a dict of torch names to JAX paths, got {names!r:.100}")
-    ours = [name for name, _ in nnx_modules(model)] if isinstance(model, nnx.Module) else None
-    for side, given, known in (
-        ("torch", names.keys(), submodules),
-        ("JAX", names.values(), ours),
-    ):
-        paths = given if known is None else known
+    modules = [name for name, _ in nnx_modules(model)] if isinstance(model, nnx.Module) else None
+    for side, given, known in (("torch", names, submodules), ("JAX", names.values(), modules)):
         for name in given:
-            if name not in paths:
+            if known is not None and name not in known:
                 raise ValueError(
                     f"names: expected {side} submodules of "
-                    f"{', '.join(filter(None, paths)) or 'a module that has none'}, got {name!r}"
+                    f"{', '.join(filter(None, known)) or 'a module that has none'}, got {name!r}"
                 )
     return names
 
@@ -65,30 +62,35 @@ def find_departure(
     up to `bound` counts as agreement. With `is_forward`, the results already depart, so only the
     forward pass is searched.
     """
-    oracle = reference.run
-    wanted = wanted_values(oracle.trace)
+    # Run JAX once: each call of its modules is recorded, and torch's arrays are looked for among
+    # all that it computes.
+    results, whole = reference.trace.results, reference.trace.whole
+    wanted = wanted_values(reference.trace)
     search = Search([*wanted.values()])
-    jax_run = of_jax(
+    jax_trace = traced_jax(
         problem,
         reference.dtype,
-        oracle.results.forward if is_forward else oracle.results,
+        results.forward if is_forward else results,
         reference.cast_to,
-        transform=lambda function: watched(function, search.see),
+        evaluator=partial(Watch, search.see),
     )
     search.finish()
-    weigh(problem, jax_run.trace, reference.owners)
+
+    # Pair the calls of both sides.
+    find_held_weights(problem, jax_trace, reference.owners)
     least = max(bound, floor(jnp.dtype(reference.dtype)))
-    pairs = paired(oracle.trace.calls, jax_run.trace.calls, names, least)
-    pairs[oracle.whole] = [jax_run.whole]
+    pairs = paired(reference.trace.calls, jax_trace.calls, names, least)
+    pairs[whole] = [jax_trace.whole]
+
+    # Forward, and if all results agree, backward, apply the rule to what the search found.
     for direction in (FORWARD,) if is_forward else (FORWARD, BACKWARD):
-        evidence = Evidence(reference, jax_run, pairs, wanted, least, direction)
-        if not {*evidence.states[oracle.whole, direction.given].values()} <= {MATCHED}:
-            outermost = [call for call in oracle.trace.calls if call.parent is oracle.whole]
-            start = outermost[0] if [call.name for call in outermost] == [""] else oracle.whole
-            return departure(
-                evidence, Rule(evidence, Substitution(problem, evidence)).culprit(start)
-            )
-    evidence = Evidence(reference, jax_run, pairs, wanted, least, FORWARD)
+        evidence = Evidence(reference, jax_trace, pairs, wanted, least, direction)
+        if not {*evidence.states[whole, direction.given].values()} <= {MATCHED}:
+            outermost = [call for call in reference.trace.calls if call.parent is whole]
+            start = outermost[0] if [call.name for call in outermost] == [""] else whole
+            rule = Rule(evidence, Substitution(problem, evidence))
+            return departure(evidence, rule.culprit(start))
+    evidence = Evidence(reference, jax_trace, pairs, wanted, least, FORWARD)
     return nothing_departs(evidence, is_forward=is_forward)
 
 

@@ -1,4 +1,4 @@
-"""What `locate` reports."""
+"""The result of `locate`: the calls that were compared, and the culprit."""
 
 import dataclasses
 

@@ -1,17 +1,16 @@
 """The one rule: the culprit is the smallest region that takes what is right and gives what is not.
 
 JAX need not compute all that torch computes inside. So if JAX does not have the output of a call,
-the call is excused if another call needs this output, and JAX has the output of that other call.
+the call is excused if JAX has the outputs of all the calls that take this output. If JAX has only
+some of them, the call and those of the others that depart cannot be told apart.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
 
-from parity_tests.engine.locate.evidence import DEPARTS, FORWARD, MATCHED, Evidence
-from parity_tests.engine.locate.record import Call
+from parity_tests.engine.locate.evidence import DEPARTS, MATCHED, Evidence, is_weight, numbers
 from parity_tests.engine.locate.substitute import Substitution
-from parity_tests.engine.locate.values import identity, is_telling
+from parity_tests.engine.traces.trace import FORWARD, Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,56 +25,33 @@ class Culprit:
     candidates: tuple[Call, ...] = ()
 
 
-def timeline(evidence: Evidence) -> tuple[dict[Call, int], dict[Call, int]]:
-    """When each call took its first array, and when it gave its last."""
-    direction = evidence.direction
-    begins: dict[Call, int] = {}
-    ends: dict[Call, int] = {}
-    for when, (call, slot) in enumerate(evidence.trace.events):
-        if slot in (direction.taken, direction.given):
-            begins.setdefault(call, when)
-            ends[call] = when
-    for call in reversed(evidence.trace.calls):  # a call ends after those in it
-        if call in ends and call.parent is not None:
-            begins[call.parent] = min(begins.get(call.parent, begins[call]), begins[call])
-            ends[call.parent] = max(ends.get(call.parent, ends[call]), ends[call])
-    return begins, ends
-
-
-def reached(calls: Iterable[Call], onward: Callable[[Call], Iterable[Call]]) -> set[Call]:
-    """The calls that some calls lead to, in one or more steps."""
-    seen: set[Call] = set()
-    left = [*calls]
-    while left:
-        new = {*onward(left.pop())} - seen
-        seen |= new
-        left += new
-    return seen
-
-
 class Rule:
     """Descends from the whole run to the smallest call whose code departs."""
 
     def __init__(self, evidence: Evidence, substitution: Substitution):
-        self.evidence, self.direction = evidence, evidence.direction
-        self.substitution = substitution
-        trace = evidence.trace
-        self.begins, _ = timeline(evidence)
-        self.children: dict[Call, list[Call]] = {}
-        for call in sorted(self.begins, key=self.begins.__getitem__):
-            if call.parent is not None:
-                self.children.setdefault(call.parent, []).append(call)
-        fed = trace.fed_by()
-        right = [call for call in trace.calls if evidence.is_right(call)]
-
-        def needed_by(call: Call) -> Iterable[Call]:
-            return call.sources if self.direction is FORWARD else fed.get(call, ())
-
-        self.excused = reached(right, needed_by)
-        self.harmless = {
-            each for call in right for each in evidence.numbers(call, self.direction.taken)
-        } | {each for call in self.excused for each in evidence.numbers(call, self.direction.given)}
+        self.evidence, self.substitution = evidence, substitution
+        self.taken, self.given = evidence.direction.taken, evidence.direction.given
+        self.is_forward = evidence.direction is FORWARD
+        self.fed: dict[Call, set[Call]] = {}
+        for call in evidence.trace.calls:
+            for source in call.sources:
+                self.fed.setdefault(source, set()).add(call)
+        right = [call for call in evidence.trace.calls if evidence.is_right(call)]
+        self.needed: set[Call] = set()
+        """The calls that give something to a call that is right, maybe through others."""
+        left = [*right]
+        while left:
+            new = self.givers(left.pop()) - self.needed
+            self.needed |= new
+            left += new
+        self.harmless = {each for call in right for each in numbers(call, self.taken)} | {
+            each for call in self.needed for each in numbers(call, self.given)
+        }
         """The arrays that lead to what is right, whether JAX has them or not."""
+
+    def givers(self, call: Call) -> set[Call]:
+        """The calls that give what a call takes."""
+        return call.sources if self.is_forward else self.fed.get(call, set())
 
     def culprit(self, frame: Call) -> Culprit:
         """The culprit in a call; unknown if JAX stops a gradient there, maybe before the call."""
@@ -85,36 +61,51 @@ class Rule:
 
     def _descend(self, frame: Call) -> Culprit:
         """The culprit in a call that takes what is right and gives what is not."""
-        evidence, children = self.evidence, self.children.get(frame, [])
-        suspects = [c for c in children if self._is_suspect(c)]
-        after = next((c for c in reversed(children) if evidence.is_right(c)), None)
+        # Without a suspect, it is the code after the last call that is right.
+        children = self.evidence.trace.inside(frame, self.evidence.direction)
+        suspects = [call for call in children if self._is_suspect(call)]
+        after = next((c for c in reversed(children) if self.evidence.is_right(c)), None)
         if not suspects:
             return Culprit(frame, frame, after)
+
+        # A suspect that takes something wrong got it from the code before.
         first, *others = suspects
-        earlier = [c for c in children if self.begins[c] < self.begins[first]]
-        after = next((c for c in reversed(earlier) if evidence.is_right(c)), None)
+        earlier = children[: children.index(first)]
+        after = next((c for c in reversed(earlier) if self.evidence.is_right(c)), None)
         here = Culprit(frame, frame, after, first)
         if not self.takes_right(first):
             return here
+
+        # If several take the same, what they take may be wrong, although JAX has it somewhere. If
+        # JAX does not have what the suspect takes, the call that gives it may be wrong.
         if not self._is_certain(first):
-            taken = self.numbers(first)
-            rivals = [c for c in others if c.weights and taken and self.numbers(c) == taken]
+            taken = numbers(first, self.taken)
+            rivals = [c for c in others if c.weights and taken and numbers(c, self.taken) == taken]
             if rivals:
-                is_from_here = not taken <= self.numbers(frame)
+                is_from_here = not taken <= numbers(frame, self.taken)
                 return here if is_from_here else self._unsure(here, first, *rivals)
-        if first in self.children:
-            return self._descend(first)
-        return self._leaf(here, first)
+            hidden = taken - self.evidence.matched
+            hiders = [c for c in self.givers(first) if numbers(c, self.given) & hidden]
+            if hiders:
+                return self._unsure(here, first, *hiders)
+        has_calls = any(call.parent is first for call in self.evidence.trace.calls)
+        return self._descend(first) if has_calls else self._leaf(here, first)
 
     def _leaf(self, here: Culprit, leaf: Call) -> Culprit:
         """The culprit is a call without inner calls, or the code around it that feeds it."""
-        alone = Culprit(leaf, leaf)
-        if self._is_certain(leaf) or not self.evidence.states[leaf, self.direction.taken]:
+        alone, states = Culprit(leaf, leaf), self.evidence.states
+        if self._is_certain(leaf) or not states[leaf, self.taken]:
             return alone
-        taken, given = self.numbers(leaf), self.evidence.numbers(leaf, self.direction.given)
-        handed_on = itertools.takewhile(lambda outer: taken <= self.numbers(outer), leaf.ancestors)
+
+        # Does JAX apply the layer to something else? Then an enclosing call gave it another input:
+        # the outermost of those that hand on what they take, or else the code around them.
+        taken, given = numbers(leaf, self.taken), numbers(leaf, self.given)
+        handed_on = itertools.takewhile(
+            lambda outer: taken <= numbers(outer, self.taken), leaf.ancestors
+        )
         around = [outer for outer in handed_on if outer.kind != "run"]
-        users = [c for c in self.begins if given and self.numbers(c) == given and c is not leaf]
+        others = (call for call in self.evidence.trace.calls if call is not leaf)
+        users = [call for call in others if given and numbers(call, self.taken) == given]
         found = self.substitution.computes_of_another([leaf, *around, *users])
         if found.get(leaf):
             inner = leaf
@@ -124,10 +115,14 @@ class Rule:
                 inner = outer
         if leaf in found:
             idle = [user for user in users if found.get(user) is False]
-            return self._unsure(here, leaf, *idle) if idle and self.direction is FORWARD else alone
-        if self.direction is FORWARD:  # which integers JAX's layer takes is unknown
+            return self._unsure(here, leaf, *idle) if idle and self.is_forward else alone
+
+        # The layer was not run: it is the culprit unless the code around it may be.
+        if leaf.weights and not self.substitution.is_possible:
+            return self._unsure(here, leaf)
+        if self.is_forward:  # which integers JAX's layer takes is unknown
             return alone if taken else self._unsure(here, leaf)
-        states = self.evidence.states[leaf, self.direction.given].values()
+        states = states[leaf, self.given].values()
         if MATCHED in states:  # it takes what is right; JAX may stop the rest before it
             return alone if DEPARTS in states else self._unsure(here, leaf)
         compared = [outer for outer in around if outer in self.evidence.compared]
@@ -140,17 +135,15 @@ class Rule:
 
     def _is_suspect(self, call: Call) -> bool:
         """True if it gives something that JAX does not have and that nothing right needs."""
-        states = self.evidence.states[call, self.direction.given]
-        if call in self.excused:  # no call takes gradients of weights
-            return any(s == DEPARTS for label, s in states.items() if label[:7] == "weight ")
-        return not self.evidence.is_right(call) and (
-            DEPARTS in states.values()
-            or any(self.evidence.is_telling(call, self.direction.given, each) for each in states)
-        )
+        states = self.evidence.states[call, self.given]
+        if call in self.needed:  # no call takes gradients of weights
+            return any(s == DEPARTS for label, s in states.items() if is_weight(label))
+        tells = DEPARTS in states.values() or self.evidence.tells(call, self.given)
+        return bool(tells) and not self.evidence.is_right(call)
 
     def _is_certain(self, call: Call) -> bool:
         """True if JAX has a counterpart that takes the same."""
-        state = self.evidence.state(call, self.direction.taken)
+        state = self.evidence.state(call, self.taken)
         return call in self.evidence.compared and state == MATCHED
 
     def takes_right(self, call: Call) -> bool:
@@ -158,16 +151,7 @@ class Rule:
 
         JAX's counterpart may take less and compute the rest.
         """
-        taken = self.direction.taken
-        states = self.evidence.states[call, taken]
-        if not states or self._is_certain(call):
+        if not self.evidence.states[call, self.taken] or self._is_certain(call):
             return True
-        return self.evidence.state(call, taken) != DEPARTS and all(
-            state == MATCHED or identity(call, taken, label) in self.harmless
-            for label, state in states.items()
-            if is_telling(call.slots[taken][label])
-        )
-
-    def numbers(self, call: Call) -> set[bytes]:
-        """The identities of what the call takes."""
-        return self.evidence.numbers(call, self.direction.taken)
+        is_other = self.evidence.state(call, self.taken) == DEPARTS
+        return not is_other and numbers(call, self.taken) <= self.evidence.matched | self.harmless

@@ -5,70 +5,56 @@ module that have no counterpart of their own.
 """
 
 import dataclasses
-from collections import Counter
+import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from parity_tests.engine.candidates.jax_program import called_body, last_uses
-from parity_tests.engine.locate.record import tell_p
+from jax_models.weights.trees import is_floating
+from parity_tests.engine.candidates.jax_program import called_body
+from parity_tests.engine.candidates.lift import Lift
 from parity_tests.engine.locate.values import closest_error
 
 
-def watched(function: Callable[..., Any], tell: Callable[[np.ndarray], None]) -> Callable[..., Any]:
-    """The function; `tell` gets each floating array that its results depend on."""
+class Watch(Lift):
+    """Evaluates a program and tells its floating arrays, but none that no result depends on."""
 
-    def run(*args):
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    def __init__(self, tell: Callable[..., None], closed: ClosedJaxpr, *args: Any):
         needed, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-        given = [_told(leaf, tell) for leaf in jax.tree.leaves(args)]
-        results = _run(needed, closed.consts, given, tell)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        super().__init__(ClosedJaxpr(needed, closed.consts), *args)
+        self._tell, self._summands = tell, set()
 
-    return run
+    def evaluate(self, args: Sequence[Any]) -> list[Any]:
+        """The results of the program."""
+        self._tell_all(args)
+        return super().evaluate(args)
 
+    def _tell_all(self, arrays: Sequence[Any], variables: Sequence[Any] = ()) -> None:
+        for x, variable in itertools.zip_longest(arrays, variables):
+            is_known = not isinstance(x, Tracer)  # the body of a loop may be compiled
+            if is_known and is_floating(x) and x.size:
+                self._tell(np.asarray(x), is_summand=variable in self._summands)
 
-def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], tell: Callable) -> list[Any]:
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        # A variable that is only added to others is a part of a sum of gradients.
+        uses = [(each.primitive.name == "add_any", each.invars) for each in jaxpr.eqns]
+        uses.append((False, jaxpr.outvars))
+        added, others = (
+            {v for is_sum, atoms in uses if is_sum is of for v in atoms if isinstance(v, Var)}
+            for of in (True, False)
+        )
+        self._summands |= added - others
+        return super()._run(jaxpr, consts, args)
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    uses = Counter((a, e.primitive.name) for e in jaxpr.eqns for a in {*_variables(e.invars)})
-    added = {a for a, name in uses if name == "add_any"}
-    added -= {a for a, name in uses if name != "add_any"} | {*_variables(jaxpr.outvars)}
-    for equation, unneeded in zip(jaxpr.eqns, last_uses(jaxpr), strict=True):
-        operands = [read(atom) for atom in equation.invars]
-        if (body := called_body(equation)) is not None:
-            inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-            results = _run(inner, inner_consts, operands, tell)
-        else:
-            params = equation.primitive.get_bind_params(equation.params)
-            results = equation.primitive.bind(*operands, **params)
-            results = results if equation.primitive.multiple_results else [results]
-            results = [
-                _told(result, partial(tell, is_summand=True) if variable in added else tell)
-                for variable, result in zip(equation.outvars, results, strict=True)
-            ]
-        values |= zip(equation.outvars, results, strict=True)
-        for variable in unneeded:
-            del values[variable]
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def _told(x: Any, tell: Callable) -> Any:
-    is_array = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.size
-    return tell_p.bind(x, tell=tell) if is_array else x
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        results = super()._equation(equation, operands)
+        if called_body(equation) is None:
+            self._tell_all(results, equation.outvars)
+        return results
 
 
 @dataclasses.dataclass(eq=False)

@@ -4,17 +4,18 @@ If a layer and the code around it are both suspects, the torch layer is run on w
 JAX has the result, too, JAX's layer is right, and the code around it gave it another input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from parity_tests.engine.candidates.jax_side import JaxSide
-from parity_tests.engine.locate.evidence import FORWARD, Evidence
-from parity_tests.engine.locate.frameworks import recording
-from parity_tests.engine.locate.record import Call, Rows, Trace
-from parity_tests.engine.locate.search import Search, Wanted, watched
-from parity_tests.engine.locate.values import identity, is_telling, layouts
+from parity_tests.engine.locate.evidence import Evidence, telling
+from parity_tests.engine.locate.search import Search, Wanted, Watch
+from parity_tests.engine.locate.values import identity, layouts
 from parity_tests.engine.problem import Problem
+from parity_tests.engine.traces.frameworks import recording
+from parity_tests.engine.traces.trace import FORWARD, Call, Trace
 
 
 class Substitution:
@@ -23,6 +24,7 @@ class Substitution:
     def __init__(self, problem: Problem, evidence: Evidence):
         self.problem, self.evidence, self.direction = problem, evidence, evidence.direction
         self.calls, self.reference = evidence.trace.calls, evidence.reference
+        self.is_possible = self.reference.run_again is not None
 
     def computes_of_another(self, calls: Sequence[Call]) -> dict[Call, bool]:
         """For each call, whether JAX computes it from an array that torch's call does not take.
@@ -30,10 +32,11 @@ class Substitution:
         Calls for which this says nothing are left out. Forward, these are calls without weights and
         calls of a module that is called several times, because JAX may compute them elsewhere.
         """
-        run_again = self.reference.run_again
-        asked = {call: self._taken(call) for call in calls if self._is_telling(call)}
-        if run_again is None or not asked:
+        asked = {call: self._taken(call) for call in calls if self._is_conclusive(call)}
+        if not asked or (run_again := self.reference.run_again) is None:
             return {}
+
+        # Keep all of JAX's arrays that a call could take.
         sizes = {array.size for taken in asked.values() for _, array in taken}
         jax_arrays: dict[int, dict[int, np.ndarray]] = {size: {} for size in sizes}
 
@@ -42,7 +45,9 @@ class Substitution:
                 jax_arrays[value.size][hash(value.tobytes())] = np.array(value, float)
 
         self._run_jax(keep)
-        results: list[tuple[Call, Wanted]] = []
+
+        # Run each call on each of them, and look for the results that no call of torch's has.
+        results: list[tuple[Call, str, Wanted]] = []
         for call, taken in asked.items():
             for labels, array in taken:
                 others = [
@@ -50,51 +55,51 @@ class Substitution:
                     for other in jax_arrays[array.size].values()
                     for _, layout in layouts(other, array.shape)
                 ]
-                number = self.reference.number[call]
-                given = run_again(number, self.direction, labels, others)
+                given = run_again(call.index, self.direction, labels, others)
                 results += [
-                    (call, Wanted(result))
-                    for other, rows in zip(others, given, strict=True)
-                    for label, result in rows.items()
-                    if label in self._telling(call, self.direction.given)
+                    (call, label, Wanted(result))
+                    for other, arrays in zip(others, given, strict=True)
+                    for label, result in arrays.items()
+                    if label in telling(call, self.direction.given)
                     and not (result.size == other.size and (result.ravel() == other.ravel()).all())
                 ]
-        of_torch = Search([Wanted(each.array) for _, each in results])
+        of_torch = Search([Wanted(each.array) for *_, each in results])
         for call in self.calls:
             for slot in (self.direction.taken, self.direction.given):
-                for array in self._telling(call, slot).values():
+                for array in telling(call, slot).values():
                     of_torch.see(array)
         new = [
-            result
-            for result, own in zip(results, of_torch.wanted, strict=True)
-            if own.error > self.evidence.least
+            (call, label, result)
+            for (call, label, result), own in zip(results, of_torch.wanted, strict=True)
+            if not self._is_same(call, label, own.error)
         ]
-        self._run_jax(Search([each for _, each in new]).see)
-        found = {call for call, each in new if each.error <= self.evidence.least}
+        self._run_jax(Search([result for *_, result in new]).see)
+        found = {c for c, label, result in new if self._is_same(c, label, result.error)}
         return {call: call in found for call in asked}
 
-    def _is_telling(self, call: Call) -> bool:
-        if not self._telling(call, self.direction.given):
+    def _is_same(self, call: Call, label: str, error: float) -> bool:
+        """True if rounding explains how far a result is from an array."""
+        return self.evidence.is_within(call, self.direction.given, label, error)
+
+    def _is_conclusive(self, call: Call) -> bool:
+        if not telling(call, self.direction.given):
             return False
         is_called_once = [each.name for each in self.calls].count(call.name) == 1
         return self.direction is not FORWARD or (bool(call.weights) and is_called_once)
 
     def _taken(self, call: Call) -> list[tuple[list[str], np.ndarray]]:
         """The arrays that a call takes, each once, with its labels."""
-        taken = self._telling(call, self.direction.taken)
+        taken = telling(call, self.direction.taken)
         labels: dict[bytes, list[str]] = {}
         for label in taken:
             labels.setdefault(identity(call, self.direction.taken, label), []).append(label)
         return [(each, taken[each[0]]) for each in labels.values()]
 
-    def _telling(self, call: Call, slot: str) -> Rows:
-        return {label: array for label, array in call.slots[slot].items() if is_telling(array)}
-
-    def _run_jax(self, see) -> None:
+    def _run_jax(self, see: Callable[..., None]) -> None:
         """Run the JAX side, and give each of its arrays to `see`."""
-        results = self.reference.run.results
+        results = self.reference.trace.results
         with recording(Trace(), self.problem) as side:
-            JaxSide(side, transform=lambda function: watched(function, see)).run(
+            JaxSide(side, evaluator=partial(Watch, see)).run(
                 side,
                 self.reference.dtype,
                 results.forward if self.direction is FORWARD else results,

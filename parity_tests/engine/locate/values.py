@@ -8,12 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import FLOAT64, rms
-from parity_tests.engine.locate.record import Call
+from parity_tests.engine.traces.trace import Call
 
 NUMBERS = "biufcV"
 """The kinds of dtypes that are numbers: those of ml_dtypes are of kind V."""
-MASKED = -1e3
-"""An array that has only zeros and numbers below this one is an additive mask."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +35,10 @@ def difference(
         return None
     if (actual.dtype == bool) != (expected.dtype == bool):
         # a boolean mask may say what to keep or what to hide, and an additive mask says the same
-        keeps = [x if x.dtype == bool else mask_of(x) for x in (actual, expected)]
-        if keeps[0] is None or keeps[1] is None:
+        masks = [x if x.dtype == bool else mask_of(x) for x in (actual, expected)]
+        if masks[0] is None or masks[1] is None:
             return None
-        either = (difference(each, keeps[1], bound) for each in (keeps[0], ~keeps[0]))
+        either = (difference(each, masks[1], bound) for each in (masks[0], ~masks[0]))
         return min((each for each in either if each), key=lambda each: each.error)
     actual, expected = plain(actual), plain(expected)
     if actual.dtype.kind != expected.dtype.kind:
@@ -52,16 +50,18 @@ def difference(
             closest = Difference(error, layout)
         if closest.error <= bound:
             break
-    if closest is None:
-        return Difference(np.inf, f"shape {actual.shape}, not {expected.shape}")
-    return closest
+    return closest or Difference(np.inf, f"shape {actual.shape}, not {expected.shape}")
 
 
 def mask_of(x: np.ndarray) -> np.ndarray | None:
-    """What an additive mask, or a mask of ones and zeros, keeps; None if it is neither."""
+    """The places that a mask keeps; None if the array is no mask.
+
+    A mask has ones and zeros, or zeros and numbers whose exponential is zero, which hide.
+    """
     if ((x == 0) | (x == 1)).all():
         return x == 1
-    return x == 0 if ((x < MASKED) | (x == 0)).all() else None
+    x = np.real(x).astype(float)
+    return x == 0 if (x <= 0).all() and np.isin(np.exp(x), (0, 1)).all() else None
 
 
 def plain(x: np.ndarray) -> np.ndarray:
@@ -71,7 +71,8 @@ def plain(x: np.ndarray) -> np.ndarray:
     if x.dtype.kind == "c":
         return x.astype(np.complex128)[..., None].view(float)
     x = x.astype(float, copy=False)
-    return np.maximum(x, MASKED) if (x <= MASKED).any() and mask_of(x) is not None else x
+    is_mask = (x < 0).any() and mask_of(x) is not None
+    return np.where(x < 0, -np.inf, 0.0) if is_mask else x
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
@@ -81,13 +82,12 @@ def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.nda
     squeezed = tuple(n for n in shape if n != 1)
     short = x.squeeze()
     if short.ndim <= 6 and sorted(short.shape) == sorted(squeezed):
-        orders = itertools.permutations(range(short.ndim))
-        for order in sorted(orders, key=_moves):
+        for order in sorted(itertools.permutations(range(short.ndim)), key=_moves):
+            is_same = _moves(order) == 0
             if tuple(short.shape[i] for i in order) == squeezed and not (
-                x.shape == shape and _moves(order) == 0
+                x.shape == shape and is_same
             ):
-                layout = "" if _moves(order) == 0 else f"axes {order}"
-                yield layout, short.transpose(order).reshape(shape)
+                yield "" if is_same else f"axes {order}", short.transpose(order).reshape(shape)
     elif x.size == np.prod(shape, dtype=int):
         yield "reshaped", x.reshape(shape)
     elif x.size < np.prod(shape, dtype=int):
@@ -100,10 +100,9 @@ def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, np.nda
 def closest_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """The least error in any layout."""
     actual, expected = plain(actual), plain(expected)
-    errors = (_error(each, expected, 0.0) for _, each in layouts(actual, expected.shape))
     least = np.inf
-    for error in errors:
-        least = min(least, error)
+    for _, each in layouts(actual, expected.shape):
+        least = min(least, _error(each, expected, 0.0))
         if least <= FLOAT64:
             break
     return least
@@ -129,7 +128,7 @@ def identity(call: Call, slot: str, label: str) -> bytes:
     """Identifies an array by its numbers, whatever its shape; a constant array by its place."""
     if (slot, label) not in call.identities:
         array = call.slots[slot][label]
-        found = repr((id(call), slot, label)).encode()
+        found = repr((call.index, slot, label)).encode()
         if not is_constant(array):
             kind = slot.endswith("gradients").to_bytes()
             found = kind + hashlib.sha256(array.tobytes()).digest()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from parity_tests.engine.bounds.rounded_constants import numbered
+from parity_tests.engine.bounds.rounded_constants import digits_of, numbered
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.adapters import foreign_model
 from parity_tests.engine.candidates.jax_side import JaxSide
@@ -20,12 +20,9 @@ from parity_tests.engine.candidates.model_weights import (
     named_table,
     own_weights,
 )
+from parity_tests.engine.candidates.other_digits import run_with_digits, with_digits
 from parity_tests.engine.candidates.port import port
 from parity_tests.engine.faults import first_of, not_a_number
-from parity_tests.engine.locate.frameworks import nnx_modules
-from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
-from parity_tests.engine.locate.run import Run, of_jax
-from parity_tests.engine.locate.weights import weigh
 from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.reference import Reference, ResultKey
@@ -37,6 +34,11 @@ from parity_tests.engine.results import (
     named_leaves,
     only_floating,
 )
+from parity_tests.engine.traces.frameworks import nnx_modules
+from parity_tests.engine.traces.held_weights import find_held_weights
+from parity_tests.engine.traces.jax_trace import traced_jax
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, of_runs
+from parity_tests.engine.traces.trace import Trace
 
 SIDES = ("reference", "model")
 
@@ -92,7 +94,7 @@ class JaxReference(Reference):
 
     def _run_oracle(self, own: Problem) -> None:
         self.problem, self.notes, parameters = own, [], self.weights.parameters
-        self._side = JaxSide(own)
+        self._side, self._moves = JaxSide(own), []
         self._say("reference in float64")
         shapes, found = self._side.shapes(own)
         if any(only_floating(named) for named in shapes.values()):
@@ -141,29 +143,42 @@ class JaxReference(Reference):
         return dataclasses.replace(self.problem, twin=WeightsOnly(weights), inputs=inputs)
 
     @functools.cached_property
-    def _run(self) -> Run:
+    def _run(self) -> Trace:
         self._say("reference in float64, call by call")
-        run = of_jax(self.problem, "float64", self.oracle, self.cast_to)
-        weigh(self.problem, run.trace, self.weights.owners)
+        run = traced_jax(self.problem, "float64", self.oracle, self.cast_to)
+        find_held_weights(self.problem, run, self.weights.owners)
         return run
 
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         coarse = self._coarse(dtype)
 
-        def rounded() -> Iterator[Run]:
-            run = partial(of_jax, coarse, "float64", self.oracle, self.cast_to, rounding=dtype)
+        def rounded() -> Iterator[Trace]:
+            run = partial(traced_jax, coarse, "float64", self.oracle, self.cast_to, rounding=dtype)
             for seed in range(ROUNDED_RUNS):
                 yield run(noise=seed)
+
+        def moved() -> Iterator[Trace]:
+            if self._moves:  # twice as far as JAX's digits, which are then within
+                twice = digits_of(self.constants.values(), [2 * move for move in self._moves])
+                problem, evaluator = with_digits(self.problem, twice)
+                yield traced_jax(problem, "float64", self.oracle, self.cast_to, evaluator=evaluator)
 
         return of_runs(
             dtype,
             self._run,
             self.weights.owners,
-            lambda: of_jax(self.problem, dtype, self.oracle),
+            lambda: traced_jax(self.problem, dtype, self.oracle),
             rounded(),
+            moved(),
         )
 
-    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+    @functools.cached_property
+    def constants(self) -> Mapping[str, np.ndarray]:
         """The constants of the model's float64 run, numbered."""
         return numbered(self._side.constants_of(self.problem))
+
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is scaled by 1 + its move."""
+        self._moves, digits = moves, digits_of(self.constants.values(), moves)
+        return run_with_digits(self.problem, digits, self.oracle, self.cast_to)

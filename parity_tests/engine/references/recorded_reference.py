@@ -1,5 +1,6 @@
 """A recorded file as the reference."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -10,14 +11,14 @@ import jax
 import numpy as np
 
 from parity_tests.engine.candidates.model_weights import ReferenceWeights, WeightsOnly
-from parity_tests.engine.locate.recorded import calls_of
-from parity_tests.engine.locate.reference_trace import ReferenceTrace
 from parity_tests.engine.logits import LogitsError, logits_array
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.progress import Say, silent
 from parity_tests.engine.references.record_file import read, unpacked
 from parity_tests.engine.references.reference import Reference, RunErrors
 from parity_tests.engine.results import ErrorsByGroup, Results
+from parity_tests.engine.traces.recorded_trace import recorded_calls
+from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
 
 class RecordedReference(Reference):
@@ -83,7 +84,10 @@ class RecordedReference(Reference):
         """Nothing runs, but the record must have what the problem asks for."""
         self.problem, constants = problem, self._facts["constants"][bool(problem.constants)]
         self.constant_count = constants["count"]
-        self.constant_names = constants.get("names", ())  # an older record has none
+        # An older record knows neither the names of its constants nor how much depends on them.
+        self.constant_names = constants.get("names", ())
+        anyhow = {group: dict.fromkeys(named, math.inf) for group, named in self.oracle.items()}
+        self._moved = constants.get("moved", anyhow)
         logits = logits_array(problem.logits, self.oracle) if problem.logits else None
         if logits is not None and [*logits] != self._facts["logits"]:
             raise ValueError(
@@ -108,7 +112,11 @@ class RecordedReference(Reference):
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         calls, owners = self._facts["calls"], self.weights.owners
-        return calls_of(calls, self._arrays, self.oracle, owners, dtype)
+        return recorded_calls(calls, self._arrays, self.oracle, owners, dtype)
+
+    def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
+        """How far the results depend on all constants; an older record does not know, so any."""
+        return self._moved if self.constant_count else {}
 
 
 def are_equal(given: Sequence[Any], recorded: Sequence[Any]) -> bool:

@@ -26,9 +26,6 @@ from parity_tests.engine.candidates.torch_run import (
     run_torch_rounded,
 )
 from parity_tests.engine.faults import not_a_number
-from parity_tests.engine.locate.reference_trace import ReferenceTrace, of_runs
-from parity_tests.engine.locate.run import Run
-from parity_tests.engine.locate.torch_side import of_torch, run_again
 from parity_tests.engine.measure import measure
 from parity_tests.engine.problem import DTYPES, Problem, arrays_of
 from parity_tests.engine.progress import Say, silent
@@ -41,6 +38,9 @@ from parity_tests.engine.results import (
     are_same,
     errors_of,
 )
+from parity_tests.engine.traces.reference_trace import ReferenceTrace, of_runs
+from parity_tests.engine.traces.torch_trace import run_again, traced_torch
+from parity_tests.engine.traces.trace import Trace
 
 
 class TorchReference(Reference):
@@ -102,13 +102,13 @@ class TorchReference(Reference):
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         problem, decisions = self.problem, self._mode.decisions
-        traced = partial(of_torch, problem, is_forward=is_forward)
+        traced = partial(traced_torch, problem, is_forward=is_forward)
 
-        def rounded() -> Iterator[Run]:
+        def rounded() -> Iterator[Trace]:
             for seed in range(ROUNDED_RUNS):
                 yield traced(partial(run_torch_rounded, problem, dtype, seed, decisions))
 
-        def moved() -> Iterator[Run]:
+        def moved() -> Iterator[Trace]:
             if self._moves:  # twice as far as JAX's digits, which are then within
                 twice = {name: 2 * move for name, move in self._moves.items()}
                 yield traced(partial(run_moved, problem, moves=twice))
@@ -124,20 +124,23 @@ class TorchReference(Reference):
         )
 
     @functools.cached_property
-    def _traced_oracle(self) -> Callable[[bool], Run]:
+    def _traced_oracle(self) -> Callable[[bool], Trace]:
         """The traced run in float64, which all dtypes share; its argument is `is_forward`."""
 
-        def run(is_forward: bool) -> Run:
+        def run(is_forward: bool) -> Trace:
             self._say("torch in float64, call by call")
-            return of_torch(self.problem, partial(run_moved, self.problem), is_forward=is_forward)
+            return traced_torch(
+                self.problem, partial(run_moved, self.problem), is_forward=is_forward
+            )
 
         return functools.cache(run)
 
-    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+    @functools.cached_property
+    def constants(self) -> Mapping[str, np.ndarray]:
         """The twin's constants that are rounded to float32, by name."""
         constants = {
             name: tensor.detach().double().numpy()
-            for name, tensor in named_constants(problem, problem.twin)
+            for name, tensor in named_constants(self.problem, self.problem.twin)
         }
         return {name: value for name, value in constants.items() if is_rounded(value).any()}
 

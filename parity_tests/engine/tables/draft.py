@@ -20,8 +20,8 @@ from jax_models.weights.rows import at
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
 from parity_tests.engine.candidates.torch_module import weight_owners
-from parity_tests.engine.locate.frameworks import nnx_modules
 from parity_tests.engine.problem import Arrays
+from parity_tests.engine.traces.frameworks import nnx_modules
 
 KINDS = {
     torch.nn.Linear: ("linear",),

@@ -1,8 +1,9 @@
-"""Record the calls of a torch module's submodules."""
+"""Run a torch module so that each call of a submodule is recorded, or run one call again."""
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,24 +11,24 @@ import torch
 
 from parity_tests.engine.candidates.torch_module import weight_owners
 from parity_tests.engine.candidates.torch_run import Prepare, forward
-from parity_tests.engine.locate.evidence import FORWARD, Direction
-from parity_tests.engine.locate.hyperparameters import hyperparameters_of
-from parity_tests.engine.locate.record import Call, Rows, Trace, mapped
-from parity_tests.engine.locate.run import Run, whole_run
-from parity_tests.engine.problem import Problem
+from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.results import Results
+from parity_tests.engine.traces.hyperparameters import hyperparameters_of
+from parity_tests.engine.traces.trace import FORWARD, Call, Direction, Trace, mapped
+
+Nodes = dict[Any, Call | None]
+"""The call that gives a node of torch's graph; None for a node that a call takes."""
 
 
-def of_torch(
+def traced_torch(
     problem: Problem, run: Callable[[Prepare], Results], *, is_forward: bool = False
-) -> Run:
-    """A run of the torch side; `is_forward`: without its gradients."""
+) -> Trace:
+    """The calls of the torch side; `is_forward`: without gradients."""
     trace = Trace(is_forward=is_forward)
     owners = weight_owners(problem.twin)
     with trace.running(trace.begin("", "run")):
         results = run(lambda twin: hook(twin, owners, trace))
-    trace.nodes.clear()  # they hold the copy's weights and gradients
-    return whole_run(problem, results.forward if is_forward else results, trace)
+    return trace.finish(problem, results.forward if is_forward else results)
 
 
 def hook(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None:
@@ -35,62 +36,57 @@ def hook(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None
 
     Each floating tensor is copied at each call, so that its gradient is that of this call alone.
     """
-    shapes = {key: tuple(weight.shape) for key, weight in twin.state_dict().items()}
+    observed = partial(observe, trace, {})
     for name, module in twin.named_modules():
         prefix = f"{name}." if name else ""
         keys = frozenset(owner for key, owner in owners.items() if key.startswith(prefix))
-        fields = {
-            "weights": keys,
-            "shapes": tuple(sorted(shapes[key] for key in keys)),
-            "hyperparameters": hyperparameters_of(module),
-        }
+        fields = {"weights": keys, "hyperparameters": hyperparameters_of(module)}
 
         def before(module, args, kwargs, name=name, fields=fields):
             call = trace.begin(name, type(module).__name__, **fields)
             trace.open.append(call)
-            return observe(trace, call, "inputs", "input gradients", (args, kwargs))
+            return observed(call, "inputs", "input gradients", (args, kwargs))
 
         def after(module, args, kwargs, result):
-            call = trace.open.pop()
-            return observe(trace, call, "outputs", "output gradients", result)
+            return observed(trace.open.pop(), "outputs", "output gradients", result)
 
         with contextlib.suppress(RuntimeError):  # a scripted submodule is not called from Python
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after, with_kwargs=True)
 
 
-def observe(trace: Trace, call: Call, forward: str, backward: str, tree: Any) -> Any:
+def observe(trace: Trace, nodes: Nodes, call: Call, forward: str, backward: str, tree: Any) -> Any:
     """The same tensors, whose values and gradients the trace keeps as these slots of the call."""
 
     def one(label: str, x: torch.Tensor) -> torch.Tensor:
         trace.keep(call, forward, label, as_array(x))
         if x.is_floating_point():
-            call.dtypes[forward, label] = str(x.dtype).removeprefix("torch.")
+            call.dtypes[forward][label] = str(x.dtype).removeprefix("torch.")
         if not x.requires_grad or not torch.is_grad_enabled():
             return x
         if forward == "inputs":
-            call.sources |= givers(x, trace.nodes)
+            call.sources |= {*givers(x, nodes)}
         x = x.clone()
-        trace.nodes[x.grad_fn] = call if forward == "outputs" else None
+        nodes[x.grad_fn] = call if forward == "outputs" else None
         x.register_hook(lambda g: trace.keep(call, backward, label, as_array(g)))
         return x
 
-    return mapped(tree, one, _is_tensor)
+    return mapped(tree, one, torch.is_tensor)
 
 
 def run_again(
     problem: Problem,
-    number: int,
+    index: int,
     direction: Direction,
     labels: Collection[str],
     others: Sequence[np.ndarray],
-) -> list[Rows]:
-    """What the call of this number gives in float64 if each of `others` replaces its inputs."""
-    found: list[Rows] = []
-    number_of = itertools.count(1)  # 0 is the whole run
+) -> list[Arrays]:
+    """Run the call at this index again in float64, once with each of `others` as its input."""
+    found: list[Arrays] = []
+    indices = itertools.count(1)  # 0 is the whole run
 
     def before(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        if next(number_of) == number:
+        if next(indices) == index:
             for other in map(torch.from_numpy, map(np.ascontiguousarray, others)):
                 found.append(_given(module, (args, kwargs), direction, labels, other))
 
@@ -109,8 +105,8 @@ def _given(
     direction: Direction,
     labels: Collection[str],
     other: torch.Tensor,
-) -> Rows:
-    """What a module gives if another array replaces what it takes under some labels."""
+) -> Arrays:
+    """Run a module with another array in the place of those that it takes under some labels."""
     is_forward = direction is FORWARD
     leaves: dict[str, torch.Tensor] = {}
     results: dict[str, torch.Tensor] = {}
@@ -120,9 +116,9 @@ def _given(
         leaves[name] = x.clone().requires_grad_(x.is_floating_point() and not is_forward)
         return leaves[name]
 
-    args, kwargs = mapped(inputs, leaf, _is_tensor)
+    args, kwargs = mapped(inputs, leaf, torch.is_tensor)
     with torch.set_grad_enabled(not is_forward):
-        mapped(module(*args, **kwargs), results.setdefault, _is_tensor)
+        mapped(module(*args, **kwargs), results.setdefault, torch.is_tensor)
     if is_forward:
         return {name: as_array(x) for name, x in results.items()}
     differentiated = {name: x for name, x in leaves.items() if x.requires_grad}
@@ -136,13 +132,9 @@ def _given(
     return {name: as_array(gradient) for name, gradient in given if gradient is not None}
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def givers(x: torch.Tensor, nodes: Mapping[Any, Call | None]) -> set[Call]:
+def givers(x: torch.Tensor, nodes: Nodes) -> Iterator[Call]:
     """The last calls that a tensor is computed from, by torch's graph of the computation."""
-    found, seen, left = set(), set(), [x.grad_fn]
+    seen, left = set(), [x.grad_fn]
     while left:
         node = left.pop()
         if node is None or node in seen:
@@ -151,13 +143,10 @@ def givers(x: torch.Tensor, nodes: Mapping[Any, Call | None]) -> set[Call]:
         if node not in nodes:
             left += [before for before, _ in node.next_functions]
         elif (call := nodes[node]) is not None:
-            found.add(call)
-    return found
+            yield call
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """The tensor as an array; floating numbers are in float64."""
     tensor = tensor.detach().cpu().resolve_conj()
-    if tensor.is_floating_point():
-        tensor = tensor.double()
-    return tensor.numpy()
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()

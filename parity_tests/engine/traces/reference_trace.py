@@ -8,20 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parity_tests.engine.bounds.tolerance import K, raised, rms
-from parity_tests.engine.locate.record import SLOTS, Call, Rows
-from parity_tests.engine.locate.run import Run
+from parity_tests.engine.bounds.tolerance import K, difference, raised, rms, ulp
+from parity_tests.engine.problem import Arrays
 from parity_tests.engine.results import replayed
+from parity_tests.engine.traces.trace import Call, Trace
 
 Place = tuple[int, str, str]
-"""The number of a call, a slot of it, and a label."""
+"""The index of a call, a slot of it, and a label."""
 Errors = dict[Place, float]
-PLAIN = 1e3
-"""An error in float64 of so many bounds is a fault, whatever random rounding explains."""
-
-
-RunAgain = Callable[[int, Any, Collection[str], Sequence[np.ndarray]], list[Rows]]
-"""What a call gives in a direction if each of some arrays replaces inputs of some labels."""
+RunAgain = Callable[[int, Any, Collection[str], Sequence[np.ndarray]], list[Arrays]]
+"""Runs a call in a direction once for each of some arrays, which replaces inputs of some labels."""
 
 
 class OwnRun(NamedTuple):
@@ -37,7 +33,7 @@ class ReferenceTrace:
     """A reference's run in float64, and its runs in a dtype, which are made on demand."""
 
     dtype: str
-    run: Run
+    trace: Trace
     owners: Mapping[str, str]
     """The key of each weight, or the first of the keys that share it."""
     own: Callable[[], OwnRun]
@@ -50,36 +46,31 @@ class ReferenceTrace:
     cast_to: Sequence[str] = ()
     """The dtypes below float32 to which the reference casts; the float64 run ignores these."""
 
-    @functools.cached_property
-    def number(self) -> dict[Call, int]:
-        """The place of each call in the run."""
-        return {call: i for i, call in enumerate(self.run.trace.calls)}
-
     def bound(self, call: Call, slot: str, label: str, error: float, least: float) -> float:
         """The largest error that rounding explains; only as much is run as it takes to tell."""
         if error <= least or not np.isfinite(error):
             return least
-        place = self.number[call], slot, label
+        place = call.index, slot, label
         errors, bounds, plain = {place: error}, {place: least}, {place: np.inf}
         if self.dtype == "float64":  # its own run has casts that this one ignores
             bounds = raised(bounds, errors, self.moved(), plain)
-            plain = {place: PLAIN * bounds[place]}
+            plain = {place: ulp(np.float32)}
         else:
             bounds = {place: max(least, K * self.own().errors.get(place, 0.0))}
         return raised(bounds, errors, self.rounded(), plain)[place]
 
     def dtypes(self, call: Call, slot: str) -> set[str]:
         """The dtypes of a slot's floating arrays in the reference's own run."""
-        return self.own().dtypes[self.number[call]][slot]
+        return self.own().dtypes[call.index][slot]
 
 
 def of_runs(
     dtype: str,
-    run: Run,
+    trace: Trace,
     owners: Mapping[str, str],
-    own: Callable[[], Run],
-    rounded: Iterable[Run],
-    moved: Iterable[Run] = (),
+    own: Callable[[], Trace],
+    rounded: Iterable[Trace],
+    moved: Iterable[Trace] = (),
     run_again: RunAgain | None = None,
 ) -> ReferenceTrace:
     """The trace of a reference that can be run again."""
@@ -87,19 +78,12 @@ def of_runs(
     @functools.cache
     def of_own() -> OwnRun:
         again = own()
-        dtypes = [{slot: c.dtypes_in(slot) for slot in SLOTS} for c in again.trace.calls]
-        return OwnRun(errors_at(again, run), dtypes)
+        dtypes = [{s: {*each.values()} for s, each in c.dtypes.items()} for c in again.calls]
+        return OwnRun(errors_at(again, trace), dtypes)
 
-    errors = partial(errors_at, oracle=run)
-    return ReferenceTrace(
-        dtype,
-        run,
-        owners,
-        of_own,
-        replayed(map(errors, rounded)),
-        replayed(map(errors, moved)),
-        run_again,
-    )
+    errors = partial(errors_at, oracle=trace)
+    rounded_errors, moved_errors = (replayed(map(errors, runs)) for runs in (rounded, moved))
+    return ReferenceTrace(dtype, trace, owners, of_own, rounded_errors, moved_errors, run_again)
 
 
 def largest(runs: Iterable[Errors]) -> Errors:
@@ -110,19 +94,17 @@ def largest(runs: Iterable[Errors]) -> Errors:
     return most
 
 
-def errors_at(run: Run, oracle: Run) -> Errors:
+def errors_at(trace: Trace, oracle: Trace) -> Errors:
     """How far a run is off wherever its array has the oracle's shape and the error is finite."""
     errors: Errors = {}
-    for i, (call, true) in enumerate(zip(run.trace.calls, oracle.trace.calls, strict=False)):
-        for slot, rows in true.slots.items():
-            for label, expected in rows.items():
+    for call, true in zip(trace.calls, oracle.calls, strict=False):
+        for slot, arrays in true.slots.items():
+            for label, expected in arrays.items():
                 actual = call.slots[slot].get(label)
                 if actual is None or actual.shape != expected.shape:
                     continue
                 with np.errstate(invalid="ignore", over="ignore"):
-                    wide = complex if np.iscomplexobj(expected) else float
-                    off = actual.astype(wide) - expected.astype(wide)
-                    error = rms(off) / (rms(expected) or 1.0)
+                    error = rms(difference(actual, expected)) / (rms(expected) or 1.0)
                 if np.isfinite(error):
-                    errors[i, slot, label] = error
+                    errors[true.index, slot, label] = error
     return errors

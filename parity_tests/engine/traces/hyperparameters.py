@@ -56,26 +56,26 @@ def _is_plain(value: Any) -> bool:
     return type(value) in SCALARS
 
 
-def differing(theirs: Hyperparameters, ours: Hyperparameters) -> Iterator[str]:
-    """What differs, as in `eps 1e-05 | epsilon 1e-06`."""
-    own_names = {CANONICAL.get(name, name): name for name in ours} | {name: name for name in ours}
-    for name, value in theirs.items():
+def differing(reference: Hyperparameters, model: Hyperparameters) -> Iterator[str]:
+    """The hyperparameters that differ, as in `eps 1e-05 | epsilon 1e-06`."""
+    names = {CANONICAL.get(name, name): name for name in model} | {name: name for name in model}
+    for name, value in reference.items():
         canonical = CANONICAL.get(name, name)
-        other = own_names.get(name) or own_names.get(canonical)
-        if other is None or ours[other] is None:  # None may stand for any default
+        other = names.get(name) or names.get(canonical)
+        if other is None or model[other] is None:  # None may stand for any default
             continue
-        pair = value, ours[other]
+        pair = value, model[other]
         if canonical == "padding":
-            if theirs.get("transposed") or theirs.get("padding_mode", "zeros") != "zeros":
+            if reference.get("transposed") or reference.get("padding_mode", "zeros") != "zeros":
                 continue  # JAX's libraries express these in other ways
-            pads = _pads(theirs), _pads(ours)
+            pads = _pads(reference), _pads(model)
             pair = pair if None in pads else pads
         if not _is_same(*pair):
-            yield f"{name} {_shown(value)} | {other} {_shown(ours[other])}"
+            yield f"{name} {_shown(value)} | {other} {_shown(model[other])}"
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Whether two values agree up to float32 rounding. A number equals a tuple of that number."""
+    """True if two values agree up to float32 rounding. A number equals a tuple of that number."""
     if isinstance(a, tuple | list) or isinstance(b, tuple | list):
         a, b = (x if isinstance(x, tuple | list) else (x,) for x in (a, b))
         size = max(len(a), len(b))
@@ -92,8 +92,9 @@ def _is_same(a: Any, b: Any) -> bool:
 
 def _pads(layer: Hyperparameters) -> Any:
     """A convolution's padding before and after each axis; None if it depends on input shapes."""
-    own = {CANONICAL.get(name, name): value for name, value in layer.items()} | {**layer}
-    padding, given = own["padding"], [own.get(k, 1) for k in ("kernel_size", "dilation", "stride")]
+    by_name = {CANONICAL.get(name, name): value for name, value in layer.items()} | {**layer}
+    padding = by_name["padding"]
+    given = [by_name.get(name, 1) for name in ("kernel_size", "dilation", "stride")]
     rank = max(len(v) if isinstance(v, tuple | list) else 1 for v in (padding, *given))
     if isinstance(padding, tuple | list):
         pads = [p if isinstance(p, tuple | list) else (p, p) for p in padding]
@@ -103,7 +104,7 @@ def _pads(layer: Hyperparameters) -> Any:
     kernel, dilation, stride = ([*v] if isinstance(v, tuple | list) else [v] * rank for v in given)
     totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=False)]
     kind = padding.casefold()
-    if kind == "same" and {*stride} == {1} and "kernel_size" in own:
+    if kind == "same" and {*stride} == {1} and "kernel_size" in by_name:
         return [(total // 2, total - total // 2) for total in totals]
     if kind == "causal":
         return [(total, 0) for total in totals]

@@ -16,9 +16,10 @@ from flax import nnx
 
 from jax_models.weights.rows import at
 from jax_models.weights.trees import path_of
-from parity_tests.engine.locate.hyperparameters import hyperparameters_of
-from parity_tests.engine.locate.record import Call, Trace, observe, tapped
 from parity_tests.engine.problem import Problem
+from parity_tests.engine.traces.hyperparameters import hyperparameters_of
+from parity_tests.engine.traces.tap import observe, tapped
+from parity_tests.engine.traces.trace import Call, Trace
 
 METHODS = ("__call__", "sequence", "attend")
 """How modules call each other; `sequence` is that of this package's layers."""

@@ -1,14 +1,14 @@
-"""What the report says of a comparison call by call."""
+"""Describe where two sides depart, for the report."""
 
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
 
-from parity_tests.engine.locate.evidence import DEPARTS, FORWARD, Evidence
-from parity_tests.engine.locate.hyperparameters import differing
+from parity_tests.engine.locate.evidence import DEPARTS, Evidence
 from parity_tests.engine.locate.location import Location, Visit
-from parity_tests.engine.locate.record import Call, Trace
-from parity_tests.engine.locate.rule import Culprit, timeline
+from parity_tests.engine.locate.rule import Culprit
+from parity_tests.engine.traces.hyperparameters import differing
+from parity_tests.engine.traces.trace import FORWARD, Call, Trace
 
 
 def departure(evidence: Evidence, culprit: Culprit) -> Location:
@@ -23,9 +23,9 @@ def departure(evidence: Evidence, culprit: Culprit) -> Location:
             break
     title = partial(_title, evidence.trace)
     if culprit.call is None:
-        verdict = f"not known, {direction}, in {title(culprit.within)}"
+        verdict = f"not known, {direction.name}, in {title(culprit.within)}"
     else:
-        verdict = f"{title(culprit.call)}, {direction}"
+        verdict = f"{title(culprit.call)}, {direction.name}"
     for word, call in (("after", culprit.after), ("before", culprit.before)):
         if call is not None:
             verdict += f", {word} {title(call)}"
@@ -44,7 +44,7 @@ def nothing_departs(evidence: Evidence, *, is_forward: bool) -> Location:
     visits = []
     for call in _compared(evidence):
         (taken, right), (given, expected) = (
-            (pairs[call][0].dtypes_in(slot), reference.dtypes(call, slot))
+            ({*pairs[call][0].dtypes[slot].values()}, reference.dtypes(call, slot))
             for slot in (FORWARD.taken, FORWARD.given)
         )
         departs = taken <= right and not given <= expected
@@ -64,10 +64,14 @@ def nothing_departs(evidence: Evidence, *, is_forward: bool) -> Location:
 
 def _compared(evidence: Evidence) -> list[Call]:
     """The calls that have counterparts, in the order in which they return."""
-    _, ends = timeline(evidence)
-    depth = {call: -len([*call.ancestors]) for call in ends}
-    calls = sorted(ends, key=lambda call: (ends[call], depth[call]))
-    return [call for call in calls if call in evidence.pairs and call.parent is not None]
+
+    def returning(call: Call) -> Iterator[Call]:
+        for each in evidence.trace.inside(call, evidence.direction):
+            yield from returning(each)
+        yield call
+
+    *calls, _ = returning(evidence.trace.whole)
+    return [call for call in calls if call in evidence.pairs]
 
 
 def _visit(evidence: Evidence, call: Call, departs: bool) -> Visit:
@@ -81,7 +85,7 @@ def _visit(evidence: Evidence, call: Call, departs: bool) -> Visit:
 
 
 def _hyperparameters(evidence: Evidence, culprit: Call | None) -> Iterator[str]:
-    """Those of the culprit and of its JAX counterpart, where they differ."""
+    """The hyperparameters in which the culprit and its JAX counterpart differ."""
     if culprit is None or culprit not in evidence.pairs:
         return
     counterpart = evidence.pairs[culprit][0]

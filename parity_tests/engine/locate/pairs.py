@@ -1,0 +1,192 @@
+"""Pair the calls of JAX modules with the calls of torch modules."""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+
+import numpy as np
+
+from parity_tests.engine.locate.values import difference
+from parity_tests.engine.problem import Arrays
+from parity_tests.engine.traces.trace import Call
+
+Pairs = dict[Call, list[Call]]
+"""JAX's calls by torch call; several if, for example, JAX calls a module once per step."""
+
+
+def paired(
+    reference: list[Call], jax_calls: list[Call], names: Mapping[str, str], bound: float
+) -> Pairs:
+    """Pair the calls that `names` pairs, that hold the same weights, or that have the same name.
+
+    Calls that are left in two paired calls are paired if they have the same last name, or if one is
+    left on each side and both take the same numbers up to the bound.
+    """
+    pairing = _Pairing(reference, jax_calls, bound)
+    pairing.by(lambda call: names.get(call.name), lambda call: call.name)
+    pairing.by(lambda call: _is_outermost(call) or None)
+    pairing.by_weights()
+    pairing.by(lambda call: call.name or None)
+    count = -1
+    while len(pairing.pairs) > count:
+        count = len(pairing.pairs)
+        pairing.by(pairing.place_and_name, fits=lambda calls, others: len(calls) == len(others))
+        pairing.by(pairing.place, fits=pairing.are_same)
+    return pairing.pairs
+
+
+class _Pairing:
+    def __init__(self, reference: list[Call], jax_calls: list[Call], bound: float):
+        self.reference, self.jax_calls, self.bound = reference, jax_calls, bound
+        self.pairs: Pairs = {}
+        self.taken: dict[Call, Call] = {}
+        """The torch call of each of JAX's that is paired."""
+
+    def add(self, reference: list[Call], jax_calls: list[Call]) -> None:
+        """Pair the calls in order if they are as many; or all of JAX's with torch's only one."""
+        fitting = jax_calls
+        if len(reference) < len(jax_calls):
+            fitting = [c for c in jax_calls if any(_sizes_agree(r, c) == 2 for r in reference)]
+        if len(reference) == len(fitting):
+            self.pairs |= {r: [c] for r, c in zip(reference, fitting, strict=True)}
+        elif len(reference) == 1 and jax_calls:
+            self.pairs[reference[0]] = jax_calls
+        else:
+            return
+        self.taken |= dict.fromkeys(jax_calls, reference[0])
+        self.taken |= {c: r for r in reference for c in self.pairs[r]}
+
+    def by(
+        self,
+        key: Callable[[Call], Hashable],
+        jax_key: Callable[[Call], Hashable] | None = None,
+        fits: Callable[[list[Call], list[Call]], bool] = lambda calls, others: True,
+    ) -> None:
+        """Pair the calls that have the same key; None is no key."""
+        calls, others = self._left(key), self._left_of_jax(jax_key or key)
+        for value, group in calls.items():
+            if fits(group, others.get(value, [])):
+                self.add(group, others.get(value, []))
+
+    def _left(self, key: Callable[[Call], Hashable]) -> dict[Hashable, list[Call]]:
+        return _grouped((call for call in self.reference if call not in self.pairs), key)
+
+    def _left_of_jax(self, key: Callable[[Call], Hashable]) -> dict[Hashable, list[Call]]:
+        return _grouped((call for call in self.jax_calls if call not in self.taken), key)
+
+    def by_weights(self) -> None:
+        """Pair the calls that hold the same weights; of nested calls, the most similar ones."""
+        groups = self._left_of_jax(lambda call: call.weights or None)
+        for weights, calls in self._left(lambda call: call.weights or None).items():
+            nests, others = _nests(calls), _nests(groups.get(weights, []))
+            if len(nests) != len(others):
+                self.add([nest[0] for nest in nests], [nest[0] for nest in others])
+                continue
+            for nest, other in zip(nests, others, strict=True):
+                size = min(len(nest), len(other))
+                choices = itertools.product(
+                    itertools.combinations(nest, size), itertools.combinations(other, size)
+                )
+                best = max(choices, key=lambda both: self._likeness(*both))
+                for call, jax_call in zip(*best, strict=True):
+                    self.add([call], [jax_call])
+
+    def _likeness(self, calls: Iterable[Call], others: Iterable[Call]) -> tuple[int, int, int]:
+        """How many sizes, numbers and names the calls share, the most important first."""
+        pairs = [*zip(calls, others, strict=True)]
+        slots = "inputs", "outputs"
+        return (
+            sum(_sizes_agree(*pair) for pair in pairs),
+            sum(self._is_same(*pair, slot) for pair in pairs for slot in slots),
+            sum(_last_name(call) == _last_name(other) for call, other in pairs),
+        )
+
+    def _is_same(self, call: Call, jax_call: Call, slot: str) -> bool:
+        """True if both calls have the same first array in the slot."""
+        first, other = (next(iter(c.slots[slot].values()), None) for c in (call, jax_call))
+        if first is None or other is None:
+            return False
+        found = difference(other, first, self.bound)
+        return found is not None and found.error <= self.bound
+
+    def place(self, call: Call) -> Call | None:
+        """Torch's innermost paired call around a call of either side; None if JAX has several."""
+        around = next((o for o in call.ancestors if o in self.pairs or o in self.taken), call)
+        around = self.taken.get(around, around)
+        return around if len(self.pairs.get(around, ())) == 1 else None
+
+    def place_and_name(self, call: Call) -> Hashable:
+        """The place of a call and the last part of its name."""
+        place, name = self.place(call), _last_name(call)
+        return (place, name) if place is not None and name else None
+
+    def are_same(self, calls: list[Call], others: list[Call]) -> bool:
+        """True for one call on each side, if both take the same."""
+        return len(calls) == len(others) == 1 and self._is_same(calls[0], others[0], "inputs")
+
+
+def _grouped(calls: Iterable[Call], key: Callable[[Call], Hashable]) -> dict[Hashable, list[Call]]:
+    groups: dict[Hashable, list[Call]] = {}
+    for call in calls:
+        if (value := key(call)) is not None:
+            groups.setdefault(value, []).append(call)
+    return groups
+
+
+def _nests(calls: list[Call]) -> list[list[Call]]:
+    """Each call that is in none of the others, followed by those in it."""
+    outer = [call for call in calls if not {*calls} & {*call.ancestors}]
+    return [[call for call in calls if each in (call, *call.ancestors)] for each in outer]
+
+
+def _sizes_agree(call: Call, jax_call: Call) -> int:
+    """For how many of inputs and outputs both have an array of one size, or none."""
+    sizes = (
+        [{a.size for a in c.slots[slot].values()} for c in (call, jax_call)]
+        for slot in ("inputs", "outputs")
+    )
+    return sum(bool(a & b) or a == b for a, b in sizes)
+
+
+def _is_outermost(call: Call) -> bool:
+    """True for the call of the whole module."""
+    return call.parent is not None and call.parent.parent is None and not call.name
+
+
+def _last_name(call: Call) -> str:
+    return call.name.rpartition(".")[2].lower()
+
+
+def counterparts(
+    expected: Arrays, calls: list[Call], slot: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """JAX's array for each of torch's labels: by label and shape, then by shape, then by size.
+
+    The arrays of several calls are stacked along a new axis.
+    """
+    wanted, left = dict(expected), dict(calls[0].slots[slot])
+    if len(calls) > 1:
+        several = {
+            label: [c.slots[slot][label] for c in calls if label in c.slots[slot]] for label in left
+        }
+        left = {
+            label: np.stack(arrays)
+            for label, arrays in several.items()
+            if len(arrays) == len(calls) and len({array.shape for array in arrays}) == 1
+        }
+    for key in (
+        lambda label, array: (label, array.shape),
+        lambda label, array: array.shape,
+        lambda label, array: array.size,
+    ):
+        for label, array in expected.items():
+            same = (
+                each
+                for each, actual in left.items()
+                if (actual.dtype.kind in "fcV") == (array.dtype.kind in "fcV")
+                and key(each, actual) == key(label, array)
+            )
+            if label in wanted and (each := next(same, None)) is not None:
+                yield label, left.pop(each)
+                del wanted[label]
+    if len(wanted) == len(left) == 1:
+        yield next(iter(wanted)), next(iter(left.values()))

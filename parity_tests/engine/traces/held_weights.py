@@ -1,0 +1,89 @@
+"""Find which of the reference's weights each JAX module holds, by their numbers."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.problem import Arrays, Problem
+from parity_tests.engine.traces.frameworks import recording
+from parity_tests.engine.traces.tap import observed
+from parity_tests.engine.traces.trace import Call, Trace
+
+Keys = frozenset[str]
+
+
+def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str]) -> None:
+    """Note for each call of JAX's trace which weights of the reference its module holds.
+
+    In a run for this purpose, each weight is filled with a number of its own, which identifies it.
+    A model that keeps its own weights is recognized by their numbers instead.
+    """
+    # Fill each weight with a number of its own, and note the keys of these numbers.
+    weights, keys = problem.state_dict, [*dict.fromkeys(owners.values())]
+    # float32 represents these numbers and their sums exactly: a cell may hold the sum of two biases
+    steps = np.random.default_rng(0).choice(2**22, len(keys), replace=False)
+    fills = dict(zip(keys, (0.5 + steps / 2**23).tolist(), strict=True))
+    sums = {fills[a] + fills[b]: {a, b} for a, b in itertools.combinations(keys, 2)}
+    known = {0.0: set[str]()} | sums | {fill: {key} for key, fill in fills.items()}
+    filled = {
+        key: np.broadcast_to(kind(fills[owner]), weights[key].shape)
+        for key, owner in owners.items()
+        for kind in (np.complex128 if np.iscomplexobj(weights[key]) else np.float64,)
+    }
+
+    def of_fills(value: np.ndarray) -> set[str]:
+        is_one = value.size and (value == value.flat[0]).all()  # sorting would take far longer
+        numbers = np.unique(np.real(value.flat[:1] if is_one else value)).tolist()
+        return set().union(*(known[n] for n in numbers)) if known.keys() >= {*numbers} else set()
+
+    # Ask each module of the run which of the numbers it holds.
+    held = _held(problem, weights | filled, of_fills)
+    if not any(keys for _, keys in held):
+        by_numbers = {_sorted(weights[key]): {key} for key in owners.values()}
+        by_numbers[b""] = set()
+        held = _held(problem, weights, lambda value: by_numbers.get(_sorted(value), set()))
+    # Both runs make the same calls, unless the filled weights change the course of the model.
+    modules = [call for call in trace.calls if call.kind not in ("tap", "run")]
+    if [call.name for call in modules] == [name for name, _ in held]:
+        for call, (_, keys) in zip(modules, held, strict=True):
+            call.weights = frozenset(keys)
+
+
+def _held(
+    problem: Problem, weights: Arrays, keys_of: Callable[[np.ndarray], set[str]]
+) -> list[tuple[str, set[str]]]:
+    """The name and the keys of each call in a run with these weights.
+
+    Only the part of that run that depends on no input is computed.
+    """
+    found: list[tuple[str, set[str]]] = []
+
+    def on_weights(call: Call, leaves: list[Any]) -> None:
+        keys: set[str] = set()
+        found.append((call.name, keys))
+        for leaf in filter(is_floating, leaves):
+            observed(lambda value: keys.update(keys_of(value)), lambda _: None, jnp.asarray(leaf))
+
+    trace = Trace()
+    filled = dataclasses.replace(problem, twin=SimpleNamespace(state_dict=lambda: weights))
+    try:
+        with recording(trace, filled, on_weights) as side, trace.running(trace.begin("", "run")):
+            JaxSide(side).compute_weights(side)
+    except Exception:  # a model may raise anything for such weights
+        return []
+    return found
+
+
+def _sorted(values: np.ndarray) -> bytes:
+    """Identifies an array by its numbers in any order; empty if it repeats one number."""
+    if values.size < 2 or (values == values.flat[0]).all():
+        return b""
+    kind = np.complex64 if np.iscomplexobj(values) else np.float32
+    return np.sort(values.astype(kind), axis=None).tobytes()

@@ -1,0 +1,30 @@
+"""Run a JAX side so that each call of a module is recorded."""
+
+from collections.abc import Callable, Sequence
+
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.lift import Lift
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.results import Results
+from parity_tests.engine.traces.frameworks import recording
+from parity_tests.engine.traces.trace import Trace
+
+
+def traced_jax(
+    problem: Problem,
+    dtype: str,
+    oracle: Results,
+    cast_to: Sequence[str] = (),
+    *,
+    rounding: str | None = None,
+    noise: int = 0,
+    evaluator: Callable[..., Lift] = Lift,
+) -> Trace:
+    """The calls of a JAX side; the arguments are those of `JaxSide` and `JaxSide.run`."""
+    trace = Trace()
+    whole = trace.begin("", "run")
+    with recording(trace, problem) as side, trace.running(whole):
+        results = JaxSide(side, rounding=rounding, evaluator=evaluator).run(
+            side, dtype, oracle, cast_to, noise=noise
+        )
+    return trace.finish(problem, results)

@@ -1,0 +1,87 @@
+"""The calls of a reference as arrays and JSON, and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from parity_tests.engine.problem import Arrays
+from parity_tests.engine.results import Results
+from parity_tests.engine.traces.reference_trace import OwnRun, Place, ReferenceTrace, largest
+from parity_tests.engine.traces.trace import SLOTS, Call, Trace
+
+
+def calls_as_facts(references: Sequence[ReferenceTrace], arrays: Arrays) -> dict[str, Any]:
+    """The calls of one run, and its rounding in some dtypes; their arrays are added to `arrays`."""
+    trace = references[0].trace
+    places = _places(trace)
+    arrays |= {
+        _name(i, slot, label): trace.calls[i].slots[slot][label] for i, slot, label in places
+    }
+    for each in references:
+        errors = [each.own().errors, largest(each.rounded()), largest(each.moved())]
+        arrays[f"rounding/{each.dtype}"] = np.array(
+            [[by_place.get(place, 0.0) for place in places] for by_place in errors]
+        )
+    return {
+        "calls": [
+            {
+                "name": call.name,
+                "kind": call.kind,
+                "parent": None if call.parent is None else call.parent.index,
+                "weights": sorted(call.weights),
+                "hyperparameters": call.hyperparameters,
+                "sources": sorted(source.index for source in call.sources),
+                "labels": [[*call.slots[slot]] for slot in SLOTS],
+            }
+            for call in trace.calls
+        ],
+        "dtypes": {
+            each.dtype: [[sorted(of_call[slot]) for slot in SLOTS] for of_call in each.own().dtypes]
+            for each in references
+        },
+    }
+
+
+def recorded_calls(
+    facts: Mapping[str, Any],
+    arrays: Mapping[str, np.ndarray],
+    oracle: Results,
+    owners: Mapping[str, str],
+    dtype: str,
+) -> ReferenceTrace:
+    """The trace that `calls_as_facts` was given; `oracle` has the results of its run."""
+    trace = Trace(results=oracle)
+    for i, each in enumerate(facts["calls"]):
+        parent = None if each["parent"] is None else trace.calls[each["parent"]]
+        hyperparameters = each.get("hyperparameters", {})  # an older record has none
+        call = Call(
+            each["name"], each["kind"], i, parent, frozenset(each["weights"]), hyperparameters
+        )
+        for slot, labels in zip(SLOTS, each["labels"], strict=True):
+            call.slots[slot] = {label: arrays[_name(i, slot, label)] for label in labels}
+        trace.calls.append(call)
+    for call, each in zip(trace.calls, facts["calls"], strict=True):
+        call.sources = {trace.calls[i] for i in each["sources"]}
+    own, rounded, moved = (
+        dict(zip(_places(trace), errors.tolist(), strict=True))
+        for errors in arrays[f"rounding/{dtype}"]
+    )
+    dtypes = [
+        {slot: {*found} for slot, found in zip(SLOTS, of_call, strict=True)}
+        for of_call in facts["dtypes"][dtype]
+    ]
+    return ReferenceTrace(
+        dtype, trace, owners, lambda: OwnRun(own, dtypes), lambda: [rounded], lambda: [moved]
+    )
+
+
+def _places(trace: Trace) -> list[Place]:
+    """The places of all arrays of a run."""
+    return [
+        (c.index, slot, label) for c in trace.calls for slot in SLOTS for label in c.slots[slot]
+    ]
+
+
+def _name(*place: int | str) -> str:
+    return "calls/{}/{}/{}".format(*place)

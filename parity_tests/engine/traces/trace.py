@@ -1,0 +1,160 @@
+"""The calls of one side's modules: what each takes and returns, forward and backward."""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from parity_tests.engine.problem import Arrays, Problem, is_flag
+from parity_tests.engine.results import Results
+
+SLOTS = ("inputs", "outputs", "output gradients", "input gradients", "weight gradients")
+"""A weight's gradient belongs to the first call of the innermost called module around it."""
+
+
+class Direction(NamedTuple):
+    """Forward, a call takes inputs and gives outputs; backward, it takes and gives gradients."""
+
+    name: str
+    taken: str
+    given: str
+
+
+FORWARD = Direction("forward", "inputs", "outputs")
+BACKWARD = Direction("backward", "output gradients", "input gradients")
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a module, or one named value of a function (a tap, which has outputs only)."""
+
+    name: str
+    kind: str
+    index: int
+    """The place of the call among those of its trace."""
+    parent: "Call | None" = None
+    weights: frozenset[str] = frozenset()
+    """The torch keys of the weights that the module holds."""
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    slots: dict[str, Arrays] = dataclasses.field(default_factory=lambda: {s: {} for s in SLOTS})
+    dtypes: dict[str, dict[str, str]] = dataclasses.field(
+        default_factory=lambda: {s: {} for s in SLOTS}
+    )
+    """The dtype of each floating array by slot and label, as the module computes it."""
+    sources: "set[Call]" = dataclasses.field(default_factory=set)
+    """For torch's calls: those whose outputs are the last ones that its inputs come from."""
+    identities: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
+    """Identifiers of its arrays by slot and label; equal arrays have equal ones."""
+
+    @property
+    def ancestors(self) -> Iterator["Call"]:
+        """The calls that this one is made in, the innermost first."""
+        call = self.parent
+        while call is not None:
+            yield call
+            call = call.parent
+
+
+@dataclasses.dataclass
+class Trace:
+    """The calls of one run in the order in which they began.
+
+    The first call is that of the whole run: it takes the inputs and gives the results.
+    """
+
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    open: list[Call] = dataclasses.field(default_factory=list)
+    results: Results = dataclasses.field(default_factory=Results)
+    is_forward: bool = False
+    """Whether gradients are kept only as labels, without their values."""
+
+    @property
+    def whole(self) -> Call:
+        """The call of the whole run."""
+        return self.calls[0]
+
+    def begin(self, name: str, kind: str, **fields: Any) -> Call:
+        """Begin a call inside of the innermost call that has not returned."""
+        parent = self.open[-1] if self.open else None
+        call = Call(name, kind, len(self.calls), parent, **fields)
+        self.calls.append(call)
+        return call
+
+    def inside(self, call: Call, direction: Direction) -> list[Call]:
+        """The calls that are made directly in a call; backward, the last one comes first."""
+        calls = [each for each in self.calls if each.parent is call]
+        return calls if direction is FORWARD else calls[::-1]
+
+    @contextlib.contextmanager
+    def running(self, call: Call) -> Iterator[None]:
+        """A context in which a call is open; if it raises, it stays open, which says where."""
+        self.open.append(call)
+        yield
+        self.open.remove(call)
+
+    def keep(self, call: Call, slot: str, label: str, value: Any) -> None:
+        """Keep a value; a later value under the same label replaces it."""
+        is_kept = not self.is_forward or slot in ("inputs", "outputs")
+        call.slots[slot][label] = np.array(value if is_kept else ())
+
+    def finish(self, problem: Problem, results: Results) -> "Trace":
+        """Keep the results, and give each weight's gradient to a call."""
+        self.results = results
+        self.whole.slots["inputs"] = {
+            jax.tree_util.keystr(path): np.asarray(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(problem.inputs)
+            if not is_flag(leaf)
+        }
+        for group, slot in (
+            ("outputs", "outputs"),
+            ("final state", "outputs"),
+            ("input gradient", "input gradients"),
+        ):
+            self.whole.slots[slot] |= {
+                f"{group} {name}": np.array(array) for name, array in results.get(group, {}).items()
+            }
+        called = {"": self.whole} | {
+            call.name: call for call in reversed(self.calls[1:]) if call.kind != "tap"
+        }
+        for key, gradient in results.get("weight gradients", {}).items():
+            owner = key.rpartition(".")[0]
+            while owner not in called:
+                owner = owner.rpartition(".")[0]
+            called[owner].slots["weight gradients"][key] = np.asarray(gradient)
+        return self
+
+
+def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, path: str = "") -> Any:
+    """A copy of nested containers with changed arrays; anything else in them is kept.
+
+    Containers are tuples, lists, mappings, and dataclasses, such as a ModelOutput. Modules of Linen
+    and Equinox are dataclasses, too, but they are not containers.
+    """
+    again = partial(mapped, change=change, is_array=is_array)
+    if is_array(tree):
+        return change(path, tree)
+    if isinstance(tree, tuple) and (names := getattr(tree, "_fields", None)):
+        return type(tree)(*(again(v, path=f"{path}.{n}") for n, v in zip(names, tree, strict=True)))
+    if type(tree) in (tuple, list):
+        return type(tree)(again(value, path=f"{path}[{i}]") for i, value in enumerate(tree))
+    # Only what has changed is set in a copy, because a class may compute the rest.
+    if isinstance(tree, dict):
+        changed = {key: again(value, path=f"{path}[{key!r}]") for key, value in tree.items()}
+        changed = {key: value for key, value in changed.items() if value is not tree[key]}
+        result = copy.copy(tree) if changed else tree
+        for key, value in changed.items():
+            result[key] = value
+        return result
+    if dataclasses.is_dataclass(tree) and not callable(tree):
+        result = copy.copy(tree)
+        for name in (field.name for field in dataclasses.fields(tree)):
+            value = again(getattr(tree, name), path=f"{path}.{name}")
+            if value is not getattr(tree, name):
+                object.__setattr__(result, name, value)
+        return result
+    return tree
