@@ -9,6 +9,7 @@ __all__ = [
     "LongConvState",
 ]
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Unpack
@@ -49,7 +50,8 @@ class HyenaState(NamedTuple):
     long: tuple[LongConvState, ...]
 
 
-class FilterTaps(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class FilterTaps:
     """The taps of one order as `ops.online_conv` takes them, a function of the filter's state."""
 
     graphdef: Any

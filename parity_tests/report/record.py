@@ -208,8 +208,10 @@ def encoded(value: Any) -> Any:
         return {key: encoded(each) for key, each in value.items()}
     if isinstance(value, tuple):
         return [*map(encoded, value)]
+    if hasattr(value, "to_dict"):
+        return encoded(value.to_dict())
     if dataclasses.is_dataclass(value):
-        return encoded(value.to_dict() if hasattr(value, "to_dict") else vars(value))
+        return encoded(vars(value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -226,7 +228,8 @@ def decoded(kind: Any, value: Any) -> Any:
         return kind.from_dict(value)
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{name: decoded(hints[name], each) for name, each in value.items()})
+        make: Any = kind
+        return make(**{name: decoded(hints[name], each) for name, each in value.items()})
     if not isinstance(value, kind):
         raise TypeError(f"expected a {kind}, got {value!r:.40}")
     return value
