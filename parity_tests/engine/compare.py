@@ -2,7 +2,8 @@
 
 `compare` goes from the arguments to the verdict in one function. Each stage has a room:
 `references` holds what a model can be measured against, `candidates` loads and runs a JAX model,
-`bounds` says how large an error rounding explains, and `locate` finds where the two sides part.
+`bounds` says how large an error rounding explains, `traces` records the calls of both sides, and
+`locate` finds where the two sides part.
 """
 
 from __future__ import annotations
