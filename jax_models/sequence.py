@@ -258,7 +258,7 @@ def refuse_time_major(name: str, layer: SequenceLayer) -> None:
 def check_time(name: str, time: int, max_length: int) -> None:
     """Refuse more steps than a layer was built for.
 
-    Of a symbolic number JAX has to know that it is not larger: `jax.export.symbolic_shape("b, t",
+    For a symbolic number of steps, JAX has to know the limit: `jax.export.symbolic_shape("b, t",
     constraints=["t <= 128"])`.
     """
     if checked_count(name, time) > max_length:

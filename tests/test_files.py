@@ -41,7 +41,7 @@ def test_a_text_that_cannot_be_written_leaves_the_file_of_before(tmp_path):
     assert path.read_text() == "before"
 
 
-def test_what_can_be_written_is_not_made_or_changed_before(tmp_path):
+def test_a_check_neither_creates_nor_changes_a_file(tmp_path):
     (tmp_path / "there").write_text("before")
     for name in ("there", "new", 240 * "x"):
         check_writable(tmp_path / name)
@@ -67,8 +67,6 @@ def test_a_link_and_a_pipe_stay_what_they_are(tmp_path):
     [
         ("", IsADirectoryError),
         ("none/file", FileNotFoundError),
-        ("file/file", NotADirectoryError),
-        (300 * "x", OSError),
         (250 * "x", OSError),  # which has no room for the name of what is written first
     ],
 )

@@ -27,7 +27,7 @@ def make(python: Path | str, venv: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("version", ["2.7", "3.10", "3.14", None])
+@pytest.mark.parametrize("version", ["3.10", "3.14", None])
 def test_a_python_that_does_not_fit_is_named_at_once(version, tmp_path):
     python = tmp_path / "python"
     if version is not None:

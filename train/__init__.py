@@ -1,14 +1,14 @@
 """Training of the language models: `python -m train`.
 
-Where to read what:
+The modules:
 
 - `step`: the loss and the training step, on a mesh of devices; `loop`: the steps of a run.
 - `__main__`: the command; `config`: its options and presets; `run`: the folder of a run.
-- `text`, `vocabulary`, `windows`: from files to tokens, and to batches.
-- `optimizer`, `accumulation`: what a step does beside the gradient.
+- `text`, `vocabulary`, `windows`: from files to tokens, and from tokens to batches.
+- `optimizer`, `accumulation`: the optimizer, and gradients that are computed in parts.
 - `mesh`, `hosts`: several devices and processes.
-- `checkpoints`, `digest`, `files`, `interruption`: what survives a kill, a full disk and a flipped
-  bit.
-- `monitor`, `curve`: what is shown and logged.
-- `evaluate`, `generate`, `export`, `initial`, `pretrained`: what else is done with weights.
+- `checkpoints`, `digest`, `files`, `interruption`: protection against kills, full disks and
+  flipped bits.
+- `monitor`, `curve`: progress, metrics and the loss curve.
+- `evaluate`, `generate`, `export`, `initial`, `pretrained`: other uses of weights.
 """

@@ -21,10 +21,12 @@ import tyro
 from rich.console import Console
 
 from jax_models import LanguageModel, __version__, generate, tune_allocator
+from jax_models.entry_points import broken_packages
+from jax_models.models.architecture import ENTRY_POINTS
 from train.config import PRESETS, TrainConfig, changes, to_fields
 from train.export import describe_errors, export
 from train.hosts import HostsConfig, agree, by_each, by_first, is_first, join
-from train.initial import initialise, is_run, model_of
+from train.initial import initialize, is_run, model_of
 from train.loop import train
 from train.mesh import no_mesh, provide_devices
 from train.monitor import check_tensorboard
@@ -64,17 +66,18 @@ class Arguments:
     ~/.cache."""
     hosts: HostsConfig = HostsConfig()
     keep_warmup: Annotated[bool, tyro.conf.Suppress] = False
-    """Whether the command line sets the warm-up, which a short run then does not shorten."""
+    """Whether a warm-up that is longer than the run stays, because the command line sets it or the
+    run began with it. Otherwise it is shortened."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The arguments that decide where the others start from."""
+    """The arguments that determine the defaults of the others."""
 
     preset: Literal[tuple(PRESETS)] | None = None  # pyright: ignore[reportInvalidTypeForm]
     resume: Path | None = None
     init: Path | None = None
-    num_steps: str | None = None  # `Arguments` checks the numbers
+    num_steps: str | None = None  # `Arguments` checks that it is a number
     warmup_steps: Annotated[str | None, tyro.conf.arg(name="optimizer.warmup-steps")] = None
 
 
@@ -91,12 +94,16 @@ RESUME_MAY_CHANGE = {
     "tensorboard": "",
     "max_skipped": "",
 }
-"""What --resume may change in a run, and its effect. Any other change needs a new run."""
+"""The options that --resume may change, and the effect. Any other change needs a new run."""
 
 
 def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
     """The arguments of the command line."""
-    start = parse_known(Start, args, prog=prog)
+    try:
+        start = parse_known(Start, args, prog=prog)
+    except CommandLineError as error:
+        broken = broken_packages(ENTRY_POINTS) if "--preset" in str(error) else ""
+        raise CommandLineError(f"{error}{broken}") from None
     if start.resume is not None and start.preset is not None:
         raise CommandLineError("--preset: a run is resumed with its own config")
     if start.resume is not None and start.init is not None:
@@ -105,7 +112,7 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
         config_to_start_from(start),
         start.preset,
         resume=start.resume,
-        keep_warmup=start.warmup_steps is not None,
+        keep_warmup=start.warmup_steps is not None or start.resume is not None,
     )
     arguments = parse(Arguments, args, prog=prog, default=default)
     if start.num_steps is not None and arguments.config.num_epochs is not None:
@@ -134,13 +141,13 @@ def config_to_start_from(start: Start) -> TrainConfig:
             ) from None
     elif start.init is not None and start.preset is None:
         config = of_checkpoint(config, start.init)
-    if start.num_steps is not None:  # in the place of epochs
+    if start.num_steps is not None:  # replaces the epochs
         config = dataclasses.replace(config, num_epochs=None)
     return config
 
 
 def of_checkpoint(config: TrainConfig, path: Path) -> TrainConfig:
-    """The config with the model of a checkpoint, if its keys tell it, and its vocabulary."""
+    """The config with the model and the vocabulary of a checkpoint, if they can be determined."""
     if (model := model_of(path)) is not None:
         config = dataclasses.replace(config, model=model)
     tokenizer = tokenizer_of(config.model, path)
@@ -148,9 +155,10 @@ def of_checkpoint(config: TrainConfig, path: Path) -> TrainConfig:
 
 
 def default_folder(folder: Path, config: TrainConfig) -> Path:
-    """The folder, or one with a number behind: of the unfinished run of this config, or a new one.
+    """The default folder for a run: the folder itself, or the same name with a number.
 
-    Of all that are there, the last is looked at; a run that never began in it is no run.
+    If the last existing folder holds an unfinished run of this config, or a run that never began,
+    it is used again.
     """
     names = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2))
     taken = list(itertools.takewhile(Path.exists, itertools.chain([folder], names)))
@@ -164,7 +172,7 @@ def default_folder(folder: Path, config: TrainConfig) -> Path:
 
 
 def report(run: Run, model: LanguageModel, console: Console) -> None:
-    """Draw the curve, write a sample, export to the twin and compare."""
+    """Draws the loss curve, writes a sample, exports the weights and compares with the twin."""
     curve, weights = run.draw_curve(), run.folder / EXPORTED
     export(model, weights)
     prompt = np.array([first_token(run.vocabulary)])
@@ -196,7 +204,7 @@ def config_of_new_run(
 
 
 def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
-    """Let the run continue with another config, and print in one line what has changed.
+    """Gives the run another config to continue with, and prints the changes in one line.
 
     Raises:
         CommandLineError: the change would need a new run.
@@ -230,12 +238,12 @@ def change(run: Run, config: TrainConfig, *, is_resumed: bool) -> None:
 
 
 def absolute(tokenizer: str) -> str:
-    """The tokenizer, by a path that holds from any folder."""
+    """The tokenizer, with an absolute path if it is a file."""
     return tokenizer if tokenizer in NAMES else str(Path(tokenizer).absolute())
 
 
 class Plan(NamedTuple):
-    """What is to be trained, on what, and where."""
+    """A run before it starts: its config, its data and its folder."""
 
     config: TrainConfig
     vocabulary: Vocabulary
@@ -244,15 +252,16 @@ class Plan(NamedTuple):
     folder: Path
 
 
-def planned(arguments: Arguments) -> Plan:
-    """What the arguments ask for, with their text read.
+def make_plan(arguments: Arguments) -> Plan:
+    """The run that the arguments describe, with its text tokenized.
 
     Raises:
-        CommandLineError: a file or an option of theirs does not do.
+        CommandLineError: a file cannot be used, or an option is wrong.
 
     """
     config = arguments.config
     check_tensorboard(config)
+    # The vocabulary is that of the run that is resumed or that gives the weights, if there is one.
     text = Text(config.text, config.separator)
     source = arguments.resume or config.init
     of_source = Run.open(source) if source is not None and is_run(source) else None
@@ -261,6 +270,7 @@ def planned(arguments: Arguments) -> Plan:
     else:
         vocabulary = of_source.vocabulary
     parts = split(text.tokens(vocabulary, arguments.cache), config.window, config.val_rows)
+    # Write down what later commands need: steps instead of epochs, and absolute paths.
     config = config.with_steps(len(parts["train"].rows))
     config = dataclasses.replace(
         config,
@@ -281,27 +291,27 @@ def planned(arguments: Arguments) -> Plan:
 
 
 def with_short_warmup(config: TrainConfig) -> TrainConfig:
-    """The config; if its warm-up is as long as the run, it becomes a tenth of the run."""
+    """The config. A warm-up that is at least as long as the run becomes a tenth of the run."""
     if config.optimizer.warmup_steps < config.num_steps:
         return config
     optimizer = dataclasses.replace(config.optimizer, warmup_steps=config.num_steps // 10)
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def built(plan: Plan) -> Trainer:
-    """The trainer of a plan; for a new run, with the initial weights."""
+def build_planned(plan: Plan) -> Trainer:
+    """The trainer of a plan. For a new run with --init, it has the weights from there."""
     config, folder = plan.config, plan.folder
     trainer = build_trainer(config, plan.vocabulary)
     if config.init is not None and not (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
-        initialise(trainer, config.init)
+        initialize(trainer, config.init)
     return trainer
 
 
 def begin(plan: Plan, arguments: Arguments) -> None:
-    """Make the run of a plan in its folder, or let the run that is there continue.
+    """Creates the run of a plan in its folder, or prepares the run in the folder to continue.
 
     Raises:
-        CommandLineError: the folder has a different run.
+        CommandLineError: the folder holds a different run.
 
     """
     folder = plan.folder
@@ -329,18 +339,20 @@ def begin(plan: Plan, arguments: Arguments) -> None:
 
 @no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
-    """Train as the arguments say."""
+    """Trains a model, or resumes a run."""
     arguments = parse_arguments(args, prog)
+    # JAX must know its devices and the other processes before the first computation.
     if arguments.hosts == HostsConfig():
         provide_devices(arguments.config.mesh)
     join(arguments.hosts)
-    plan = by_each(lambda: planned(arguments))
+    # All processes must agree before any of them writes.
+    plan = by_each(lambda: make_plan(arguments))
     config = plan.config
     fields = json.dumps(to_fields(config))
     agree({"version": __version__, "config": fields, "text": plan.text_digest})
-    trainer = by_each(lambda: built(plan))
+    trainer = by_each(lambda: build_planned(plan))
     with contextlib.ExitStack() as stack:
-
+        # Only the first process locks and writes the folder; the others open it afterwards.
         def enter() -> None:
             stack.enter_context(locked(plan.folder))
             begin(plan, arguments)

@@ -1,4 +1,4 @@
-"""The gradient of a batch, part by part: a part's activations are all that is kept at a time."""
+"""Gradient accumulation: only the activations of one part of a batch are in memory at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 def accumulated(
     value_and_grad: Callable[..., tuple[Float[Array, ""], Any]],
 ) -> Callable[..., tuple[Float[Array, ""], Any]]:
-    """A mean loss and its gradient over parts of equal size, equal to those of the whole.
+    """The mean loss and gradient over parts of equal size, which equal those of the whole batch.
 
-    `value_and_grad(params, key, *batch)` becomes a function of batches with one axis more, of the
-    parts. Each part has a key of its own, hence other dropout masks than the whole has.
+    `value_and_grad(params, key, *batch)` becomes a function whose batch has a further leading axis
+    for the parts. Each part has its own key, so the dropout masks differ from those of the whole.
     """
 
     def over_parts(params, key, *parts):

@@ -1,4 +1,4 @@
-"""Checkpoints of a training state: orbax writes them, digests prove what is read."""
+"""Checkpoints of a training state: orbax writes them, and digests verify them."""
 
 import errno
 import functools
@@ -18,40 +18,40 @@ import orbax.checkpoint as ocp
 
 from train.digest import as_text, bytes_digest, described, digests
 from train.files import file_digest
-from train.hosts import by_first, is_first, of_all
+from train.hosts import by_first, gather_all, is_first
 from twinscan.command_line import CommandLineError
 from twinscan.files import to_disk
 
 MANIFEST = "manifest.json"
 STATE = "state"
 PARTIAL = ".partial"
-"""The end of the name of a checkpoint that is being written, or removed."""
+"""The suffix of a checkpoint that is being written or removed."""
 NEWEST = 2
-"""So many of the newest checkpoints are kept, and the best."""
+"""How many of the newest checkpoints are kept, besides the best one."""
 SPACE_BESIDE_ARRAYS = 2**20
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
-"""Faults that orbax tells in many lines."""
+"""Errors that orbax reports in many lines."""
 
 
 class DamagedError(Exception):
-    """A checkpoint that does not hold what was written."""
+    """A checkpoint whose content differs from what was written."""
 
 
 class Checkpoints:
-    """The newest checkpoints of a run, and the one of the least loss.
+    """The newest checkpoints of a run, and the one with the lowest loss.
 
-    `{step}/state` is orbax's; `{step}/manifest.json` has the digests of its files and its arrays. A
-    checkpoint gets its name when all of it is on the disk: it is whole, or it is not there.
+    orbax writes `{step}/state`; `{step}/manifest.json` has the digests of the files and the arrays.
+    A checkpoint gets its name when all of it is on the disk, so it is complete or does not exist.
     """
 
     def __init__(self, folder: Path, run: str = ""):
         self.folder = folder.absolute()
         self.run = run
-        """The identity of the run whose they are."""
+        """The identity of the run that they belong to."""
         self.damaged: dict[int, str] = {}
-        """What is wrong with the checkpoints that were to be read and cannot be."""
+        """By step: why a checkpoint cannot be read."""
         self._manifests: dict[int, dict[str, Any]] = {}
-        """Of the checkpoints that are intact."""
+        """By step: the manifest of a checkpoint that is intact."""
         for name in ("absl", "asyncio"):  # orbax also raises what they log
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -59,7 +59,7 @@ class Checkpoints:
 
     @functools.cached_property
     def _orbax(self) -> ocp.StandardCheckpointer:
-        """Not before it is needed: it starts JAX's devices, and what counts them comes first."""
+        """Created late, because it starts JAX's devices, whose number must be set before."""
         sys.unraisablehook = functools.partial(_unless_late, sys.unraisablehook)
         return ocp.StandardCheckpointer()
 
@@ -71,25 +71,25 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint whose files are those that were written."""
+        """The step of the newest checkpoint whose files are intact."""
         for step in reversed(self.steps):
             if self._is_intact(step):
                 return step
-            if step not in self.damaged:  # another process removed it, for newer ones
+            if step not in self.damaged:  # another process replaced it by newer ones
                 return self.latest_step
         return None
 
     def unlogged(self, step: int) -> list[float]:
-        """The losses that were not yet logged at the step; none where no checkpoint was read."""
+        """The losses that were not yet logged at a step whose checkpoint was read."""
         return [*self._manifests.get(step, {}).get("unlogged", [])]
 
     def save(
         self, step: int, state: Any, loss: float | None, unlogged: Sequence[float] = ()
     ) -> None:
-        """Write a checkpoint, in the background, unless that step has one.
+        """Writes a checkpoint in the background, unless the step has an intact one.
 
         Raises:
-            CommandLineError: it cannot be written, or the one before could not.
+            CommandLineError: this checkpoint or the one before it cannot be written.
 
         """
         self.wait()
@@ -121,10 +121,10 @@ class Checkpoints:
         self._writing = self._thread.submit(self._finish, manifest, of_arrays)
 
     def restore(self, *likes: Any) -> Any:
-        """The newest intact checkpoint, with the structure and the shardings of one of `likes`.
+        """Reads the newest intact checkpoint, with the structure and shardings of one of `likes`.
 
         Raises:
-            FileNotFoundError: there is none; `damaged` says why.
+            FileNotFoundError: no checkpoint is intact; `damaged` says why.
 
         """
         while (step := self._agreed_step) is not None:
@@ -133,7 +133,7 @@ class Checkpoints:
                 state = self._read(step, likes)
             except DamagedError as error:
                 fault = str(error)
-            if not of_all([bool(fault)]).any():
+            if not gather_all([bool(fault)]).any():
                 return state
             self._manifests.pop(step, None)
             if self._is_there(step):
@@ -142,16 +142,16 @@ class Checkpoints:
 
     @property
     def _agreed_step(self) -> int | None:
-        """The latest step of the first process."""
+        """The latest step that the first process sees."""
         step = self.latest_step
-        step = int(of_all([-1 if step is None else step])[0, 0])
+        step = int(gather_all([-1 if step is None else step])[0, 0])
         return None if step < 0 else step
 
     def wait(self) -> None:
-        """Wait until everything is written.
+        """Waits until everything is written.
 
         Raises:
-            CommandLineError: it cannot be.
+            CommandLineError: a checkpoint cannot be written.
 
         """
         writing, self._writing = self._writing, None
@@ -159,7 +159,7 @@ class Checkpoints:
             writing.result()
 
     def close(self) -> None:
-        """Wait until everything is written, and end the threads."""
+        """Waits until everything is written, and ends the threads."""
         try:
             self.wait()
         finally:
@@ -167,12 +167,12 @@ class Checkpoints:
             self._orbax.close()
 
     def clean(self) -> None:
-        """Remove what a killed process was writing or removing."""
+        """Removes checkpoints that a killed process was writing or removing."""
         for path in self.folder.glob(f"*{PARTIAL}"):
             _erase(path)
 
     def _finish(self, manifest: dict[str, Any], of_arrays: dict[str, jax.Array]) -> None:
-        """Give the checkpoint its digests and its name, and remove those that it replaces."""
+        """Gives the checkpoint its digests and its name, and removes those that it replaces."""
         step = manifest["step"]
         partial = self.folder / f"{step}{PARTIAL}"
         try:
@@ -206,7 +206,7 @@ class Checkpoints:
             self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Take the checkpoint's name away, then its files."""
+        """Removes the name of a checkpoint, then its files."""
         partial = self.folder / f"{step}{PARTIAL}"
         _erase(partial)
         if self._is_there(step):
@@ -248,17 +248,17 @@ class Checkpoints:
 
 
 def _unless_late(hook: Callable[[Any], object], fault: Any) -> None:
-    """Tell a fault that nobody can catch, unless orbax has raised its like.
+    """Passes an exception that nobody can catch to the hook, unless orbax has raised its cause.
 
-    On a full disk, orbax raises the fault of one array and closes its event loop. The writes of
-    others end later, and each would print a traceback.
+    On a full disk, orbax raises the error of one array and closes its event loop. The writes of the
+    other arrays end later, and each of them would print a traceback.
     """
     if str(fault.exc_value) != "Event loop is closed":
         hook(fault)
 
 
 def _erase(path: Path) -> None:
-    """Remove a folder, or the file or link in its place, if there is one."""
+    """Removes a folder, or a file or link of that name, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -271,7 +271,7 @@ def _check_space(folder: Path, size: int) -> None:
 
 
 def _compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raise where one of the two has what the other lacks."""
+    """Raises a DamagedError that names the first difference."""
     for name in sorted({*found, *expected}):
         if name not in found:
             raise DamagedError(f"{name} is missing")
@@ -282,7 +282,7 @@ def _compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def _file_digests(folder: Path) -> dict[str, str]:
-    """The digest of each file in the folder, under its path from the folder's parent."""
+    """The digest of each file in the folder, by its path relative to the folder's parent."""
     try:
         return {
             path.relative_to(folder.parent).as_posix(): file_digest(path)
@@ -294,7 +294,7 @@ def _file_digests(folder: Path) -> dict[str, str]:
 
 
 def _write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """The digest of the second line, and a line with the manifest."""
+    """Writes two lines: the digest of the second line, and the manifest."""
     line = json.dumps(manifest).encode()
     path.write_bytes(bytes_digest(line).hexdigest().encode() + b"\n" + line + b"\n")
     to_disk(path)

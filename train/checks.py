@@ -1,4 +1,4 @@
-"""The numbers that a run takes, each with its check."""
+"""The types of options, each with its check."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +37,7 @@ def checked_decay(name: str, decay: Any) -> float:
 
 
 def checked_paths(name: str, paths: Any) -> tuple[Path, ...]:
-    """Paths; None is none of them, and one may stand alone."""
+    """Paths. None means no path, and a single path stands for a tuple of one."""
     if paths is None:
         return ()
     if isinstance(paths, tuple | list):

@@ -3,27 +3,27 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast
 
 import tyro
 
 from jax_models import LanguageModelConfig, RNNLanguageModelConfig
-from jax_models.models.architecture import architectures
-from jax_models.models.language_model import Preset
+from jax_models.entry_points import broken_packages, by_name, failures_as_warnings
+from jax_models.models.architecture import ENTRY_POINTS, architectures
 from jax_models.options import CheckedFields
 from train.checks import Paths, Positive, Seed
 from train.mesh import MeshConfig
 from train.optimizer import OptimizerConfig
 
 MODEL_CONFIGS = {config.__name__: config for config in architectures(LanguageModelConfig)}
-"""The language models, by the name that a run's config.json keeps."""
+"""The language models, by the name in a run's config.json."""
 ModelConfig = Union[tuple(MODEL_CONFIGS.values())]  # noqa: UP007
 
 
 def changes(before: Any, config: Any, path: str = "") -> dict[str, str]:
-    """The fields in which two configs differ, under their paths: `0.001 → 0.0003`."""
+    """The changes between two configs, by the path of the field: `0.001 → 0.0003`."""
     found = {}
     for field in dataclasses.fields(config):
         old, new = getattr(before, field.name), getattr(config, field.name)
@@ -88,7 +88,7 @@ class TrainConfig(CheckedFields):
     """The random seed of the weights, the batches and the dropout masks."""
 
     def __post_init__(self):
-        """Refuse what the annotations do not allow, and fields that do not go together."""
+        """Checks each field, and fields that depend on each other."""
         super().__post_init__()
         if self.batch_size % self.accumulate:
             raise ValueError(
@@ -102,7 +102,7 @@ class TrainConfig(CheckedFields):
             )
 
     def with_steps(self, train_rows: int) -> "TrainConfig":
-        """The config with its epochs told in steps, for a training part of so many rows."""
+        """The config with its epochs as steps, for a training part with this number of rows."""
         if self.num_epochs is None:
             return self
         num_steps = math.ceil(self.num_epochs * train_rows / self.batch_size)
@@ -110,10 +110,10 @@ class TrainConfig(CheckedFields):
 
 
 def changed(config: Any, options: Mapping[str, Any]) -> Any:
-    """The config with other values of some fields, which are named as on the command line.
+    """The config with other values for some fields, named as on the command line.
 
     Raises:
-        TypeError: there is no such field.
+        TypeError: a field does not exist.
 
     """
     for name, value in options.items():
@@ -172,41 +172,49 @@ RECIPES: dict[str, dict[str, Any]] = {
 """The options of a run, apart from its model, that several presets have in common."""
 
 
-def _run_of(name: str, preset: Preset) -> TrainConfig:
-    if preset.recipe not in RECIPES:
-        expected = ", ".join(RECIPES)
-        raise ValueError(f"preset {name}: expected a recipe of {expected}, got {preset.recipe}")
-    return changed(TrainConfig(preset.model), {**RECIPES[preset.recipe], **preset.options})
+def _found_presets() -> Iterator[tuple[str, TrainConfig, str]]:
+    """Each preset of each architecture, with its name and the class that declares it."""
+    for config in MODEL_CONFIGS.values():
+        presets = {}
+        with failures_as_warnings(ENTRY_POINTS, config.__module__):
+            for name, preset in config.presets().items():
+                if preset.recipe not in RECIPES:
+                    expected = ", ".join(RECIPES)
+                    raise ValueError(
+                        f"preset {name}: expected a recipe of {expected}, got {preset.recipe}"
+                    )
+                options = {**RECIPES[preset.recipe], **preset.options}
+                presets[name] = changed(TrainConfig(preset.model), options)
+        for name, preset in presets.items():
+            yield name, preset, f"{config.__module__}.{config.__qualname__}"
 
 
-PRESETS = {
-    name: _run_of(name, preset)
-    for config in MODEL_CONFIGS.values()
-    for name, preset in config.presets().items()
-}
+PRESETS = by_name("preset", _found_presets())
 """The presets that the config classes of the architectures declare."""
 
 
 def to_fields(config: TrainConfig) -> dict[str, Any]:
-    """The config as JSON has it, which `from_fields` reads."""
+    """The config as a JSON object, which `from_fields` reads."""
     fields = dataclasses.asdict(config)
     fields["model"] = {"type": type(config.model).__name__, **fields["model"]}
     return json.loads(json.dumps(fields, default=str))
 
 
 def from_fields(fields: dict[str, Any]) -> TrainConfig:
-    """The config that `to_fields` told.
+    """The config that `to_fields` wrote.
 
     Raises:
-        KeyError, TypeError, ValueError: they tell none.
+        KeyError, TypeError, ValueError: the fields are not those of a config.
 
     """
-    model_config = MODEL_CONFIGS[fields["model"]["type"]]
-    model = {name: value for name, value in fields["model"].items() if name != "type"}
+    model = dict(fields["model"])
+    if (name := model.pop("type")) not in MODEL_CONFIGS:
+        broken = broken_packages(ENTRY_POINTS)
+        raise ValueError(f"model: expected one of {', '.join(MODEL_CONFIGS)}, got {name}{broken}")
     return TrainConfig(
         **fields
         | {
-            "model": model_config(**model),
+            "model": MODEL_CONFIGS[name](**model),
             "optimizer": OptimizerConfig(**fields["optimizer"]),
             "mesh": MeshConfig(**fields.get("mesh", {})),
         }

@@ -1,11 +1,10 @@
 """`python -m train.convert`: a checkpoint in the layout of another package."""
 
-import contextlib
 import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,11 +19,10 @@ from jax_models.weights.transfer import stored_weights
 from train.files import whole
 from train.pretrained import faults_of_checkpoint
 from twinscan.command_line import CommandLineError, parse, run_command
-from twinscan.files import to_disk
 
 PROG = "python -m train.convert"
 MOST = 5 * 10**9
-"""Bytes of a part of a folder's weights."""
+"""Largest size of a file of weights in a folder, in bytes."""
 ONE, PART = "model.safetensors", "model-{:05}-of-{:05}.safetensors"
 INDEX = "model.safetensors.index.json"
 BESIDE = (
@@ -34,7 +32,7 @@ BESIDE = (
     "special_tokens_map.json",
     "generation_config.json",
 )
-"""The files of a folder that are as good for its weights in another layout."""
+"""Files of a checkpoint's folder that do not depend on the layout of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Arguments(CheckedFields):
 
 
 def main(args: Sequence[str], prog: str = PROG) -> None:
-    """Read, write, and say what."""
+    """Converts a checkpoint and prints the result."""
     arguments = parse(Arguments, args, prog=prog)
     source, target = arguments.source, arguments.to
     if target.exists() or target.is_symlink():
@@ -70,16 +68,18 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             write_file(partial, weights, is_torch=target.suffix in TORCH)
     else:
         config = config_of(model, layout, source)
-        if f"{layout}-file" in model.torch_layouts():  # what the packages save of this layout
+        if f"{layout}-file" in model.torch_layouts():  # which leaves out what files do not repeat
             weights = stored_weights(model, f"{layout}-file")
-        with whole_folder(target) as partial:
+        with whole(target) as partial:
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            partial.mkdir(parents=True)
             write_folder(partial, weights, config, source)
     size = sum(array.dtype.itemsize * int(np.prod(array.shape)) for array in weights.values())
     print(f"{target}: {type(model).__name__} in layout {layout}, {size / 1e6:,.1f} MB")
 
 
 def config_of(model: Any, layout: str, source: Path) -> dict[str, Any] | None:
-    """The config.json of a layout, with what else that of the source has; None if it has none."""
+    """The fields of a config.json, with further ones of the source; None if the layout has none."""
     to_hf = getattr(getattr(model, "config", None), "to_hf", None)
     if not layout.startswith("hf") or to_hf is None:
         return None
@@ -93,30 +93,13 @@ def config_of(model: Any, layout: str, source: Path) -> dict[str, Any] | None:
     return {**(known if is_same else {}), **fields, "dtype": dtype}
 
 
-@contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Where to write a folder that is there under its own name once all of it is written."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        for file in (*partial.iterdir(), partial):
-            to_disk(file)
-        partial.rename(path)
-    except OSError as error:
-        raise CommandLineError(f"{path}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def write_folder(
     folder: Path,
     weights: Mapping[str, StoredArray],
     config: Mapping[str, Any] | None,
     source: Path,
 ) -> None:
-    """The weights in parts, the config, and the files that stay as they are in the source."""
+    """Writes the weights in parts, the config, and the source's other files unchanged."""
     parts: list[dict[str, StoredArray]] = [{}]
     size = 0
     for key, array in weights.items():
@@ -140,7 +123,7 @@ def write_folder(
 
 
 def write_file(path: Path, weights: Mapping[str, StoredArray], *, is_torch: bool = False) -> None:
-    """One file; of safetensors a tensor at a time."""
+    """Writes one file. Safetensors are written one tensor at a time, to save memory."""
     if is_torch:
         import torch
 
@@ -148,7 +131,7 @@ def write_file(path: Path, weights: Mapping[str, StoredArray], *, is_torch: bool
         try:
             with path.open("wb") as file:
                 torch.save(tensors, file)
-        except RuntimeError as error:  # torch's own, after the system's
+        except RuntimeError as error:  # torch raises it on top of the system's error
             raise error.__context__ or error from None
         return
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -169,7 +152,7 @@ def write_file(path: Path, weights: Mapping[str, StoredArray], *, is_torch: bool
 
 
 def torch_tensor(array: np.ndarray) -> Any:
-    """The same numbers; torch does not know NumPy's bfloat16."""
+    """The array as a tensor. torch does not know NumPy's bfloat16."""
     import torch
 
     array = np.array(array, order="C")  # torch may write to it
@@ -179,7 +162,7 @@ def torch_tensor(array: np.ndarray) -> Any:
 
 
 NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""What safetensors calls the dtypes."""
+"""The names of dtypes in safetensors."""
 
 
 if __name__ == "__main__":

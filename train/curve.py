@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture."""
+"""Draws the loss curve of a run."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ LONG = 20
 
 
 def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
-    """Draw the losses over the steps into a PNG, which is there whole or not at all.
+    """Draws the losses over the steps as a PNG, which is written completely or not at all.
 
     If a line has at least `LONG` points, the vertical axis fits the losses of the last nine tenths
     of the steps and cuts off higher losses before them. The title is the name of the run's folder.

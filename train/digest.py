@@ -13,16 +13,16 @@ SALTS = (0, 0x9E3779B9)
 
 
 def bytes_digest(data: bytes = b"") -> "hashlib.blake2b":
-    """Of bytes, those given and those that `update` adds."""
+    """A digest of these bytes and of those that `update` adds."""
     return hashlib.blake2b(data, digest_size=16)
 
 
 @jax.jit
 def array_digest(x: Array) -> UInt32[Array, "2"]:
-    """Two sums, modulo 2³², over the elements: their bits, mixed with their places.
+    """Two sums modulo 2³² over the elements, each of whose bits are mixed with its index.
 
-    An element with a flipped bit has another mixture, so that both sums change. A sum of integers
-    does not depend on the order, nor on where the array is cut over devices.
+    A flipped bit changes the mixture of its element, and therefore both sums. A sum of integers
+    depends neither on the order nor on how the array is divided over devices.
     """
     bits = _bits(x)
     place = jnp.zeros(bits.shape, jnp.uint32)
@@ -33,18 +33,18 @@ def array_digest(x: Array) -> UInt32[Array, "2"]:
 
 
 def digests(tree: Any) -> dict[str, Array]:
-    """The digest of each array of a tree, under its path, without waiting for it."""
+    """The digest of each array of a tree, by its path, without waiting for the computation."""
     return {path: array_digest(x) for path, x in by_path(tree).items()}
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree, under their paths: `params.layers.0.kernel`."""
+    """The leaves of a tree, by their paths: `params.layers.0.kernel`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
 def described(tree: Any) -> dict[str, str]:
-    """The shape and the dtype of each array of a tree, under its path: `float32[8,3]`."""
+    """The dtype and the shape of each array of a tree, by its path: `float32[8, 3]`."""
     return {path: f"{x.dtype}{[*x.shape]}" for path, x in by_path(tree).items()}
 
 
@@ -54,7 +54,7 @@ def as_text(digest: UInt32[Array, "2"]) -> str:
 
 
 def _bits(x: Array) -> UInt32[Array, "..."]:
-    """Each element's bits; of eight bytes as two numbers."""
+    """The bits of each element. An element of eight bytes becomes two numbers."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     width = min(x.dtype.itemsize, 4)
@@ -62,7 +62,7 @@ def _bits(x: Array) -> UInt32[Array, "..."]:
 
 
 def _mixed(bits: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """MurmurHash3's last step: a permutation of the numbers of 32 bits."""
+    """The last step of MurmurHash3: a permutation of the 32-bit integers."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)

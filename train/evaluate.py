@@ -1,4 +1,4 @@
-"""`python -m train.evaluate`: how well a run's model predicts a text."""
+"""`python -m train.evaluate`: computes the loss of a run's model on a text."""
 
 import dataclasses
 import math
@@ -6,15 +6,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 from flax import nnx
 
 from jax_models import tune_allocator
 from jax_models.options import CheckedFields
 from train.checks import Paths
-from train.mesh import MeshConfig, no_mesh
-from train.run import Run, build_trainer
+from train.mesh import no_mesh
+from train.run import Run
 from train.step import Trainer
 from train.text import Text
 from train.windows import Windows, split
@@ -41,13 +40,13 @@ class Arguments(CheckedFields):
 
 
 BATCHES_AT_ONCE = 64
-"""That are read and evaluated in one call."""
+"""Number of batches that are read and evaluated in one call."""
 
 
 def losses(
     trainer: Trainer, params: nnx.State, rows: Windows, batch_size: int
 ) -> Iterator[np.ndarray]:
-    """The loss of each token that the rows predict, in order."""
+    """The losses of all predicted tokens, in the order of the rows."""
     whole = len(rows) - len(rows) % batch_size
     for start in range(0, whole, BATCHES_AT_ONCE * batch_size):
         group = rows[start : min(start + BATCHES_AT_ONCE * batch_size, whole)]
@@ -59,14 +58,12 @@ def losses(
 
 @no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
-    """Print the losses and the probabilities."""
+    """Prints the mean loss and probability of both parts of a text."""
     arguments = parse(Arguments, args, prog=prog)
     num_tokens = arguments.num_tokens
     run = Run.open(arguments.run)
-    config = dataclasses.replace(run.config, mesh=MeshConfig())
-    vocabulary = run.vocabulary
-    trainer = build_trainer(config, vocabulary, jax.devices()[:1])
-    params = run.restore(trainer).averaged_params
+    config, vocabulary = run.config, run.vocabulary
+    trainer, params = run.restored()
     text = Text(arguments.text or config.text, config.separator)
     tokens = text.tokens(vocabulary, arguments.cache)
     for name, part in split(tokens, config.window, config.val_rows).items():

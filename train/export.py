@@ -1,4 +1,4 @@
-"""`python -m train.export`: a run's weights for its torch twin, and proof that they fit."""
+"""`python -m train.export`: writes a run's weights for its torch twin and compares the two."""
 
 import dataclasses
 import importlib
@@ -34,16 +34,16 @@ class Arguments:
 
 @checked_options
 def export(model: LanguageModel, path: Path) -> None:
-    """Write the model's weights as a safetensors file of the twin's state_dict."""
+    """Writes the model's weights as a safetensors file of the twin's state_dict."""
     with whole(path) as partial:
         partial.write_bytes(save(to_torch(model)))
 
 
 def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
-    """How far the model and the twin with these weights are from the twin in float64.
+    """The errors of the model and of the twin, both in float32, against the twin in float64.
 
-    Both in float32, on the same random tokens: the root mean square of the logits' difference,
-    relative to that of the logits.
+    An error is the root mean square of the difference of the logits on random tokens, relative to
+    that of the logits.
 
     Raises:
         ImportError: torch is not installed.
@@ -74,7 +74,7 @@ def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
 
 
 def describe_errors(model: LanguageModel, path: Path) -> str:
-    """The comparison with the twin, in words."""
+    """A line about the comparison with the twin."""
     try:
         jax_error, twin_error = logit_errors(model, path)
     except ImportError:
@@ -87,7 +87,7 @@ def describe_errors(model: LanguageModel, path: Path) -> str:
 
 @no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
-    """Export as the arguments say."""
+    """Exports a run and compares its model with the twin."""
     arguments = parse(Arguments, args, prog=prog)
     path = arguments.out or arguments.run / "twin.safetensors"
     if path == arguments.out and path.is_file():

@@ -1,6 +1,7 @@
-"""Files: their faults in one line, and files that are there whole or not at all."""
+"""Files that are written completely or not at all, and their errors in one line."""
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,12 @@ from twinscan import files
 from twinscan.command_line import CommandLineError
 
 BLOCK = 1 << 20
-"""Bytes that are read at a time."""
+"""Number of bytes that are read at a time."""
 
 
 @contextlib.contextmanager
 def faults_of(path: Path) -> Iterator[None]:
-    """Name the path where the system refuses something of it."""
+    """Turns an OSError into an error that names the path."""
     try:
         yield
     except OSError as error:
@@ -23,7 +24,7 @@ def faults_of(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file that is there whole or not at all; its faults in one line."""
+    """Gives a temporary path, which becomes `path` once the file is complete."""
     try:
         with files.whole(path) as partial:
             yield partial
@@ -40,7 +41,5 @@ def blocks(path: Path) -> Iterator[bytes]:
 
 def file_digest(path: Path) -> str:
     """The digest of a file's bytes."""
-    digest = bytes_digest()
-    for block in blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, bytes_digest).hexdigest()

@@ -47,7 +47,7 @@ class Arguments(CheckedFields):
     """The same seed gives the same text."""
 
     def __post_init__(self):
-        """Refuse what the annotations do not allow, and options that exclude each other."""
+        """Checks each field, and fields that exclude each other."""
         super().__post_init__()
         if (self.run is None) == (self.weights is None):
             raise ValueError("expected exactly one of --run and --weights")
@@ -65,7 +65,7 @@ class Arguments(CheckedFields):
 
 @no_mesh()
 def main(args: Sequence[str], prog: str = PROG) -> None:
-    """Print the prompt and its continuation."""
+    """Prints the prompt and its continuation."""
     arguments = parse(Arguments, args, prog=prog)
     model, vocabulary, prompt, tokens = _opened(arguments)
     try:
@@ -90,7 +90,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
 
 
 def _opened(arguments: Arguments) -> tuple[LanguageModel, Tokens, str, np.ndarray]:
-    """The model, what its tokens stand for, and the prompt, also as tokens."""
+    """The model, its vocabulary, and the prompt as text and as tokens."""
     prompt, numbers = arguments.prompt, arguments.prompt_tokens
     run = None if arguments.run is None else Run.open(arguments.run)
     if run is not None:

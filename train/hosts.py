@@ -1,4 +1,4 @@
-"""The processes of one run, on several hosts: how they meet, agree, and who writes."""
+"""The processes of a run on several hosts: how they connect, agree and share the writing."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ class HostsConfig(CheckedFields):
     """The index of this process, counted from 0, with --hosts.coordinator."""
 
     def __post_init__(self):
-        """Refuse half an address."""
+        """Checks each field, and that an address is complete."""
         super().__post_init__()
         given = self.coordinator, self.num_processes, self.process_id
         if len({each is None for each in given}) > 1:
@@ -39,10 +39,10 @@ class HostsConfig(CheckedFields):
 
 
 def join(config: HostsConfig) -> None:
-    """Meet the other processes, before JAX starts its devices.
+    """Connects to the other processes, before JAX starts its devices.
 
     Raises:
-        CommandLineError: they do not come, or the environment says nothing of them.
+        CommandLineError: the processes cannot connect, or the environment does not list them.
 
     """
     if not config.join and config.coordinator is None:
@@ -56,23 +56,23 @@ def join(config: HostsConfig) -> None:
 
 
 def is_first() -> bool:
-    """Is this the process that writes?"""
+    """Whether this process writes the files."""
     return jax.process_index() == 0
 
 
-def of_all(numbers: list[int]) -> np.ndarray:
-    """The numbers of each process, (process, number)."""
+def gather_all(numbers: list[int]) -> np.ndarray:
+    """Gathers the numbers of each process: (process, number)."""
     if jax.process_count() == 1:
         return np.array([numbers])
     return np.asarray(multihost_utils.process_allgather(np.array(numbers, np.int32)))
 
 
 def by_each(action: Callable[[], T]) -> T:
-    """What the action returns, once every process has done it.
+    """Runs an action in every process, and returns its result once all of them have succeeded.
 
     Raises:
-        CommandLineError, OSError: the action does, in this process.
-        CommandLineError: it does in another.
+        CommandLineError, OSError: the action raised it in this process.
+        CommandLineError: the action failed in another process.
 
     """
     result, refusal = None, None
@@ -80,7 +80,7 @@ def by_each(action: Callable[[], T]) -> T:
         result = action()
     except (CommandLineError, OSError) as error:
         refusal = error
-    refused = np.flatnonzero(of_all([refusal is not None]))
+    refused = np.flatnonzero(gather_all([refusal is not None]))
     if refusal is not None:
         raise refusal
     if len(refused):
@@ -89,22 +89,22 @@ def by_each(action: Callable[[], T]) -> T:
 
 
 def by_first(action: Callable[[], None]) -> None:
-    """Let the first process do something, while the others wait for it."""
+    """Runs an action in the first process, while the others wait."""
     by_each(lambda: action() if is_first() else None)
 
 
 def agree(values: Mapping[str, str]) -> None:
-    """Refuse to begin where the processes differ in one of these.
+    """Checks that the processes have the same values.
 
     Raises:
-        CommandLineError: they do; the error names what and who.
+        CommandLineError: two processes differ; the error names them and the value.
 
     """
     digests = [
         int.from_bytes(bytes_digest(value.encode()).digest()[:4], "big", signed=True)
         for value in values.values()
     ]
-    found = of_all(digests)
+    found = gather_all(digests)
     for name, column in zip(values, found.T, strict=True):
         for process in np.flatnonzero(column != column[0]):
             raise CommandLineError(f"--hosts: processes 0 and {process} differ in their {name}")

@@ -1,27 +1,28 @@
-"""The weights with which a new run begins, of another run or of a checkpoint."""
+"""Loads the initial weights of a new run, from another run or from a checkpoint."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax import nnx
 
-from jax_models import LanguageModel, LanguageModelConfig, from_torch
+from jax_models import LanguageModelConfig, from_torch
 from jax_models.models.load import config_of
 from jax_models.weights.checkpoint import open_checkpoint
 from train.digest import described
+from train.pretrained import faults_of_checkpoint
 from train.run import VOCABULARY, Run
 from train.step import Trainer
-from twinscan.command_line import CommandLineError, in_one_line
+from twinscan.command_line import CommandLineError
+
+FLAG = "--init: "
 
 
-def initialise(trainer: Trainer, path: Path) -> None:
-    """Give a trainer's model the weights of a run's folder, or of a checkpoint.
+def initialize(trainer: Trainer, path: Path) -> None:
+    """Gives a trainer's model the weights of a run's folder, or of a checkpoint.
 
     Raises:
-        CommandLineError: they are not those of such a model; all differences are listed.
+        CommandLineError: the weights are those of another model; all differences are listed.
 
     """
     model = trainer.model(trainer.initial_params)
@@ -35,43 +36,29 @@ def initialise(trainer: Trainer, path: Path) -> None:
             if found.get(name) != expected.get(name)
         ]
         if differences:
-            raise CommandLineError(f"--init: {path}: {'; '.join(differences)}")
+            raise CommandLineError(f"{FLAG}{path}: {'; '.join(differences)}")
     else:
-        params = nnx.state(_loaded(model, path), nnx.Param)
-    trainer.initial_params = jax.tree.map(np.asarray, params)  # on no device yet
+        with faults_of_checkpoint(path, FLAG):
+            params = nnx.state(from_torch(model, open_checkpoint(path).weights), nnx.Param)
+    trainer.initial_params = jax.tree.map(np.asarray, params)  # not on a device yet
 
 
 def is_run(path: Path) -> bool:
-    """Is it the folder of a run, rather than a checkpoint?"""
+    """Whether the path is the folder of a run, rather than a checkpoint."""
     return (path / VOCABULARY).exists()
 
 
 def model_of(path: Path) -> LanguageModelConfig | None:
-    """The config of a checkpoint's language model; None if its keys do not tell it.
+    """The config of a checkpoint's language model; None if the keys do not determine it.
 
     Raises:
-        CommandLineError: there is no whole checkpoint.
+        CommandLineError: the checkpoint is missing or damaged.
 
     """
-    with _faults_of(path):
+    with faults_of_checkpoint(path, FLAG):
         checkpoint = open_checkpoint(path)
     try:
         config = config_of(*checkpoint)
     except ValueError:
-        return None  # with the options' model, what differs is listed
+        return None  # loading it into the model of the options then lists all differences
     return config if isinstance(config, LanguageModelConfig) else None
-
-
-def _loaded(model: LanguageModel, path: Path) -> LanguageModel:
-    with _faults_of(path):
-        return from_torch(model, open_checkpoint(path).weights)
-
-
-@contextlib.contextmanager
-def _faults_of(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CommandLineError(f"--init: {error.filename or path}: {error.strerror}") from None
-    except (ImportError, TypeError, ValueError) as error:
-        raise CommandLineError(f"--init: {path}: {in_one_line(error)}") from None

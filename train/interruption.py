@@ -1,4 +1,4 @@
-"""Signals that end a run in good order."""
+"""Signals that end a run after a checkpoint."""
 
 import signal
 import threading
@@ -8,9 +8,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interruption:
-    """Keeps the first SIGTERM or Ctrl-C until the loop asks; the second ends the process at once.
+    """Stores the first SIGTERM or Ctrl-C for the loop. A second one ends the process at once.
 
-    In a thread other than the main one, where Python sets no handlers, nothing is kept.
+    Python handles signals only in the main thread; in other threads, nothing is stored.
     """
 
     def __init__(self) -> None:

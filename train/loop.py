@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluations, checkpoints, and the ways in which a run ends early."""
+"""The training loop: steps, evaluations, checkpoints, and early ends of a run."""
 
 import signal
 import time
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from train.hosts import of_all
+from train.hosts import gather_all
 from train.interruption import Interruption
 from train.monitor import Monitor
 from train.run import Run
@@ -17,13 +17,13 @@ from train.windows import Batches, Windows
 from twinscan.command_line import NonFiniteError, StoppedError
 
 STEPS_PER_CALL = 10
-"""At most so many steps of the optimiser cost one dispatch."""
+"""Largest number of optimizer steps in a call."""
 SECONDS_PER_CALL = 1.0
-"""Of slow steps a call has fewer: a signal waits for its end."""
+"""Slower calls get fewer steps, because a signal waits for the end of a call."""
 
 
 class Call(NamedTuple):
-    """The steps of one dispatch."""
+    """The steps of one call of the compiled program."""
 
     start: int
     stop: int
@@ -31,14 +31,15 @@ class Call(NamedTuple):
 
 
 def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Console) -> TrainState:
-    """Train to the config's last step, from the newest checkpoint if there is one.
+    """Trains to the last step of the config, from the newest checkpoint if there is one.
 
     Raises:
         NonFiniteError: too many steps in a row, or the weights, are not finite. The newest
-            checkpoint is from before.
-        StoppedError: SIGTERM or Ctrl-C. The newest checkpoint is of the last step that was made.
+            checkpoint is older.
+        StoppedError: after SIGTERM or Ctrl-C. The newest checkpoint is that of the last step.
 
     """
+    # Batches depend on the step alone, so a resumed run continues with the same ones.
     config = run.config
     state = run.restore(trainer) if run.checkpoints.steps else trainer.initial_state()
     step = int(state.step)
@@ -53,37 +54,41 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     monitor = Monitor(run, trainer, console, step, lambda step: training.starts(step).tolist())
     with monitor, Interruption() as interruption:
         while True:
-            stopping, steps_per_call = decided(interruption.signal, steps_per_call)
+            # All processes must stop, evaluate and step together.
+            stopping, steps_per_call = agreed_signal(interruption.signal, steps_per_call)
             is_last = step == config.num_steps
             is_due = step % config.eval_every == 0 or is_last
             if is_due or stopping:
-                record(run, trainer, monitor, state, call)
+                log_call(run, trainer, monitor, state, call)
                 call = None
-                keep(run, trainer, monitor, state, evaluation if is_due else {})
+                evaluate_and_save(run, trainer, monitor, state, evaluation if is_due else {})
             if is_last or stopping:
                 run.checkpoints.close()
-                stopping, _ = decided(interruption.signal, steps_per_call)
+                # A signal may also have come during the last save.
+                stopping, _ = agreed_signal(interruption.signal, steps_per_call)
                 if stopping:
                     raise StoppedError(stopping, f"the run is saved at step {step} in {run.folder}")
                 return state
+            # Call the program with as many steps as there are until the next evaluation.
             call_time = time.perf_counter()
             next_evaluation = step - step % config.eval_every + config.eval_every
             stop = min(step + steps_per_call, next_evaluation, config.num_steps)
             chunk = [training.starts(i) for i in range(step, stop)]
-            chunk += chunk[-1:] * (STEPS_PER_CALL - len(chunk))  # one program for every call
+            chunk += chunk[-1:] * (STEPS_PER_CALL - len(chunk))  # one shape, one program
             tokens = trainer.put_windows(training.windows, np.stack(chunk))
             state, measures = trainer.steps(state, tokens, stop - step)
             monitor.called(stop, time.perf_counter() - call_time)
             before, call = call, Call(step, stop, measures)
-            record(run, trainer, monitor, state, before)  # while the device works on this call
-            steps_per_call = adapted(steps_per_call, time.perf_counter() - call_time)
+            # Log the call before this one while the device works.
+            log_call(run, trainer, monitor, state, before)
+            steps_per_call = next_call_size(steps_per_call, time.perf_counter() - call_time)
             step = stop
 
 
-def record(
+def log_call(
     run: Run, trainer: Trainer, monitor: Monitor, state: TrainState, call: Call | None
 ) -> None:
-    """Log what a call measured; raise where it leaves no hope for the steps after it."""
+    """Logs the measures of a call, and raises a NonFiniteError if further steps are pointless."""
     skipped = [] if call is None else monitor.record(*call)
     most = run.config.max_skipped
     for step in skipped:
@@ -93,14 +98,14 @@ def record(
         raise not_finite(run, skipped[0], "the weights are")
 
 
-def keep(
+def evaluate_and_save(
     run: Run,
     trainer: Trainer,
     monitor: Monitor,
     state: TrainState,
     evaluation: dict[str, np.ndarray],
 ) -> None:
-    """Evaluate the state, write what comes out, and write a checkpoint."""
+    """Evaluates the state, logs the losses, and writes a checkpoint."""
     step = int(state.step)
     losses = {
         name: float(trainer.evaluate(state.averaged_params, batches).mean())
@@ -113,16 +118,16 @@ def keep(
     run.checkpoints.save(step, state, losses.get("val"), monitor.unlogged)
 
 
-def decided(
+def agreed_signal(
     received: signal.Signals | None, steps_per_call: int
 ) -> tuple[signal.Signals | None, int]:
-    """The signal that any process has received, and the first one's steps."""
-    signals, steps = of_all([received or 0, steps_per_call]).T
+    """The signal that any process has received, and the call size of the first process."""
+    signals, steps = gather_all([received or 0, steps_per_call]).T
     stopping = int(signals.max())
     return signal.Signals(stopping) if stopping else None, int(steps[0])
 
 
-def adapted(steps_per_call: int, seconds: float) -> int:
+def next_call_size(steps_per_call: int, seconds: float) -> int:
     """Twice as many steps after a quick call, half as many after a slow one."""
     if seconds < SECONDS_PER_CALL / 2:
         return min(2 * steps_per_call, STEPS_PER_CALL)
@@ -130,7 +135,7 @@ def adapted(steps_per_call: int, seconds: float) -> int:
 
 
 def not_finite(run: Run, step: int, what: str) -> NonFiniteError:
-    """The end of a run, with the checkpoint that is left."""
+    """Closes the checkpoints, and returns the error that names the last one."""
     run.checkpoints.close()
     return NonFiniteError(
         f"step {step}: {what} not finite; the last finite checkpoint is of step "

@@ -25,8 +25,8 @@ BATCH_AXES = (DATA, SEQUENCE)
 """The mesh axes over which a batch is divided: its rows, and their time."""
 HOST_DEVICES = "xla_force_host_platform_device_count"
 THREADS_OF_DEVICE = 4
-"""XLA's devices on a CPU share a pool of `NPROC` threads, in which collectives wait for each other.
-With one thread a device they wait forever, with two they did not."""
+"""The virtual devices of a CPU share a pool of `NPROC` threads, in which collectives wait for each
+other. With one thread per device they wait forever; with two they did not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,10 @@ class MeshConfig(CheckedFields):
 
 
 def provide_devices(config: MeshConfig) -> None:
-    """Where JAX finds nothing but a CPU, let it be as many devices as the mesh asks for.
+    """Makes a CPU act as the number of devices that the mesh needs.
 
-    Not if the environment says how many it is, nor once JAX has started its devices.
+    This has no effect on other platforms, if the environment sets the number, or once JAX has
+    started its devices.
     """
     count = (config.data or 1) * config.model * config.sequence
     if count == 1:
@@ -76,14 +77,15 @@ def build_mesh(config: MeshConfig, *, rows: int, window: int, devices: Sequence[
 
     Args:
         config: the numbers of devices.
-        rows: of a batch, or of a part of it where gradients are accumulated.
-        window: steps of a row.
-        devices: those that are there.
+        rows: number of rows in a batch, or in a part of it if gradients are accumulated.
+        window: number of steps in a row.
+        devices: the available devices.
 
     Raises:
-        ValueError: the devices, the rows or the window do not divide.
+        ValueError: the devices, the rows or the window cannot be divided evenly.
 
     """
+    # Without a number for `data`, use as many of the remaining devices as divide the rows.
     others = config.model * config.sequence
     if len(devices) % others:
         raise ValueError(
@@ -94,6 +96,7 @@ def build_mesh(config: MeshConfig, *, rows: int, window: int, devices: Sequence[
     if data is None:
         available = len(devices) // others
         data = max(count for count in range(1, available + 1) if rows % count == 0)
+    # Check all three axes before JAX builds the mesh, to name the option that is wrong.
     size = data * others
     if len(devices) % size:
         raise ValueError(
@@ -130,7 +133,8 @@ def places(model: nnx.Module, mesh: Mesh | AbstractMesh, *, fully_sharded: bool)
     if mesh.shape[MODEL] > 1 and not names - {VOCABULARY}:
         raise ValueError(
             f"mesh.model: expected 1, since no layer of {type(model).__name__} declares mesh_axes "
-            f"that devices could divide, got {mesh.shape[MODEL]}"
+            "that devices could divide (mesh.data and mesh.fully_sharded divide any model), got "
+            f"{mesh.shape[MODEL]}"
         )
     specs = {}
     for path, param in by_path(nnx.state(model, nnx.Param)).items():
@@ -172,29 +176,29 @@ def place(
 
 
 def only(spec: P, *axes: Any) -> P:
-    """The places on these axes of the mesh alone."""
+    """The spec with only these axes of the mesh."""
     return P(*(axis if axis in axes else None for axis in spec))
 
 
 def in_layers(spec: P, mesh: Mesh) -> P:
-    """Where a parameter is when a layer reads it, inside a `shard_map` over the batch's axes.
+    """The sharding of a parameter when a layer reads it, inside a `shard_map` over the batch axes.
 
-    What XLA divides over `model` is gathered before: of such a part, a gather inside makes XLA
-    gather the rest first.
+    With a mesh axis `model`, the batch axes are gathered before, because XLA would gather the axis
+    `model`, too, if a layer gathered such a parameter itself.
     """
     return spec if mesh.shape[MODEL] == 1 else only(spec, MODEL)
 
 
 class PlacedParam(nnx.Param):
-    """A parameter as a device has it inside a `shard_map` over the batch's axes.
+    """A sharded parameter inside a `shard_map` over the batch axes.
 
-    Of a parameter that these axes divide, a device has a part; who reads it gets all of it. The
-    derivative of the gathering is the sum of all devices' gradients, each device its part. One that
-    `model` divides is so divided where it is read, and its gradient where it is made.
+    If the batch axes divide the parameter, a device holds a part and gathers the whole when a layer
+    reads it. The derivative sums the gradients of all devices and leaves each device its part. If
+    `model` divides the parameter, it stays divided, and so does its gradient.
     """
 
     def get_value(self, *, index: Any = MISSING) -> Any:
-        """What a device reads of it, or what of this has the index."""
+        """The value that a layer reads, or its element at the index."""
         spec, value = self.get_metadata("spec"), super().get_value()
         if (axis := gathered_axis(spec)) is not None:
             value = lax.all_gather(value, BATCH_AXES, axis=axis, tiled=True)
@@ -205,12 +209,12 @@ class PlacedParam(nnx.Param):
 
 
 def gathered_axis(spec: P) -> int | None:
-    """Which axis of a parameter lies in parts on the devices that share its batch."""
+    """The axis of a parameter that the batch axes of the mesh divide, or None."""
     return next((i for i, axis in enumerate(spec) if axis == BATCH_AXES), None)
 
 
 def placed(model: nnx.Module, specs: Mapping[str, P]) -> None:
-    """Make a model read the parameters of these paths from these places."""
+    """Replaces the parameters of these paths by `PlacedParam`s with these shardings."""
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             spec = specs.get(".".join(map(str, (*path, name))), P())

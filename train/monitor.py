@@ -37,13 +37,13 @@ From cloud.google.com/tpu/docs/system-architecture-tpu-vm and NVIDIA's data shee
 the precision of float32, for which a TPU makes six products in bfloat16.
 """
 DRAWING_SHARE = 0.01
-"""At most so much of the time goes into redrawing the curve."""
+"""Largest share of the time that goes into redrawing the curve."""
 FIRST_DRAWING = 0.3
-"""Seconds that a drawing takes, until one has been timed."""
+"""Assumed seconds for a drawing, until one has been timed."""
 
 
 def peak(kind: str, dtype: str) -> float | None:
-    """The FLOP/s of a device, if they are known."""
+    """The peak FLOP/s of a device, or None if unknown."""
     known = [name for name in PEAKS if kind.startswith(name)]
     return PEAKS[max(known, key=len)][dtype == "float32"] if known else None
 
@@ -51,7 +51,8 @@ def peak(kind: str, dtype: str) -> float | None:
 class Monitor:
     """Logs a run into its `metrics.jsonl`, and shows it on the console.
 
-    A step is told by the number of steps before it. `rows(step)` says where its windows begin.
+    A step is identified by the number of steps before it. `rows(step)` lists where its windows
+    begin.
     """
 
     def __init__(
@@ -62,28 +63,31 @@ class Monitor:
         step: int,
         rows: Callable[[int], list[int]],
     ):
+        # The speed is shown as a share of the peak, if the device is known.
         config, devices = run.config, trainer.mesh.devices
         kind = devices.flat[0].device_kind
         num_params = sum(param.size for param in jax.tree.leaves(trainer.initial_params))
         device_peak = peak(kind, config.dtype)
+        # Continue the counts of the process that the run was resumed from.
         self.skipped = {line["step"] for line in run.metrics("skipped") if line["step"] < step}
-        """The steps that were not applied."""
+        """The steps that were not applied, because they were not finite."""
         self._run, self._console, self._rows = run, console, rows
         self._peak = None if device_peak is None else devices.size * device_peak
         self._flops_per_token = 6 * num_params
-        """As is usual. XLA's count would have the body of a loop over time only once."""
+        """The usual estimate. XLA's own count includes the body of a loop over time only once."""
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
         self._first, self._is_compiled = step, False
         self.unlogged = run.checkpoints.unlogged(step)
-        """The losses since the last line, also those of a process that a signal stopped."""
+        """The losses since the last line, including those of a process that a signal stopped."""
         self._gradient_norm = self._seconds = 0.0
-        """Of the last step that was applied; since the last line."""
+        """The gradient norm of the last applied step, and the time since the last line."""
         self._num_steps = 0
         self._start = self._began = self._drawn = time.perf_counter()
         self._last: float | None = None
-        """When the last call that was recorded ended; none since the last evaluation."""
+        """The end of the last recorded call; None after an evaluation."""
         self._drawing_seconds = FIRST_DRAWING
         self._writer = open_writer(run) if config.tensorboard else None
+        # The first lines describe the run and name the columns.
         before = run.devices_before
         run.log({"start": step, "device": kind, "devices": devices.size, "parameters": num_params})
         self._print(f"{devices.size} × {kind}, {num_params:,} parameters")
@@ -112,7 +116,7 @@ class Monitor:
             self._writer.close()
 
     def called(self, step: int, seconds: float) -> None:
-        """Show that the steps before this one were sent to the device, in so many seconds."""
+        """Shows that the steps before this one were dispatched, in this number of seconds."""
         now = time.perf_counter()
         if not self._is_compiled:
             self._is_compiled = True
@@ -124,7 +128,7 @@ class Monitor:
         self._progress.update(self._bar, completed=step)
 
     def record(self, start: int, stop: int, measures: Measures) -> list[int]:
-        """Log the steps of a call, once they are made, and return those that were not applied."""
+        """Waits for the steps of a call, logs them, and returns those that were not applied."""
         losses, norms = (np.asarray(each).tolist() for each in measures)
         now = time.perf_counter()
         assert self._last is not None
@@ -146,11 +150,11 @@ class Monitor:
         return skipped
 
     def skipped_in_a_row(self, step: int) -> int:
-        """How many steps up to this one, and none between, were not applied."""
+        """The number of consecutive steps up to this one that were not applied."""
         return next(n for n in itertools.count() if step - n not in self.skipped)
 
     def evaluated(self, step: int, losses: dict[str, float]) -> None:
-        """Log the losses of an evaluation, and redraw the curve if that is cheap by now."""
+        """Logs the losses of an evaluation, and redraws the curve if that costs little time."""
         now = time.perf_counter()
         self._log({"step": step, **losses, "seconds": round(now - self._start, 2)})
         self._print(f"{step:7d}  train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
@@ -169,7 +173,7 @@ class Monitor:
         )
 
     def _log_line(self, step: int) -> None:
-        """Log the steps since the last line, if any was applied."""
+        """Logs the steps since the last line, if any of them was applied."""
         config = self._run.config
         num_tokens = self._num_steps * config.batch_size * config.window
         losses, speed = self.unlogged, num_tokens / self._seconds
@@ -185,15 +189,15 @@ class Monitor:
             "tokens_per_second": round(speed, 1),
             "seconds_left": round(elapsed * (config.num_steps - step) / (step - self._first), 1),
         }
-        utilisation = ""
+        utilization = ""
         if self._peak:
             line["mfu"] = round(self._flops_per_token * speed / self._peak, 4)
-            utilisation = f"{line['mfu']:5.1%}  "
+            utilization = f"{line['mfu']:5.1%}  "
         self._log(line)
         left = datetime.timedelta(seconds=round(line["seconds_left"]))
         self._print(
             f"{step:7d}  {line['loss']:7.4f}  {line['learning_rate']:8.2e}  "
-            f"{self._gradient_norm:8.3g}  {speed:10,.0f}  {utilisation}{left}"
+            f"{self._gradient_norm:8.3g}  {speed:10,.0f}  {utilization}{left}"
         )
 
     def _log(self, line: dict[str, Any]) -> None:
@@ -208,7 +212,7 @@ class Monitor:
 
 
 def check_tensorboard(config: TrainConfig) -> None:
-    """Refuse what needs a package that is not installed."""
+    """Raises an error if tensorboardX is needed but not installed."""
     if config.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise CommandLineError(
             "--tensorboard: needs the package tensorboardX: pip install tensorboardX"
@@ -216,7 +220,7 @@ def check_tensorboard(config: TrainConfig) -> None:
 
 
 def open_writer(run: Run) -> Any:
-    """What writes TensorBoard's events into the run's folder."""
+    """A writer of TensorBoard's events into the run's folder."""
     from tensorboardX import SummaryWriter
 
     return SummaryWriter(str(run.folder))

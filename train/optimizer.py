@@ -1,4 +1,4 @@
-"""Optimizers by config, defined as torch.optim defines them."""
+"""Optimizers as `torch.optim` defines them, built from a config."""
 
 import dataclasses
 import math
@@ -45,10 +45,10 @@ class OptimizerConfig(CheckedFields):
 
 @checked_options
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate, by the number of steps before, of a run of `num_steps` steps.
+    """The learning rate of a run of `num_steps` steps, as a function of the steps before.
 
     Raises:
-        ValueError: the warm-up is as long as the run.
+        ValueError: the warm-up is at least as long as the run.
 
     """
     if config.warmup_steps >= num_steps:
@@ -70,10 +70,10 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 @checked_options
 def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """The optimiser of a run of `num_steps` steps.
+    """The optimizer of a run of `num_steps` steps.
 
     Raises:
-        ValueError: the warm-up is as long as the run.
+        ValueError: the warm-up is at least as long as the run.
 
     """
     optimizer = optax.chain(
@@ -89,7 +89,7 @@ def build_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTr
 def apply_gradient(
     optimizer: optax.GradientTransformation, gradient, optimizer_state: optax.OptState, params
 ) -> tuple[Any, optax.OptState]:
-    """The parameters after one step, inside their bounds, and the optimiser's state."""
+    """The parameters after one step, projected into their bounds, and the optimizer's state."""
     with jax.numpy_dtype_promotion("standard"):  # optax does not work under "strict"
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
         return project(optax.apply_updates(params, updates)), optimizer_state
@@ -98,7 +98,7 @@ def apply_gradient(
 def clip_by_global_norm(max_norm: float, epsilon: float = 1e-6) -> optax.GradientTransformation:
     """`g · min(1, max_norm / (‖g‖ + ε))`, as `torch.nn.utils.clip_grad_norm_` clips.
 
-    `optax.clip_by_global_norm` has no ε, which parts the two by 1e-6 of a step.
+    `optax.clip_by_global_norm` has no ε, which changes a step by a factor of about 1e-6.
     """
 
     def clip(updates, params=None):
@@ -111,7 +111,7 @@ def clip_by_global_norm(max_norm: float, epsilon: float = 1e-6) -> optax.Gradien
 def scale_by_amsgrad(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformation:
-    """`torch.optim.Adam(amsgrad=True)`: the largest second moment, and then its bias correction.
+    """`torch.optim.Adam(amsgrad=True)`: corrects the bias of the largest second moment.
 
     `optax.amsgrad` takes the largest of the corrected second moments.
     """
@@ -136,11 +136,11 @@ def scale_by_amsgrad(
 
 
 NO_MATRICES = {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
-"""The names of parameters of several axes that multiply no vector."""
+"""The names of parameters that have several axes but are not matrices."""
 
 
 def is_matrix(path: tuple[Any, ...], param: jax.Array) -> bool:
-    """Is a parameter, at its path, a matrix or several?"""
+    """Whether the parameter at this path is a matrix, or a stack of matrices."""
     name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
     return param.ndim >= 2 and name.split(".")[-1] not in NO_MATRICES
 
@@ -148,7 +148,7 @@ def is_matrix(path: tuple[Any, ...], param: jax.Array) -> bool:
 def add_decayed_weights(
     weight_decay: float, mask: Literal["all", "matrices"]
 ) -> optax.GradientTransformation:
-    """As `optax.add_decayed_weights`; its state is the same with any mask."""
+    """`optax.add_decayed_weights`, with a state that does not depend on the mask."""
 
     def add(path, update, param):
         if mask == "matrices" and not is_matrix(path, param):
@@ -159,7 +159,7 @@ def add_decayed_weights(
 
 
 class AveragedState(NamedTuple):
-    """The state of an optimiser, and the average of the parameters that it made."""
+    """The state of an optimizer, and the average of the parameters after its steps."""
 
     optimizer_state: optax.OptState
     params: Any
@@ -169,9 +169,10 @@ class AveragedState(NamedTuple):
 def averaging(
     optimizer: optax.GradientTransformation, decay: float
 ) -> optax.GradientTransformation:
-    """The optimiser, with the mean of the parameters after its steps, weighted by decay^age.
+    """The optimizer, with an average of the parameters after its steps, weighted by decay^age.
 
-    The first parameters are not in it, as Adam's bias correction takes zeros out of its moments.
+    The initial parameters are not part of the average, just as Adam's bias correction removes the
+    initial zeros from its moments.
     """
 
     def init(params):
@@ -189,7 +190,7 @@ def averaging(
 
 
 def forms(state: Any, params: Any) -> list[Any]:
-    """An optimiser's state as optimisers have it that clip or not, and average or not."""
+    """An optimizer's state in all four forms: with and without clipping, and averaging."""
     average = state
     if not isinstance(state, AveragedState):
         average = AveragedState(state, jax.tree.map(jnp.copy, params), jnp.zeros((), jnp.int32))
@@ -200,7 +201,7 @@ def forms(state: Any, params: Any) -> list[Any]:
 
 
 def reformed(state: Any, params: Any, like: Any) -> Any:
-    """An optimiser's state in the form of another's; an average that it lacks begins anew."""
+    """An optimizer's state in the form of another's. A missing average starts anew."""
     structure = jax.tree.structure(like)
     all_forms = [state, *forms(state, params)]
     return next(form for form in all_forms if jax.tree.structure(form) == structure)

@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else trained: its model, and what its tokens stand for."""
+"""Published checkpoints: their models and their vocabularies."""
 
 import contextlib
 import re
@@ -20,10 +20,10 @@ OR_TOKENS = "give the tokens themselves, by --prompt-tokens"
 
 
 class Numbers:
-    """Tokens as they are."""
+    """A vocabulary whose text is the tokens themselves, as integers."""
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """Integers between spaces."""
+        """The tokens of integers that are separated by spaces."""
         numbers = text.split()
         for number in numbers:
             if not re.fullmatch("[0-9]+", number):
@@ -31,15 +31,15 @@ class Numbers:
         return np.array([*map(int, numbers)])
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """A space before each."""
+        """The tokens, each after a space."""
         return (f" {int(np.ravel(token)[0])}" for token in tokens)
 
 
-class OwnTokens(Subwords):
+class CheckpointTokens(Subwords):
     """The tokens of the tokenizer in a checkpoint's folder.
 
-    The tokenizer puts its own before a text. Which ones end a text, the checkpoint's configuration
-    says: of the usual names a large vocabulary has some that stand for something else.
+    The tokenizer adds tokens of its own before a text. The checkpoint's configuration says which
+    tokens end a text, because in a large vocabulary the usual names may mean something else.
     """
 
     def __init__(self, folder: Path):
@@ -48,7 +48,7 @@ class OwnTokens(Subwords):
         self.end_of_text = None
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """The tokens of a text, int32, and those before it."""
+        """The tokens of a text, int32, after those with which every text begins."""
         return np.array(self.tokenizer.encode(text).ids, np.int32)
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
@@ -60,7 +60,7 @@ def read_model(path: Path) -> LanguageModel:
     """The language model in a file or a folder.
 
     Raises:
-        CommandLineError: there is no such file, or no such model in it.
+        CommandLineError: the file does not exist or does not hold a language model.
 
     """
     with faults_of_checkpoint(path):
@@ -71,7 +71,7 @@ def read_model(path: Path) -> LanguageModel:
 
 
 def tokenizer_of(config: LanguageModelConfig, path: Path) -> str | None:
-    """The vocabulary of the model in a file or a folder, by `--tokenizer`; None if unknown."""
+    """The value of `--tokenizer` for the model in a file or a folder; None if unknown."""
     if config.tokenizer is not None:
         return config.tokenizer
     if (path / TOKENIZER).exists():
@@ -80,10 +80,10 @@ def tokenizer_of(config: LanguageModelConfig, path: Path) -> str | None:
 
 
 def tokens_of(model: LanguageModel, path: Path) -> Tokens:
-    """What the tokens of the model in a file or a folder stand for.
+    """The vocabulary of the model in a file or a folder.
 
     Raises:
-        CommandLineError: it is not known.
+        CommandLineError: the vocabulary is unknown, or its package is not installed.
 
     """
     name = tokenizer_of(model.config, path)
@@ -96,7 +96,7 @@ def tokens_of(model: LanguageModel, path: Path) -> Tokens:
         )
     if name not in PUBLISHED:
         with faults_of_checkpoint(path):
-            return OwnTokens(path)
+            return CheckpointTokens(path)
     try:
         return PUBLISHED[name]()
     except ImportError as error:
@@ -104,14 +104,15 @@ def tokens_of(model: LanguageModel, path: Path) -> Tokens:
 
 
 @contextlib.contextmanager
-def faults_of_checkpoint(path: Path) -> Iterator[None]:
-    """Name the path, in one line, where a checkpoint is not what it should be."""
+def faults_of_checkpoint(path: Path, flag: str = "") -> Iterator[None]:
+    """Turns what is wrong with a checkpoint into one line that names the flag and the path."""
     try:
         yield
     except OSError as error:
-        raise CommandLineError(f"{error.filename or path}: {error.strerror or error}") from None
+        reason = f"{error.filename or path}: {error.strerror or error}"
+        raise CommandLineError(f"{flag}{reason}") from None
     except (ImportError, TypeError, ValueError) as error:
-        raise CommandLineError(f"{path}: {in_one_line(error)}") from None
+        raise CommandLineError(f"{flag}{path}: {in_one_line(error)}") from None
 
 
 def _ends(folder: Path) -> list[int]:

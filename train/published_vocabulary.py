@@ -1,4 +1,4 @@
-"""Vocabularies of published models, which have a name and no file."""
+"""Vocabularies of published models, which are chosen by name."""
 
 import codecs
 import dataclasses
@@ -17,10 +17,10 @@ from twinscan.command_line import CommandLineError
 
 @dataclasses.dataclass(frozen=True)
 class Published(CheckedFields):
-    """A vocabulary that a name tells.
+    """A vocabulary that is chosen by name.
 
-    The last of its `size` tokens may stand for nothing. `end` is its end of a text, which a text
-    of one document does not have.
+    The last of its `size` tokens may have no meaning. `end` is the token that ends a document,
+    unless the text is a single document.
     """
 
     has_end: bool = False
@@ -34,17 +34,17 @@ class Published(CheckedFields):
 
     @property
     def end_of_text(self) -> int | None:
-        """The end, where documents have one."""
+        """The token that ends a document; None if the text is a single document."""
         return self.end if self.has_end else None
 
     def fields(self) -> dict[str, Any]:
-        """What `vocabulary.from_fields` reads."""
+        """The fields that `vocabulary.from_fields` reads."""
         return {"published": self.name, "has_end": self.has_end}
 
 
 @dataclasses.dataclass(frozen=True)
 class World(Published):
-    """RWKV's World vocabulary, of the package `rwkv`: a token is a piece of UTF-8.
+    """RWKV's World vocabulary, from the package `rwkv`. A token is a sequence of bytes of UTF-8.
 
     Raises:
         ImportError: the package is not installed.
@@ -60,14 +60,14 @@ class World(Published):
         _trie()
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """The longest tokens, one after the other."""
+        """The tokens of a text: at each place, the longest token that fits."""
         try:
             return np.array(_trie().encode(text), np.int32)
         except UnicodeEncodeError:
             raise CommandLineError(f"{name}: expected text in UTF-8") from None
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """Up to the end of the text. A token may hold some bytes of a character only."""
+        """The text of tokens, up to the end of the text. A token may end inside a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in until_end(tokens, self.end):
             yield decoder.decode(_trie().idx2token.get(token, b"\xff"))
@@ -76,7 +76,7 @@ class World(Published):
 
 @functools.cache
 def _trie() -> Any:
-    """RWKV's tokens and their numbers."""
+    """The tokenizer of the package `rwkv`."""
     try:
         from rwkv.rwkv_tokenizer import TRIE_TOKENIZER  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -87,7 +87,7 @@ def _trie() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Nucleotides(Published):
-    """The tokens of HyenaDNA: A, C, G, T and N, after seven that stand for no nucleotide."""
+    """The tokens of HyenaDNA: seven special tokens, then A, C, G, T and N."""
 
     name = "nucleotides"
     size = 16
@@ -96,7 +96,7 @@ class Nucleotides(Published):
     first: ClassVar[int] = 7
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """A token for each letter, int32; ends of lines are left out."""
+        """A token for each letter, int32. Line ends are ignored."""
         text = text.replace("\n", "")
         if unknown := {*text} - {*self.letters}:
             found = ", ".join(map(repr, sorted(unknown)[:20]))
@@ -104,7 +104,7 @@ class Nucleotides(Published):
         return np.array([self.first + self.letters.index(letter) for letter in text], np.int32)
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The letters of tokens, as they come, up to the end of the text."""
+        """The letters of tokens, one by one, up to the end of the text."""
         for token in until_end(tokens, self.end):
             known = self.first <= token < self.first + len(self.letters)
             yield self.letters[token - self.first] if known else "\N{REPLACEMENT CHARACTER}"

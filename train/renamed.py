@@ -1,4 +1,4 @@
-"""Restores runs of earlier versions, in which parameters had other paths."""
+"""Paths of parameters in the runs of earlier versions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ def with_old_paths(state: Any) -> list[Any]:
 
 
 def with_new_paths(state: Any) -> Any:
-    """The training state with the paths of this version, which it may have already."""
+    """A training state with the paths of this version, from the old or the new paths."""
     return _renamed(state, _new)
 
 
@@ -44,7 +44,7 @@ def _new(path: Path) -> Path:
 
 
 def _renamed(tree: Any, rename: Callable[[Path], Path]) -> Any:
-    """The tree with other paths for all parameters, and for their moments and averages."""
+    """The tree with other paths for parameters, and for their moments and averages."""
 
     def renamed(state: Any) -> Any:
         if not isinstance(state, nnx.State):

@@ -1,4 +1,4 @@
-"""A run's folder, with all that resuming needs: config, vocabulary, metrics, checkpoints."""
+"""The folder of a run: config, vocabulary, metrics and checkpoints."""
 
 import contextlib
 import dataclasses
@@ -37,13 +37,13 @@ CONFIG, VOCABULARY, METRICS = "config.json", "vocabulary.json", "metrics.jsonl"
 CURVE = "curve.png"
 CHECKPOINTS, EXPORTED, LOCK = "checkpoints", "twin.safetensors", "lock"
 BEFORE_CONFIG = {LOCK, VOCABULARY, CHECKPOINTS, f"{VOCABULARY}.partial", f"{CONFIG}.partial"}
-"""What a folder has until its run has begun: the config is written last."""
+"""The files of a run that has not begun: the config is written last."""
 SPECIAL = "*?[\\"
-"""Characters of a path that orbax does not take as they are: it would lose the arrays."""
+"""Characters that must not occur in a path, because orbax would lose the arrays."""
 
 
 class Run:
-    """A run, open in its folder."""
+    """A run and its folder."""
 
     @checked_options
     def __init__(
@@ -59,7 +59,7 @@ class Run:
         self.vocabulary = vocabulary
         self.text_digest = text_digest
         self.identity = identity
-        """By which a run knows its checkpoints."""
+        """Distinguishes the checkpoints of this run from those of other runs."""
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, identity)
 
     @classmethod
@@ -67,10 +67,10 @@ class Run:
     def create(
         cls, folder: Path, config: TrainConfig, vocabulary: Vocabulary, text_digest: str
     ) -> "Run":
-        """A new run in a folder that `locked` keeps for it, or that does not exist.
+        """Creates a run in a folder that is `locked` or does not exist.
 
         Raises:
-            CommandLineError: the folder cannot be made or written.
+            CommandLineError: the folder cannot be created or written.
 
         """
         with faults_of(folder):
@@ -81,16 +81,16 @@ class Run:
 
     @classmethod
     def is_in(cls, folder: Path) -> bool:
-        """Has a run begun in the folder?"""
+        """Whether a run has begun in the folder."""
         return (folder / CONFIG).exists()
 
     @classmethod
     @checked_options
     def open(cls, folder: Path) -> "Run":
-        """The run that a folder holds.
+        """Opens the run in a folder.
 
         Raises:
-            CommandLineError: it holds none, or files of it are missing or damaged.
+            CommandLineError: the folder holds no run, or files are missing or damaged.
 
         """
         check_path(folder)
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Has the run made its last step, and its report?"""
+        """Whether the run has done its last step and its report."""
         last = self.config.num_steps
         return (
             any(line["step"] == last for line in self.metrics("finished"))
@@ -116,20 +116,21 @@ class Run:
         )
 
     def write(self) -> None:
-        """Write what the run is: the vocabulary, then the config, each whole or not at all."""
+        """Writes the vocabulary and then the config, each completely or not at all."""
         identity = {"text_digest": self.text_digest, "run": self.identity}
         _write(self.folder / VOCABULARY, self.vocabulary.fields() | identity)
         _write(self.folder / CONFIG, to_fields(self.config))
 
     def restore(self, trainer: Trainer) -> TrainState:
-        """The state of the newest checkpoint that is intact; what is wrong with newer ones is said.
+        """The state of the newest intact checkpoint. Damaged newer ones are reported.
 
-        The optimiser may have got other options since.
+        The options of the optimizer may have changed since.
 
         Raises:
-            CommandLineError: there is none.
+            CommandLineError: no checkpoint is intact.
 
         """
+        # A checkpoint may have another form of the optimizer's state, and paths of old versions.
         like = trainer.initial_state()
         likes = [like]
         for form in forms(like.optimizer_state, like.params):
@@ -139,6 +140,7 @@ class Run:
             state = with_new_paths(self.checkpoints.restore(*likes, *earlier))
         except FileNotFoundError:
             state = None
+        # Say which checkpoints are damaged, even if an older one is intact.
         faults = [
             f"{self.checkpoints.folder / str(step)}: the checkpoint is damaged: {fault}"
             for step, fault in sorted(self.checkpoints.damaged.items(), reverse=True)
@@ -154,14 +156,19 @@ class Run:
 
     def model(self) -> LanguageModel:
         """The trained model, on one device."""
+        trainer, params = self.restored()
+        return trainer.model(params)
+
+    def restored(self) -> tuple[Trainer, nnx.State]:
+        """A trainer on one device, and the trained parameters."""
         config = dataclasses.replace(self.config, mesh=MeshConfig())
         trainer = build_trainer(config, self.vocabulary, jax.local_devices()[:1])
-        return trainer.model(self.restore(trainer).averaged_params)
+        return trainer, self.restore(trainer).averaged_params
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Append a line to `metrics.jsonl`, after ending one that a killed run left.
+        """Appends a line to `metrics.jsonl`, in the first process only.
 
-        Of several processes, the first does.
+        If a killed process left an incomplete line, the new line starts after it.
         """
         if not is_first():
             return
@@ -173,9 +180,9 @@ class Run:
             file.write(json.dumps(metrics, allow_nan=False).encode() + b"\n")
 
     def metrics(self, kind: Kind = "evaluation") -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` of a kind; of two for one step, the later.
+        """The lines of `metrics.jsonl` of a kind, by step. A later line replaces an earlier one.
 
-        What a process logged beyond the step that the next one started from does not count.
+        Lines beyond the step from which the next process started do not count.
         """
         by_step: dict[int, dict[str, Any]] = {}
         for record in self._records():
@@ -188,13 +195,13 @@ class Run:
 
     @property
     def devices_before(self) -> int | None:
-        """On how many devices the run was last."""
+        """The number of devices of the last process; None if there was none."""
         return next(
             (record["devices"] for record in reversed(self._records()) if "devices" in record), None
         )
 
     def _records(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`, but for those that no logger wrote whole."""
+        """The lines of `metrics.jsonl`, without incomplete ones."""
         path, records = self.folder / METRICS, []
         for line in path.read_bytes().splitlines() if path.exists() else []:
             with contextlib.suppress(RecursionError, ValueError):  # half a line
@@ -204,7 +211,7 @@ class Run:
         return records
 
     def draw_curve(self) -> Path:
-        """Draw the losses so far into the folder."""
+        """Draws the losses so far, and returns the path of the picture."""
         from train.curve import draw_curve
 
         path = self.folder / CURVE
@@ -215,11 +222,11 @@ class Run:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in the folder, which is made if it is not there.
+    """Keeps other processes from training in the folder, which is created if necessary.
 
     Raises:
-        CommandLineError: another process trains in it, it has something else in it, or it cannot be
-            written.
+        CommandLineError: another process trains in the folder, or the folder holds something else
+            or cannot be written.
 
     """
     check_path(folder)
@@ -236,7 +243,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_path(folder: Path) -> None:
-    """Refuse a path that orbax does not take as it is."""
+    """Raises an error if orbax cannot use the path."""
     path = str(folder.absolute())
     if found := [character for character in SPECIAL if character in path]:
         raise CommandLineError(
@@ -248,7 +255,7 @@ def check_path(folder: Path) -> None:
 
 
 def check_content(folder: Path) -> None:
-    """Refuse a folder with something else than a run."""
+    """Raises an error if the folder holds something other than a run."""
     if not folder.exists():
         return
     with faults_of(folder):
@@ -265,16 +272,17 @@ def build_trainer(
     *,
     abstract: bool = False,
 ) -> Trainer:
-    """The model and the optimiser of a config, over documents that end as the vocabulary says.
+    """The trainer of a config, on a mesh of the given devices or of all.
 
-    On the config's mesh of the given devices, by default of all. `abstract` parameters have shapes
-    alone: enough for a compiler.
+    If the vocabulary has a token that ends a document, the state is reset there. With `abstract`,
+    the parameters have shapes but no values, which is enough to compile.
 
     Raises:
         CommandLineError: the config cannot be built.
 
     """
 
+    # Errors name the option: those of the model begin with --model.
     def build() -> LanguageModel:
         try:
             return config.model.build(dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
@@ -304,16 +312,14 @@ def build_trainer(
 
 
 def _without_parameters(build: Callable[[], LanguageModel]) -> LanguageModel:
-    """A model whose parameters are shapes. What else it has, such as the state of its dropout, is
-    there.
-    """
+    """A model whose parameters are shapes. Other variables, such as dropout keys, have values."""
     model = nnx.eval_shape(build)
     nnx.update(model, jax.jit(lambda: nnx.state(build(), nnx.Not(nnx.Param)))())
     return model
 
 
 def _write(path: Path, fields: dict[str, Any]) -> None:
-    """Write fields and their digest, whole or not at all."""
+    """Writes fields and their digest, completely or not at all."""
     text = json.dumps(fields | {"digest": _digest(fields)}, indent=2)
     with whole(path) as partial:
         partial.write_text(text + "\n")
@@ -324,7 +330,7 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 def _read(folder: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What the fields of a file tell that `_write` wrote."""
+    """Reads and parses a file that `_write` wrote."""
     try:
         fields = json.loads((folder / name).read_bytes())
         if not isinstance(fields, dict):
@@ -345,7 +351,7 @@ def _read(folder: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
 
 
 def _kind(record: dict[str, Any]) -> Kind:
-    """What a line of the metrics tells."""
+    """The kind of a line of the metrics."""
     for kind in ("skipped", "finished"):
         if kind in record:
             return kind

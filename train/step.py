@@ -1,4 +1,4 @@
-"""The training step, the evaluation, and where their arrays live."""
+"""The training step and the evaluation, on a mesh of devices."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from train.windows import Windows
 
 
 class TrainState(NamedTuple):
-    """What a step changes, and a checkpoint keeps."""
+    """The arrays that a step changes and a checkpoint stores."""
 
     step: Int[Array, ""]
     params: nnx.State
@@ -42,13 +42,13 @@ class TrainState(NamedTuple):
 
     @property
     def averaged_params(self) -> nnx.State:
-        """What is evaluated and exported: the parameters, or their average where there is one."""
+        """The parameters to evaluate and export: their average, if there is one."""
         state = self.optimizer_state
         return state.params if isinstance(state, AveragedState) else self.params
 
 
 class Measures(NamedTuple):
-    """Of a step, or of several: the step is applied where both are finite."""
+    """The measures of a step, or of several. A step is applied only if both are finite."""
 
     loss: Float[Array, "*n"]
     """Before the step, in nats per token."""
@@ -62,9 +62,10 @@ def token_losses(
     targets: Int[Array, "batch window"],
     end_of_text: int | None = None,
 ) -> Float[Array, "batch window"]:
-    """−log p of each target, given its document up to it, in nats and at least float32.
+    """−log p of each target, given the preceding tokens of its document, in nats.
 
-    The end of a text is also what the next document begins with: there, the state is zero again.
+    The state is reset to zero at the token that ends a text, because the next document begins with
+    it. The dtype is at least float32.
     """
     logits, _ = model(inputs, reset=None if end_of_text is None else inputs == end_of_text)
     return optax.softmax_cross_entropy_with_integer_labels(
@@ -73,14 +74,16 @@ def token_losses(
 
 
 class Trainer:
-    """A model and an optimiser as pure functions over a `TrainState`, on a mesh of devices.
+    """A model and an optimizer as pure functions over a `TrainState`, on a mesh of devices.
 
-    A batch's rows are divided over the axis `data`, their time over `sequence`, wide projections
-    over `model`. Parameters and the optimiser's state are whole or, `fully_sharded`, in parts.
+    The mesh axis `data` divides the rows of a batch, `sequence` their time, and `model` the wide
+    projections. With `fully_sharded`, the devices also divide the parameters and the optimizer's
+    state.
 
     Raises:
-        NotImplementedError: the model's time cannot be divided, or its state not be reset.
-        ValueError: no layer declares an axis that `model` could divide, or it does not divide one.
+        NotImplementedError: the model's time cannot be divided, or its state cannot be reset.
+        ValueError: no layer declares an axis for `model` to divide, or `model` does not divide one
+            evenly.
 
     """
 
@@ -119,10 +122,9 @@ class Trainer:
             nnx.eval_shape(lambda model: self.losses(model, one, one), model)
 
     def initial_state(self) -> TrainState:
-        """The state before the first step. The step uses a state up; the model keeps its arrays.
+        """The state before the first step, as a copy, because a step donates its state.
 
-        (From one device to several, `jax.device_put` copies nothing on the first, whatever
-        `may_alias` says.)
+        `jax.device_put` would not copy the arrays on the first device, even with `may_alias=False`.
         """
         params = self.initial_params
         state = TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
@@ -130,7 +132,7 @@ class Trainer:
         return copied(state)
 
     def shardings(self, state: TrainState) -> TrainState:
-        """Where each array of a state is: those of the optimiser, where their parameter is."""
+        """The sharding of each array of a state. The optimizer's arrays follow their parameters."""
         specs = jax.tree.unflatten(jax.tree.structure(state.params), self.specs.values())
         of_optimizer = optax.tree_utils.tree_map_params(
             self.optimizer,
@@ -147,12 +149,12 @@ class Trainer:
         return nnx.merge(self.graphdef, params, self.rest, copy=True)
 
     def put(self, batch: np.ndarray) -> Int[Array, "*n batch window+1"]:
-        """A batch, or several, on the devices: each has the rows that it needs."""
+        """Puts a batch, or several, on the devices. Each device gets its rows."""
         sharding = self.sharding(batch.ndim)
         return jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)
 
     def put_windows(self, windows: Windows, starts: np.ndarray) -> Int[Array, "n batch window+1"]:
-        """The windows that begin at these places; each process reads what its devices need."""
+        """Puts windows on the devices. Each process reads the windows of its own devices."""
         shape = (*starts.shape, windows.window + 1)
 
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -161,26 +163,26 @@ class Trainer:
         return jax.make_array_from_callback(shape, self.sharding(len(shape)), read)
 
     def whole(self, params: nnx.State) -> nnx.State:
-        """The parameters on one device of this process."""
+        """The whole parameters on one device of this process."""
         everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(self.mesh, P()))
         return jax.tree.map(lambda x: x.addressable_data(0), everywhere(params))
 
     def sharding(self, ndim: int) -> NamedSharding:
-        """Where a batch of tokens is, or several: its rows are divided."""
+        """The sharding of a batch of tokens, or of several: the rows are divided."""
         return NamedSharding(self.mesh, P(*[None] * (ndim - 2), DATA))
 
     @partial(jax.jit, static_argnums=0, donate_argnums=1)
     def step(
         self, state: TrainState, tokens: Int[Array, "batch window+1"]
     ) -> tuple[TrainState, Measures]:
-        """One step of the optimiser, and what it measures. The given state is used up.
+        """Does one step of the optimizer, and returns its measures. The given state is donated.
 
-        Where the loss or the gradient's norm is not finite, only the step's number changes.
+        If the loss or the gradient norm is not finite, only the number of the step changes.
 
-        Every device differentiates the loss of its own part of the batch, and one all-reduce takes
-        the mean. (XLA, left to divide the step, would gather the rows of an FFT and reduce tied
-        weights apart.) The dropout masks are functions of the seed, the step and the place in the
-        batch, on any number of devices.
+        Each device differentiates the loss of its part of the batch, and one all-reduce computes
+        the mean. (If XLA divided the step, it would gather the rows of an FFT and reduce tied
+        weights separately.) The dropout masks depend on the seed, the step and the place in the
+        batch, but not on the number of devices.
         """
 
         def loss_fn(params, key, inputs, targets):
@@ -194,6 +196,7 @@ class Trainer:
             loss, gradient = loss_and_gradient(params, key, inputs, targets)
             return self._mean(loss), self._mean_gradient(gradient)
 
+        # Each device computes on its part of the batch.
         parts = tokens.reshape(self.accumulate, -1, tokens.shape[1])
         of_batch = P(None, *BATCH_AXES)
         loss, gradient = jax.shard_map(
@@ -202,6 +205,7 @@ class Trainer:
             out_specs=(P(), self._local_specs()),
             **self._mapping(),
         )(state.params, state.step, parts[..., :-1], parts[..., 1:])
+        # Update the parameters where they are stored, unless a number is not finite.
         gradient = jax.lax.with_sharding_constraint(gradient, self.shardings(state).params)
         measures = Measures(loss, optax.tree.norm(gradient))
         before = state.params, state.optimizer_state
@@ -218,10 +222,10 @@ class Trainer:
         batches: Int[Array, "n batch window+1"],
         count: Int[ArrayLike, ""],
     ) -> tuple[TrainState, Measures]:
-        """A step on each of the first `count` batches, in one call. The given state is used up.
+        """Does a step on each of the first `count` batches. The given state is donated.
 
-        Also what each step measures, and zeros from `count` on. However a run is cut into calls,
-        all its steps are the same program's and end in the same weights.
+        The measures are zero from `count` on. All steps run in the same program, so a run ends with
+        the same weights however it is divided into calls.
         """
 
         def step(i, carry):
@@ -236,14 +240,14 @@ class Trainer:
 
     @partial(jax.jit, static_argnums=0)
     def is_finite(self, state: TrainState) -> Bool[Array, ""]:
-        """Are all numbers of the state finite?"""
+        """Whether all numbers of the state are finite."""
         return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]).all()
 
     @partial(jax.jit, static_argnums=0)
     def evaluate(
         self, params: nnx.State, batches: Int[ArrayLike, "n batch window+1"]
     ) -> Float[Array, "n batch window"]:
-        """Each token's loss, without dropout."""
+        """The loss of each token, without dropout."""
 
         def losses(params, inputs, targets):
             model = self._local_model(params)
@@ -259,23 +263,23 @@ class Trainer:
         )(params, batches[..., :-1], batches[..., 1:])
 
     def _mapping(self) -> dict[str, Any]:
-        """Inside, a device sees its part of the batch. XLA divides what `model` divides."""
+        """The options of `shard_map`: the batch axes are manual, and XLA handles `model`."""
         axes = {*self.mesh.axis_names} if self.mesh.shape[MODEL] == 1 else {*BATCH_AXES}
-        # check_vma: a scan's carry starts equal on all devices and does not stay so
+        # check_vma=False: the carry of a scan starts equal on all devices but does not stay equal
         return {"mesh": self.mesh, "axis_names": axes, "check_vma": False}
 
     def _local_model(self, params: nnx.State) -> LanguageModel:
-        """The model of one device, which has parts of some parameters and gathers them."""
+        """The model as one device sees it, which gathers the parameters that are divided."""
         local = jax.tree.unflatten(self.local_structure, jax.tree.leaves(params))
         return nnx.merge(self.local_graphdef, local, self.rest, copy=True)
 
     def _local_specs(self) -> nnx.State:
-        """Where the parameters are inside, on the axes over which a batch is divided."""
+        """The shardings of the parameters over the batch axes, inside the `shard_map`."""
         specs = (only(in_layers(spec, self.mesh), BATCH_AXES) for spec in self.specs.values())
         return jax.tree.unflatten(jax.tree.structure(self.initial_params), specs)
 
     def _mean_gradient(self, gradient: nnx.State) -> nnx.State:
-        """Over the devices of a batch. That of a gathered parameter is their sum already."""
+        """The mean over the devices. For a gathered parameter, the sum is already there."""
         count = jax.lax.axis_size(BATCH_AXES)
 
         def mean(spec, gradient):
@@ -285,8 +289,9 @@ class Trainer:
         return jax.tree.map(mean, self._local_specs(), gradient)
 
     def _mean(self, x: Array) -> Array:
-        """Over the devices of a batch, if they are several.
+        """The mean over the devices of the batch axes.
 
-        XLA refuses an all-reduce of one device where it divides the model.
+        Axes of size 1 are left out, because XLA refuses an all-reduce of one device if it divides
+        the model.
         """
         return jax.lax.pmean(x, [axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1])

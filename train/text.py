@@ -1,4 +1,4 @@
-"""Text: the files it is in, its documents, and their tokens in a file that many runs share."""
+"""Texts: their files, their documents, and their tokens in a cache that all runs share."""
 
 import codecs
 import io
@@ -23,7 +23,6 @@ from train.vocabulary import (
     Characters,
     Subwords,
     Vocabulary,
-    published,
     read_tokenizer,
     to_text,
 )
@@ -37,9 +36,9 @@ FORMAT = 1
 """The format of the token files. A change of the format changes their names."""
 TOKENS, MANIFEST = "tokens", "manifest.json"
 LONGEST_LINE = 1 << 24
-"""Characters. A longer line is cut anywhere."""
+"""Longest line, in characters. A longer line may be divided anywhere."""
 PIECES_AT_ONCE = 16
-"""Pieces of about a mebibyte that a tokenizer divides over the cores."""
+"""Number of pieces, of about a mebibyte each, that a tokenizer divides over the cores."""
 
 
 class Text:
@@ -49,7 +48,7 @@ class Text:
     is given, it ends a document, too.
 
     Raises:
-        CommandLineError: a file is not there, cannot be read, is empty, or is not UTF-8.
+        CommandLineError: a file is missing, unreadable, empty or not UTF-8.
 
     """
 
@@ -62,18 +61,18 @@ class Text:
             or separator is not None
             or any(_is_json_lines(file) for file in self.files)
         )
-        """Are there several documents, so that a token ends each?"""
+        """Whether there are several documents, each of which ends with a token."""
 
     @property
     def digest(self) -> str:
-        """By which the text is known again: that of its bytes, or of its files' digests."""
+        """The digest of the text: that of its only file, or of its files' digests."""
         if not self.files:
             return bytes_digest(ALL_WORK.encode()).hexdigest()
         first, *others = self._digests
         return bytes_digest(" ".join(self._digests).encode()).hexdigest() if others else first
 
     def pieces(self) -> Iterator[str | None]:
-        """The text in pieces, cut at ends of lines where there are any; None ends a document."""
+        """The text in pieces, divided at line ends if possible. None ends a document."""
         if not self.files:
             yield ALL_WORK
             yield None
@@ -84,25 +83,28 @@ class Text:
                 yield from _divided(_decoded(file), self.separator)
 
     def build_vocabulary(self, tokenizer: str, end: str | None = None) -> Vocabulary:
-        """The vocabulary of a new run on the text, by a name or a tokenizer's file."""
+        """The vocabulary of a new run on the text, from the value of `--tokenizer`."""
         if tokenizer == CHARACTERS:
             pieces = (piece for piece in self.pieces() if piece is not None)
             return Characters.of_pieces(pieces, has_end=self.has_documents)
         if tokenizer == BYTES:
             return Bytes(has_end=self.has_documents)
-        if tokenizer in PUBLISHED:
-            return published(tokenizer, has_end=self.has_documents)
-        return read_tokenizer(Path(tokenizer), end)
+        try:
+            if tokenizer in PUBLISHED:
+                return PUBLISHED[tokenizer](has_end=self.has_documents)
+            return read_tokenizer(Path(tokenizer), end)
+        except ImportError as error:
+            raise CommandLineError(f"--tokenizer: {error}") from None
 
     def tokens(self, vocabulary: Vocabulary, cache: Path | None = None) -> TokenArray:
-        """The text's tokens: those of a file, written the first time, which is then read in parts.
+        """The tokens of the text. They are written to a file once, which is read in parts later.
 
         Args:
-            vocabulary: what tokens stand for.
-            cache: the folder of such files; by default `default_cache()`.
+            vocabulary: maps the text to tokens.
+            cache: the folder of the files. None: `default_cache()`.
 
         Raises:
-            CommandLineError: the vocabulary lacks something of the text, or the cache cannot be
+            CommandLineError: the vocabulary does not contain the whole text, or the cache cannot be
                 written.
 
         """
@@ -165,7 +167,7 @@ def default_cache() -> Path:
 
 
 def _files(path: Path) -> list[Path]:
-    """A file, or all files under a folder, in order, but for hidden ones."""
+    """The file, or all files in the folder except hidden ones, sorted."""
     with faults_of(path):
         if not path.is_dir():
             return [path]
@@ -179,7 +181,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _refuse(error: OSError) -> None:
-    """Raise what `os.walk` would pass over: a folder that cannot be read."""
+    """Raises the error of an unreadable folder, which `os.walk` would ignore."""
     raise error
 
 
@@ -198,7 +200,7 @@ def _is_json_lines(file: Path) -> bool:
 
 
 def _decoded(file: Path) -> Iterator[str]:
-    """A file's text, with any end of a line as a newline."""
+    """The text of a file, with newlines as line ends."""
     utf8 = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     place = 0
@@ -219,7 +221,7 @@ def _with_end(data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _divided(texts: Iterable[str], separator: str | None) -> Iterator[str | None]:
-    """Documents that a separator ends, in pieces; the last ends with the text."""
+    """Documents in pieces. A separator ends a document; the last one ends with the text."""
     rest, is_open = "", False
     for text in texts:
         *ended, rest = (rest + text).split(separator) if separator else [rest + text]
@@ -239,9 +241,9 @@ def _divided(texts: Iterable[str], separator: str | None) -> Iterator[str | None
 
 
 def _cut(text: str, end: int) -> int:
-    """Where the last line before the end begins, if no other space is near; 0 if nowhere yet.
+    """The index of the last line before `end` that no other space adjoins; 0 if there is none.
 
-    (There, tokenizers cut anyway.)
+    Tokenizers divide the text there anyway.
     """
     newline = text.rfind("\n", 0, max(end, 0))
     while newline > 0 and len("".join(text[newline - 1 : newline + 2].split())) < 2:
@@ -252,7 +254,7 @@ def _cut(text: str, end: int) -> int:
 
 
 def _documents_of_lines(file: Path) -> Iterator[str | None]:
-    """The "text" of each line of JSON."""
+    """The "text" of each JSON object, one per line."""
     with faults_of(file), file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -274,7 +276,7 @@ def _documents_of_lines(file: Path) -> Iterator[str | None]:
 def _encoded(
     pieces: Iterable[str | None], vocabulary: Vocabulary, *, has_end: bool
 ) -> Iterator[np.ndarray]:
-    """The tokens of the pieces; a token ends each document, if it `has_end`."""
+    """The tokens of the pieces. With `has_end`, a token ends each document."""
     end = np.array([vocabulary.end_of_text] if has_end else [], np.int32)
     if not isinstance(vocabulary, Subwords):
         for piece in pieces:
@@ -299,12 +301,12 @@ def _encoded_together(
 
 
 def _dtype(vocabulary: Vocabulary) -> np.dtype:
-    """The narrowest that holds the tokens."""
+    """The narrowest dtype that holds the tokens."""
     return np.min_scalar_type(len(vocabulary) - 1)
 
 
 def _is_damaged(folder: Path) -> bool:
-    """Is a file of tokens not what its manifest says? It is then said, and written again."""
+    """Whether a file of tokens does not match its manifest, which is then reported."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         is_damaged = file_digest(folder / TOKENS) != manifest["digest"]

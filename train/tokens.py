@@ -1,4 +1,4 @@
-"""What tokens stand for."""
+"""The protocol of a vocabulary."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -9,18 +9,18 @@ from numpy.typing import ArrayLike
 
 
 class Tokens(Protocol):
-    """What tokens stand for."""
+    """A vocabulary: it maps texts to tokens, and tokens to text."""
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """The tokens of a text; an error calls the text by the name."""
+        """The tokens of a text. Errors call the text `name`."""
         ...
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, as they come, up to the end of the text."""
+        """The text of tokens, piece by piece, up to the end of the text."""
         ...
 
 
 def until_end(tokens: Iterable[ArrayLike], *ends: int | None) -> Iterator[int]:
-    """The tokens as integers, up to the first that ends a text."""
+    """The tokens as integers, up to the first one that ends a text."""
     numbers = (int(np.ravel(token)[0]) for token in tokens)
     return itertools.takewhile(lambda token: token not in ends, numbers)

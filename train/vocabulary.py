@@ -1,4 +1,4 @@
-"""Vocabularies: what tokens stand for."""
+"""Vocabularies: characters, bytes, and those of a tokenizer.json."""
 
 import codecs
 import dataclasses
@@ -19,17 +19,17 @@ from twinscan.command_line import CommandLineError
 
 CHARACTERS, BYTES = "characters", "bytes"
 NAMES = (CHARACTERS, BYTES, *PUBLISHED)
-"""Vocabularies that no file defines."""
+"""The vocabularies that have a name instead of a file."""
 CODE_POINTS = 0x110000
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""How tokenizers name the token that ends a document."""
+"""Common names of the token that ends a document."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Characters(CheckedFields):
-    """The distinct characters of a text, in order; a token is a character's place among them.
+    """The distinct characters of a text, sorted. A token is the index of a character.
 
-    The end of a text, where there is one, is the last token.
+    If the text has several documents, the last token ends a document.
     """
 
     characters: str
@@ -44,7 +44,7 @@ class Characters(CheckedFields):
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[str], *, has_end: bool) -> "Characters":
-        """The characters of a text that comes piece by piece."""
+        """The characters of a text that is given in pieces."""
         occurs = np.zeros(CODE_POINTS, bool)
         for piece in pieces:
             occurs[_codes(piece)] = True
@@ -55,16 +55,16 @@ class Characters(CheckedFields):
 
     @property
     def end_of_text(self) -> int | None:
-        """The last token, where documents have an end."""
+        """The last token; None if the text is a single document."""
         return len(self.characters) if self.has_end else None
 
     def fields(self) -> dict[str, Any]:
-        """What `from_fields` reads."""
+        """The fields that `from_fields` reads."""
         return {CHARACTERS: self.characters, "has_end": self.has_end}
 
     @checked_options
     def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """The tokens of a text, int32; an error calls the text by the name.
+        """The tokens of a text, int32. Errors call the text `name`.
 
         Raises:
             CommandLineError: the text has characters outside the vocabulary.
@@ -82,17 +82,17 @@ class Characters(CheckedFields):
         return tokens
 
     def decode(self, tokens: ArrayLike) -> str:
-        """The text of tokens; an end is no character of it."""
+        """The text of tokens. A token that ends a document adds nothing."""
         return "".join(self.characters[token : token + 1] for token in np.ravel(tokens))
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, as they come, up to the end of the text."""
+        """The text of tokens, piece by piece, up to the end of the text."""
         return map(self.decode, until_end(tokens, self.end_of_text))
 
 
 @dataclasses.dataclass(frozen=True)
 class Bytes(CheckedFields):
-    """The 256 bytes, of text in UTF-8. The end of a text, where there is one, is token 256."""
+    """The 256 bytes of text in UTF-8. With several documents, token 256 ends a document."""
 
     has_end: bool = False
     unit: ClassVar[str] = "byte"
@@ -102,11 +102,11 @@ class Bytes(CheckedFields):
 
     @property
     def end_of_text(self) -> int | None:
-        """Token 256, where documents have an end."""
+        """Token 256; None if the text is a single document."""
         return 256 if self.has_end else None
 
     def fields(self) -> dict[str, Any]:
-        """What `from_fields` reads."""
+        """The fields that `from_fields` reads."""
         return {BYTES: True, "has_end": self.has_end}
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
@@ -114,7 +114,7 @@ class Bytes(CheckedFields):
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, as they come, up to the end of the text."""
+        """The text of tokens, piece by piece, up to the end of the text."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in until_end(tokens, self.end_of_text):
             yield decoder.decode(bytes([token]) if token < 256 else b"\xff")
@@ -125,12 +125,12 @@ class Subwords:
     """The tokens of a `tokenizer.json`, as the package `tokenizers` writes it.
 
     Args:
-        definition: the file's content.
-        end: the token that ends a document; by default a usual one, if the tokenizer has it.
+        definition: the content of the file.
+        end: the token that ends a document. None: a token with a common name, if there is one.
 
     Raises:
         ImportError: the package is not installed.
-        ValueError: it is no such content, or it has no such token.
+        ValueError: the content is not a tokenizer, or the tokenizer does not have this token.
 
     """
 
@@ -143,7 +143,7 @@ class Subwords:
             raise ImportError("expected the package tokenizers: pip install tokenizers") from None
         try:
             self.tokenizer = Tokenizer.from_str(definition)
-        except Exception as error:  # tokenizers has no class of its own for it
+        except Exception as error:  # tokenizers raises no class of its own
             raise ValueError(f"not a tokenizer: {error}") from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -165,7 +165,7 @@ class Subwords:
         return self._size
 
     def fields(self) -> dict[str, Any]:
-        """What `from_fields` reads."""
+        """The fields that `from_fields` reads."""
         return {"tokenizer": self.definition, "end": self.end}
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
@@ -173,7 +173,7 @@ class Subwords:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, as they come, up to the end of the text."""
+        """The text of tokens, piece by piece, up to the end of the text."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
@@ -182,26 +182,26 @@ class Subwords:
 
 
 def checked_vocabulary(name: str, vocabulary: Any) -> "Vocabulary":
-    """A vocabulary."""
+    """Checks that an argument is a vocabulary."""
     if not isinstance(vocabulary, Characters | Bytes | Subwords | World | Nucleotides):
         raise TypeError(f"{name}: expected a vocabulary, got {described(vocabulary)}")
     return vocabulary
 
 
 Vocabulary = Annotated[Characters | Bytes | Subwords | World | Nucleotides, checked_vocabulary]
-"""The tokens of a run. `unit` says what a token is, `end_of_text` which one ends a document."""
+"""The vocabulary of a run. `unit` names a token; the token `end_of_text` ends a document."""
 
 
 def first_token(vocabulary: Vocabulary) -> int:
-    """With which a text begins of itself: the end of another, or token 0."""
+    """The token before a new text: the end of another text, or token 0 if texts have no end."""
     return vocabulary.end_of_text or 0
 
 
 def from_fields(fields: dict[str, Any]) -> Vocabulary:
-    """The vocabulary that `fields` told.
+    """The vocabulary with these `fields`.
 
     Raises:
-        ValueError: they tell none.
+        ValueError: these are not the fields of a vocabulary.
 
     """
     has_end = fields.get("has_end", False)
@@ -220,34 +220,20 @@ def read_tokenizer(path: Path, end: str | None) -> Subwords:
     """The vocabulary of a `tokenizer.json`.
 
     Raises:
-        CommandLineError: there is no such file, it is none, or `tokenizers` is not installed.
+        CommandLineError: the file does not exist or is not a tokenizer.
+        ImportError: `tokenizers` is not installed.
 
     """
     try:
         with faults_of(path):
             return Subwords(path.read_text(encoding="utf-8"), end)
-    except ImportError as error:
-        raise CommandLineError(f"--tokenizer: {error}") from None
     except ValueError as error:
         first = str(error).splitlines()[0]
         raise CommandLineError(f"--tokenizer: {path}: {first}") from None
 
 
-def published(name: str, *, has_end: bool) -> World | Nucleotides:
-    """A published vocabulary, by its name.
-
-    Raises:
-        CommandLineError: its package is not installed.
-
-    """
-    try:
-        return PUBLISHED[name](has_end)
-    except ImportError as error:
-        raise CommandLineError(f"--tokenizer: {error}") from None
-
-
 def to_text(vocabulary: Vocabulary) -> str:
-    """By which two vocabularies are told apart."""
+    """A string that is equal for equal vocabularies."""
     return json.dumps(vocabulary.fields(), sort_keys=True)
 
 

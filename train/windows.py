@@ -1,4 +1,4 @@
-"""Windows of a text's tokens, and batches of them."""
+"""Windows of the tokens of a text, and batches of windows."""
 
 import dataclasses
 import mmap
@@ -18,9 +18,9 @@ from twinscan.command_line import CommandLineError
 
 
 class TokenFile:
-    """Tokens in a file, mapped into memory while some of them are read.
+    """Tokens in a file, which is mapped into memory only while some of them are read.
 
-    (A mapping that stays would count all pages that it ever touched as the process's memory.)
+    A permanent mapping would count all pages that were ever read as memory of the process.
     """
 
     def __init__(self, path: Path, dtype: np.dtype):
@@ -38,7 +38,7 @@ class TokenFile:
 
 
 def checked_tokens(name: str, tokens: Any) -> "TokenArray":
-    """Tokens in memory or in a file."""
+    """Checks that an argument is tokens, in memory or in a file."""
     if not isinstance(tokens, np.ndarray | TokenFile):
         raise TypeError(f"{name}: expected an array or a file of tokens, got {described(tokens)}")
     return tokens
@@ -49,7 +49,7 @@ TokenArray = Annotated[np.ndarray | TokenFile, checked_tokens]
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of a text, each with the token after it: item i begins at starts[i]."""
+    """Windows of a text, each with the token after it. Window i begins at starts[i]."""
 
     tokens: TokenArray
     window: int
@@ -62,13 +62,13 @@ class Windows:
         return self.at(np.asarray(self.starts[index]))
 
     def at(self, starts: np.ndarray) -> np.ndarray:
-        """The windows that begin at these places, int32: (*shape, window + 1)."""
+        """The windows that begin at these places, int32 (*shape, window + 1)."""
         places = np.asarray(starts)[..., None] + np.arange(self.window + 1)
         return self.tokens[places].astype(np.int32)
 
     @property
     def rows(self) -> "Windows":
-        """As many of them as fill the part: no two of them predict one token."""
+        """Adjacent windows, which predict each token once."""
         if isinstance(self.starts, np.ndarray):
             return self
         return dataclasses.replace(self, starts=self.starts[:: self.window])
@@ -76,7 +76,7 @@ class Windows:
 
 @checked_options
 def split(tokens: TokenArray, window: int, val_rows: int | None = None) -> dict[str, Windows]:
-    """The windows to train on and those to validate on; no token is predicted in both.
+    """The windows to train on, and those to validate on. No token is predicted in both.
 
     By default, all windows of the first nine tenths are for training, and all windows of the rest
     are for validation. With `val_rows`, the text is cut into rows of `window`, and that many of
@@ -110,7 +110,7 @@ def split(tokens: TokenArray, window: int, val_rows: int | None = None) -> dict[
 
 
 class Batches:
-    """Endless batches (batch_size, window + 1): all windows in a random order, and again.
+    """Endless batches (batch_size, window + 1) of all windows, shuffled in each epoch.
 
     Each epoch has each window once. Batch i depends only on the seed and on i, so a run that
     resumes after i batches continues with batch i.
@@ -123,7 +123,7 @@ class Batches:
         self._starts = source.shuffle(seed=seed).repeat().batch(batch_size)
 
     def starts(self, index: int) -> np.ndarray:
-        """Where the windows of a batch begin in the text."""
+        """The places in the text where the windows of a batch begin."""
         return np.asarray(self._starts[index])
 
     def __getitem__(self, index: int) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""The command `twinscan`, and what all command lines of the distribution share."""
+"""The command `twinscan`, and the shared parts of all command lines."""

@@ -1,4 +1,4 @@
-"""`twinscan`: train, generate, evaluate, export and compare, by one command."""
+"""The command `twinscan`, which runs all other commands."""
 
 import importlib
 import signal
@@ -27,7 +27,7 @@ USAGE = "\n".join(
 
 
 def dispatch(args: Sequence[str], prog: str) -> None:
-    """Run the command that the first argument names, with the others."""
+    """Runs the command that the first argument names, with the other arguments."""
     from jax_models import tune_allocator
     from twinscan.command_line import CommandLineError, did_you_mean, run_command
 
@@ -39,13 +39,13 @@ def dispatch(args: Sequence[str], prog: str) -> None:
     if module.startswith("train."):
         tune_allocator()
     main = importlib.import_module(module).main
-    if name != "train":  # which takes Ctrl-C by itself once it trains
+    if name != "train":  # which handles Ctrl-C itself while it trains
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run_command(main, rest, f"{prog} {name}")
 
 
 def main() -> None:
-    """The console's entry."""
+    """The entry point of the console script."""
     args = sys.argv[1:] or ["--help"]
     if args[0] in ("-h", "--help"):
         print(USAGE)

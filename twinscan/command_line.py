@@ -1,4 +1,4 @@
-"""What the command lines share: arguments from dataclasses, faults as one line and exit code."""
+"""Shared parts of the command lines: arguments as dataclasses, and errors in one line."""
 
 import codecs
 import contextlib
@@ -22,19 +22,19 @@ T = TypeVar("T")
 
 
 class CommandLineError(Exception):
-    """A fault of the person's input, told in one line."""
+    """A wrong input, which is reported in one line."""
 
     exit_code = 2
 
 
 class NonFiniteError(CommandLineError):
-    """A computation whose numbers are no longer finite."""
+    """A computation whose results are not finite."""
 
     exit_code = 1
 
 
 class StoppedError(Exception):
-    """The end, in good order, of a command that a signal stopped."""
+    """A command that a signal stopped after it saved its results."""
 
     def __init__(self, by: signal.Signals, message: str) -> None:
         super().__init__(f"stopped by {by.name}: {message}")
@@ -42,10 +42,10 @@ class StoppedError(Exception):
 
 
 def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | None = None) -> T:
-    """The dataclass that the arguments describe; `--help` prints and exits.
+    """Parses the arguments into a dataclass. `--help` prints the options and exits.
 
     Raises:
-        CommandLineError: an argument is unknown or has no such value.
+        CommandLineError: an argument is unknown, or its value is wrong.
 
     """
 
@@ -63,10 +63,10 @@ def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | 
 
 
 def parse_known(config_type: type[T], args: Sequence[str], *, prog: str) -> T:
-    """The dataclass that some of the arguments describe.
+    """Parses those arguments that the dataclass knows, and ignores the others.
 
     Raises:
-        CommandLineError: one of them has no such value.
+        CommandLineError: a value is wrong.
 
     """
     with _faults_in_one_line((), lambda: tyro.cli(config_type, prog=prog, args=["--help"])):
@@ -77,9 +77,9 @@ def parse_known(config_type: type[T], args: Sequence[str], *, prog: str) -> T:
 
 @contextlib.contextmanager
 def _faults_in_one_line(args: Sequence[str], print_help: Callable[[], object]) -> Iterator[None]:
-    """Raise what tyro would print, or a dataclass refuses, as a CommandLineError.
+    """Turns the errors of tyro and of the dataclasses into a CommandLineError.
 
-    `args` are the arguments whose flags must be known. The help lists the flags and their values.
+    `args` are the arguments whose flags must be known. `print_help` lists all flags and values.
     """
     errors, options = io.StringIO(), io.StringIO()
     try:
@@ -98,7 +98,7 @@ def _faults_in_one_line(args: Sequence[str], print_help: Callable[[], object]) -
 
 
 def _unknown_flags(args: Sequence[str], options: str) -> str:
-    """The message for the arguments that are flags and are not in the help; "" if all are."""
+    """An error about the flags that the help does not list; "" if it lists all of them."""
     rows = re.findall(r"^[│ ] ((?:-\w, )?--[\w.-]+(?:, --[\w.-]+)*)", options, re.MULTILINE)
     flags = [flag for row in rows for flag in row.split(", ")]
     names = {f"--{flag.rpartition('.')[2]}": flag for flag in flags}
@@ -109,13 +109,13 @@ def _unknown_flags(args: Sequence[str], options: str) -> str:
 
 
 def did_you_mean(name: str, names: Mapping[str, str]) -> str:
-    """The hint at what the most similar of some names stands for; "" if none is similar."""
+    """A hint at the most similar name; "" if none is similar. `names` maps it to what is shown."""
     similar = difflib.get_close_matches(name, names, 1)
     return f" (did you mean {names[similar[0]]}?)" if similar else ""
 
 
 def _with_value(message: str, options: str) -> str:
-    """The message; if a value is none of a flag's choices, they are listed as in the help."""
+    """The message. If a value is not one of the choices of a flag, the choices are listed."""
     found = re.match(r"invalid choice '(.*)' for argument '(.*?)'", message)
     if found is None:
         return message
@@ -128,12 +128,12 @@ def _with_value(message: str, options: str) -> str:
 
 
 def _rows(box: str) -> list[str]:
-    """The lines of tyro's reports and of its help, without frames."""
+    """The lines of a report or help of tyro, without frames."""
     return [line.strip("│╭╮╰╯ \n") for line in box.splitlines()]
 
 
 def _message(box: str) -> str:
-    """The text of the first section of tyro's report, framed or, in ASCII, ruled."""
+    """The text of the first section of tyro's report, which has a frame or, in ASCII, rules."""
     rows = _rows(box)
     rules = (i for i, row in enumerate(rows[2:], 2) if row and set(row) <= {"─", "-"})
     first = 2 if set(rows[1]) <= {"-"} else 1
@@ -141,7 +141,7 @@ def _message(box: str) -> str:
 
 
 def with_flag(message: str, of: str = "") -> str:
-    """The message, with the flag in the place of the field, of a dataclass, that is refused."""
+    """The message about a field of a dataclass, with the flag in place of the field's name."""
 
     def flag(found: re.Match[str]) -> str:
         return "--" + ".".join(filter(None, (of, *found.groups()))).replace("_", "-") + ": "
@@ -150,13 +150,13 @@ def with_flag(message: str, of: str = "") -> str:
 
 
 def in_one_line(error: Exception) -> str:
-    """The lines of an error's message, one after the other."""
+    """The lines of an error's message, joined."""
     first, *others = str(error).splitlines() or [""]
     return f"{first} {'; '.join(map(str.strip, others))}".rstrip()
 
 
 def command(module: str) -> str:
-    """The line by which a person runs a module with this Python from this folder."""
+    """The command line that runs a module with this Python from this folder."""
     python = sys.executable
     if shutil.which("python") == python:
         python = "python"
@@ -166,11 +166,11 @@ def command(module: str) -> str:
 
 
 PLAIN = {"—": "-", "–": "-", "−": "-", "≤": "<=", "≥": ">=", "×": "x", "→": "->", "µ": "u"}
-"""Of characters that `unicodedata` does not spell out, and ASCII lacks."""
+"""ASCII spellings of characters for which `unicodedata` has none."""
 
 
 def print_anywhere() -> None:
-    """Let characters that the output's encoding lacks be spelled with those that it has."""
+    """Replaces characters that the encoding of the output lacks by similar ones."""
 
     def spelled(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
@@ -186,12 +186,12 @@ def print_anywhere() -> None:
 
 @contextlib.contextmanager
 def one_line_errors(prog: str) -> Iterator[None]:
-    """Turn a fault into `prog: error: …` on standard error and its exit code, 2 for the input's."""
+    """Turns an error into the line `prog: error: …` and an exit code, 2 for wrong input."""
     exit_code = CommandLineError.exit_code
     print_anywhere()
     try:
         yield
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except CommandLineError as error:
@@ -220,6 +220,6 @@ def one_line_errors(prog: str) -> Iterator[None]:
 def run_command(
     main: Callable[[Sequence[str], str], int | None], args: Sequence[str], prog: str
 ) -> NoReturn:
-    """Run a command, its faults as one line, and end with its exit code."""
+    """Runs a command, with its errors in one line, and exits with its exit code."""
     with one_line_errors(prog):
         raise SystemExit(main(args, prog))

@@ -1,8 +1,9 @@
-"""Files that are there whole or not at all."""
+"""Files and folders that are written completely or not at all."""
 
 import contextlib
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,21 +11,22 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file that is there under its own name once all of it is written."""
+    """Gives a temporary path, which gets the name `path` once the file or folder is complete."""
     path = path.resolve()
     partial = _partial(path)
     try:
         yield partial
-        to_disk(partial)
+        for written in (*(partial.iterdir() if partial.is_dir() else ()), partial):
+            to_disk(written)
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            partial.unlink()
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         raise
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    """Waits until the bytes of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,7 +35,7 @@ def to_disk(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a device or a pipe gets the text as it comes."""
+    """Writes a file completely or not at all. A device or a pipe is written directly."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
@@ -43,10 +45,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before the work, what `write_whole` cannot write; no file of a name is made.
+    """Checks that `write_whole` can write a file, without creating it.
 
     Raises:
-        OSError: what the system says.
+        OSError: the file cannot be written.
 
     """
     path = path.resolve()
@@ -57,7 +59,7 @@ def check_writable(path: Path) -> None:
     if path.is_file() or not path.exists():
         try:
             tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:  # of a name that nobody gave
+        except OSError as error:  # names the temporary file
             raise OSError(error.errno, error.strerror, str(path)) from None
 
 

@@ -1,11 +1,11 @@
-"""Signals while a command imports and prepares: Python would print a traceback, or nothing."""
+"""Signals while a command starts, when Python would print a traceback, or nothing."""
 
 import os
 import signal
 
 
 def exit_at_once(prog: str) -> None:
-    """Let Ctrl-C and SIGTERM end the process at once, with one line, until others handle them."""
+    """Makes Ctrl-C and SIGTERM end the process at once with one line, until others handle them."""
 
     def end(number: int, _: object) -> None:
         os.write(2, f"{prog}: interrupted\n".encode())

@@ -32,9 +32,9 @@ def from_keras(
     """A recurrent layer of Keras, with its weights.
 
         >>> import keras
-        >>> theirs = keras.layers.GRU(4, return_sequences=True)
-        >>> theirs.build((None, None, 3))
-        >>> layer = from_keras(theirs)
+        >>> gru = keras.layers.GRU(4, return_sequences=True)
+        >>> gru.build((None, None, 3))
+        >>> layer = from_keras(gru)
 
     x and y are Keras's with `return_sequences`, and the state's arrays are Keras's states with an
     axis of 1 before them. A mask of padding at the end is `lengths=mask.sum(axis=1)`; Keras repeats

@@ -56,7 +56,7 @@ def from_onnx(
 
     Raises:
         ImportError: the package `onnx` is not installed.
-        TypeError: `model` is no ModelProto.
+        TypeError: `model` is not a ModelProto.
         ValueError: there is no such node, or several; a weight is missing, of another shape, or
             computed in the graph; or the node has an attribute that no layer has.
 
@@ -111,7 +111,7 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
         >>> weights = to_torch(layer, onnx_table(layer))
 
     Raises:
-        TypeError: the layer is no `LSTM`, `GRU` or `RNN`. Of a `Reversed` give its `layer`.
+        TypeError: the layer is not an `LSTM`, `GRU` or `RNN`. For a `Reversed`, give its `layer`.
         ValueError: the layer has what no node has: several layers, a projection, one of two biases.
 
     """

@@ -157,6 +157,7 @@ class SelfAttentionBlock(SequenceLayer[SelfAttentionState]):
     )
 
     def torch_layouts(self) -> Layouts:
+        """`annotated-hyena`: the keys of torch_ref.SelfAttentionBlock."""
         return {
             "annotated-hyena": [
                 *layer_norm("ln1", "ln1"),

@@ -74,6 +74,7 @@ class Bidirectional(SequenceLayer[BidirectionalState]):
         return y, BidirectionalState(forward, backward)
 
     def torch_layouts(self) -> Layouts:
+        """The layouts that both stacks have, side by side."""
         forward, backward = self.forward.torch_layouts(), self.backward.torch_layouts()
         return {
             name: nested(forward[name], "forward", "rnn_f")

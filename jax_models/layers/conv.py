@@ -52,6 +52,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
         self.bias = nnx.Param(inits["bias_init"](rngs.params(), (features,), self.param_dtype))
 
     def init_state(self, batch_size: int) -> CausalConv1DState:
+        """Zeros, (batch, features, kernel_size − 1), in at least float32."""
         shape = (batch_size, self.in_features, self.kernel_size - 1)
         return CausalConv1DState(jnp.zeros(shape, self.state_dtype))
 
@@ -61,6 +62,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
         return ops.causal_conv(x.astype(dtype), state, kernel=kernel, bias=bias, rows=rows)
 
     def torch_layouts(self) -> Layouts:
+        """`hawk` and `hf`: a `torch.nn.Conv1d` with a group for each channel; `deepmind`."""
 
         def table(prefix: str) -> list[Weight]:
             key = (f"{prefix}weight",)

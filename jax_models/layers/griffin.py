@@ -96,6 +96,7 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
         return h, state._replace(position=position, rglru=RGLRUState(last))
 
     def torch_layouts(self) -> Layouts:
+        """`hf`: transformers' keys; recurrentgemma's."""
         projections = {
             "gate_proj": "linear_y",
             "recurrent_proj": "linear_x",
@@ -225,6 +226,7 @@ class GriffinBlock(ResidualBlock[GriffinRecurrenceState | LocalAttentionState]):
         )
 
     def torch_layouts(self) -> Layouts:
+        """`hf`: transformers' keys; recurrentgemma's, where the mixing has them."""
         of_mixing, of_mlp = self.temporal_block.torch_layouts(), self.mlp.torch_layouts()
         layouts = {}
         for layout, mixing in of_mixing.items():

@@ -92,6 +92,7 @@ class GRU(RecurrentStack[GRUState]):
         return partial(ops.recurrent_stack, partial(ops.gru, reset_after=self.reset_after))
 
     def torch_layouts(self) -> Layouts:
+        """As for every stack; torch.nn.GRU has its reset gate after the product."""
         layouts = super().torch_layouts()
         if not self.reset_after:
             layouts.pop("torch.nn", None)

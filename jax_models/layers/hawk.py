@@ -162,6 +162,7 @@ class Hawk(GatedRecurrence[HawkState]):
         )
 
     def torch_layouts(self) -> Layouts:
+        """`hawk`: the keys of torch_ref.Hawk."""
         projections = ("gate_proj", "recurrent_proj", "out_proj")
         return {
             "hawk": [
@@ -216,6 +217,7 @@ class HawkBlock(ResidualBlock[HawkState]):
         self.mlp = GatedMLP(features, mlp_features, **only(MatrixOptions, options))
 
     def torch_layouts(self) -> Layouts:
+        """`hawk`: the twin's keys."""
         norms = ("temporal_pre_norm", "channel_pre_norm")
         return {
             "hawk": [

@@ -105,6 +105,7 @@ class HippogriffHawk(GatedRecurrence[HawkState]):
         return h, state._replace(rglru=rglru)
 
     def torch_layouts(self) -> Layouts:
+        """`hippogriff`: its keys."""
         conv = [] if self.conv is None else nested(self.conv.torch_layouts()["hf"], "conv", "conv")
         return {
             "hippogriff": [
@@ -232,6 +233,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
         return x, state
 
     def torch_layouts(self) -> Layouts:
+        """`hippogriff`: its keys."""
         names = {"hawk": "hawk", "hawk_mlp": "hawk_gmlp"}
         if self.version == "0.0.3":
             names = {"hawk": "time", "hawk_mlp": "gmlp"}

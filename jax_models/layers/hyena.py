@@ -9,7 +9,6 @@ __all__ = [
     "LongConvState",
 ]
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Unpack
@@ -50,8 +49,7 @@ class HyenaState(NamedTuple):
     long: tuple[LongConvState, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class FilterTaps:
+class FilterTaps(NamedTuple):
     """The taps of one order as `ops.online_conv` takes them, a function of the filter's state."""
 
     graphdef: Any

@@ -139,6 +139,7 @@ class HyenaDNAMixer(HyenaOperator):
         return self.output(ACTIVATIONS[self.activation](v * first))
 
     def torch_layouts(self) -> Layouts:
+        """Those of the filter."""
         order, features = self.num_filters, self.in_features
         bias = reshaped(same("B", "filter_fn.bias"), (order, features), (order * features,))
         return {
@@ -219,6 +220,7 @@ class HyenaDNABlock(ResidualBlock[HyenaState]):
     mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
+        """Those of the mixer; `safari-checkpointed`, whose mixer and MLP are in a `layer`."""
         of_mixer = self.mixer.torch_layouts()
 
         def table(layout: str, wrapper: str = "") -> list[Weight]:

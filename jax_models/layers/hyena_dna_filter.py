@@ -60,7 +60,7 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         mlp_features: width of the network.
         num_filter_layers: linear layers of the network, at least 2; all but the last have a bias
             and a sine.
-        omega: f at first.
+        omega: the initial f.
         shift: what the window falls to: 0.05 in HyenaDNA, 0 in safari, by default.
         modulate: whether the window is applied.
         normalized: whether the network's outputs at a step, of all filters together, are divided
@@ -119,6 +119,7 @@ class HyenaDNAFilter(CheckedOptions, nnx.Module):
         return h * (jnp.exp(-decay) + self.shift)
 
     def torch_layouts(self) -> Layouts:
+        """`hyena-dna`; `hyena-dna-file`, whose sines have one key; `safari`."""
         order, features, _ = self.shape
         last = len(self.biases)
         freqs = tuple(f"implicit_filter.{2 * i + 1}.freq" for i in range(last))

@@ -111,6 +111,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
         return l1_normalized(h, axis=1)
 
     def torch_layouts(self) -> Layouts:
+        """`annotated-hyena`: the keys of the torch_ref filter of the same name."""
         return {
             "annotated-hyena": [
                 same("h", "h"),
@@ -200,6 +201,7 @@ class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
         return z.T.reshape(order, features, length)
 
     def torch_layouts(self) -> Layouts:
+        """`annotated-hyena`: the keys of the torch_ref filter of the same name."""
         hidden = range(len(self.biases))
         return {
             "annotated-hyena": [

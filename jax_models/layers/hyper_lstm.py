@@ -19,7 +19,7 @@ from jax_models.weights import Layouts, gates, nested
 
 
 class HyperLSTM(SequenceLayer[HyperLSTMState]):
-    """LSTMs whose products a smaller LSTM, the hyper network, scales anew at each step.
+    """LSTMs whose products are scaled at each step by a smaller LSTM, the hyper network.
 
         >>> layer = HyperLSTM(64, 256, 32, 8, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -84,6 +84,7 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         )
 
     def init_state(self, batch_size: int) -> HyperLSTMState:
+        """Zeros, (num_layers, batch, features), in at least float32."""
         hidden, hyper = self.hidden_features, self.hyper_features
         dtype = self.state_dtype
         return HyperLSTMState(
@@ -111,6 +112,7 @@ class HyperLSTM(SequenceLayer[HyperLSTMState]):
         return x, jax.tree.map(lambda *s: jnp.stack(s), *last_states)
 
     def torch_layouts(self) -> Layouts:
+        """`labml`: the keys of torch_ref.HyperLSTM."""
         return {
             "labml": [
                 row

@@ -75,6 +75,7 @@ class LayerNormLSTM(SequenceLayer[LSTMState]):
         }
 
     def init_state(self, batch_size: int) -> LSTMState:
+        """Zeros, (batch, hidden_features), in at least float32."""
         shape = (batch_size, self.hidden_features)
         return LSTMState(*(jnp.zeros(shape, self.state_dtype) for _ in LSTMState._fields))
 
@@ -89,6 +90,7 @@ class LayerNormLSTM(SequenceLayer[LSTMState]):
         return y.astype(dtype), state
 
     def torch_layouts(self) -> Layouts:
+        """`labml`: the keys of labml's LSTMCell."""
         return {
             "labml": [
                 transposed("kernel_ih", "input_lin.weight"),

@@ -32,8 +32,8 @@ def torch_uniform(fan_in: int) -> Initializer:
 class Linear(nnx.Linear):
     """`nnx.Linear` with all axes but the last as one: the same numbers, a faster backward pass.
 
-    Of a product (batch, time, in) × (in, out) XLA's CPU backend computes the kernel's gradient from
-    copies that it fills against the order of memory, which slows down a training step.
+    For a product (batch, time, in) × (in, out), XLA's CPU backend computes the kernel's gradient
+    from copies that it fills against the order of memory, which slows down a training step.
     """
 
     def __call__(self, inputs, out_sharding=None):

@@ -121,6 +121,7 @@ class LocalAttention(SequenceLayer[LocalAttentionState]):
         return last_axis("heads", "q_proj", *of_keys) | first_axis("heads", "out_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
+        """`hf`; if recurrentgemma or hippogriff has such a layer, its layouts, too."""
         bias = self.q_proj.use_bias
         inputs = ("q_proj", "k_proj", "v_proj")
         layouts = {

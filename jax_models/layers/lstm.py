@@ -51,8 +51,9 @@ class LSTM(RecurrentStack[LSTMState]):
             W_hr, and `bias_init` b_hr and the peepholes.
 
     Raises:
-        ValueError: a size is not positive, the projection is no reduction, a rate is not in [0, 1),
-            there is no such method, or an initializer is given for a bias that the layer lacks.
+        ValueError: a size is not positive, proj_features is not less than hidden_features, a rate
+            is not in [0, 1), there is no such method, or an initializer is given for a bias that
+            the layer lacks.
         NotImplementedError: at a call that cuDNN, asked for by name, cannot serve.
 
     "auto" takes cuDNN where the program runs on an NVIDIA GPU, the machine's only one or one of a
@@ -120,6 +121,7 @@ class LSTM(RecurrentStack[LSTMState]):
         return partial(ops.lstm_stack, method=self.method)
 
     def torch_layouts(self) -> Layouts:
+        """As for every stack, and `labml`: the keys of labml's LSTM."""
         layouts = super().torch_layouts()
         weights = self.cells[0].arrays().keys()
         has_recurrent_bias = "bias_hh" in weights

@@ -59,6 +59,7 @@ class MinRNN(SequenceLayer[MinRNNState]):
         raise NotImplementedError  # a subclass defines it
 
     def init_state(self, batch_size: int) -> MinRNNState:
+        """Zeros, (num_layers, batch, hidden_features), in at least float32."""
         shape = (len(self.gates), batch_size, self.hidden_features)
         return MinRNNState(jnp.zeros(shape, self.state_dtype))
 

@@ -72,6 +72,7 @@ class GatedMLP(CheckedOptions, nnx.Module):
     )
 
     def torch_layouts(self) -> Layouts:
+        """`hawk`, `stripedhyena` and `hippogriff`; with biases, RecurrentGemma's layouts."""
         bias = self.gate_proj.use_bias
         rows = [row for p in ("gate_proj", "up_proj") for row in linear(p, p, bias=bias)]
         keys = [*rows, *linear("down_proj", "down_proj", bias=bias)]

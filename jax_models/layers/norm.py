@@ -151,6 +151,7 @@ class BatchNorm(nnx.BatchNorm, CheckedOptions):
         return y
 
     def torch_layouts(self) -> Layouts:
+        """`torch.nn`: the keys of torch's batch norms."""
         return {"torch.nn": batch_norm("", "")}
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jax_models.layers.dropout import dropout_between
 from jax_models.layers.linear import torch_uniform
-from jax_models.mesh_axes import last_axis
+from jax_models.mesh_axes import whole
 from jax_models.ops import carry_dtype
 from jax_models.ops.checks import checked_size
 from jax_models.ops.recurrence import State
@@ -73,7 +73,9 @@ class Cell(nnx.Module):
         self.bias_hr = param(bias_init, proj_features) if proj_features and proj_bias else None
         self.peephole = param(bias_init, 3 * hidden_features) if use_peepholes else None
 
-    mesh_axes = last_axis("gates", "kernel_ih", "kernel_hh", "bias_ih", "bias_hh")
+    # A mesh that divides any of these matrices makes its devices exchange gates and states in every
+    # step of the loop over time, even if it divides only the products with the inputs.
+    mesh_axes = whole("kernel_ih", "kernel_hh")
 
     def arrays(self) -> dict[str, Array]:
         """The weights that there are, by name."""
@@ -132,6 +134,7 @@ class RecurrentStack(SequenceLayer[State]):
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> State:
+        """Zeros, (num_layers · directions, batch, features), in at least float32."""
         sizes = {"h": self.out_features, "c": self.hidden_features}
         return self.state_type(
             *(

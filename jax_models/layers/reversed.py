@@ -22,7 +22,7 @@ class Reversed(SequenceLayer[State]):
         layer: a layer from the first step to the last, one that has a `step`.
 
     Raises:
-        TypeError: it is no `SequenceLayer`.
+        TypeError: it is not a `SequenceLayer`.
         ValueError: it has no `step`.
 
     Layouts: the layer's, whose keys begin with `layer.`.
@@ -49,6 +49,7 @@ class Reversed(SequenceLayer[State]):
         return run_reversed(self.layer, x, state, rows)
 
     def torch_layouts(self) -> Layouts:
+        """The layer's, as the attribute `layer`."""
         layouts = self.layer.torch_layouts().items()
         return {name: nested(table, "layer", "layer") for name, table in layouts}
 

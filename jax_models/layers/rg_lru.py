@@ -172,6 +172,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
     mesh_axes = last_axis("features", "input_gate", "recurrence_gate", "a", "a_param")
 
     def torch_layouts(self) -> Layouts:
+        """`hawk`: the keys of torch_ref.RGLRU; with blocks, those of RecurrentGemma."""
         gates = ("input_gate", "recurrence_gate")
         if self.num_blocks is None:
             decay = "a" if self.parameterization == "direct" else "a_param"

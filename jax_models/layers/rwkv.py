@@ -133,6 +133,7 @@ class RWKVTimeMix(SequenceLayer[RWKVTimeMixState]):
     ) | first_axis("features", "output.kernel")
 
     def torch_layouts(self) -> Layouts:
+        """`blinkdl`: the keys of a block's `att`; `hf`: those of its `attention`."""
         return by_mixes(
             same("time_decay", "time_decay"),
             same("time_first", "time_first"),
@@ -170,9 +171,11 @@ class RWKVChannelMix(ChannelMix):
         return channel**height
 
     def mixed(self, letter, x, previous):
+        """`μ ⊙ x_t + (1 − μ) ⊙ x_{t−1}`."""
         return mixed(getattr(self, f"{self.prefix}{letter}"), x, previous)
 
     def torch_layouts(self) -> Layouts:
+        """`blinkdl`: the keys of a block's `ffn`; `hf`: those of its `feed_forward`."""
         rows = (row for name in MIXES for row in linear(name, name, bias=False))
         return by_mixes(*rows, mixes=("key", "receptance"))
 

@@ -152,16 +152,8 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
             heads_of(y, self.head_size)
             for y in (self.receptance(x_r), self.log_decay(x_w), self.key(x_k), self.value(x_v))
         )
-        o, wkv = ops.delta_rule(
-            r,
-            log_w,
-            k,
-            v,
-            state=state.wkv.mT,
-            u=self.time_faaaa[...],
-            rows=rows,
-            method=self.method,
-        )
+        options: dict[str, Any] = {"u": self.time_faaaa[...], "rows": rows, "method": self.method}
+        o, wkv = ops.delta_rule(r, log_w, k, v, state=state.wkv.mT, **options)
         steps = o.reshape(x.shape[0] * x.shape[1], self.in_features)
         normed = self.ln_x(steps).reshape(x.shape).astype(dtype)
         y = self.output(normed * jax.nn.silu(self.gate(x_g)))
@@ -169,9 +161,8 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
 
     def log_decay(self, x: Float[Array, "batch time features"]) -> Float[Array, "..."]:
         """`−exp(time_decay + tanh(x D_1) D_2)`, in at least float32."""
-        by_data = low_rank(x, self.time_decay_w1, self.time_decay_w2, jnp.tanh)
-        decay = self.time_decay[...].astype(by_data.dtype)
-        exponent = jnp.broadcast_to(decay, by_data.shape) + by_data
+        weights = self.time_decay_w1, self.time_decay_w2
+        exponent = low_rank(x, *weights, jnp.tanh, base=self.time_decay)
         return -jnp.exp(jnp.minimum(exponent, LARGEST_DECAY))
 
     def _mixed(self, x: Array, previous: Array) -> list[Array]:
@@ -191,6 +182,7 @@ class RWKV6TimeMix(HeadedTimeMix[RWKV6TimeMixState]):
     )
 
     def torch_layouts(self) -> Layouts:
+        """`blinkdl` and `hf`: the keys of a block's `att`; `fla`: those of its `attn`."""
         vectors = ("time_decay", *(f"time_maa_{name}" for name in ("x", *MIXES)))
         whole = ("time_maa_w1", "time_maa_w2", "time_decay_w1", "time_decay_w2", "time_faaaa")
         matrices = ("receptance", "key", "value", "gate", "output")
@@ -267,6 +259,7 @@ class RWKV6ChannelMix(ChannelMix):
         return 1 - channel**height
 
     def torch_layouts(self) -> Layouts:
+        """The keys of a block's `ffn`, or `feed_forward`."""
         blinkdl = [
             *(squeezed(name, name, (0, 1)) for name in ("time_maa_k", "time_maa_r")),
             *(row for n in ("key", "receptance", "value") for row in linear(n, n, bias=False)),

@@ -184,14 +184,12 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
             v_first = v
         else:
             v_first = v_first.astype(dtype)
-            share = jax.nn.sigmoid(self._raised(self.v0, low_rank(x_v, self.v1, self.v2)))
+            share = jax.nn.sigmoid(low_rank(x_v, self.v1, self.v2, base=self.v0))
             v += (v_first - v) * share.astype(dtype)
 
         # The in-context learning rate, the decay and the gate are low-rank functions of the data.
-        rate = jax.nn.sigmoid(self._raised(self.a0, low_rank(x_a, self.a1, self.a2)))
-        log_w = LEAST_LOG_DECAY * jax.nn.sigmoid(
-            self._raised(self.w0, low_rank(x_w, self.w1, self.w2, jnp.tanh))
-        )
+        rate = jax.nn.sigmoid(low_rank(x_a, self.a1, self.a2, base=self.a0))
+        log_w = LEAST_LOG_DECAY * jax.nn.sigmoid(low_rank(x_w, self.w1, self.w2, jnp.tanh, self.w0))
         gate = low_rank(x_g, self.g1, self.g2, jax.nn.sigmoid)
 
         # Each head's matrix decays, forgets what the removal key reads, and learns a new pair.
@@ -199,18 +197,8 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         r, k, v_heads, rate, log_w = (
             heads_of(y, self.head_size) for y in (self.receptance(x_r), k, v, rate, log_w)
         )
-        o, wkv = ops.delta_rule(
-            r,
-            log_w,
-            k,
-            v_heads,
-            -removal,
-            removal * rate.astype(removal.dtype),
-            state.wkv,
-            min_log_w=LEAST_LOG_DECAY,
-            rows=rows,
-            method=self.method,
-        )
+        inputs = (r, log_w, k, v_heads, -removal, removal * rate.astype(removal.dtype), state.wkv)
+        o, wkv = ops.delta_rule(*inputs, min_log_w=LEAST_LOG_DECAY, rows=rows, method=self.method)
 
         # The bonus lets the current step read its own value as strongly as r and k agree.
         r_k = self.r_k[...].astype(o.dtype)[None, None]
@@ -225,10 +213,6 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         batch, time = o.shape[:2]
         normed = self.ln_x(o.reshape(batch * time, self.features)).astype(o.dtype)
         return (normed.reshape(o.shape) + bonus).reshape(batch, time, self.features)
-
-    def _raised(self, base: nnx.Variable, x: Array) -> Array:
-        """A trained vector plus a term that depends on the data."""
-        return jnp.broadcast_to(base[...].astype(x.dtype), x.shape) + x
 
     def removal_and_key(self, k: Array, rate: Array) -> tuple[Array, Array]:
         """κ̂ by head, which is made from the given key, and the key that the state learns."""
@@ -245,6 +229,7 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
     )
 
     def torch_layouts(self) -> Layouts:
+        """`blinkdl`: the keys of a block's `att`; `fla`: those of its `attn`."""
         low_ranks = ("w", "a", "v") if self.has_values else ("w", "a")
         mixes = tuple(f"x_{name}" for name in MIXES)
         names = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
@@ -305,6 +290,7 @@ class RWKV7ChannelMix(ChannelMix):
         return 1 - channel**height**4
 
     def torch_layouts(self) -> Layouts:
+        """The keys of a block's `ffn`."""
         matrices = [row for name in ("key", "value") for row in linear(name, name, bias=False)]
         return {
             "blinkdl": [squeezed("x_k", "x_k", (0, 1)), *matrices],

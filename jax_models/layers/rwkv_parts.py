@@ -111,6 +111,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         return lerp_to_previous(x, previous, getattr(self, f"{self.prefix}{letter}"))
 
     def init_state(self, batch_size: int) -> RWKVChannelMixState:
+        """No last input: zeros, (batch, features), in at least float32."""
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
 
     def sequence(self, x, state, rows):
@@ -224,10 +225,12 @@ def low_rank(
     down: nnx.Variable,
     up: nnx.Variable,
     nonlinearity: Callable[[Array], Array] = lambda y: y,
+    base: nnx.Variable | None = None,
 ) -> Float[Array, "batch time features"]:
-    """`nonlinearity(x W₁) W₂`, in at least float32."""
+    """`base + nonlinearity(x W₁) W₂`, in at least float32."""
     hidden = nonlinearity(ops.affine(x, down[...].astype(x.dtype)))
-    return ops.affine(hidden, up[...].astype(x.dtype))
+    y = ops.affine(hidden, up[...].astype(x.dtype))
+    return y if base is None else jnp.broadcast_to(base[...].astype(y.dtype), y.shape) + y
 
 
 class HeadedTimeMix(SequenceLayer[Att]):

@@ -158,6 +158,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         return asked_for and len(layers) > 1 and time != 1 and not _share_variables(layers)
 
     def torch_layouts(self) -> Layouts:
+        """The layouts that all layers have, numbered."""
         layouts = [layer.torch_layouts() for layer in self.layers]
         return {
             name: [

@@ -23,7 +23,7 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, linear, nested, rms_norm, same, squeezed
 
 SMALLEST_POLE, LARGEST_POLE = 0.9, 0.999
-"""The magnitudes that poles have at first."""
+"""The range of the initial magnitudes of the poles."""
 
 
 class StripedHyenaState(NamedTuple):
@@ -111,6 +111,7 @@ class StripedHyenaMixer(SequenceLayer[StripedHyenaState]):
         return self.proj_output(y * x2), StripedHyenaState(conv, modal)
 
     def torch_layouts(self) -> Layouts:
+        """`stripedhyena`: the package's keys."""
         conv = nested(self.conv.torch_layouts()["hf"], "conv", "")
         return {
             "stripedhyena": [
@@ -189,6 +190,7 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
         )
 
     def torch_layouts(self) -> Layouts:
+        """`stripedhyena`: the package's keys."""
         return {
             "stripedhyena": [
                 *rms_norm("pre_norm", "pre_norm", "scale"),

@@ -8,12 +8,10 @@ each layout uses, and how to read the fields of the config from the shapes of a 
 import functools
 import importlib
 import inspect
-import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import entry_points
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
+from jax_models.entry_points import by_name, modules_of
 from jax_models.options import CheckedFields
 from jax_models.weights.keys import checked_mapping, elsewhere, joined
 from jax_models.weights.rows import Weight
@@ -234,26 +232,22 @@ class ModelConfig(CheckedFields):
 Config = TypeVar("Config", bound=ModelConfig)
 
 
-def modules_of(package: ModuleType, group: str) -> Iterator[ModuleType]:
-    """The modules of a package, and those that other packages name in an entry point group."""
-    for found in pkgutil.iter_modules(package.__path__):
-        yield importlib.import_module(f"{package.__name__}.{found.name}")
-    for entry in entry_points(group=group):
-        yield entry.load()
-
-
 @functools.cache
 def _all_architectures() -> tuple[type[ModelConfig], ...]:
     package = importlib.import_module("jax_models.models")
-    return tuple(
-        value
-        for module in modules_of(package, ENTRY_POINTS)
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, ModelConfig)
-        and value.__module__ == module.__name__
-        and value.family
+    found = by_name(
+        "config",
+        (
+            (value.__name__, value, f"{value.__module__}.{value.__qualname__}")
+            for module in modules_of(package, ENTRY_POINTS)
+            for value in vars(module).values()
+            if inspect.isclass(value)
+            and issubclass(value, ModelConfig)
+            and value.__module__ == module.__name__
+            and value.family
+        ),
     )
+    return tuple(found.values())
 
 
 def architectures(kind: type[Config] = ModelConfig) -> list[type[Config]]:

@@ -88,10 +88,10 @@ def stream(
             on it.
 
     Raises:
-        TypeError: the prompt is not of integers, the temperature is no number, the key no key, or
-            (at the first token) it runs under `jit`.
+        TypeError: the prompt does not hold integers, the temperature is not a number, the key is
+            not a key, or (at the first token) it runs under `jit`.
         ValueError: the prompt is empty or of the wrong rank, a token is not in the vocabulary,
-            num_tokens or top_k is no positive integer, steps_per_call is neither "auto" nor 1 to
+            num_tokens or top_k is not a positive integer, steps_per_call is neither "auto" nor 1 to
             64, the temperature is negative, the model is
             abstract, or (at that token) its logits are NaN or infinite.
 

@@ -115,7 +115,7 @@ class HyenaDNALanguageModelConfig(StackConfig):
     num_filter_layers: int = 4
     """Layers of the filter network."""
     omega: float = 10.0
-    """Frequency of the filter network's sines at first."""
+    """Initial frequency of the filter network's sines."""
     shift: float = 0.05
     """The value to which the filters' windows decay."""
     kernel_size: int = 3

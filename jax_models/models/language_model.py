@@ -200,6 +200,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         return self.config.foreign_format(keys)
 
     def torch_layouts(self) -> Layouts:
+        """The tables of the config's layouts that all blocks have."""
         numbered: Iterable[tuple[Any, SequenceLayer]] = (
             [("", self.blocks)]
             if isinstance(self.blocks, SequenceLayer)

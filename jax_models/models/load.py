@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Sharding
 
-from jax_models.models.architecture import ModelConfig, architectures
+from jax_models.entry_points import broken_packages
+from jax_models.models.architecture import ENTRY_POINTS, ModelConfig, architectures
 from jax_models.models.griffin import GriffinLanguageModel, GriffinLanguageModelConfig
 from jax_models.models.hyena_dna import HyenaDNALanguageModel, HyenaDNALanguageModelConfig
 from jax_models.models.language_model import LanguageModel
@@ -123,7 +124,7 @@ def config_of(
     checked_mapping("state_dict", weights)
     # A config.json names the model; without one, the keys identify it.
     known = [each for each in architectures(kind) if each.marks or each.model_types]
-    names = ", ".join(each.family for each in known)
+    names, broken = ", ".join(each.family for each in known), broken_packages(ENTRY_POINTS)
     keys, model_type = [*map(str, weights)], (fields or {}).get("model_type")
     if model_type is not None:
         found = [each for each in known if model_type in each.model_types]
@@ -131,7 +132,7 @@ def config_of(
         found = [each for each in known if each.recognizes(keys)]
     if not found and model_type is not None:
         name, *_ = (fields or {}).get("architectures") or [model_type]
-        raise ValueError(f"config.json: expected a model of {names}, got {name}")
+        raise ValueError(f"config.json: expected a model of {names}, got {name}{broken}")
     # The weights may be in an entry of the state_dict or under a prefix: say where.
     if not found:
         layouts = [layout for each in known for layout in each.layout_keys()]
@@ -140,7 +141,7 @@ def config_of(
         others = filter(None, (each.confused_with(keys) for each in known))
         some = ", ".join(joined(sorted(keys))[:3]) or "no keys"
         got = next(others, f"another model (it has {some})")
-        raise ValueError(f"state_dict: expected one of {names}, got {got}")
+        raise ValueError(f"state_dict: expected one of {names}, got {got}{broken}")
     config = found[0].from_checkpoint(weights, fields, **options)
     # Most configs are read from the weights alone, so the config.json may contradict them.
     for field, ours in SIZES.items():

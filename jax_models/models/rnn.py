@@ -142,6 +142,7 @@ class RNNLanguageModel(LanguageModel):
         )
 
     def torch_layouts(self) -> Layouts:
+        """The keys of torch_ref.RNNLanguageModel around each layout of the recurrence."""
         layouts = super().torch_layouts()
         if not isinstance(self.blocks, RNN):
             layouts.pop("scratch", None)  # the twin has the cells of torch.nn, except for the RNN

@@ -1,4 +1,4 @@
-"""silero-VAD 6: where in a recording somebody speaks."""
+"""silero-VAD 6, which finds speech in recordings."""
 
 __all__ = ["SileroVAD", "SileroVADState"]
 
@@ -191,7 +191,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         single bool unbatched: true for each row whose frame begins a recording.
 
         Raises:
-            TypeError, ValueError: as for a whole recording, or the chunk is no whole frame.
+            TypeError, ValueError: as for a whole recording, or the chunk is not a whole frame.
 
         """
         length = self.frame_length
@@ -261,17 +261,15 @@ class SileroVAD(CheckedOptions, nnx.Module):
         return jnp.where(is_silent, 0, jnp.sqrt(jnp.where(is_silent, 1, power)))
 
     def torch_layouts(self) -> Layouts:
+        """`torchscript`: the keys of the shipped module; `silero`: of the safetensors file."""
         numbers = range(len(CONVOLUTIONS))
+        shipped = [f"encoder.{i}.reparam_conv" for i in numbers]
+        in_file = [f"conv{i + 1}" for i in numbers]
         return {
             "torchscript": self._table(
-                "stft.forward_basis_buffer",
-                [f"encoder.{i}.reparam_conv" for i in numbers],
-                "decoder.rnn",
-                "decoder.decoder.2",
+                "stft.forward_basis_buffer", shipped, "decoder.rnn", "decoder.decoder.2"
             ),
-            "silero": self._table(
-                "stft_conv.weight", [f"conv{i + 1}" for i in numbers], "lstm_cell", "final_conv"
-            ),
+            "silero": self._table("stft_conv.weight", in_file, "lstm_cell", "final_conv"),
         }
 
     def _table(self, stft: str, convolutions: list[str], lstm: str, head: str) -> Table:

@@ -63,7 +63,7 @@ def checked(
     `Callable` any function. An argument without an annotation passes, and so do other annotations.
 
     The function gets NumPy arrays as JAX's, integers as int, and `lengths` as int32 in 0 … time.
-    Under `jit`, where nobody sees the values, a length outside counts as the nearest inside, and
+    Under `jit`, where the values are unknown, a length outside counts as the nearest inside, and
     the row is NaN in all floating results. Keywords that are annotated with `Unpack` of a
     TypedDict are checked by its annotations, and the function gets those that have a `Default`. If
     the TypedDict has `rows`, the function gets the masks as one `Rows`; a caller that passes `rows`

@@ -53,7 +53,7 @@ def as_array(name: str, value: Any, convert: Callable[[Any], Any] = jnp.asarray)
 def checked_array(name: str, value: Any, kind: Any, shape: tuple[int, ...] | None = None) -> Array:
     """An array of one of the `KINDS` and, if given, of a shape; NumPy's as JAX's, but of integers.
 
-    Of those the values may be looked at before JAX takes their last 32 bits.
+    Integers stay in NumPy, so that their values can be checked before JAX cuts them to 32 bits.
     """
     dtype = getattr(value, "dtype", None)
     if not isinstance(value, jax.Array) and not isinstance(dtype, np.dtype):
@@ -75,8 +75,8 @@ def lengths_within(
 ) -> tuple[Int[Array, " batch"], Bool[Array, " batch"] | None]:
     """`lengths` as int32 in 0 … time, and the rows whose results are to be NaN.
 
-    Those have a length outside where nobody sees the values, under `jit`: there the nearest length
-    inside stands for it. Elsewhere it is an error.
+    Under `jit`, where the values are unknown, a length outside is replaced by the nearest inside,
+    and the results of its row become NaN. Elsewhere it raises an error.
     """
     if isinstance(lengths, Tracer):
         dtype = lengths.dtype if lengths.dtype.itemsize >= 4 else jnp.dtype(jnp.int32)

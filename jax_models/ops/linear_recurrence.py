@@ -119,7 +119,7 @@ def _recurrence_jvp(method: LinearRecurrenceMethod, reverse: bool, primals, tang
 
 
 _compiled = jax.jit(_recurrence, static_argnums=(0, 1))
-"""Compiled once for all calls that nobody else compiles."""
+"""Compiled once for all calls outside of `jax.jit`."""
 
 
 def _tangent(method: LinearRecurrenceMethod, reverse: bool, residuals, tangents):

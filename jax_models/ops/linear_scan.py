@@ -102,7 +102,7 @@ def _scan_gpu(step, start, xs, *, outputs: int, reverse: bool):
         return row_scan_gpu.row_scan(step, start, xs, outputs=outputs, reverse=reverse)
     scan, ahead = row_scan_gpu.row_scan, step is _step_ahead
     h = _in_chunks(scan, count, a, b, h0, reverse=reverse, ahead=ahead)
-    return [h], [h[:, 0 if reverse else -1]]  # with `ahead`, nobody reads the last state
+    return [h], [h[:, 0 if reverse else -1]]  # with `ahead`, the last state is not used
 
 
 def _step(state, a, b):

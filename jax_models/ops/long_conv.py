@@ -39,9 +39,9 @@ def long_conv(
     """`y_t = Σ_{s ≤ t} h_{t−s} v_s + skip ⊙ v_t`, in O(T log T) by FFT.
 
     Time is the last axis. Computed in at least float32, whatever v and h are in (there is no FFT in
-    bfloat16); y has the dtype of v. Where T is no product of small primes, the transform is of the
-    next length that is. The rounding errors of a step are of the size of its whole row: later steps
-    reach earlier ones by an ulp of the largest output, and NaN by all of it.
+    bfloat16); y has the dtype of v. If T is not a product of small primes, the transform has the
+    next length that is one. The rounding errors of a step are of the size of its whole row: later
+    steps disturb earlier ones by an ulp of the largest output, and a NaN makes the whole row NaN.
 
     Args:
         v: the inputs.

@@ -177,7 +177,7 @@ _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def _chunk_size(time: int, has_reset: bool, divided: bool) -> int:
-    """One step where documents may begin anywhere, or where nobody knows how many steps there are.
+    """One step if documents may begin anywhere, or if the number of steps is symbolic.
 
     Time that is divided over devices has to be whole chunks on each.
     """

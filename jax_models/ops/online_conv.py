@@ -1,4 +1,4 @@
-"""A long convolution that goes on: step by step, each step in O(log² length) on average.
+"""A long convolution that continues step by step, each step in O(log² length) on average.
 
 After Fu et al., "Flash Inference" (arXiv 2410.12982): the convolution is cut into tiles of doubling
 size. Where the number c of inputs so far is an odd multiple of U = 2^k, the last U inputs meet the

@@ -89,7 +89,7 @@ def decay(
 
     of which the first is infinite at a = 0 (if e < 1) and the last at m = 0, where a = 1 or e = 0.
     With ε the dtype's spacing at 1, the derivatives are taken as if a ≥ ε and m ≥ √ε, a distance
-    from the ends at which 1 − p² is no longer told from zero: there they are finite, elsewhere
+    from the ends at which 1 − p² cannot be told from zero: there they are finite, elsewhere
     exact. An `a` outside [0, 1] gets the derivative at the end next to it.
     """
     return _decay(a, exponent)

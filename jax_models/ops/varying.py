@@ -8,7 +8,8 @@ import jax
 def match_varying_axes(tree: Any) -> Any:
     """The arrays, each marked as varying along all axes along which one of them does.
 
-    A loop's carry, say, has to start as it goes on. Outside of a `jax.shard_map` nothing varies.
+    The carry of a loop, for example, must vary in the same way before and after each turn. Outside
+    of a `jax.shard_map` nothing varies.
     """
     leaves, structure = jax.tree.flatten(tree)
     varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]

@@ -151,7 +151,7 @@ def _wkv_jvp(method: WKVMethod, primals, tangents):
 
 
 _compiled = jax.jit(_wkv, static_argnums=0)
-"""Compiled once for all calls that nobody else compiles."""
+"""Compiled once for all calls outside of `jax.jit`."""
 
 
 def _average(u, before: WKVState, now: WKVState):

@@ -1,7 +1,7 @@
-"""The weights in a file or a folder, each read when somebody asks for its numbers.
+"""The weights in a file or a folder, each of which is read when its numbers are needed.
 
 Files of safetensors and of torch.save, alone or in the parts that an index names, and the folders
-of orbax. What can be told of a file without its numbers is checked when it is opened.
+of orbax. A file is checked when it is opened, as far as that is possible without its numbers.
 """
 
 import json

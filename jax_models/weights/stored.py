@@ -1,4 +1,4 @@
-"""Arrays that are read when somebody asks for their numbers."""
+"""Arrays that are read when their numbers are needed."""
 
 import dataclasses
 import sys
@@ -24,7 +24,7 @@ class StoredArray:
     read: Callable[[], np.ndarray]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, read anew each time."""
+        """The numbers, which are read again each time."""
         return np.array(self.read(), dtype, copy=copy)
 
 

@@ -225,7 +225,10 @@ def _check(value: Any, like: np.ndarray) -> None:
     if jnp.issubdtype(like.dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"expected floating numbers, got {dtype}")
     if jnp.issubdtype(dtype, jnp.floating) and not is_floating(value):
-        raise ValueError(f"expected at least 16 bits a number, got {dtype}: make it float first")
+        raise ValueError(
+            f"8-bit floats are not supported, got {dtype}: cast the weights to float16 or wider "
+            "first"
+        )
     if not np.can_cast(dtype, like.dtype, "safe"):
         raise ValueError(
             f"{dtype} does not fit into {like.dtype} exactly: build the layer with "

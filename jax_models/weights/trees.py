@@ -26,7 +26,7 @@ def loader(tree: Any, table: Table) -> Callable[[Mapping[str, Any]], Any]:
             Its floating arrays are the parameters; `path_of` names them, as in `params.out.kernel`.
         table: names every parameter once.
 
-    The arrays get the dtypes of the state_dict, and what is no floating array stays as it is.
+    The arrays get the dtypes of the state_dict, and everything else in the tree stays as it is.
     Gradients and `jax.jit` go through the function.
 
     Raises:

@@ -1,7 +1,7 @@
 """Notes and faults for pairs in which torch has the channels first and JAX has them last."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,25 +20,23 @@ from parity_tests.engine.results import Results, only_floating
 def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
     """The note for a JAX side that raises, if it runs on inputs with the channels last."""
     shapes = [tuple(x.shape) for x in jax.tree.leaves(problem.inputs) if _is_image(x)]
-    if not shapes:
+    if not shapes or _outputs(problem) is not None:
         return None
-    again = with_channels_last(problem, _is_image)
-    results = _results(again) if _results(problem) is None else None
-    if results is None:
+    outputs = _outputs(with_channels_last(problem, _is_image))
+    if outputs is None:
         return None
-    theirs = [a.shape for a in oracle.get("outputs", {}).values()]
-    ours = [a.shape for a in results.get("outputs", {}).values()]
+    pairs = zip(oracle.get("outputs", {}).values(), outputs.values(), strict=False)
+    are_last = any(other_order(expected.shape, actual.shape) for expected, actual in pairs)
     first, last = ORDERS[len(shapes[0])]
-    move = _move(inputs=True, outputs=any(map(other_order, theirs, ours)))
     return (
         f"inputs: {shapes[0]} looks like {first}, and the JAX model takes {last}: it runs on "
-        f"{channels_last(shapes[0])}. {move}"
+        f"{channels_last(shapes[0])}. {_advice(inputs=True, outputs=are_last)}"
     )
 
 
 def faults_of_axes(
     problem: Problem, reference: Reference, report: Report, jax_side: JaxSide
-) -> Iterator[str]:
+) -> list[str]:
     """Which axes to move, if results that differ agree with the channels on the other axis.
 
     Only arrays that have the same shape in both orders are moved. For others, the shapes would
@@ -47,56 +45,52 @@ def faults_of_axes(
     dtype, group, error = next(report.failures, ("", "", None))
     expected = only_floating(reference.oracle.get("outputs", {}))
     if error is None or group != "outputs" or not expected:
-        return
-    may_move = [
-        any(map(_is_square, arrays))
-        for arrays in (jax.tree.leaves(problem.inputs), expected.values())
-    ]
-    for inputs, outputs in ((False, True), (True, False), (True, True)):
-        if (inputs and not may_move[0]) or (outputs and not may_move[1]):
+        return []
+    for what, among in (
+        ("outputs", [expected]),
+        ("inputs", [problem.inputs]),
+        ("inputs and outputs", [problem.inputs, expected]),
+    ):
+        if not all(any(map(_is_square, jax.tree.leaves(tree))) for tree in among):
             continue
+        inputs, outputs = "inputs" in what, "outputs" in what
         again = with_channels_last(problem, _is_square) if inputs else problem
         results = jax_side.run(again, dtype, reference.oracle.forward, reference.cast_to)
-        ours = {
+        moved = {
             name: np.moveaxis(array, -1, 1) if outputs and _is_square(array) else array
             for name, array in only_floating(results["outputs"]).items()
         }
-        if all(e <= error.bound for e in relative_errors(ours, expected).values()):
-            what = "inputs and outputs" if inputs and outputs else "inputs" if inputs else "outputs"
-            yield (
+        if all(each <= error.bound for each in relative_errors(moved, expected).values()):
+            return [
                 f"{what}: both sides agree if the JAX model has the channels on the last axis. "
-                f"{_move(inputs=inputs, outputs=outputs)}"
-            )
-            return
+                f"{_advice(inputs=inputs, outputs=outputs)}"
+            ]
+    return []
 
 
 def with_channels_last(problem: Problem, which: Callable[[Any], bool]) -> Problem:
     """The problem with the second axis of some inputs as their last."""
-
-    def moved(x):
-        return np.moveaxis(x, 1, -1) if which(x) else x
-
-    return dataclasses.replace(problem, inputs=jax.tree.map(moved, problem.inputs))
+    inputs = jax.tree.map(lambda x: np.moveaxis(x, 1, -1) if which(x) else x, problem.inputs)
+    return dataclasses.replace(problem, inputs=inputs)
 
 
-def _move(*, inputs: bool, outputs: bool) -> str:
+def _advice(*, inputs: bool, outputs: bool) -> str:
     call = f"model({'jnp.moveaxis(x, 1, -1)' if inputs else 'x'})"
-    if outputs:
-        call = f"jnp.moveaxis({call}, -1, 1)"
+    call = f"jnp.moveaxis({call}, -1, 1)" if outputs else call
     return f"Move the axes in the function, or with call=lambda model, x: {call}"
+
+
+def _outputs(problem: Problem) -> dict[str, np.ndarray] | None:
+    """Zeros in the shapes of the JAX side's outputs; None if it cannot be traced."""
+    try:
+        return JaxSide(problem).shapes(problem)[0].get("outputs", {})
+    except Exception:  # a model may raise anything
+        return None
 
 
 def _is_square(x: Any) -> bool:
     """True if x may be an image whose shape is the same with its channels last."""
     return _is_image(x) and channels_last(x.shape) == tuple(x.shape)
-
-
-def _results(problem: Problem) -> Results | None:
-    """Zeros in the shapes of the JAX side's results; None if it cannot be traced."""
-    try:
-        return JaxSide(problem).shapes(problem)[0]
-    except Exception:  # a model may raise anything
-        return None
 
 
 def _is_image(x: Any) -> bool:

@@ -58,39 +58,34 @@ def logits_error(logits: np.ndarray, oracle: np.ndarray) -> LogitsError:
     """How far logits (…, vocabulary) are from the oracle's, in float64."""
     vocabulary = oracle.shape[-1]
     rows = max(BLOCK // vocabulary, 1)
-    theirs, ours = (a.reshape(-1, vocabulary) for a in (oracle, logits))
+    expected, actual = (a.reshape(-1, vocabulary) for a in (oracle, logits))
     blocks = [
-        _by_token(ours[i : i + rows].astype(np.float64), theirs[i : i + rows])
-        for i in range(0, len(theirs), rows)
+        _by_token(actual[i : i + rows].astype(np.float64), expected[i : i + rows])
+        for i in range(0, len(expected), rows)
     ]
     kl, log_prob, top_1, top_k = np.concatenate(blocks, axis=1)
-    return LogitsError(
-        float(kl.mean()),
-        float(kl.max()),
-        float(log_prob.mean()),
-        float(log_prob.max()),
-        float(top_1.mean()),
-        float(top_k.mean()),
-    )
+    numbers = kl.mean(), kl.max(), log_prob.mean(), log_prob.max(), top_1.mean(), top_k.mean()
+    return LogitsError(*map(float, numbers))
 
 
-def _by_token(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+def _by_token(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """KL, largest |Δ log p| and both agreements of each token, (4, tokens)."""
-    log_p, log_q = _log_softmax(theirs), _log_softmax(ours)
+    log_p, log_q = _log_softmax(expected), _log_softmax(actual)
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.where(log_p == log_q, 0.0, log_p - log_q)  # −∞ on both sides is equal
         # Σ p·off, without its cancellation: p and q both sum to one
         terms = np.where(np.exp(log_p) > 0, np.exp(log_p) * (np.expm1(-off) + off), np.exp(log_q))
     kl = np.where(np.isnan(off).any(-1), np.nan, terms.sum(-1))
-    return np.stack([kl, abs(off).max(-1), _agreement(ours, theirs, 1), _agreement(ours, theirs)])
+    top_1, top_k = (_agreement(actual, expected, k) for k in (1, TOP))
+    return np.stack([kl, abs(off).max(-1), top_1, top_k])
 
 
-def _agreement(ours: np.ndarray, theirs: np.ndarray, k: int = TOP) -> np.ndarray:
-    """The share of their k largest that are not below our k-th largest."""
-    k = min(k, theirs.shape[-1])
-    theirs_first = np.argpartition(-theirs, k - 1, axis=-1)[:, :k]
-    least = -np.partition(-ours, k - 1, axis=-1)[:, k - 1, None]
-    return (np.take_along_axis(ours, theirs_first, axis=-1) >= least).mean(-1)
+def _agreement(actual: np.ndarray, expected: np.ndarray, k: int) -> np.ndarray:
+    """The share of the k largest expected logits that are not below the actual k-th largest."""
+    k = min(k, expected.shape[-1])
+    largest = np.argpartition(-expected, k - 1, axis=-1)[:, :k]
+    least = -np.partition(-actual, k - 1, axis=-1)[:, k - 1, None]
+    return (np.take_along_axis(actual, largest, axis=-1) >= least).mean(-1)
 
 
 def _log_softmax(x: np.ndarray) -> np.ndarray:

@@ -35,14 +35,14 @@ class Problem:
 
     twin: Any
     """The torch module, or another object with a `state_dict()`."""
-    build: Callable[[Arrays, str], Any]
-    """`build(state_dict, dtype)` makes the JAX side's weights from those of the twin."""
+    build: Callable[[Arrays, str], tuple[Any, Any]]
+    """`build(state_dict, dtype)` makes the JAX side's weights, and what else its model holds."""
     call: Callable[..., Any]
-    """`call(weights, *inputs)` returns the JAX side's result."""
-    to_torch: Callable[[Any], Arrays] | None
-    """Returns the JAX side's weights under the twin's names; None if the names are unknown."""
-    gradient_to_torch: Callable[[Any], Arrays] | None = None
-    """Does the same for gradients with respect to the weights; by default `to_torch` does."""
+    """`call(model, *inputs)` returns the JAX side's result."""
+    to_torch: Callable[[Any, Any], Arrays] | None
+    """`to_torch(gradient, rest)` gives the weights' gradients the twin's names; None if unknown."""
+    load: Callable[[Any, Any], Any] = lambda weights, rest: weights
+    """`load(weights, rest)` makes the model of what `build` returned, and JAX differentiates it."""
     constants: frozenset[str] = frozenset()
     """The twin's buffers that the JAX side does not read, because it has these numbers itself."""
     call_twin: Callable[..., Any] = lambda twin, *inputs: twin(*inputs)

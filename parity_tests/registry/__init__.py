@@ -7,13 +7,17 @@ of the files in this folder, and of the modules that other packages name in the 
 
 import sys
 
-from jax_models.models.architecture import modules_of
+from jax_models.entry_points import by_name, modules_of
 from parity_tests.registry.case import BATCH, TIME, Case
 from parity_tests.registry.mutation import Mutation
 
-_FILES = [*modules_of(sys.modules[__name__], "twinscan.registry")]
+ENTRY_POINTS = "twinscan.registry"
+_FILES = [*modules_of(sys.modules[__name__], ENTRY_POINTS)]
 
-CASES: dict[str, Case] = {case.name: case for file in _FILES for case in getattr(file, "CASES", ())}
+CASES: dict[str, Case] = by_name(
+    "case",
+    ((case.name, case, file.__name__) for file in _FILES for case in getattr(file, "CASES", ())),
+)
 MUTATIONS: tuple[Mutation, ...] = tuple(
     mutation for file in _FILES for mutation in getattr(file, "MUTATIONS", ())
 )

@@ -12,7 +12,7 @@ from parity_tests.registry.mutation import (
     PADDING,
     PAST_AND_FUTURE,
     Mutation,
-    as_it_is,
+    identity,
     replaced,
     two_swapped,
 )
@@ -54,8 +54,8 @@ MUTATIONS = [
         )
         for name, function, wrong, check in (
             ("padding reversed, too", "layers.reversed.reverse_time", reversing_padding, PADDING),
-            ("resets not reversed", "ops.rows.document_ends", as_it_is, DOCUMENTS),
-            ("nothing reversed", "layers.reversed.reverse_time", as_it_is, PAST_AND_FUTURE),
+            ("resets not reversed", "ops.rows.document_ends", identity, DOCUMENTS),
+            ("nothing reversed", "layers.reversed.reverse_time", identity, PAST_AND_FUTURE),
         )
     ),
 ]

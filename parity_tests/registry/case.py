@@ -1,4 +1,4 @@
-"""What a row of the registry says."""
+"""A case: a torch twin, its JAX layer, and what the checks must know of them."""
 
 import dataclasses
 import functools
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torch_ref
 from jax_models import LanguageModel, LanguageModelConfig, SequenceLayer, from_torch, to_torch
 from jax_models.weights.layouts import weight_table
+from parity_tests.engine.candidates.model_weights import merged, split
 from parity_tests.engine.problem import (
     DTYPES,
     PLATFORMS,
@@ -46,7 +47,7 @@ class Case:
     layer: Callable[..., Any]
     layout: str
     architecture: str
-    """What the report files the case under."""
+    """The heading of the case in the report."""
     call: Callable[..., tuple[Tensor, TorchState]] = run_recurrence
     """`call(twin, x, state=None) -> (y, state)`, and `lengths` if the twin packs."""
     twin_state: bool = True
@@ -143,9 +144,10 @@ class Case:
         return Problem(
             twin=twin,
             call_twin=call_twin,
-            build=self.load,
+            build=lambda state_dict, dtype: split(self.load(state_dict, dtype)),
+            load=merged,
             call=call,
-            to_torch=functools.partial(to_torch, layout=table),
+            to_torch=lambda gradient, rest: to_torch(merged(gradient, rest), table),
             table=table,
             inputs=(x, state) if given_state and self.twin_state else (x,),
             dtypes=self.dtypes,

@@ -18,10 +18,10 @@ from parity_tests.registry.mutation import (
     CUT,
     DOCUMENTS,
     Mutation,
-    as_it_is,
     deaf,
     edited,
     epsilon_doubled,
+    identity,
     replaced,
     zeroed,
 )
@@ -198,7 +198,7 @@ MUTATIONS = [
     forward(
         "logits not capped",
         "GriffinLanguageModel",
-        plant=replaced("jax_models.models.language_model.capped", as_it_is),
+        plant=replaced("jax_models.models.language_model.capped", identity),
     ),
     forward(
         "first step scaled",

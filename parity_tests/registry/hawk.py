@@ -29,7 +29,7 @@ OTHER_METHODS: dict[LinearRecurrenceMethod, str] = {
     "chunked": "in chunks",
     "pallas_interpreted": "by kernel, interpreted",
 }
-"""What `auto` takes elsewhere than on a CPU, or not at all."""
+"""Methods that `auto` chooses on other platforms than a CPU, or never."""
 
 
 def decays(twin: nn.Module) -> list[Tensor]:

@@ -177,6 +177,6 @@ def deaf(case: str, target: str) -> list[Mutation]:
     ]
 
 
-def as_it_is(_: Any) -> Callable[..., Any]:
+def identity(_: Any) -> Callable[..., Any]:
     """A function whose first argument comes back."""
     return lambda x, *args: x

@@ -13,7 +13,7 @@ from parity_tests.registry.mutation import (
     DOCUMENTS,
     PAST_AND_FUTURE,
     Mutation,
-    as_it_is,
+    identity,
     replaced,
     zeroed,
 )
@@ -31,13 +31,13 @@ def stack(kind: type[RecurrentStack], **options) -> Reversed:
 
 CASES = [
     Case(
-        f"Reversed {theirs.__name__}",
-        partial(twin, theirs),
-        partial(stack, ours),
+        f"Reversed {twin_kind.__name__}",
+        partial(twin, twin_kind),
+        partial(stack, kind),
         layout="torch.nn",
         architecture="reversed",
     )
-    for theirs, ours in ((nn.LSTM, LSTM), (nn.GRU, GRU))
+    for twin_kind, kind in ((nn.LSTM, LSTM), (nn.GRU, GRU))
 ]
 
 MUTATIONS = [
@@ -51,14 +51,14 @@ MUTATIONS = [
         "not reversed",
         "Reversed LSTM",
         "states and masks",
-        replaced("jax_models.layers.reversed.reverse_time", as_it_is),
+        replaced("jax_models.layers.reversed.reverse_time", identity),
         PAST_AND_FUTURE,
     ),
     Mutation(
         "resets not reversed",
         "Reversed LSTM",
         "states and masks",
-        replaced("jax_models.ops.rows.document_ends", as_it_is),
+        replaced("jax_models.ops.rows.document_ends", identity),
         DOCUMENTS,
     ),
 ]

@@ -1,4 +1,4 @@
-"""What the files of torch.nn's recurrences share."""
+"""Cases of torch.nn's recurrences, for the files of RNN, LSTM and GRU."""
 
 from collections.abc import Callable
 from functools import partial

@@ -13,10 +13,11 @@ import jax
 import torch
 import tyro
 
+from jax_models.entry_points import broken_packages
 from parity_tests.checks import is_caught
 from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
 from parity_tests.engine.references.torch_reference import measure_twin
-from parity_tests.registry import CASES, MUTATIONS
+from parity_tests.registry import CASES, ENTRY_POINTS, MUTATIONS
 from parity_tests.registry.mutation import Mutation
 from parity_tests.report import pairs
 from parity_tests.report.files import Files, progress
@@ -66,7 +67,8 @@ def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
     ]
     for part in arguments.case:
         if not any(part.lower() in name.lower() for name in names):
-            raise CommandLineError(f"--case: no case has {part} in its name")
+            broken = broken_packages(ENTRY_POINTS)
+            raise CommandLineError(f"--case: no case has {part} in its name{broken}")
     platforms = available_platforms()
     if arguments.platform is not None:
         if arguments.platform not in platforms:

@@ -69,7 +69,7 @@ def logistic(steps: int, factor: float = 1.0) -> Problem:
 
     return Problem(
         twin=Logistic(steps).double(),
-        build=lambda state_dict, dtype: np.asarray(state_dict["rate"], dtype),
+        build=lambda state_dict, dtype: (np.asarray(state_dict["rate"], dtype), None),
         call=call,
         to_torch=None,
         inputs=(np.random.default_rng(0).uniform(0.1, 0.9, (7,)),),
@@ -129,7 +129,7 @@ def test_what_is_decided_by_numbers_stays_decided(scale):
     report = measure_twin(
         Problem(
             twin=Buckets(),
-            build=lambda state_dict, dtype: jnp.asarray(state_dict["weight"], dtype),
+            build=lambda state_dict, dtype: (jnp.asarray(state_dict["weight"], dtype), None),
             call=partial(bucketed, scale=scale),
             to_torch=None,
             inputs=(np.random.default_rng(0).standard_normal((72, 5)),),

@@ -14,8 +14,11 @@ import torch
 from flax import nnx
 from torch import nn
 
-from jax_models.weights import same
+from jax_models.weights import Weight, same
 from parity_tests import compare
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.problem import Problem
+from parity_tests.engine.results import Results
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
@@ -305,6 +308,18 @@ def test_the_gradient_at_a_kink_needs_inputs_there(at_zero):
     assert all("biases zero" in fault for fault in edges.faults)
 
 
+def test_edges_are_judged_by_numbers_and_not_by_words():
+    """The name of the output, which the fault has, is what another fault says."""
+    name = "torch side are not finite"
+
+    def report(**options):
+        port = lambda w, x: {name: x > 0}  # noqa: E731
+        return compared(port, call_twin=lambda twin, x: {name: x >= 0}, **options)
+
+    assert report().passed
+    assert not report(edge_inputs=True).passed
+
+
 class Slice(nn.Module):
     """The embedding reads a copy of a part of its input."""
 
@@ -354,6 +369,53 @@ def test_integers_at_the_edges_of_the_embedding_that_reads_them(twin, port, faul
     report = compare(twin, port, ids, weights=dict, edge_inputs=True)
     assert report.passed == (fault is None), f"\n{report}"
     assert fault is None or any(f"edge inputs, {fault}" in each for each in report.faults)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_call_runs_a_function_beside_a_module_without_weights(factor):
+    call = lambda function, x: factor * function(x)  # noqa: E731
+    report = compare(nn.Tanh(), jnp.tanh, SQUARE, call=call)
+    assert report.passed == (factor == 1), f"\n{report}"
+
+
+def test_findings_are_those_of_the_program_that_ran():
+    """Another shape makes another program."""
+
+    def call(_, x):
+        return x.astype(jnp.float32).astype(x.dtype) if len(x) > 4 else x
+
+    def problem(size):
+        build = lambda state_dict, dtype: ({}, None)  # noqa: E731
+        return Problem(nn.Identity(), build, call, to_torch=None, inputs=(np.ones(size),))
+
+    side = JaxSide(problem(4))
+    for size in (4, 5, 4):
+        side.run(problem(size), "float64", Results({"outputs": {"y": np.ones(size)}}))
+        assert len(side.found["float64"].casts) == (size > 4)
+
+
+def rearranged_by_numpy(param, key):
+    return Weight(
+        (param,),
+        (key,),
+        lambda a: (np.flip(np.ascontiguousarray(a.T), 0),),
+        lambda a: (np.ascontiguousarray(np.flip(a, 0)).T,),
+    )
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_gradients_go_through_a_row_that_only_numpy_can_run(factor):
+    """NumPy cannot run it on traced arrays, but it only moves numbers."""
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def call(model, x):
+        y = model(x[:, ::-1])
+        return y + (factor - 1) * (y - jax.lax.stop_gradient(y))
+
+    table = [rearranged_by_numpy("kernel", "weight"), same("bias", "bias")]
+    report = compare(nn.Linear(4, 4), model, SQUARE, weights=table, call=call)
+    assert report.passed == (factor == 1), f"\n{report}"
+    assert "weight gradients" in report.errors["float64"]
 
 
 class SpectralPort(nnx.Module):

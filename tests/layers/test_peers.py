@@ -81,7 +81,7 @@ def of_model(model: LanguageModel, tokens: np.ndarray) -> Tensors:
 def of_twin(
     twin: torch.nn.Module, tokens: np.ndarray, before: Any = None, *, as_package: bool = False
 ) -> tuple[Tensors, Any]:
-    """What it gives, and its state.
+    """The twin's results and its state.
 
     `as_package`: e^{−1/2} is 0.606531 as in the package, which is 5.6e-7 more.
     """
@@ -93,7 +93,7 @@ def of_twin(
 
 
 def of_package(version: str, weights: Path, given: Tensors) -> Tensors:
-    """What the package makes of a checkpoint, in a process of its own."""
+    """The package's results for a checkpoint, from a process of its own."""
     arguments = weights.with_suffix(".given.npz"), weights.with_suffix(".results.npz")
     np.savez(arguments[0], **given)
     env = {key: value for key, value in os.environ.items() if not key.startswith("RWKV_")}

@@ -17,11 +17,11 @@ def inputs(*shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_the_lstm_of_labml(num_layers):
-    theirs = pytest.importorskip("labml_nn.lstm").LSTM(5, 6, num_layers)
+    original = pytest.importorskip("labml_nn.lstm").LSTM(5, 6, num_layers)
     sizes = {"num_layers": num_layers, "rngs": nnx.Rngs(0)}
     state = inputs(num_layers, 4, 6), inputs(num_layers, 4, 6) / 2
     assert_parity(
-        theirs,
+        original,
         LSTM(5, 6, recurrent_bias=False, time_major=True, **sizes),
         inputs(9, 4, 5),
         state,
@@ -30,19 +30,19 @@ def test_the_lstm_of_labml(num_layers):
     )
     for recurrent_bias in (False, True):
         ours = LSTM(5, 6, recurrent_bias=recurrent_bias, **sizes)
-        weights = to_torch(from_torch(ours, theirs.state_dict()), "labml")
-        theirs.load_state_dict({key: torch.from_numpy(array) for key, array in weights.items()})
+        weights = to_torch(from_torch(ours, original.state_dict()), "labml")
+        original.load_state_dict({key: torch.from_numpy(array) for key, array in weights.items()})
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_hyper_lstm_of_labml(num_layers):
     """With random weights, because labml's start at zero."""
     package = pytest.importorskip("labml_nn.hypernetworks.hyper_lstm")
-    theirs = package.HyperLSTM(5, 7, 4, 3, num_layers)
-    for parameter in theirs.parameters():
+    original = package.HyperLSTM(5, 7, 4, 3, num_layers)
+    for parameter in original.parameters():
         parameter.data = torch.from_numpy(inputs(*parameter.shape)).float()
     assert_parity(
-        theirs,
+        original,
         HyperLSTM(5, 7, 4, 3, num_layers=num_layers, rngs=nnx.Rngs(0)),
         inputs(6, 4, 5),
         weights="labml",

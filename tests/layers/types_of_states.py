@@ -1,4 +1,4 @@
-"""What a type checker must see of states: `make lint` reads this file, nothing runs it."""
+"""The types of states: `make lint` checks this file, nothing runs it."""
 
 from typing import assert_type
 

@@ -104,12 +104,12 @@ def ours(model: torch.nn.Module, config: GriffinLanguageModelConfig):
     return griffin_from_weights(model.state_dict(), config, param_dtype=jnp.float64)
 
 
-def assert_near_each_other(what: str, ours, theirs, exact) -> None:
+def assert_near_each_other(what: str, ours, original, exact) -> None:
     """Of two computations in float32, neither errs by more than the bound that the other gives."""
     exact = np.asarray(exact)
-    errors = [rms(np.asarray(a, np.float64) - exact) / rms(exact) for a in (ours, theirs)]
+    errors = [rms(np.asarray(a, np.float64) - exact) / rms(exact) for a in (ours, original)]
     bound = max(floor(np.float32), K * min(errors))
-    assert max(errors) <= bound, f"{what}: ours and theirs err by {errors}"
+    assert max(errors) <= bound, f"{what}: ours and original err by {errors}"
 
 
 def test_logits_and_gradients_are_those_of_transformers(hf):
@@ -136,8 +136,8 @@ def test_states_are_those_of_transformers(hf):
         else:
             slots = np.arange(TIME - config.window + 1, TIME) % (config.window - 1)
             for name in ("keys", "values"):
-                theirs = np.moveaxis(getattr(cache.layers[i], name).numpy(), 1, 2)
-                assert_same(getattr(own, name)[:, slots], theirs, name)
+                original = np.moveaxis(getattr(cache.layers[i], name).numpy(), 1, 2)
+                assert_same(getattr(own, name)[:, slots], original, name)
 
 
 def test_a_folder_of_transformers_is_read(hf, tmp_path):
@@ -150,8 +150,8 @@ def test_a_folder_of_transformers_is_read(hf, tmp_path):
     assert port.config == config
     again = type(model).from_pretrained(tmp_path)
     with torch.no_grad():
-        theirs = again(torch.tensor(TOKENS), use_cache=False).logits.numpy()
-    assert_near_each_other("logits", port(TOKENS)[0], theirs, logits_of(model, TOKENS))
+        original = again(torch.tensor(TOKENS), use_cache=False).logits.numpy()
+    assert_near_each_other("logits", port(TOKENS)[0], original, logits_of(model, TOKENS))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_recurrentgemma_in_flax_agrees(deepminds):
         params = jax.tree.map(
             lambda p: jnp.asarray(p + 0.3 * rng.standard_normal(p.shape), jnp.float32), params
         )
-        theirs, _ = model.apply(params, TOKENS, positions)
+        original, _ = model.apply(params, TOKENS, positions)
         params = jax.device_get(params)
         told = griffin_from_weights(params).config
         assert told == dataclasses.replace(LIKE_DEEPMINDS, window=2049)
@@ -217,4 +217,4 @@ def test_recurrentgemma_in_flax_agrees(deepminds):
         logits, _ = port(TOKENS)
     with jax.enable_x64(True):
         exact, _ = griffin_from_weights(params, LIKE_DEEPMINDS, param_dtype=jnp.float64)(TOKENS)
-    assert_near_each_other("logits", logits, theirs, exact)
+    assert_near_each_other("logits", logits, original, exact)

@@ -99,7 +99,7 @@ def randomise(module: torch.nn.Module) -> None:
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def theirs(request, standalone) -> tuple[HyenaDNALanguageModelConfig, torch.nn.Module]:
+def original(request, standalone) -> tuple[HyenaDNALanguageModelConfig, torch.nn.Module]:
     config = CONFIGS[request.param]
     model = built(standalone, config)
     randomise(model)
@@ -111,8 +111,8 @@ def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return F.linear(model(tokens), model.backbone.embeddings.word_embeddings.weight)
 
 
-def test_logits_and_gradients_are_those_of_the_file(theirs):
-    config, model = theirs
+def test_logits_and_gradients_are_those_of_the_file(original):
+    config, model = original
     assert HyenaDNALanguageModelConfig.from_state_dict(model.state_dict()) == config
     assert_same_logits_and_gradients(model, hyena_dna_from_weights, TOKENS, "hyena-dna", logits_of)
 

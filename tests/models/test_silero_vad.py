@@ -68,7 +68,7 @@ def recordings(sample_rate: int, frames: int = 24, dtype=np.float32) -> np.ndarr
 
 
 def by_torchscript(weights: Mapping[str, Any], sample_rate: int, audio: np.ndarray):
-    """What the shipped code makes of weights, chunk after chunk."""
+    """The results of the shipped code with these weights, chunk after chunk."""
     module = RATES[sample_rate]
     own = {key: value.clone() for key, value in module.state_dict().items()}
     model = model_of(weights, sample_rate)
@@ -99,16 +99,16 @@ def test_probabilities_and_states_err_as_those_of_torchscript(name, x64):
     results = model(audio), by_torchscript(weights, sample_rate, audio)
     for group, *of_both in zip(("outputs", "final state"), *results, strict=True):
         expected = oracle[group]
-        ours, theirs = (
+        ours, original = (
             dict(zip(expected, map(np.asarray, jax.tree.leaves(tree)), strict=True))
             for tree in of_both
         )
         error = group_error(
             jnp.dtype("float32"),
             oracle=expected,
-            torch=theirs,
+            torch=original,
             jax=ours,
-            torch32=theirs,
+            torch32=original,
             rounded=[reference.scatter("float32")[group]],
             negligible=False,
         )

@@ -68,7 +68,7 @@ def one_gpu(monkeypatch):
 
 @pytest.fixture
 def in_float64(monkeypatch, x64):
-    """What stands in for cuDNN serves every dtype."""
+    """The stand-in for cuDNN computes in every dtype."""
     module = sys.modules["jax_models.ops.recurrent_stack"]  # the package has a function so named
     monkeypatch.setattr(module, "cudnn_refusal", lambda *_: None)
 
@@ -102,25 +102,19 @@ def pulled_back(layer: LSTM, lengths=None):
     return function, weights
 
 
-def assert_same_trees(actual, expected):
-    for (path, a), b in zip(
-        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
-        assert_same(a, b, jax.tree_util.keystr(path))
+def assert_cudnn_equals_xla(transform, lengths, **options):
+    results = []
+    for method in ("cudnn", "xla"):
+        layer = build(method, jnp.float64, **options)
+        function, weights = pulled_back(layer, lengths)
+        results.append(jax.jit(transform(function))(weights, *arguments(layer)))
+    jax.tree.map(partial(assert_same, what="cuDNN and XLA"), *results)
 
 
-def primitives(jaxpr) -> set[str]:
-    """Of a jaxpr and all in it."""
-    inner = jax.tree.leaves(
-        [e.params for e in jaxpr.eqns], is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
-    )
-    bodies = [getattr(p, "jaxpr", p) for p in inner if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
-    return {e.primitive.name for e in jaxpr.eqns}.union(*map(primitives, bodies))
-
-
-def primitives_of(layer: LSTM, x=None, **kwargs) -> set[str]:
+def program(layer: LSTM, x=None, **kwargs) -> str:
+    """The layer's jaxpr, in which a call of cuDNN is named."""
     x = jnp.ones((BATCH, TIME, FEATURES)) if x is None else x
-    return primitives(jax.make_jaxpr(lambda x: layer(x, **kwargs)[0])(x).jaxpr)
+    return str(jax.make_jaxpr(lambda x: layer(x, **kwargs)[0])(x))
 
 
 @pytest.mark.slow
@@ -135,49 +129,34 @@ def primitives_of(layer: LSTM, x=None, **kwargs) -> set[str]:
     ids=["1 layer", "3 layers, no bias", "2 layers, both ways", "dropout between 2 layers"],
 )
 def test_cudnn_equals_xla(options, lengths, in_float64):
-    results = []
-    for method in ("cudnn", "xla"):
-        layer = build(method, jnp.float64, **options)
-        function, weights = pulled_back(layer, lengths)
-        results.append(jax.jit(function)(weights, *arguments(layer)))
-    assert_same_trees(*results)
+    assert_cudnn_equals_xla(lambda function: function, lengths, **options)
 
 
 @pytest.mark.slow
 def test_vmap_and_second_derivatives_equal_those_of_xla(in_float64):
-    results = []
-    for method in ("cudnn", "xla"):
-        layer = build(method, jnp.float64)
-        function, weights = pulled_back(layer, LENGTHS)
-        ensemble = jax.tree.map(lambda w: jnp.stack([w, 1.5 * w]), weights)
-
+    def second(function):
         def sine(*args):
-            return sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(function(*args)))  # noqa: B023
+            return sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(function(*args)))
 
-        second = jax.vmap(jax.grad(sine, argnums=(0, 1, 2)), in_axes=(0, None, None))
-        results.append(jax.jit(second)(ensemble, *arguments(layer)))
-    assert_same_trees(*results)
+        def of_ensemble(weights, *args):
+            ensemble = jax.tree.map(lambda w: jnp.stack([w, 1.5 * w]), weights)
+            return jax.vmap(jax.grad(sine, (0, 1, 2)), in_axes=(0, None, None))(ensemble, *args)
 
+        return of_ensemble
 
-def test_auto_is_xla_where_there_is_no_gpu():
-    programs = []
-    for method in ("auto", "xla"):
-        layer = build(method, num_layers=2, bidirectional=True)
-        function, weights = pulled_back(layer, LENGTHS)
-        programs.append(str(jax.make_jaxpr(function)(weights, *arguments(layer))))
-    assert programs[0] == programs[1]
+    assert_cudnn_equals_xla(second, LENGTHS)
 
 
 @pytest.mark.slow
 def test_auto_is_cudnn_where_the_program_runs_on_a_gpu(one_gpu):
-    def program(method: str, platform: str) -> str:
+    def lowered(method: str, platform: str) -> str:
         layer = build(method, num_layers=2)
         function, weights = pulled_back(layer, LENGTHS)
         traced = jax.jit(function).trace(weights, *arguments(layer))
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
     for platform, method in {"cpu": "xla", "tpu": "xla", "cuda": "cudnn"}.items():
-        chosen, expected = (program(name, platform) for name in ("auto", method))
+        chosen, expected = (lowered(name, platform) for name in ("auto", method))
         for part in ("stand_in_forward", "stand_in_backward"):
             assert (part in chosen) == (part in expected) == (platform == "cuda")
         assert chosen.count("stablehlo.while") == expected.count("stablehlo.while")
@@ -185,15 +164,18 @@ def test_auto_is_cudnn_where_the_program_runs_on_a_gpu(one_gpu):
 
 def test_auto_leaves_what_cudnn_cannot_or_should_not_do_to_xla(one_gpu, monkeypatch):
     x = jnp.ones((BATCH, TIME, FEATURES))
-    assert "rnn_fwd" in primitives_of(build("auto"))
-    assert "rnn_fwd" not in primitives_of(build("xla"))
-    assert "rnn_fwd" not in primitives_of(build("auto", proj_features=2))
-    assert "rnn_fwd" not in primitives_of(build("auto"), reset=jnp.zeros((BATCH, TIME), bool))
-    assert "rnn_fwd" not in primitives_of(build("auto"), x=x[:, :1])
-    assert "rnn_fwd" not in primitives_of(build("auto", dtype=jnp.bfloat16), x=x.astype("bfloat16"))
+    assert "rnn_fwd" in program(build("auto"))
+    for options, call in (
+        ({"method": "xla"}, {}),
+        ({"proj_features": 2}, {}),
+        ({}, {"reset": jnp.zeros((BATCH, TIME), bool)}),
+        ({}, {"x": x[:, :1]}),
+        ({"dtype": jnp.bfloat16}, {"x": x.astype("bfloat16")}),
+    ):
+        assert "rnn_fwd" not in program(build(**{"method": "auto", **options}), **call)
     monkeypatch.setattr(jax, "devices", lambda name: [0, 1])
-    assert "rnn_fwd" not in primitives_of(build("auto"))
-    assert "rnn_fwd" in primitives_of(build("cudnn"))
+    assert "rnn_fwd" not in program(build("auto"))
+    assert "rnn_fwd" in program(build("cudnn"))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -73,7 +73,9 @@ def test_is_the_loop(x64, method, kind, time):
         assert_same(last, expected_last, "state")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["rwkv7", "rwkv6", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1::2])]
+)
 def test_all_forms_have_the_same_gradients(x64, kind):
     arrays, options = inputs(kind, 150)
     mask = masks(150)
@@ -134,12 +136,12 @@ def test_no_keys_are_no_output(method):
     assert not y.any()
 
 
-@pytest.mark.parametrize(("kind", "log_w"), [("rwkv7", LEAST_LOG_DECAY), ("any decay", None)])
-def test_float32_errs_as_the_loop_does(kind, log_w):
+@pytest.mark.parametrize("kind", ["rwkv7", "any decay"])
+def test_float32_errs_as_the_loop_does(kind):
     """Also where the decay is at its bound."""
     arrays, options = inputs(kind, 256)
-    if log_w is not None:
-        arrays["log_w"] = np.full_like(arrays["log_w"], log_w)
+    if kind == "rwkv7":
+        arrays["log_w"] = np.full_like(arrays["log_w"], LEAST_LOG_DECAY)
     exact, _ = loop(**arrays)
     single = {name: np.float32(array) for name, array in arrays.items()}
     plain, _ = loop(**single)
@@ -155,18 +157,10 @@ def test_one_key_again_and_again():
     k = np.zeros((1, 64, 1, 4))
     k[..., 0] = 1
     v = rng.standard_normal(k.shape)
-    arrays = {
-        "r": k,
-        "log_w": 0 * k,
-        "k": k,
-        "v": v,
-        "a": -k,
-        "b": k,
-        "state": np.zeros((1, 1, 4, 4)),
-    }
-    exact, _ = loop(**arrays)
-    single = {name: np.float32(array) for name, array in arrays.items()}
-    y, _ = delta_rule(**single, method="chunked")
+    arrays = k, 0 * k, k, v, np.zeros((1, 1, 4, 4)), -k, k
+    exact, _ = loop(*arrays)
+    r, log_w, k, v, state, a, b = map(np.float32, arrays)
+    y, _ = delta_rule(r, log_w, k, v, a, b, state, method="chunked")
     assert rms(np.asarray(y) - exact) <= floor(np.dtype("float32")) * rms(exact)
 
 
@@ -188,18 +182,6 @@ def test_a_nan_stays_in_its_document(method):
         np.testing.assert_array_equal(last, expected_last)
 
 
-def test_bfloat16_is_computed_in_float32():
-    arrays, options = inputs("rwkv7", 40)
-    half = {name: jnp.asarray(array, jnp.bfloat16) for name, array in arrays.items()}
-    y, last = delta_rule(**half, **options)
-    exact, exact_last = delta_rule(
-        **{name: array.astype(jnp.float32) for name, array in half.items()}, **options
-    )
-    assert y.dtype == last.dtype == jnp.float32
-    np.testing.assert_array_equal(y, exact)
-    np.testing.assert_array_equal(last, exact_last)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("min_log_w", [LEAST_LOG_DECAY, None])
@@ -214,20 +196,3 @@ def test_memory_of_65536_steps(method, min_log_w):
     memory = gradients.lower(*[shape] * 6).compile().memory_analysis()
     total = sum(getattr(memory, f"{part}_size_in_bytes") for part in ("argument", "output", "temp"))
     assert total <= 6 * 6 * 4 * shape.size
-
-
-@pytest.mark.parametrize(
-    ("argument", "change"),
-    [
-        ("a, b:", {"b": None}),
-        ("u:", {"u": np.ones((HEADS, KEY), np.float32)}),
-        ("state:", {"state": np.zeros((BATCH, HEADS, KEY, VALUE), np.float32)}),
-        ("min_log_w:", {"min_log_w": -np.inf}),
-        ("min_log_w:", {"min_log_w": 0.5}),
-        ("method:", {"method": "parallel"}),
-    ],
-)
-def test_refuses(argument, change):
-    arrays = {name: np.float32(array) for name, array in inputs("rwkv7", 3)[0].items()}
-    with pytest.raises((TypeError, ValueError), match=argument):
-        delta_rule(**arrays | change)

@@ -25,6 +25,10 @@ def linear_recurrence(a, b, h0, **options):
     return jnp.where(REAL, h, 0), last
 
 
+def of_real_numbers(a, b, h0, **options):
+    return linear_recurrence(jax.nn.sigmoid(a), b, h0, **options)
+
+
 def of_complex_numbers(a, b, h0, **options):
     """Of pairs of real numbers, the last axis."""
     h, last = linear_recurrence(
@@ -40,12 +44,13 @@ def modal_conv(v, modes, poles, residues, skip, **options):
 
 
 def wkv(k, v, w, u, num, den, largest, **options):
-    state = ops.WKVState(num, den, largest)
-    y, last = ops.wkv(k, v, state, w=w, u=u, lengths=LENGTHS, reset=RESET, **options)
+    state = ops.WKVState(num, jnp.exp(den), largest)
+    y, last = ops.wkv(6 * k, v, state, w=jnp.exp(w), u=u, lengths=LENGTHS, reset=RESET, **options)
     return jnp.where(REAL, y, 0), last
 
 
 def delta_rule(r, log_w, k, v, a, b, state, **options):
+    log_w = -jnp.exp(log_w)
     y, last = ops.delta_rule(r, log_w, k, v, a, b, state, lengths=LENGTHS, reset=RESET, **options)
     return jnp.where(REAL[..., None], y, 0), last
 
@@ -65,98 +70,59 @@ def online_conv(v, inputs, taps):
     return y, state.inputs, state.tiles, state.ahead
 
 
-def sequences(count: int):
-    return [draw(BATCH, TIME, FEATURES, seed=seed) for seed in range(count)]
-
-
-def rows(count: int):
-    return [draw(BATCH, FEATURES, seed=seed) for seed in range(count)]
-
-
-OF_RECURRENCE = [1 / (1 + np.exp(draw(BATCH, TIME, FEATURES))), *sequences(2)[1:], *rows(1)]
-OF_COMPLEX_NUMBERS = [
-    0.5 * draw(BATCH, TIME, FEATURES, 2),
-    draw(BATCH, TIME, FEATURES, 2, seed=1),
-    draw(BATCH, FEATURES, 2),
-]
-OF_MODES = [
-    draw(BATCH, TIME, FEATURES),
-    draw(BATCH, FEATURES, 2, 2),
-    *(0.5 * draw(FEATURES, 2, 2, seed=seed) for seed in (1, 2)),
-    draw(FEATURES),
-]
-OF_WKV = [
-    *(3 * x for x in sequences(2)),
-    np.exp(draw(FEATURES)),
-    draw(FEATURES, seed=1),
-    rows(1)[0],
-    1 + np.abs(rows(2)[1]),
-    rows(3)[2],
-]
-OF_CONVOLUTION = [draw(BATCH, FEATURES, TIME), draw(FEATURES, TIME)]
-OF_DELTA_RULE = [
-    draw(BATCH, TIME, 2, 3),
-    -np.exp(draw(BATCH, TIME, 2, 3, seed=1)),
-    *(draw(BATCH, TIME, 2, size, seed=2) for size in (3, 4)),
-    *(0.5 * draw(BATCH, TIME, 2, 3, seed=seed) for seed in (3, 4)),
-    draw(BATCH, 2, 4, 3),
-]
-OF_ATTENTION = [
-    draw(BATCH, TIME, 2, 4),
-    *(draw(BATCH, TIME, 1, 4, seed=seed) for seed in (1, 2)),
-    *(draw(BATCH, 3, 1, 4, seed=seed) for seed in (3, 4)),
-]
-OPERATORS = {
-    "local attention": (local_attention, OF_ATTENTION),
-    **{
-        f"delta rule, {method}": (partial(delta_rule, method=method), OF_DELTA_RULE)
-        for method in ("sequential", "chunked", "pallas_interpreted")
-    },
-    **{
-        f"linear recurrence, {method}{', reversed' * reverse}": (
-            partial(linear_recurrence, method=method, reverse=reverse),
-            OF_RECURRENCE,
-        )
-        for method in ("auto", "associative", "chunked", "pallas_interpreted")
-        for reverse in (False, True)
-    },
-    **{
-        f"linear recurrence of complex numbers, {method}": (
-            partial(of_complex_numbers, method=method),
-            OF_COMPLEX_NUMBERS,
-        )
-        for method in ("auto", "associative", "chunked")
-    },
-    "modal convolution": (modal_conv, OF_MODES),
-    "modal convolution of documents": (partial(modal_conv, reset=RESET), OF_MODES),
-    **{
-        f"WKV, {method}": (partial(wkv, method=method), OF_WKV)
-        for method in ("auto", "associative")
-    },
-    **{
-        f"long convolution, {method}": (partial(ops.long_conv, method=method), OF_CONVOLUTION)
-        for method in ("rfft", "twisted")
-    },
-    "online convolution": (
-        online_conv,
-        [draw(BATCH, FEATURES, 1), draw(BATCH, FEATURES, 15), draw(FEATURES, MAX_LENGTH)],
-    ),
+SEQUENCE, ROW, VECTOR = (BATCH, TIME, FEATURES), (BATCH, FEATURES), (FEATURES,)
+KEYS, VALUES = (BATCH, TIME, 2, 3), (BATCH, TIME, 2, 4)
+SHAPES = {
+    local_attention: (VALUES, *[(BATCH, TIME, 1, 4)] * 2, *[(BATCH, 3, 1, 4)] * 2),
+    delta_rule: (KEYS, KEYS, KEYS, VALUES, KEYS, KEYS, (BATCH, 2, 4, 3)),
+    of_real_numbers: (SEQUENCE, SEQUENCE, ROW),
+    of_complex_numbers: ((*SEQUENCE, 2), (*SEQUENCE, 2), (*ROW, 2)),
+    modal_conv: (SEQUENCE, (BATCH, FEATURES, 2, 2), *[(FEATURES, 2, 2)] * 2, VECTOR),
+    wkv: (SEQUENCE, SEQUENCE, VECTOR, VECTOR, ROW, ROW, ROW),
+    ops.long_conv: ((BATCH, FEATURES, TIME), (FEATURES, TIME)),
+    online_conv: ((BATCH, FEATURES, 1), (BATCH, FEATURES, 15), (FEATURES, MAX_LENGTH)),
 }
+IN_BOTH_MODES = [
+    (local_attention, {}),
+    (of_real_numbers, {"method": "auto"}),
+    (of_complex_numbers, {"method": "auto"}),
+    (modal_conv, {}),
+    (wkv, {"method": "auto"}),
+    (ops.long_conv, {"method": "twisted"}),
+]
+ALL = [
+    *IN_BOTH_MODES,
+    *((delta_rule, {"method": m}) for m in ("sequential", "chunked", "pallas_interpreted")),
+    *(
+        (of_real_numbers, {"method": m, "reverse": reverse})
+        for m in ("auto", "associative", "chunked", "pallas_interpreted")
+        for reverse in (False, True)
+    ),
+    *((of_complex_numbers, {"method": m}) for m in ("associative", "chunked")),
+    (modal_conv, {"reset": RESET}),
+    (wkv, {"method": "associative"}),
+    (ops.long_conv, {"method": "rfft"}),
+    (online_conv, {}),
+]
 
 
 def inner(x, y):
     return sum(map(jnp.vdot, jax.tree.leaves(x), jax.tree.leaves(y)))
 
 
-def alike(tree, seed: int):
+def random_like(tree, seed: int):
     return jax.tree.map(lambda leaf: draw(*leaf.shape, seed=seed), tree)
 
 
+def arguments(operator):
+    return [0.5 * draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES[operator])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPERATORS)
-def test_forward_mode_is_the_slope_and_reverse_mode_its_transpose(x64, name):
-    operator, args = OPERATORS[name]
-    direction = alike(args, 5)
+@pytest.mark.parametrize(("operator", "options"), ALL)
+def test_forward_mode_is_the_slope_and_reverse_mode_its_transpose(x64, operator, options):
+    args, operator = arguments(operator), partial(operator, **options)
+    direction = random_like(args, 15)
 
     @jax.jit
     def moved(by):
@@ -166,29 +132,21 @@ def test_forward_mode_is_the_slope_and_reverse_mode_its_transpose(x64, name):
     slope = jax.tree.map(lambda a, b: (a - b) / 2e-5, moved(1e-5), moved(-1e-5))
     for a, b in zip(jax.tree.leaves(tangents), jax.tree.leaves(slope), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
-    cotangents = alike(results, 6)
+    cotangents = random_like(results, 16)
     gradients = jax.jit(lambda: jax.vjp(operator, *args)[1](cotangents))()
-    assert_same(inner(gradients, direction), inner(cotangents, tangents), name)
+    assert_same(inner(gradients, direction), inner(cotangents, tangents), "the transpose")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "local attention",
-        "linear recurrence, auto",
-        "linear recurrence of complex numbers, auto",
-        "modal convolution",
-        "WKV, auto",
-        "long convolution, twisted",
-    ],
-)
-def test_hessians_are_the_same_in_both_modes(x64, name):
-    operator, (first, *others) = OPERATORS[name]
+@pytest.mark.parametrize(("operator", "options"), IN_BOTH_MODES)
+def test_hessians_are_the_same_in_both_modes(x64, operator, options):
+    first, *others = arguments(operator)
 
     def loss(first):
-        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(operator(first, *others)))
+        return sum(
+            jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(operator(first, *others, **options))
+        )
 
     forward_over_reverse = jax.jit(jax.hessian(loss))(first)
     reverse_over_reverse = jax.jit(jax.jacrev(jax.grad(loss)))(first)
-    assert_same(forward_over_reverse, reverse_over_reverse, name)
+    assert_same(forward_over_reverse, reverse_over_reverse, "the Hessian")

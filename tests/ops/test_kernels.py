@@ -1,5 +1,6 @@
 """The operators' own kernels, on a machine that has neither TPU nor GPU."""
 
+import itertools
 import sys
 from functools import partial
 
@@ -20,10 +21,9 @@ from parity_tests.engine.bounds.tolerance import K, assert_same, rms, ulp
 from parity_tests.engine.problem import in_every_dtype
 
 POISONED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-WHOLE = [(1, 1, 5), (3, 2, 130), (1, 127, 130)]
-RAGGED = [(3, 127, 5, 256), (1, 70, 130, 128)]
-"""Of batch, time and features, in blocks of as few steps as there can be, 32: the first of 2 rows
-by all features, the second of 1 by 128."""
+needs_no_plugin = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="Triton is compiled as it is lowered, by jax's plugin"
+)
 
 
 def numbers(batch: int, time: int, features: int) -> dict[str, np.ndarray]:
@@ -51,22 +51,16 @@ def corrected(x, **options):
     return delta_rule(*(x[name] for name in names), **options)
 
 
-def bounded(x, **options):
-    return corrected(x, min_log_w=-1.0, **options)
-
-
 def with_bonus(x, **options):
     others = {name: x[name] for name in ("state", "u")}
     return delta_rule(x["r"], x["log_w"], x["k"], x["v"], **others, **options)
 
 
+OPERATORS = {recurrence: ("a", "b", "h0"), sums: ("k", "v", "w", "u", "num", "den", "max")}
 DELTA_RULES = {
     corrected: ("r", "log_w", "k", "v", "a", "b", "state"),
-    bounded: ("r", "log_w", "k", "v", "a", "b", "state"),
     with_bonus: ("r", "log_w", "k", "v", "state", "u"),
 }
-DELTA_SIZES = [(1, 1, 1, 5, 5), (3, 37, 2, 5, 4), (1, 32, 1, 3, 20)]
-"""Of batch, time, heads, keys and values: in blocks of 4 rows, so that the second one is ragged."""
 
 
 def delta_numbers(batch: int, time: int, heads: int, key: int, value: int) -> dict[str, np.ndarray]:
@@ -85,25 +79,10 @@ def delta_numbers(batch: int, time: int, heads: int, key: int, value: int) -> di
     return {name: in_every_dtype(x) for name, x in (of_key | others).items()}
 
 
-OPERATORS = {recurrence: ("a", "b", "h0"), sums: ("k", "v", "w", "u", "num", "den", "max")}
-
-
-def assert_exact_in_poisoned_memory(run, capfd):
-    """The TPU's kernel in float32 errs as step by step, against float64, and races nowhere."""
-    plain = run(jnp.float32, method="sequential")
-    with pltpu.force_tpu_interpret_mode(POISONED):
-        ours = run(jnp.float32, method="pallas_interpreted")
-    with jax.enable_x64(True):
-        exact = run(jnp.float64, method="sequential")
-    for name, expected in exact.items():
-        bound = K * (rms(plain[name] - expected) + ulp(np.float32) * rms(expected))
-        assert rms(ours[name] - expected) <= bound, name
-    assert "RACE DETECTED" not in capfd.readouterr().out
-
-
 def results_and_gradients(operator, x, dtype, **options):
     """All results and, for random gradients of them, those of the inputs, in float64."""
-    x = {name: jnp.asarray(x[name], dtype) for name in (OPERATORS | DELTA_RULES)[operator]}
+    names = (OPERATORS | DELTA_RULES)[getattr(operator, "func", operator)]
+    x = {name: jnp.asarray(x[name], dtype) for name in names}
 
     @jax.jit
     def run(x):
@@ -120,66 +99,50 @@ def results_and_gradients(operator, x, dtype, **options):
     }
 
 
-def masks(batch: int, time: int):
-    reset = np.random.default_rng(2).uniform(size=(batch, time)) < 0.2
-    return {"lengths": jnp.arange(batch) * time // batch, "reset": jnp.asarray(reset)}
-
-
-def in_blocks(monkeypatch, batch, time, features, width):
-    """Cut into blocks of 32 steps, and features times rows of at most `width`."""
-    monkeypatch.setattr(row_scan_tpu, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(row_scan_tpu, "WIDTH", width)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [*WHOLE, *RAGGED])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_tpu_kernel_in_poisoned_memory(operator, size, monkeypatch, capfd):
-    """In float32, forward and backward, from a state, against float64: as exact as step by step."""
-    if size in RAGGED:
-        in_blocks(monkeypatch, *size)
-    reverse = {"reverse": size[0] == 3} if operator is recurrence else {}
-    x = numbers(*size[:3])
-    run = partial(results_and_gradients, operator, x, **reverse)
-    assert_exact_in_poisoned_memory(run, capfd)
+ROW_SCANS = [(1, 1, 5, 0), (3, 2, 130, 0), (1, 127, 130, 0), (3, 127, 5, 256), (1, 70, 130, 128)]
+"""Of batch, time, features and, if not 0, a width. The last two are cut into blocks of 32 steps:
+the first of 2 rows by all features, the second of 1 by 128."""
+DELTA_SIZES = [(1, 1, 1, 5, 5), (3, 37, 2, 5, 4), (1, 32, 1, 3, 20)]
+"""Of batch, time, heads, keys and values: in blocks of 4 rows, so that the second one is ragged."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("operator", "reverse"), [(recurrence, False), (recurrence, True), (sums, False)]
+    ("operator", "size", "masked"),
+    [
+        *itertools.product(OPERATORS, ROW_SCANS, [False]),
+        *itertools.product(DELTA_RULES, DELTA_SIZES, [False]),
+        *itertools.product(OPERATORS, [ROW_SCANS[3]], [True]),
+        *itertools.product(DELTA_RULES, [DELTA_SIZES[1]], [True]),
+        (partial(corrected, min_log_w=-1.0), DELTA_SIZES[1], True),
+    ],
 )
-def test_masks_in_the_tpu_kernel(x64, operator, reverse, monkeypatch):
-    """Lengths, one of them 0, and resets; as float64 says step by step."""
-    batch, time, features, _ = size = (3, 70, 5, 256)
-    in_blocks(monkeypatch, *size)
-    reset = np.random.default_rng(2).uniform(size=(batch, time)) < 0.2
-    options = {"lengths": jnp.arange(batch) * time // batch, "reset": jnp.asarray(reset)}
-    options |= {"reverse": True} if reverse else {}
-    run = partial(
-        results_and_gradients, operator, numbers(batch, time, features), jnp.float64, **options
-    )
-    ours, expected = run(method="pallas_interpreted"), run(method="sequential")
-    active = np.arange(time) < np.asarray(options["lengths"])[:, None]
-    for name in expected:
-        if expected[name].shape == (batch, time, features):
-            ours[name], expected[name] = ours[name][active], expected[name][active]
-        assert_same(ours[name], expected[name], name)
+def test_tpu_kernel_in_poisoned_memory(operator, size, masked, monkeypatch, capfd):
+    """In float32, forward and backward, from a state, it errs as step by step, and races nowhere.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_tpu_kernel_takes_bfloat16(operator):
-    """It computes what it does from the same numbers in float32."""
-    x = numbers(2, 40, 5)
-    half, full = (
-        results_and_gradients(operator, x, dtype, method="pallas_interpreted")
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
-    for name, expected in full.items():
-        if name.startswith("[0]"):
-            np.testing.assert_array_equal(half[name], expected)
-        else:
-            assert rms(half[name] - expected) <= ulp(jnp.bfloat16) * rms(expected), name
+    Masked: with resets and with lengths, one of them 0.
+    """
+    batch, time, *_, last = size
+    if (is_row_scan := operator in OPERATORS) and last:
+        monkeypatch.setattr(row_scan_tpu, "BLOCK_BYTES", 1)
+        monkeypatch.setattr(row_scan_tpu, "WIDTH", last)
+    x = numbers(*size[:3]) if is_row_scan else delta_numbers(*size)
+    options = {"reverse": batch == 3} if operator is recurrence else {}
+    if masked:
+        reset = np.random.default_rng(2).uniform(size=(batch, time)) < 0.2
+        options |= {"lengths": jnp.arange(batch) * time // batch, "reset": jnp.asarray(reset)}
+    run = partial(results_and_gradients, operator, x, **options)
+    plain = run(jnp.float32, method="sequential")
+    with pltpu.force_tpu_interpret_mode(POISONED):
+        ours = run(jnp.float32, method="pallas_interpreted")
+    with jax.enable_x64(True):
+        exact = run(jnp.float64, method="sequential")
+    active = np.arange(time) < np.asarray(options.get("lengths", [time] * batch))[:, None]
+    for name, expected in exact.items():
+        kept = active if expected.shape[:2] == (batch, time) else ...
+        bound = K * (rms((plain[name] - expected)[kept]) + ulp(np.float32) * rms(expected[kept]))
+        assert rms((ours[name] - expected)[kept]) <= bound, name
+    assert "RACE DETECTED" not in capfd.readouterr().out
 
 
 def total_and_product(state, x, y):
@@ -209,7 +172,7 @@ def test_gpu_kernel_interpreted(x64, time, reverse):
         assert_same(np.stack(actual), np.stack(state), "last state")
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_gpu_scans_few_rows_in_chunks(x64, reverse, monkeypatch):
     """Forward and backward, with steps left over; Triton's kernel is interpreted."""
     x = numbers(2, 75, 5)
@@ -231,9 +194,7 @@ def test_a_gpu_scans_few_rows_in_chunks(x64, reverse, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11), reason="Triton is compiled as it is lowered, by jax's plugin"
-)
+@needs_no_plugin
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_gpu_kernel_is_lowered(operator):
     x = {name: jnp.asarray(numbers(2, 40, 130)[name], jnp.float32) for name in OPERATORS[operator]}
@@ -243,9 +204,7 @@ def test_gpu_kernel_is_lowered(operator):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11), reason="Triton is compiled as it is lowered, by jax's plugin"
-)
+@needs_no_plugin
 @pytest.mark.parametrize(
     ("shape", "divided", "kernels"),
     [
@@ -263,19 +222,6 @@ def test_auto_on_a_gpu(shape, divided, kernels):
     traced = jax.jit(lambda a, b: linear_recurrence(a, b)[0]).trace(x, x)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("xla.gpu.triton") == kernels
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_what_has_no_kernel(x64, operator):
-    x = {name: jnp.asarray(value) for name, value in numbers(2, 3, 5).items()}
-    on_cpu = r'"pallas" cannot serve here, "associative" can: it has no kernel for this platform'
-    with pytest.raises(NotImplementedError, match=on_cpu):
-        operator(x, method="pallas")
-    traced = jax.jit(partial(operator, method="pallas")).trace(x)
-    with pytest.raises(NotImplementedError, match="the kernel computes in float32, got float64"):
-        traced.lower(lowering_platforms=("tpu",))
-    auto = jax.jit(operator).trace(x).lower(lowering_platforms=("tpu",)).as_text()
-    assert "tpu_custom_call" not in auto
 
 
 @pytest.mark.slow
@@ -331,72 +277,41 @@ def test_auto_traces_no_form_that_does_not_run(operator, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", DELTA_SIZES)
-@pytest.mark.parametrize("operator", DELTA_RULES)
-def test_delta_rule_in_poisoned_memory(operator, size, capfd):
-    """The TPU's kernel in float32, forward and backward, is as exact as step by step."""
-    run = partial(results_and_gradients, operator, delta_numbers(*size))
-    assert_exact_in_poisoned_memory(run, capfd)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("operator", DELTA_RULES)
-def test_delta_rule_by_kernel_interpreted(x64, operator, masked):
-    """Lengths, one of them 0, and resets; as float64 says step by step."""
-    batch, time, *_ = size = (3, 37, 2, 5, 4)
-    options = masks(batch, time) if masked else {}
-    run = partial(results_and_gradients, operator, delta_numbers(*size), jnp.float64, **options)
-    ours, expected = run(method="pallas_interpreted"), run(method="sequential")
-    active = np.arange(time) < np.asarray(options.get("lengths", [time] * batch))[:, None]
-    for name in expected:
-        if expected[name].shape[:2] == (batch, time):
-            ours[name], expected[name] = ours[name][active], expected[name][active]
-        assert_same(ours[name], expected[name], name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["pallas", "pallas_interpreted"])
-def test_mapped_delta_rules_are_one_kernel(mode):
+def test_mapped_delta_rules_are_one_kernel():
     """Some arrays have the mapped axis, anywhere, others have none."""
     x = {name: jnp.asarray(v, jnp.float32) for name, v in delta_numbers(2, 20, 3, 5, 4).items()}
-    several = x | {
-        "v": jnp.stack([x["v"], 2 * x["v"]], axis=2),
-        "log_w": jnp.stack(2 * [x["log_w"]]),
-    }
+    several = x | {"v": jnp.stack(2 * [x["v"]], axis=2), "log_w": jnp.stack(2 * [x["log_w"]])}
     axes = dict.fromkeys(x) | {"v": 2, "log_w": 0}
-    mapped = jax.jit(jax.vmap(partial(corrected, method=mode), in_axes=(axes,)))
-    if mode == "pallas":
-        lowered = mapped.trace(several).lower(lowering_platforms=("tpu",)).as_text()
-        assert lowered.count("tpu_custom_call") == 1
-        return
-    y, last = mapped(several)
-    for i in range(2):
-        one = corrected(x | {"v": (1 + i) * x["v"]}, method="sequential")
-        for actual, expected in zip((y[i], last[i]), one, strict=True):
-            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    mapped = jax.jit(jax.vmap(partial(corrected, method="pallas"), in_axes=(axes,)))
+    lowered = mapped.trace(several).lower(lowering_platforms=("tpu",)).as_text()
+    assert lowered.count("tpu_custom_call") == 1
 
 
-def test_what_has_no_delta_rule_kernel(x64):
-    x = {name: jnp.asarray(value) for name, value in delta_numbers(2, 3, 1, 5, 4).items()}
-    on_cpu = r'"pallas" cannot serve here, "chunked" can: it has no kernel for this platform'
-    with pytest.raises(NotImplementedError, match=on_cpu):
-        corrected(x, method="pallas")
-    traced = jax.jit(partial(corrected, method="pallas")).trace(x)
-    for platform, reason in (
-        ("tpu", "the kernel computes in float32, got float64"),
-        ("cuda", "it has no kernel for this platform"),
-    ):
-        with pytest.raises(NotImplementedError, match=reason):
-            traced.lower(lowering_platforms=(platform,))
+@pytest.mark.parametrize("operator", [*OPERATORS, corrected])
+def test_what_has_no_kernel(x64, operator):
+    x, other = numbers(2, 3, 5), "associative"
+    if operator is corrected:
+        x, other = delta_numbers(2, 3, 1, 5, 4), "chunked"
+    x = {name: jnp.asarray(value) for name, value in x.items()}
+    with pytest.raises(NotImplementedError, match=f'"{other}" can: it has no kernel for this'):
+        operator(x, method="pallas")
+    traced = jax.jit(partial(operator, method="pallas")).trace(x)
+    with pytest.raises(NotImplementedError, match="the kernel computes in float32, got float64"):
+        traced.lower(lowering_platforms=("tpu",))
+    if operator is corrected:
+        with pytest.raises(NotImplementedError, match="it has no kernel for this platform"):
+            traced.lower(lowering_platforms=("cuda",))
+    else:
+        auto = jax.jit(operator).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+        assert "tpu_custom_call" not in auto
+
+
+def test_what_the_delta_rule_kernel_cannot_do():
     large = delta_numbers(1, 16, 1, 512, 512).items()
     x = {name: jnp.asarray(value, jnp.float32) for name, value in large}
     traced = jax.jit(partial(corrected, method="pallas")).trace(x)
     with pytest.raises(NotImplementedError, match="a step's matrices are too large"):
         traced.lower(lowering_platforms=("tpu",))
-
-    def gradient(x):
-        return jax.grad(lambda x: jnp.sum(jnp.sin(corrected(x, method="pallas")[0])))(x)
-
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(corrected(x, method="pallas")[0])))
     with pytest.raises(NotImplementedError, match='"pallas" has first derivatives only'):
         jax.make_jaxpr(lambda x: jax.vjp(gradient, x)[0])(x)

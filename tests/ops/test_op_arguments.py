@@ -104,6 +104,9 @@ OPS = {
     "affine": arrays(x="B I", kernel="I H", bias="H"),
     "affine in blocks": arrays(x="B 2*I", kernel="2 I H", bias="2*H"),
     "document_ends": {"reset": MASKS["reset"]},
+    "delta_rule": MASKS
+    | arrays(r="B T E O", log_w="B T E O", k="B T E O", v="B T E H", a="B T E O", b="B T E O")
+    | {"state": array(BATCH, EMBEDDING, HIDDEN, OUT)},
 }  # fmt: skip
 FAULTS = {
     "another kind of dtype": lambda a: a.astype(np.float32 if a.dtype != np.float32 else np.int32),
@@ -165,13 +168,33 @@ def test_an_operator_refuses(name, fault):
         assert re.match(ONE_LINE, str(error.value))
 
 
+def tanh_step(state, now):
+    return ops.RNNState(jnp.tanh(now.product("z", state.h)))
+
+
+RECURRENCE = {
+    "step": tanh_step,
+    "state": ops.RNNState(array(2, 4)),
+    "products": {"z": ops.Product(array(4, 4), kernel_x=array(5, 4))},
+    "x": array(BATCH, TIME, 5),
+}
+CELL = {"kernel_ih": array(4, 16), "kernel_hh": array(4, 16)}
+STACK = {
+    "x": array(BATCH, TIME, 4),
+    "state": ops.LSTMState(*array(2, 2, BATCH, 4)),
+    "cells": [CELL, CELL],
+    "num_directions": 1,
+}
+OTHERS = {"recurrence": RECURRENCE, "lstm_stack": STACK}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        ("l2_normalize", {"x": array(3), "epsilon": 0}, "epsilon:"),
         ("lstm", {"lengths": np.array([4, -1])}, "lengths:"),
         ("lstm", {"state": ops.RNNState(array(2, 4))}, "state:"),
         ("lstm", {"params": array(4)}, "lstm: params: no such"),
-        ("gru", {"inputs": array(4)}, "gru: inputs: no such"),
         ("lstm", {"reverse": "no"}, "reverse:"),
         ("rnn", {"nonlinearity": "gelu"}, "nonlinearity:"),
         ("rg_lru", {"a": None}, "a, a_param:"),
@@ -186,64 +209,49 @@ def test_an_operator_refuses(name, fault):
         ("online_conv", {"params": array(IN + 1, MAX_LENGTH)}, r"taps\(.*:"),
         ("long_conv_state", {"params": array(IN, 9)}, r"taps\(params, length\):"),
         ("wkv", {"method": "chunked"}, "method:"),
+        ("delta_rule", {"b": None}, "a, b:"),
+        ("delta_rule", {"u": array(EMBEDDING, OUT)}, "u:"),
+        ("delta_rule", {"state": array(BATCH, EMBEDDING, OUT, HIDDEN)}, "state:"),
+        ("delta_rule", {"min_log_w": -np.inf}, "min_log_w:"),
+        ("delta_rule", {"min_log_w": 0.5}, "min_log_w:"),
+        ("delta_rule", {"method": "parallel"}, "method:"),
         ("causal_conv", {"kernel": array(2, 6)}, "state.inputs:"),
         ("online_conv", {"max_length": 0}, "max_length:"),
+        ("lstm_stack", {"method": "cuda"}, "method:"),
+        ("lstm_stack", {"num_directions": 3}, "num_directions"),
+        ("lstm_stack", {"cells": []}, "cells:"),
+        ("lstm_stack", {"state": ops.LSTMState(*array(2, 3, BATCH, 4))}, "cells:"),
+        ("recurrence", {"step": None}, "step:"),
+        ("recurrence", {"state": ops.LSTMState(array(2, 4), array(2, 4))}, "step:"),
+        ("recurrence", {"state": (array(2, 4),)}, "state:"),
+        ("recurrence", {"state": ops.RNNState(array(3, 4))}, "state.h:"),
+        ("recurrence", {"inputs": array(TIME, BATCH)}, "inputs:"),
+        ("recurrence", {"params": "tanh"}, "params:"),
+        ("recurrence", {"x": array(BATCH, TIME, 6)}, r"products\['z'\].kernel_x:"),
+        *(
+            ("recurrence", {"products": products}, message)
+            for products, message in (
+                ({}, "products:"),
+                ([ops.Product(array(4, 4))], "products:"),
+                ({"z": array(4, 4)}, r"products\['z'\]:"),
+                ({"q": ops.Product(array(4, 4))}, r"products \['q'\] once, .* for \['z'\]"),
+                ({"z": ops.Product(array(4, 4), bias_x=array(4))}, r"products\['z'\].bias_x"),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_the_message_names_the_argument(name, change, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        operator(name)(**OPS[name] | change)
+        operator(name)(**(OPS | OTHERS).get(name, {}) | change)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "argument"),
-    [((-1, 3, "float32"), "batch_size"), ((1, 2.5, "float32"), "features"), ((1, 3, int), "dtype")],
-)
-def test_an_empty_state_names_the_argument(arguments, argument):
-    batch_size, features, dtype = arguments
-    for call in (
-        lambda: ops.empty_wkv_state(batch_size, features, dtype),
-        lambda: ops.empty_long_conv_state(batch_size, features, 16, dtype),
-    ):
-        with pytest.raises(ValueError, match=f"{argument}: expected"):
-            call()
-
-
-def tanh_step(state, now):
-    return ops.RNNState(jnp.tanh(now.product("z", state.h)))
-
-
-RECURRENCE = {
-    "step": tanh_step,
-    "state": ops.RNNState(array(2, 4)),
-    "products": {"z": ops.Product(array(4, 4), kernel_x=array(5, 4))},
-    "x": array(BATCH, TIME, 5),
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"step": None}, "step:"),
-        ({"products": [ops.Product(array(4, 4))]}, "products:"),
-        ({"products": {"z": ops.Product(array(4, 4), bias_x=array(4))}}, r"products\['z'\].bias_x"),
-        ({"products": {"z": array(4, 4)}}, r"products\['z'\]:"),
-        ({"products": {}}, "products:"),
-        ({"products": {"q": ops.Product(array(4, 4))}}, r"products \['q'\] once, .* for \['z'\]"),
-        (
-            {"products": {"z": ops.Product(array(4, 4), kernel_x=array(6, 4))}},
-            r"products\['z'\].kernel_x:",
-        ),
-        ({"state": (array(2, 4),)}, "state:"),
-        ({"state": ops.RNNState(array(3, 4))}, "state.h:"),
-        ({"state": ops.LSTMState(array(2, 4), array(2, 4))}, "step:"),
-        ({"inputs": array(TIME, BATCH)}, "inputs:"),
-        ({"params": "tanh"}, "params:"),
-    ],
-)
-def test_recurrence_names_the_argument(change, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        ops.recurrence(**RECURRENCE | change)
+@pytest.mark.parametrize("empty_state", [ops.empty_wkv_state, ops.empty_long_conv_state])
+@pytest.mark.parametrize("wrong", [{"batch_size": -1}, {"features": 2.5}, {"dtype": int}], ids=str)
+def test_an_empty_state_names_the_argument(empty_state, wrong):
+    sizes = {"batch_size": 1, "features": 3, "dtype": "float32"}
+    sizes |= {"max_length": 16} if empty_state is ops.empty_long_conv_state else {}
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
+        empty_state(**sizes | wrong)
 
 
 def test_a_state_is_taken_in_the_dtype_of_the_loop():
@@ -251,23 +259,6 @@ def test_a_state_is_taken_in_the_dtype_of_the_loop():
     wide = ops.RNNState(narrow.h.astype(jnp.float32))
     found, expected = (ops.recurrence(**RECURRENCE | {"state": s}) for s in (narrow, wide))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("method", "cuda"),
-        ("num_directions", 3),
-        ("cells", []),
-        ("state", ops.LSTMState(*array(2, 3, BATCH, 4))),
-    ],
-)
-def test_a_stack_names_the_argument(argument, value):
-    cell = {"kernel_ih": array(4, 16), "kernel_hh": array(4, 16)}
-    state = ops.LSTMState(*array(2, 2, BATCH, 4))
-    given = {"x": array(BATCH, TIME, 4), "state": state, "cells": [cell, cell], "num_directions": 1}
-    with pytest.raises(ValueError, match="cells:" if argument == "state" else argument):
-        ops.lstm_stack(**given | {argument: value})
 
 
 @pytest.mark.parametrize("name", [name for name in OPS if "lengths" in OPS[name]])

@@ -1,4 +1,4 @@
-"""What every layer promises about shapes and dtypes, traced without computing anything."""
+"""Shapes and dtypes of every layer, traced without computing anything."""
 
 import jax
 import jax.numpy as jnp

@@ -30,7 +30,7 @@ def compiles_nothing() -> Iterator[None]:
 
 
 def calls(name: str):
-    """What a user calls eagerly: the layer, its step, and gradients."""
+    """The eager calls of a user: the layer, its step, and gradients."""
     case = ALL[name]
     layer = case.build_layer(case.build_twin())
     graphdef, params, rest = nnx.split(layer, nnx.Param, ...)

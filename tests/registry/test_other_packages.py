@@ -165,7 +165,7 @@ for key, array in to_torch(model).items():
 """
 
 
-MESH = ["--mesh.data", "2", "--mesh.model", "2", "--mesh.fully-sharded"]
+MESH = ["--mesh.data", "2", "--mesh.fully-sharded"]
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 import torch_ref
-from jax_models import LanguageModel
 from parity_tests.checks import CHECKS, Subject
 from parity_tests.engine.problem import available_platforms
 from parity_tests.engine.references.torch_reference import measure_twin
@@ -40,17 +38,19 @@ def platform_here(name) -> str:
 
 
 FIRST = {case.architecture: name for name, case in reversed(CASES.items())}
-"""The first row of each architecture. `make test` runs the checks on it, unless it is a model."""
+QUICK = {name for name in FIRST.values() if CASES[name].config is None}
+"""The first row of each architecture that is not a language model. `make test` compares it in
+float32, too, and runs the checks on it."""
 
 
 @rows(CASES)
 def test_agrees_with_twin(name):
-    dtypes = ("float64", "float32") if name in FIRST.values() else ("float64",)
+    dtypes = ("float64", "float32") if name in QUICK else ("float64",)
     assert_within_bounds(measure_twin(CASES[name].problem(), dtypes, platform_here(name)))
 
 
 @pytest.mark.slow
-@rows(name for name in CASES if name not in FIRST.values())
+@rows(name for name in CASES if name not in QUICK)
 def test_agrees_with_twin_in_float32(name):
     assert_within_bounds(measure_twin(CASES[name].problem(), ("float32",), platform_here(name)))
 
@@ -81,12 +81,9 @@ LATE = (
 def checks():
     """A test parameter for each row and check."""
     for name, case in CASES.items():
-        layer = case.abstract(jnp.float32)
-        is_first = name in FIRST.values() and not isinstance(layer, LanguageModel)
         for check in CHECKS if "float64" in case.dtypes else ():
-            is_quick = is_first and check not in LATE
             group = pytest.mark.xdist_group(name)
-            marks = [group] if is_quick else [group, pytest.mark.slow]
+            marks = [group] if name in QUICK and check not in LATE else [group, pytest.mark.slow]
             yield pytest.param(name, check, marks=marks)
 
 

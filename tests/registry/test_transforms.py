@@ -1,4 +1,4 @@
-"""What JAX does with a program beside running it: exports, and programs divided over devices."""
+"""Exported programs, and programs divided over devices."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What coarser matrix products do, on a CPU: their operands are rounded, and nothing else is."""
+"""Errors of coarser matrix products, whose operands alone are rounded, and errors over time."""
 
 from functools import partial
 
@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from parity_tests.registry import CASES
+from parity_tests.report.over_time import STEPS, by_step, errors_over_time
 from parity_tests.report.precision import BITS, precision_errors, with_rounded_products
 
 
@@ -84,3 +85,21 @@ def test_errors_are_those_of_the_operands():
         assert e.highest < 1e-6 < 0.05 * ulp < e.error < 2 * ulp, e
     for e in precision_errors("", CASES["CausalConv1D, kernel 2"].problem(), "cpu"):
         assert e.error < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("case", "steps"), [("RNN U W b", STEPS), ("SelfAttentionBlock", 13), ("RNNLanguageModel", 8)]
+)
+def test_as_many_steps_as_the_layer_takes(case, steps):
+    single, half = errors_over_time(CASES[case], "cpu")
+    assert [single.dtype, half.dtype] == ["float32", "bfloat16"]
+    for side in ("torch", "jax"):
+        assert len(getattr(single, side)) == len(getattr(half, side)) == steps
+        assert 1e-9 < max(getattr(single, side)) < 1e-6
+        assert 1e-4 < max(getattr(half, side)) < 1e-1
+
+
+def test_a_step_is_judged_by_its_own_size():
+    oracle = np.random.default_rng(0).standard_normal((2, 3, 4)) * 10.0 ** np.arange(3)[:, None]
+    y = oracle * np.array([1.001, 1.02, 1])[:, None]
+    assert by_step(y, oracle) == (0.001, 0.02, 0)

@@ -1,9 +1,11 @@
-"""What a report keeps, and what has moved between two."""
+"""The record of a report, its page, and the changes between two records."""
 
 import dataclasses
 import io
 import json
 import math
+import re
+from html import unescape
 
 import pytest
 from rich.console import Console
@@ -22,14 +24,24 @@ from parity_tests.report.record import (
 )
 from parity_tests.report.terminal import print_record
 
+CAUGHT = MutationResult("head forgotten", "LSTM", "weights", None, True)
+MISSED = dataclasses.replace(CAUGHT, caught=False)
 
-def measurement(jax: float, dtype: str = "float32", group: str = "outputs") -> Measurement:
-    return Measurement("LSTM", "cpu", dtype, group, Error(jax, 1e-7, 4.8e-7, False, "y"))
+
+def measurement(
+    jax: float,
+    dtype: str = "float32",
+    group: str = "outputs",
+    *,
+    case: str = "LSTM",
+    tensor: str = "y",
+) -> Measurement:
+    return Measurement(case, "cpu", dtype, group, Error(jax, 1e-7, 4.8e-7, False, tensor))
 
 
-def record(*measurements: Measurement, jax: str = "0.10.2") -> Record:
+def record(*measurements: Measurement) -> Record:
     platforms = {"cpu": "ran", "gpu": "not on this machine"}
-    return Record({"jax": jax}, platforms, measurements, cases={"LSTM": "lstm"})
+    return Record({"jax": "0.10.2"}, platforms, measurements, cases={"LSTM": "lstm"})
 
 
 def full_record() -> Record:
@@ -37,7 +49,7 @@ def full_record() -> Record:
     return dataclasses.replace(
         record(measurement(1e-7), measurement(1e-6)),
         precision=(PrecisionError("LSTM", "cpu", "bfloat16", True, "outputs", 3e-3, 1e-7),),
-        mutations=(MutationResult("head forgotten", "LSTM", "weights", None, False),),
+        mutations=(MISSED,),
         over_time=(ErrorOverTime("LSTM", "cpu", "float32", (1e-7, 2e-7), (math.nan, 0.0)),),
         not_run={"LSTM by cuDNN": ("gpu",)},
         tensors=(measurement(1e-8),),
@@ -77,8 +89,7 @@ def test_entries_have_the_fields_that_the_docs_list():
 def test_a_record_with_a_fault_fails():
     good = record(measurement(1e-7))
     assert good.passed
-    missed = full_record().mutations
-    for change in ({"faults": ("y: empty",)}, {"mutations": missed}):
+    for change in ({"faults": ("y: empty",)}, {"mutations": (MISSED,)}):
         assert not dataclasses.replace(good, **change).passed
     assert not record(measurement(1e-6)).passed
 
@@ -114,7 +125,6 @@ def test_json_has_no_nan():
     [
         "{",
         "[]",
-        "{}",
         '{"schema": 7}',
         200_000 * "[",
         json.dumps({**record().to_dict(), "cases": 5}),
@@ -140,13 +150,12 @@ def test_what_has_moved():
     assert moved(record(measurement(2e-7)), record(measurement(0.9e-7))) == [
         "LSTM, cpu, float32, outputs: 2.0e-07 → 9.0e-08, pass"
     ]
-    caught = MutationResult("head forgotten", "LSTM", "weights", None, True)
-    old = dataclasses.replace(old, mutations=(caught,))
+    old = dataclasses.replace(old, mutations=(CAUGHT,))
     new = dataclasses.replace(
         old,
         platforms={"cpu": "ran", "gpu": "ran"},
         faults=("LSTM, gpu: y: empty",),
-        mutations=(dataclasses.replace(caught, caught=False),),
+        mutations=(MISSED,),
     )
     assert moved(old, new) == [
         "gpu: not on this machine → ran",
@@ -155,3 +164,47 @@ def test_what_has_moved():
     ]
     others = dataclasses.replace(record(measurement(1e-7)), cases={"GRU": "gru"})
     assert moved(old, others) == []
+
+
+BROKEN = "</pre><b>&quot;[red]"
+
+
+RECORD = dataclasses.replace(
+    record(
+        measurement(1e-7),
+        measurement(0.05, case="GRU"),
+        measurement(math.nan, "bfloat16", case=BROKEN),
+    ),
+    faults=("HyenaBlock, cpu: outputs: all of them are empty",),
+    cases={"LSTM": "lstm", "GRU": "gru", BROKEN: "broken", "HyenaBlock": "hyena"},
+    tensors=(measurement(1e-7), measurement(3e-7, tensor="[1].y")),
+    notes=(f"{BROKEN}: gradients are not compared",),
+    locations={"GRU": "a table\nfirst to depart: norm"},
+)
+
+
+def test_a_page_shows_every_pair_and_asks_for_nothing():
+    html = page(RECORD)
+    assert not re.search(r"@import|url\(|<script|<link|<img|src=|href=", html)
+    assert "<b>" not in html
+    text = unescape(re.sub(r"<[^>]*>", "", html))
+    assert "1 pair agrees; 3 fail" in text
+    rows = [re.split(r"\s*│\s*", line) for line in text.splitlines() if "│" in line]
+    shown = {(row[1], row[3], row[-2]) for row in rows}
+    assert {
+        ("LSTM", "float32", "pass"),
+        ("GRU", "float32", "FAIL"),
+        (BROKEN, "bfloat16", "FAIL"),
+        ("HyenaBlock", "", "FAIL"),
+    } <= shown
+    tensors = [row[-2] for row in rows if row[1] == "LSTM" and row[4] == "outputs"]
+    assert tensors == ["[1].y", "y"], "those that take most of their bounds come first"
+    lines = ("first to depart: norm", "gpu: not on this machine", "jax 0.10.2")
+    assert all(line in text for line in (*RECORD.faults, *RECORD.notes, *lines))
+
+
+def test_planted_faults_are_counted():
+    missed = MutationResult("mask forgotten", "LSTM", "states and masks", "padding", False)
+    html = page(dataclasses.replace(RECORD, mutations=(CAUGHT, missed)))
+    assert "planted faults: 1 of 2 caught" in html
+    assert "LSTM: mask forgotten: not caught by padding" in html

@@ -1,6 +1,5 @@
 """Checkpoints against what happens to disks: every damage is named, and the one before is used."""
 
-import asyncio
 import random
 import re
 import shutil
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore
 
 from train.checkpoints import Checkpoints, _compare
 from train.digest import array_digest
@@ -42,10 +40,6 @@ def folder(written, tmp_path) -> Path:
     return shutil.copytree(written, tmp_path / "copy")
 
 
-def test_keeps_the_newest_and_the_best(written):
-    assert Checkpoints(written).steps == [1, 2, 3]
-
-
 def flipped(path: Path, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
@@ -54,10 +48,8 @@ def flipped(path: Path, bit: int) -> None:
 
 DAMAGES = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "emptied": lambda path: path.write_bytes(b""),
     "lost": Path.unlink,
     "flipped": lambda path: flipped(path, random.Random(0).randrange(8 * path.stat().st_size)),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "foreign": lambda path: path.with_name("foreign").write_bytes(b"foreign"),
 }
@@ -68,7 +60,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(damage, folde
     files = [path for path in (folder / str(NEWEST)).rglob("*") if path.is_file()]
     assert len(files) > 5
     for path in files:
-        if path.stat().st_size == 0 and damage in ("cut", "emptied", "flipped"):
+        if path.stat().st_size == 0 and damage in ("cut", "flipped"):
             continue
         if path.name == "manifest.json" and damage == "foreign":
             continue
@@ -82,32 +74,21 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(damage, folde
         shutil.copytree(written, folder)
 
 
-def test_files_of_another_checkpoint_are_noticed(folder):
-    for path in (folder / str(NEWEST)).rglob("*"):
-        other = folder / str(NEWEST - 1) / path.relative_to(folder / str(NEWEST))
-        if path.is_file() and other.is_file() and path.read_bytes() != other.read_bytes():
-            kept = path.read_bytes()
-            shutil.copy(other, path)
-            assert Checkpoints(folder).latest_step == NEWEST - 1, path
-            path.write_bytes(kept)
-    assert Checkpoints(folder).latest_step == NEWEST
-    shutil.rmtree(folder / str(NEWEST))
-    shutil.copytree(folder / str(NEWEST - 1), folder / str(NEWEST))
-    checkpoints = Checkpoints(folder)
-    assert checkpoints.latest_step == NEWEST - 1
-    assert checkpoints.damaged == {NEWEST: "step: expected 3, got 2"}
-
-
-def test_the_checkpoint_of_another_run_is_noticed(folder, tmp_path):
+def test_another_checkpoint_under_its_name_is_noticed(folder, tmp_path):
+    """An earlier one of the same run, and one of another run."""
     (tmp_path / "another").mkdir()
     another = Checkpoints(tmp_path / "another", "another")
     another.save(NEWEST, state(NEWEST), loss=0.5)
     another.close()
-    shutil.rmtree(folder / str(NEWEST))
-    shutil.copytree(another.folder / str(NEWEST), folder / str(NEWEST))
-    checkpoints = Checkpoints(folder)
-    assert checkpoints.latest_step == NEWEST - 1
-    assert checkpoints.damaged == {NEWEST: "run: expected , got another"}
+    for source, fault in (
+        (folder / "2", "step: expected 3, got 2"),
+        (another.folder / "3", "run: expected , got another"),
+    ):
+        shutil.rmtree(folder / str(NEWEST))
+        shutil.copytree(source, folder / str(NEWEST))
+        checkpoints = Checkpoints(folder)
+        assert checkpoints.latest_step == NEWEST - 1
+        assert checkpoints.damaged == {NEWEST: fault}
 
 
 def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
@@ -133,15 +114,6 @@ def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
     monkeypatch.setattr("train.checkpoints._compare", save_and_compare)
     chex.assert_trees_all_equal(reader.restore(state(0)), state(9))
     assert not reader.damaged
-
-
-def test_where_none_is_intact_nothing_is_read(folder):
-    for step in (1, 2, 3):
-        (folder / str(step) / "manifest.json").unlink()
-    checkpoints = Checkpoints(folder)
-    with pytest.raises(FileNotFoundError):
-        checkpoints.restore(state(0))
-    assert checkpoints.damaged == dict.fromkeys((1, 2, 3), "manifest.json is missing")
 
 
 def test_arrays_that_orbax_reads_otherwise_are_noticed(folder, monkeypatch):
@@ -210,28 +182,13 @@ def test_a_write_that_ends_after_orbax_gave_up_is_not_told(folder, monkeypatch):
     """Of a full disk: orbax raises the first fault, the others find its event loop closed."""
     told = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
-
-    def end_late() -> None:
-        promise, write = tensorstore.Promise.new()
-        loop = asyncio.new_event_loop()
-        loop.call_soon(lambda: asyncio.ensure_future(write, loop=loop))
-        loop.run_until_complete(asyncio.sleep(0.01))
-        loop.close()
-        promise.set_result(None)
-
-    end_late()
-    assert [str(each.exc_value) for each in told] == ["Event loop is closed"]
     Checkpoints(folder).restore(state(0))
-    end_late()
-    assert len(told) == 1
-    sys.unraisablehook(another := SimpleNamespace(exc_value=RuntimeError("another")))  # pyright: ignore[reportArgumentType]
-    assert told[1:] == [another]
+    for message in ("Event loop is closed", "another"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(message)))
+    assert [str(each.exc_value) for each in told] == ["another"]
 
 
-DTYPES = ("bool", "int8", "uint8", "int16", "bfloat16", "float16", "int32", "float32", "uint32")
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int64"])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "float32", "float64"])
 def test_the_digest_of_every_bit(dtype, x64):
     """Each single bit changes both sums; so do two elements that change their places."""
     rng = np.random.default_rng(0)

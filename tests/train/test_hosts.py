@@ -52,6 +52,14 @@ def ended(processes: list) -> list[tuple[int, str, str]]:
     return [(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
 
 
+def wait_for_checkpoint(folder: Path, step: int) -> None:
+    """Waits until the run has a checkpoint of the step."""
+    deadline = time.monotonic() + SECONDS
+    while not any((folder / "checkpoints").glob(f"{step}/manifest.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def val_losses(folder: Path) -> list[float]:
     return [line["val"] for line in Run.open(folder).metrics()]
 
@@ -76,33 +84,20 @@ def test_two_processes_make_the_run_of_one(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_other_and_both_go_on(whole, tmp_path):
-    folder = tmp_path / "run"
-    processes = start(folder, "--max-skipped", "10")
-    deadline = time.monotonic() + SECONDS
-    while not any((folder / "checkpoints").glob("[0-9]*/manifest.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    processes[1].kill()
-    codes = [code for code, *_ in ended(processes)]
-    assert codes[1] == -signal.SIGKILL
-    for code, _, error in ended(start(folder, "--max-skipped", "10")):
-        assert code == 0, error
-    assert val_losses(folder) == val_losses(whole)
-
-
-@pytest.mark.slow
-def test_sigterm_to_one_process_ends_both_in_good_order(whole, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_to_one_process_ends_both_and_both_go_on(number, whole, tmp_path):
+    """In good order, unless it is killed."""
     folder = tmp_path / "run"
     processes = start(folder)
-    deadline = time.monotonic() + SECONDS
-    while not any((folder / "checkpoints").glob("0/manifest.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    processes[1].send_signal(signal.SIGTERM)
-    for code, _, error in ended(processes):
-        assert code == 128 + signal.SIGTERM, error
-        assert re.search(r"stopped by SIGTERM: the run is saved at step \d+ in", error)
+    wait_for_checkpoint(folder, 0)
+    processes[1].send_signal(number)
+    ends = ended(processes)
+    if number == signal.SIGKILL:
+        assert ends[1][0] == -signal.SIGKILL
+    else:
+        for code, _, error in ends:
+            assert code == 128 + signal.SIGTERM, error
+            assert re.search(r"stopped by SIGTERM: the run is saved at step \d+ in", error)
     for code, _, error in ended(start(folder)):
         assert code == 0, error
     assert val_losses(folder) == val_losses(whole)

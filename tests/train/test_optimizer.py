@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import re
-from pathlib import Path
 
 import chex
 import jax
@@ -13,12 +11,13 @@ import optax
 import pytest
 import torch
 from flax import nnx
-from safetensors.numpy import load_file
 
 import train.__main__ as train_command
-from jax_models import HawkLanguageModelConfig
+from jax_models import to_torch
+from parity_tests.engine.bounds.tolerance import FLOAT64, LONG_TRAJECTORY
+from parity_tests.registry import CASES
 from train.accumulation import accumulated
-from train.config import PRESETS, TrainConfig
+from train.mesh import MeshConfig, build_mesh
 from train.optimizer import (
     AveragedState,
     OptimizerConfig,
@@ -28,7 +27,10 @@ from train.optimizer import (
     is_matrix,
 )
 from train.run import Run, build_trainer
-from twinscan.command_line import CommandLineError
+from train.step import Trainer
+from train.text import ALL_WORK
+from train.vocabulary import Characters
+from train.windows import Batches, split
 
 CONFIG = OptimizerConfig(learning_rate=0.1, warmup_steps=3)
 PARAMS = {"kernel": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "bias": jnp.array([0.3, -0.1])}
@@ -82,25 +84,22 @@ def test_decay_is_that_of_torchs_parameter_groups(mask):
 
 
 def test_matrices_are_what_multiplies():
-    """By name, of models that have parameters of two axes of every sort."""
+    """By name, of all layers and models of the registry."""
     found = set()
-    for preset in ("all-work", "hawk", "rwkv6", "rwkv7", "annotated-hyena", "authentic-hyena"):
-        config = dataclasses.replace(PRESETS[preset].model, num_layers=2)
-        params = nnx.state(nnx.eval_shape(lambda c=config: c.build(rngs=nnx.Rngs(0))), nnx.Param)
-        for path, param in jax.tree_util.tree_leaves_with_path(params):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            if param.ndim >= 2 and not is_matrix(path, param):
-                found.add(name.removesuffix(".value").split(".")[-1])
-            if "kernel" in name:
-                assert is_matrix(path, param) == (param.ndim >= 2)
-            if param.ndim < 2:
-                assert not is_matrix(path, param)
+    params = [nnx.state(case.abstract(jnp.float32), nnx.Param) for case in CASES.values()]
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        if param.ndim >= 2 and not is_matrix(path, param):
+            found.add(name.split(".")[-1])
+        if "kernel" in name:
+            assert is_matrix(path, param) == (param.ndim >= 2)
+        if param.ndim < 2:
+            assert not is_matrix(path, param)
     assert found == {"embedding", "pos_emb", "B", "r_k", "time_faaaa"}
 
 
 def test_the_average_is_the_weighted_mean_of_what_the_steps_made():
     averaged = dataclasses.replace(CONFIG, ema_decay=0.7)
-    made = [trained(CONFIG, 9)[0]]
     optimizer = build_optimizer(CONFIG, 9)
     params, state, made = PARAMS, optimizer.init(PARAMS), []
     for gradient in GRADIENTS:
@@ -125,74 +124,37 @@ def test_the_average_stays_inside_the_bounds():
 ARGS = ["--num-steps", "10", "--eval-every", "5", "--eval-batches", "4", "--batch-size", "8"]
 
 
-def test_a_run_evaluates_and_exports_the_average(tmp_path):
+def test_a_run_evaluates_and_exports_the_average(tmp_path, monkeypatch):
     """And goes on to the same one; its training goes on from the last weights."""
-    averaging = [*ARGS, "--optimizer.ema-decay", "0.9"]
-    for name, args in {"with": averaging, "without": ARGS}.items():
-        train_command.main(["--out", str(tmp_path / name), *args])
-    run = Run.open(tmp_path / "with")
-    trainer = build_trainer(run.config)
-    state = run.restore(trainer)
-    of_without = Run.open(tmp_path / "without").restore(build_trainer(TrainConfig(batch_size=8)))
-    chex.assert_trees_all_equal(state.params, of_without.params)
+    reported = []
+    monkeypatch.setattr(train_command, "report", lambda run, model, console: reported.append(model))
+    for name, args in {"with": ["--optimizer.ema-decay", "0.9"], "without": []}.items():
+        train_command.main(["--out", str(tmp_path / name), *ARGS, *args])
+    averaging, without = (Run.open(tmp_path / name) for name in ("with", "without"))
+    state, last = (run.restore(build_trainer(run.config)) for run in (averaging, without))
+    chex.assert_trees_all_equal(state.params, last.params)
     average = state.optimizer_state.params
     assert not np.array_equal(*(np.asarray(jax.tree.leaves(p)[0]) for p in (average, state.params)))
-    chex.assert_trees_all_equal(nnx.state(run.model(), nnx.Param), average)
-    exported = load_file(run.folder / "twin.safetensors")
-    kernel = average["head"]["kernel"].get_value()
-    assert any(np.array_equal(weight, np.asarray(kernel).T) for weight in exported.values())
-    first, last = (run.metrics()[i]["val"] for i in (0, -1))
-    of_others = [record["val"] for record in Run.open(tmp_path / "without").metrics()]
-    assert first == of_others[0]
-    assert first > last != of_others[-1]
+    for model in (averaging.model(), reported[0]):
+        chex.assert_trees_all_equal(nnx.state(model, nnx.Param), average)
+    losses, of_last = ([line["val"] for line in run.metrics()] for run in (averaging, without))
+    assert losses[0] == of_last[0]
+    assert losses[0] > losses[-1] != of_last[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [TrainConfig().model, HawkLanguageModelConfig(features=12)])
-def test_parts_make_the_gradient_of_the_whole(model, x64):
-    """In float64, where nothing but the order of the sums differs."""
-    model = dataclasses.replace(model, vocab_size=20, num_layers=1)
-    tokens = np.random.default_rng(0).integers(0, 20, (8, 9))
-    made = model.build(param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    graphdef, params, rest = nnx.split(made, nnx.Param, ...)
-
-    def loss(params, key, tokens):
-        logits, _ = nnx.merge(graphdef, params, rest)(tokens[:, :-1])
-        labels = tokens[:, 1:]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+def test_parts_make_the_gradient_of_the_whole_each_with_a_key_of_its_own():
+    def loss(params, key, rows):
+        noise = jax.random.uniform(key, params.shape)
+        return jnp.mean((rows @ (params + noise)) ** 2)
 
     value_and_grad = jax.value_and_grad(loss)
-    key = jax.random.key(0)
-    whole = value_and_grad(params, key, jnp.asarray(tokens))
-    for parts in (2, 8):
-        rows = jnp.asarray(tokens).reshape(parts, -1, 9)
-        in_parts = accumulated(value_and_grad)(params, key, rows)
-        chex.assert_trees_all_close(in_parts, whole, rtol=1e-11, atol=1e-14)
-
-
-def test_each_part_has_a_key_of_its_own():
-    def draw(params, key, rows):
-        return jax.random.uniform(key), rows.sum()
-
-    key, rows = jax.random.key(0), jnp.arange(12).reshape(2, 2, 3)
-    mean, _ = accumulated(draw)(None, key, rows)
-    keys = [jax.random.fold_in(key, i) for i in range(2)]
-    assert mean == (jax.random.uniform(keys[0]) + jax.random.uniform(keys[1])) / 2
-    assert accumulated(draw)(None, key, rows[None])[0] == jax.random.uniform(key)
-
-
-@pytest.mark.parametrize(
-    ("args", "fault"),
-    [
-        (["--accumulate", "3"], "--accumulate:"),
-        (["--optimizer.ema-decay", "1"], "--optimizer.ema-decay:"),
-        (["--optimizer.schedule", "step"], "--optimizer.schedule:"),
-    ],
-)
-def test_refuses(args, fault, tmp_path: Path):
-    with pytest.raises(CommandLineError, match=re.escape(fault)):
-        train_command.main(["--out", str(tmp_path / "run"), *args])
-    assert not (tmp_path / "run").exists()
+    params, key = jnp.array([0.3, -0.2, 0.5]), jax.random.key(0)
+    rows = jnp.sin(jnp.arange(24.0)).reshape(2, 4, 3)
+    parts = [value_and_grad(params, jax.random.fold_in(key, i), rows[i]) for i in range(2)]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
+    chex.assert_trees_all_close(accumulated(value_and_grad)(params, key, rows), mean, rtol=1e-6)
+    whole = accumulated(value_and_grad)(params, key, rows[:1])
+    chex.assert_trees_all_equal(whole, value_and_grad(params, key, rows[0]))
 
 
 @pytest.mark.usefixtures("unreported")
@@ -204,3 +166,68 @@ def test_a_run_in_parts_is_the_whole_one_to_rounding(tmp_path):
         losses.append([record["val"] for record in run.metrics()])
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert losses[0][-1] < losses[0][0]
+
+
+def torch_losses(twin, rows, *, learning_rate: float, clip_norm: float | None) -> list[float]:
+    """The losses of the seed's loop."""
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=learning_rate)
+    losses = []
+    for batch in rows:
+        tokens = torch.tensor(batch).long()
+        logits, _ = twin(tokens[:, :-1])
+        targets = tokens[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
+    """The losses of our training step, and the trained model."""
+    config = OptimizerConfig(learning_rate=learning_rate, clip_norm=clip_norm)
+    trainer = Trainer(
+        model,
+        build_optimizer(config, len(rows)),
+        mesh=build_mesh(MeshConfig(), rows=4, window=8, devices=jax.devices()),
+        seed=0,
+    )
+    state, losses = trainer.initial_state(), []
+    for batch in rows:
+        state, measures = trainer.step(state, trainer.put(batch))
+        losses.append(measures.loss)
+    return [float(loss) for loss in losses], trainer.model(state.params)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "clip_norm", "tolerance"),
+    [
+        (200, 0.2, FLOAT64),
+        pytest.param(2000, None, LONG_TRAJECTORY, marks=pytest.mark.slow),
+    ],
+)
+def test_seed_experiment_follows_torch(num_steps, clip_norm, tolerance, x64):
+    """The same weights and batches in both frameworks give the same losses."""
+    vocabulary = Characters.of(ALL_WORK)
+    part = split(vocabulary.encode(ALL_WORK), window=8)["train"]
+    loader = Batches(part, batch_size=4, seed=7)
+    rows = [loader[i] for i in range(num_steps)]
+    torch.manual_seed(2001)
+    case = CASES["RNNLanguageModel"]
+    twin = case.twin().double()
+    model = case.build_layer(twin)
+    options = {"learning_rate": 1e-3, "clip_norm": clip_norm}
+    losses, trained = jax_losses(model, rows, **options)
+    of_twin = torch_losses(twin, rows, **options)
+
+    np.testing.assert_allclose(losses, of_twin, rtol=tolerance, atol=0)
+    weights = to_torch(trained, case.layout)
+    for key, expected in twin.state_dict().items():
+        np.testing.assert_allclose(
+            weights[key], expected.numpy(), rtol=0, atol=tolerance * expected.abs().max().item()
+        )
+    assert losses[0] > 2.5
+    assert losses[-1] < (2.5 if num_steps == 200 else 0.4)

@@ -52,21 +52,17 @@ def random_model(config, **options) -> LanguageModel:
     return model
 
 
-def test_the_world_vocabulary_comes_back_piece_by_piece(world):
+def save_pth(model: LanguageModel, name: str) -> None:
+    torch.save({key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}, name)
+
+
+def test_the_pieces_of_the_world_vocabulary(world):
+    """A token is some bytes: a character of several is written when it is whole."""
     tokens = world.encode(TEXT, "text")
-    pieces = [*world.pieces(tokens[:, None])]
-    assert "".join(pieces) == TEXT
-    assert len(pieces) == len(tokens) + 1
-
-
-def test_a_character_of_several_tokens_is_written_when_it_is_whole(world):
-    """A World token is any byte: 1 and its value more."""
+    assert "".join(world.pieces(tokens[:, None])) == TEXT
     tokens = [byte + 1 for byte in "é🎉".encode()]
     assert [*world.pieces(tokens)] == ["", "é", "", "", "", "🎉", ""]
     assert [*world.pieces(tokens[:1])] == ["", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_a_text_ends_at_its_end(world):
     letter = ord("a") + 1
     assert "".join(world.pieces([letter, World.end, letter])) == "a"
     assert "".join(world.pieces([letter, World.size - 1])) == "a\N{REPLACEMENT CHARACTER}"
@@ -76,8 +72,7 @@ def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
     """The command of docs/weights.md."""
     monkeypatch.chdir(tmp_path)
     model = random_model(RWKV7LanguageModelConfig(World.size, **SIZES))
-    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
-    torch.save(weights, "RWKV-x070-World-0.1B.pth")
+    save_pth(model, "RWKV-x070-World-0.1B.pth")
     command.main(["--weights", "RWKV-x070-World-0.1B.pth", "--prompt", TEXT, "--num-tokens", "9"])
     prompt = world.encode(TEXT, "text")[None]
     tokens = generate(model, prompt, 9, key=jax.random.key(0))
@@ -100,14 +95,12 @@ def test_a_sequence_of_nucleotides_goes_on(tmp_path, monkeypatch, capsys):
     """The command of docs/weights.md."""
     monkeypatch.chdir(tmp_path)
     model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
-    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
-    torch.save(weights, "hyenadna.pth")
+    save_pth(model, "hyenadna.pth")
     command.main(["--weights", "hyenadna.pth", "--prompt", "ACGTN", "--num-tokens", "40"])
     tokens = generate(model, np.arange(7, 12)[None], 40, key=jax.random.key(0))
     text = "".join(Nucleotides().pieces(np.asarray(tokens)[0]))
     assert capsys.readouterr().out == f"ACGTN{text}\n"
-    expected = "--prompt:"
-    with pytest.raises(CommandLineError, match=expected):
+    with pytest.raises(CommandLineError, match="--prompt:"):
         command.main(["--weights", "hyenadna.pth", "--prompt", "aCG U"])
 
 
@@ -192,9 +185,6 @@ def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", "[1]", "recurrentgemma-2b: config.json:"),
-        ("model-1.safetensors", "cut", "recurrentgemma-2b: .*header"),
-        (INDEX, "{}", "model.safetensors.index.json:"),
         ("tokenizer.json", None, "recurrentgemma-2b has no tokenizer.json .*--prompt-tokens"),
         ("tokenizer.json", "{}", "recurrentgemma-2b: not a tokenizer: "),
     ],
@@ -209,12 +199,28 @@ def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, mes
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
+    """Its model and its tokenizer are the default's; without steps, the weights stay."""
+    Path("text").write_text("a b c d e f g " * 200)
+    train_command.main([
+        *["--init", "recurrentgemma-2b", "--text", "text", "--out", "run", "--num-steps", "2"],
+        *["--optimizer.learning-rate", "1e-9"],
+    ])  # fmt: skip
+    run = Run.open(Path("run"))
+    assert run.config.model == recurrent_gemma.config
+    assert run.vocabulary.encode("a g").tolist() == [4, 10]
+    tuned = to_torch(run.model(), "hf-file")
+    for key, array in to_torch(recurrent_gemma, "hf-file").items():
+        expected = np.asarray(array, np.float32)
+        np.testing.assert_allclose(tuned[key], expected, rtol=0, atol=1e-7, err_msg=key)
+
+
+@pytest.mark.slow
 def test_a_model_of_nucleotides_is_trained_on(tmp_path, monkeypatch, capsys):
     """On a text of lines; its vocabulary has tokens that stand for nothing."""
     monkeypatch.chdir(tmp_path)
     model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
-    weights = {key: torch.tensor(np.asarray(w)) for key, w in to_torch(model).items()}
-    torch.save(weights, "hyenadna.pth")
+    save_pth(model, "hyenadna.pth")
     Path("genome").write_text(30 * "ACGTTGCANNACGGT\n")
     train_command.main([
         *["--init", "hyenadna.pth", "--text", "genome", "--out", "run", "--num-steps", "2"],

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -16,12 +15,11 @@ import torch
 from flax import nnx
 from safetensors.torch import load_file
 
-import parity_tests.report.command as parity_command
 import torch_ref
 import train.__main__ as train_command
-from jax_models import LanguageModelConfig, RNNLanguageModelConfig
-from parity_tests.engine.bounds.tolerance import FLOOR_ULPS, K, group_error, ulp
-from parity_tests.registry import CASES, MUTATIONS
+from jax_models import LanguageModelConfig
+from parity_tests.engine.bounds.tolerance import FLOOR_ULPS, K, ulp
+from parity_tests.registry import CASES
 from train import evaluate, export, generate
 from train import run as run_module
 from train.config import PRESETS, TrainConfig
@@ -57,29 +55,25 @@ CONSTANT = ["--optimizer.schedule", "constant"]
 def by_rows(text_file, tmp_path_factory) -> Path:
     """The folder of half an epoch over rows drawn from the whole text, with dropout."""
     folder = tmp_path_factory.mktemp("by_rows") / "run"
-    start(folder, *small(text_file, *BY_ROWS, *CONSTANT, length="--num-epochs 0.5"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(train_command, "report", lambda *_: None)
+        start(folder, *small(text_file, *BY_ROWS, *CONSTANT, length="--num-epochs 0.5"))
     return folder
 
 
-@pytest.mark.parametrize(
-    "length", ["--num-steps 30", pytest.param("--num-epochs 0.1", marks=pytest.mark.slow)]
-)
-def test_a_run_shorter_than_its_presets_warmup(length, text_file, tmp_path, capsys, unreported):
+def test_a_run_shorter_than_its_presets_warmup(text_file, tmp_path, capsys, unreported):
     """The warm-up is shortened, unless somebody asked for it; the same command goes on."""
     options = "--preset hawk --model.features 8 --model.num-layers 1 --window 12 --batch-size 8"
-    args = [*options.split(), *length.split(), "--text", str(text_file)]
+    args = [*options.split(), "--num-epochs", "0.1", "--text", str(text_file)]
     run = start(tmp_path / "run", *args)
     steps = run.config.num_steps
-    assert run.config.optimizer.warmup_steps == steps // 10
-    line = (
-        f"the warm-up is shortened from 40 to {steps // 10} steps, because the run has only {steps}"
-    )
+    short = run.config.optimizer.warmup_steps
+    assert short == steps // 10
+    line = f"the warm-up is shortened from 40 to {short} steps, because the run has only {steps}"
     assert line in capsys.readouterr().out
     assert start(tmp_path / "run", *args).config == run.config
     with pytest.raises(CommandLineError, match=r"^--optimizer.warmup-steps:"):
         start(tmp_path / "other", *args, "--optimizer.warmup-steps", "40")
-    kept = start(tmp_path / "kept", *args, "--optimizer.warmup-steps", "2")
-    assert kept.config.optimizer.warmup_steps == 2
 
 
 def test_seed_experiment_reaches_the_seeds_loss(finished):
@@ -143,22 +137,16 @@ def test_exported_weights_are_the_twins(finished, tmp_path, capsys):
     assert_errs_as_the_twin(capsys.readouterr().out)
     twin = torch_ref.RNNLanguageModel()
     twin.load_state_dict(load_file(path))
-    tokens = Characters.of(ALL_WORK).encode("All work")
-    ours, _ = Run.open(finished).model()(tokens[None])
+    tokens = Characters.of(ALL_WORK).encode("All work")[None]
+    logits, _ = Run.open(finished).model()(tokens)
     with torch.no_grad():
-        of_twin, oracle = (
-            {"logits": twin.to(dtype)(torch.tensor(tokens)[None].long())[0].numpy()}
+        single, double = (
+            twin.to(dtype)(torch.tensor(tokens).long())[0].numpy()
             for dtype in (torch.float32, torch.float64)
         )
-    error = group_error(
-        np.float32,
-        oracle=oracle,
-        torch=of_twin,
-        jax={"logits": np.asarray(ours)},
-        torch32=of_twin,
-        rounded=(),
-    )
-    assert error.passed
+    scale = np.linalg.norm(double)
+    bound = K * max(np.linalg.norm(single - double) / scale, FLOOR_ULPS * ulp(np.float32))
+    assert np.linalg.norm(np.asarray(logits) - double) / scale <= bound
 
 
 def assert_errs_as_the_twin(printed: str) -> None:
@@ -167,15 +155,6 @@ def assert_errs_as_the_twin(printed: str) -> None:
         float, re.findall(r"JAX (\S+), the torch twin itself (\S+)", printed)[0]
     )
     assert jax_error <= K * max(twin_error, FLOOR_ULPS * ulp(np.float32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru", "min-gru"])
-def test_every_cell_trains_and_exports(text_file, tmp_path, capsys, cell):
-    start(tmp_path / "run", *small(text_file, "--preset", cell, "--model.num-layers", "2"))
-    assert_errs_as_the_twin(capsys.readouterr().out)
-    generate.main(["--run", str(tmp_path / "run"), "--prompt", "naïve café"])
-    assert capsys.readouterr().out.startswith("naïve café")
 
 
 def small_sizes(model: LanguageModelConfig) -> list[str]:
@@ -189,32 +168,16 @@ def small_sizes(model: LanguageModelConfig) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "preset",
-    [
-        name
-        for name, config in PRESETS.items()
-        if not isinstance(config.model, RNNLanguageModelConfig)
-    ],
+    "preset", [name for name in PRESETS if name != "all-work" and not name.endswith("-small")]
 )
-def test_every_other_preset_trains_and_exports(text_file, tmp_path, capsys, preset):
+def test_every_preset_trains_exports_and_generates(text_file, tmp_path, capsys, preset):
     steps = "--window 12 --batch-size 8 --eval-every 5 --num-steps 10 --val-rows 30"
     constant = "--optimizer.schedule constant --optimizer.warmup-steps 0 --dtype float32"
     options = [*steps.split(), *constant.split(), *small_sizes(PRESETS[preset].model)]
     start(tmp_path / "run", "--preset", preset, "--text", str(text_file), *options)
     assert_errs_as_the_twin(capsys.readouterr().out)
-
-
-@pytest.mark.usefixtures("unreported")
-def test_resuming_gives_the_weights_of_one_run(text_file, tmp_path):
-    options = small(text_file, *BY_ROWS, *CONSTANT)
-    whole = start(tmp_path / "whole", *options)
-    start(tmp_path / "cut", *options, "--num-steps", "6")
-    with_start = (tmp_path / "cut" / "metrics.jsonl").read_text()
-    train_command.main(["--resume", str(tmp_path / "cut"), "--num-steps", "10"])
-    resumed = Run.open(tmp_path / "cut")
-    assert resumed.config.num_steps == 10
-    assert (tmp_path / "cut" / "metrics.jsonl").read_text().startswith(with_start)
-    chex.assert_trees_all_equal(params(whole), params(resumed))
+    generate.main(["--run", str(tmp_path / "run"), "--prompt", "naïve café", "--num-tokens", "2"])
+    assert capsys.readouterr().out.startswith("naïve café")
 
 
 def test_steps_in_one_call_are_the_single_ones():
@@ -247,7 +210,6 @@ def explodes_at(step: int):
     [
         (8, "step 8: the weights are", 5),
         (15, "step 15: the weights or their losses are", 10),
-        pytest.param(30, "step 30: the weights or their losses are", 25, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_ends_where_its_numbers_are_not_finite(
@@ -275,32 +237,19 @@ def test_a_run_ends_where_its_numbers_are_not_finite(
     assert Run.open(folder).metrics()[-1]["step"] == 30
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
-def test_epochs_become_steps(by_rows, text_file, tmp_path):
+def test_resuming_gives_the_run_of_as_many_epochs(by_rows, text_file, tmp_path):
     """169 of 199 rows are to train on: half of them, eight a step, are 11 steps."""
     whole = Run.open(by_rows)
     assert (whole.config.num_steps, whole.config.num_epochs) == (11, None)
     start(tmp_path / "cut", *small(text_file, *BY_ROWS, *CONSTANT, length="--num-steps 6"))
+    metrics = (tmp_path / "cut" / "metrics.jsonl").read_text()
     train_command.main(["--resume", str(tmp_path / "cut"), "--num-epochs", "0.5"])
     resumed = Run.open(tmp_path / "cut")
     assert resumed.config == whole.config
-    chex.assert_trees_all_equal(params(whole), params(resumed))
-
-
-def params(run: Run) -> nnx.State:
-    return nnx.state(run.model(), nnx.Param)
-
-
-def test_half_a_line_costs_no_other(tmp_path):
-    run = Run.create(tmp_path / "run", TrainConfig(), Characters.of(ALL_WORK), "")
-    run.log({"step": 0})
-    with (run.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": ')
-    run.log({"step": 1})
-    run.log({"step": 2})
-    assert run.metrics() == [{"step": 0}, {"step": 1}, {"step": 2}]
-    assert (run.folder / "metrics.jsonl").read_text().count("\n") == 4
+    assert (tmp_path / "cut" / "metrics.jsonl").read_text().startswith(metrics)
+    weights = (nnx.state(run.model(), nnx.Param) for run in (whole, resumed))
+    chex.assert_trees_all_equal(*weights)
 
 
 @pytest.mark.usefixtures("unreported")
@@ -322,40 +271,6 @@ def test_every_row_has_a_dropout_mask_of_its_own():
         return float(trainer.step(trainer.initial_state(), batch)[1].loss)
 
     assert abs(loss(2) - loss(1)) > 1e-2
-
-
-def test_parity_report(tmp_path, capsys):
-    path = tmp_path / "report.json"
-    arguments = ["--case", "RNNScratch tanh", "--json", str(path)]
-    assert parity_command.main(arguments) == 0
-    record = json.loads(path.read_text())
-    assert len(record["measurements"]) == 12
-    assert all(m["verdict"] == "pass" and m["jax_error"] > 0 for m in record["measurements"])
-    assert {"cpu: ran", "tpu: not on this machine"} <= {*capsys.readouterr().out.splitlines()}
-    assert parity_command.main([*arguments, "--compare", str(path)]) == 0
-    assert "report.json: nothing moved" in capsys.readouterr().out.replace("\n", "")
-
-
-@pytest.mark.slow
-def test_parity_report_fails_where_a_case_fails(capsys):
-    fault = next(m for m in MUTATIONS if m.case == "RNNScratch tanh" and m.check is None)
-    with fault.plant():
-        assert parity_command.main(["--case", "RNNScratch tanh"]) == 1
-    assert "FAIL RNNScratch tanh, cpu, float64, outputs: worst in y" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_parity_report_counts_the_planted_faults(monkeypatch, tmp_path, capsys):
-    path = tmp_path / "report.json"
-    arguments = ["--case", "CausalConv1D, kernel 4", "--mutations", "--json", str(path)]
-    assert parity_command.main(arguments) == 0
-    assert "planted faults: 3 of 3 caught" in capsys.readouterr().out
-    assert all(m["caught"] for m in json.loads(path.read_text())["mutations"])
-    monkeypatch.setattr(parity_command, "is_caught", lambda mutation: mutation.check is None)
-    assert parity_command.main(arguments) == 1
-    output = capsys.readouterr().out
-    assert "FAIL CausalConv1D, kernel 4: lengths forgotten: not caught by padding has no" in output
-    assert "planted faults: 1 of 3 caught" in output
 
 
 def test_steps_replace_a_presets_epochs(monkeypatch, text_file):

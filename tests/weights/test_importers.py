@@ -245,9 +245,11 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
     name += wrapper
     options = {"return_sequences": True, "return_state": True}
     options |= {"go_backwards": True} if wrapper == ", go_backwards" else {}
-    theirs = KERAS[name.removesuffix(wrapper)](**options)
-    theirs = random_weights(keras.layers.Bidirectional(theirs) if "Bidir" in wrapper else theirs)
-    ours, x = from_keras(theirs), drawn(BATCH, TIME, IN)
+    original = KERAS[name.removesuffix(wrapper)](**options)
+    original = random_weights(
+        keras.layers.Bidirectional(original) if "Bidir" in wrapper else original
+    )
+    ours, x = from_keras(original), drawn(BATCH, TIME, IN)
     assert isinstance(ours, Reversed) == ("go_backwards" in name)
     assert isinstance(ours, Bidirectional) == ("Bidirectional" in name)
     leaves, structure = jax.tree.flatten(ours.init_state(BATCH))
@@ -260,7 +262,7 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
         initial = [leaf[0] for leaf in leaves] if given else None
         if given and "RNN of cells" in name:
             initial = [initial[:2], *initial[2:]]  # by cell: an LSTM's has two arrays
-        y, *last = theirs(x, initial_state=initial, mask=masked)
+        y, *last = original(x, initial_state=initial, mask=masked)
         state = jax.tree.unflatten(structure, leaves) if given else None
         y_ours, last_ours = ours(x, state, lengths=None if masked is None else lengths)
         y = np.flip(y, axis=1) if "go_backwards" in name else np.asarray(y)
@@ -270,9 +272,9 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
             assert_same(a[0], np.asarray(b), "state")
     table = keras_table(ours)
     weights = to_torch(ours, table)
-    for array, expected in zip(weights.values(), theirs.get_weights(), strict=True):
+    for array, expected in zip(weights.values(), original.get_weights(), strict=True):
         np.testing.assert_array_equal(array, expected)
-    again = from_torch(from_keras(theirs), weights, table)
+    again = from_torch(from_keras(original), weights, table)
     for a, b in zip(*map(jax.tree.leaves, map(nnx.state, (again, ours))), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -285,10 +287,10 @@ def test_each_layer_of_ours_is_one_of_keras(bidirectional, keras64):
     x = y = drawn(BATCH, TIME, IN)
     names = "kernel", "recurrent_kernel", "bias"
     for i in range(2):
-        theirs = keras.layers.LSTM(HIDDEN, return_sequences=True)
-        theirs = keras.layers.Bidirectional(theirs) if bidirectional else theirs
-        y = np.asarray(random_weights(theirs, y.shape)(y))
-        both = [theirs.forward_layer, theirs.backward_layer] if bidirectional else [theirs]
+        original = keras.layers.LSTM(HIDDEN, return_sequences=True)
+        original = keras.layers.Bidirectional(original) if bidirectional else original
+        y = np.asarray(random_weights(original, y.shape)(y))
+        both = [original.forward_layer, original.backward_layer] if bidirectional else [original]
         for index, one in enumerate(both, start=i * len(both)):
             weights = dict(zip(names, one.get_weights(), strict=True))
             table = keras_table(layer, index)

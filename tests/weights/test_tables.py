@@ -85,7 +85,7 @@ OF_IMAGES = (nn.modules.conv._ConvNd, nn.GroupNorm, nn.BatchNorm2d)
 
 
 def entry(module, build, table, *inputs, call=lambda module, *inputs: module(*inputs)):
-    """What a test takes of a layer."""
+    """A layer of both frameworks, and how a test calls it."""
     return module, build, table, inputs, channels_last if isinstance(module, OF_IMAGES) else call
 
 

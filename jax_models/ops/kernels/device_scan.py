@@ -98,7 +98,7 @@ class DeviceScan:
             return self.tpu(step, start, xs, **options)
 
     def _interpreted(self, *, step, states: int, **options):
-        """The TPU's kernel in Pallas's interpreter, which is no part of a primitive's lowering."""
+        """The TPU's kernel in Pallas's interpreter, outside of the primitive's lowering."""
         scan = custom_vmap(_flat(partial(self.tpu, step, interpret=True, **options), states))
 
         @scan.def_vmap

@@ -6,11 +6,39 @@ out whether they differ in nothing else, the reference runs once more with JAX's
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, ulp
-from parity_tests.engine.candidates.jax_program import is_rounded
+
+SHORT = 6
+"""The most digits of a constant that a person wrote, such as 1e-5; float64 has more of it."""
+
+
+def short_decimal(value: Any) -> float | None:
+    """The number of few digits, such as 1e-5, that float32 rounds to this one; None if none."""
+    if np.ndim(value):
+        return None
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    is_short = sum(map(str.isdigit, str(rounded).partition("e")[0])) <= SHORT
+    return float(str(rounded)) if is_short and rounded == value else None
+
+
+def is_rounded(values: Any) -> np.ndarray:
+    """Which numbers have float32's digits, so that they may have been rounded to it.
+
+    Integers, short decimals and numbers that bfloat16 has, such as 1/2, do not count. A float64
+    array may have such numbers, too, because NumPy promotes float32.
+    """
+    values = np.asarray(values, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        of_float32 = values.astype(np.float32) == values
+        exact = (values.astype(ml_dtypes.bfloat16) == values) | (values == np.round(values))
+    short = short_decimal(values)
+    return np.isfinite(values) & of_float32 & ~exact & (short is None or short != values)
 
 
 def rounded_count(values: Iterable[np.ndarray]) -> int:

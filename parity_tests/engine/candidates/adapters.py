@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_models.weights.trees import path_of
 from parity_tests.engine.problem import is_torch_module
 
 Call = Callable[..., Any]
@@ -26,11 +27,11 @@ class ForeignModel:
 
     weights: Any
     """A tree of arrays and whatever else the model holds; None if it came without weights."""
-    run: Callable[[Call, Any, tuple[Any, ...]], Any]
-    """`run(call, weights, inputs)`: what `call(model, *inputs)` returns with these weights."""
+    run: Callable[..., Any]
+    """`run(call, weights, *inputs)`: what `call(model, *inputs)` returns with these weights."""
     loaded: Callable[[Any], Any] = lambda weights: weights
     """Turns what a loader returned into `weights`."""
-    name: Callable[[Any], str] = lambda path: words(path)
+    name: Callable[[Any], str] = path_of
     """What a weight table calls the leaf at a path."""
     is_trained: Callable[[Any], bool] = lambda path: True
     """True if the leaf at a path is a parameter rather than a statistic."""
@@ -41,7 +42,7 @@ class ForeignModel:
         floating = [(path, leaf) for path, leaf in leaves if is_floating(leaf)]
         names = [self.name(path) for path, _ in floating]
         if len({*names}) < len(names):
-            names = [words(path) for path, _ in floating]
+            names = [path_of(path) for path, _ in floating]
         return dict(zip(names, floating, strict=True))
 
 
@@ -70,13 +71,6 @@ def is_floating(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def words(path: Any) -> str:
-    """The keys, fields and places of a path, joined by dots."""
-    return ".".join(
-        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
-    )
-
-
 def foreign_model(model: Any) -> ForeignModel | None:
     """The model, if it belongs to another framework than NNX; None otherwise.
 
@@ -96,7 +90,7 @@ def foreign_model(model: Any) -> ForeignModel | None:
     if weights is None or not is_function or is_torch_module(function):
         return None
     return ForeignModel(
-        weights, lambda call, weights, inputs: call(partial(function, weights), *inputs)
+        weights, lambda call, weights, *inputs: call(partial(function, weights), *inputs)
     )
 
 
@@ -116,10 +110,10 @@ def _linen(linen: Any, model: Any, variables: Any) -> ForeignModel | None:
 
     return ForeignModel(
         None if variables is None else dict(variables),
-        lambda call, variables, inputs: call(model.bind(variables), *inputs),
+        lambda call, variables, *inputs: call(model.bind(variables), *inputs),
         loaded,
-        name=lambda path: words(path[1:]),
-        is_trained=lambda path: words(path[:1]) == "params",
+        name=lambda path: path_of(path[1:]),
+        is_trained=lambda path: path_of(path[:1]) == "params",
     )
 
 
@@ -128,7 +122,7 @@ def _equinox(equinox: Any, model: Any, state: Any) -> ForeignModel | None:
     if not isinstance(model, equinox.Module) or isinstance(model, equinox.nn.State):
         return None
 
-    def run(call: Call, weights: Any, inputs: tuple[Any, ...]) -> Any:
+    def run(call: Call, weights: Any, *inputs: Any) -> Any:
         if state is None:
             return call(weights, *inputs)
         return call(lambda *given: weights(*given, state)[0], *inputs)
@@ -143,7 +137,7 @@ def _haiku(haiku: Any, model: Any, params: Any) -> ForeignModel | None:
         return None
     takes_rng = "rng" in inspect.signature(model.apply).parameters
 
-    def run(call: Call, weights: Any, inputs: tuple[Any, ...]) -> Any:
+    def run(call: Call, weights: Any, *inputs: Any) -> Any:
         given = (*(weights if has_state else (weights,)), *((None,) if takes_rng else ()))
 
         def applied(*args, **kwargs):
@@ -155,8 +149,8 @@ def _haiku(haiku: Any, model: Any, params: Any) -> ForeignModel | None:
     return ForeignModel(
         params,
         run,
-        name=lambda path: words(path[1:] if has_state else path),
-        is_trained=lambda path: not has_state or words(path[:1]) == "0",
+        name=lambda path: path_of(path[1:] if has_state else path),
+        is_trained=lambda path: not has_state or path_of(path[:1]) == "0",
     )
 
 
@@ -174,7 +168,7 @@ def _keras(keras: Any, model: Any, weights: Any) -> ForeignModel | None:
     variables = {variable.path: variable for variable in model.variables}
     trained = {variable.path for variable in model.trainable_variables}
 
-    def run(call: Call, values: Any, inputs: tuple[Any, ...]) -> Any:
+    def run(call: Call, values: Any, *inputs: Any) -> Any:
         mapping = [(variables[path], value) for path, value in values.items()]
         with keras.StatelessScope(state_mapping=mapping):
             return call(model, *inputs)
@@ -188,7 +182,7 @@ def _keras(keras: Any, model: Any, weights: Any) -> ForeignModel | None:
         return {**own, **dict(zip(order, weights, strict=True))}
 
     own = {path: variable.value for path, variable in variables.items()}
-    return ForeignModel(own, run, loaded, is_trained=lambda path: words(path) in trained)
+    return ForeignModel(own, run, loaded, is_trained=lambda path: path_of(path) in trained)
 
 
 ADAPTERS = {"flax.linen": _linen, "equinox": _equinox, "haiku": _haiku, "keras": _keras}

@@ -17,10 +17,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.extend.source_info_util import summarize
 
-from parity_tests.engine.problem import COMPLEX
-
-COARSER = {"float32": "float64", "bfloat16": "float64", "float16": "float64"}
-COARSER_COMPLEX = {COMPLEX["float32"]: COMPLEX["float64"]}
+DOUBLE = {"float32": "float64", "complex64": "complex128"}
+DOUBLE_OF_HALF = {"bfloat16": "float64", "float16": "float64"}
 BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 CALLS = (
     "jit",
@@ -38,17 +36,11 @@ CALLS = (
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 ENGINE = str(Path(__file__).parents[1])
 STANDARD = sysconfig.get_path("stdlib")
-SHORT = 6
-"""The most digits of a constant that a person wrote, such as 1e-5; float64 has more of it."""
 
 
 def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
     """The replacement of each dtype. Half precision is replaced if the torch side casts to it."""
-    return {
-        dtype: to
-        for dtype, to in (COARSER | COARSER_COMPLEX).items()
-        if dtype in ("float32", "complex64") or dtype in casts_of_torch
-    }
+    return DOUBLE | {half: to for half, to in DOUBLE_OF_HALF.items() if half in casts_of_torch}
 
 
 @dataclasses.dataclass
@@ -94,9 +86,9 @@ def look_into(closed: ClosedJaxpr, found: Found) -> None:
         name = equation.primitive.name
         if name == "convert_element_type" and varies:
             old, new = equation.invars[0].aval.dtype, equation.params["new_dtype"]
-            wide = ("float32", "complex64") if found.x64_error else ("float64", "complex128")
-            is_coarser = str(old) in wide and str(new) in {*COARSER, *COARSER_COMPLEX} - {*wide}
-            if is_coarser and ENGINE not in place:
+            widest = {*DOUBLE} if found.x64_error else {*DOUBLE.values()}
+            coarser = {*DOUBLE, *DOUBLE_OF_HALF} - widest
+            if str(old) in widest and str(new) in coarser and ENGINE not in place:
                 found.casts.append(f"{old} to {new} at {place}")
         elif name in DRAWS:
             found.draws.append(place)
@@ -119,15 +111,16 @@ def equations_in(
             vary.update(equation.outvars)
         here = place_of(equation) or place
         yield equation, varies, here
-        for body in bodies_in(equation.params):
+        for body, _ in bodies_in(equation.params):
             exact = equation.primitive.name in CALLS and len(body.invars) == len(operands)
             yield from equations_in(body, operands if exact else [varies] * len(body.invars), here)
 
 
-def bodies_in(params: Mapping[str, Any]) -> Iterator[Any]:
+def bodies_in(params: Mapping[str, Any]) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The bodies among the parameters of an operation, and their constants."""
     for leaf in jax.tree.leaves(params, is_leaf=lambda p: hasattr(p, "eqns")):
         if hasattr(leaf, "eqns"):
-            yield getattr(leaf, "jaxpr", leaf)
+            yield getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ())
 
 
 def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -141,33 +134,8 @@ def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]
         for atom in equation.invars:
             if isinstance(atom, Literal) and hasattr(atom.aval, "dtype"):
                 yield atom, atom.val
-        for leaf in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns")):
-            if hasattr(leaf, "eqns"):
-                yield from constants_in(getattr(leaf, "jaxpr", leaf), getattr(leaf, "consts", ()))
-
-
-def short_decimal(value: Any) -> float | None:
-    """The number of few digits, such as 1e-5, that float32 rounds to this one; None if none."""
-    if np.ndim(value):
-        return None
-    with np.errstate(over="ignore"):
-        rounded = np.float32(value)
-    is_short = sum(map(str.isdigit, str(rounded).partition("e")[0])) <= SHORT
-    return float(str(rounded)) if is_short and rounded == value else None
-
-
-def is_rounded(values: Any) -> np.ndarray:
-    """Which numbers have float32's digits, so that they may have been rounded to it.
-
-    Integers, short decimals and numbers that bfloat16 has, such as 1/2, do not count. A float64
-    array may have such numbers, too, because NumPy promotes float32.
-    """
-    values = np.asarray(values, np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        of_float32 = values.astype(np.float32) == values
-        exact = (values.astype(jnp.bfloat16) == values) | (values == np.round(values))
-    short = short_decimal(values)
-    return np.isfinite(values) & of_float32 & ~exact & (short is None or short != values)
+        for body, inner in bodies_in(equation.params):
+            yield from constants_in(body, inner)
 
 
 def is_real(dtype: Any) -> bool:

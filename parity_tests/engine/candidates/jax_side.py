@@ -1,21 +1,18 @@
 """Run a JAX side, forward and backward."""
 
 import contextlib
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jax_models.weights.constant import Constant
-from jax_models.weights.trees import is_floating
-from parity_tests.engine.bounds.jax_rounding import Rounded
+from parity_tests.engine.candidates.adapters import is_floating
 from parity_tests.engine.candidates.jax_program import Found, lifted_dtypes, look_into
+from parity_tests.engine.candidates.jax_rounding import Rounded
 from parity_tests.engine.candidates.lift import (
     ArgumentFree,
     Lift,
@@ -34,49 +31,54 @@ from parity_tests.engine.results import (
     without_padding,
 )
 
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Fixed:
-    """A leaf that is not an array, which is static in a compiled function."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        """True if both hold the same value; 1 and True differ."""
-        if not isinstance(other, Fixed) or type(self.value) is not type(other.value):
-            return False
-        return self.value is other.value or (is_flag(self.value) and self.value == other.value)
-
-    def __hash__(self) -> int:
-        """A flag is hashed by its value, anything else by its identity."""
-        return hash((type(self.value), self.value if is_flag(self.value) else id(self.value)))
+Leaves = dict[int, Any]
+"""Leaves of a tree by their number."""
 
 
-def fixed(tree: Any) -> Any:
-    """The tree with each leaf that is not an array wrapped in `Fixed`."""
-    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else Fixed(leaf), tree)
-
-
-def unfixed(tree: Any) -> Any:
-    """The tree that `fixed` was given."""
-
-    def is_fixed(node: Any) -> bool:
-        return isinstance(node, Fixed)
-
-    return jax.tree.map(lambda n: n.value if is_fixed(n) else n, tree, is_leaf=is_fixed)
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """The settings for which a function is compiled, beside the shapes of its arguments."""
+class Settings(NamedTuple):
+    """What a program is compiled for, beside the shapes of its arguments."""
 
     dtype: str
-    names: tuple[tuple[str, str], ...]
+    names: tuple[tuple[str, str], ...] = ()
     """The group and name of each of the oracle's results."""
-    lifted: tuple[tuple[str, str], ...]
+    lifted: tuple[tuple[str, str], ...] = ()
     """The dtypes that are replaced, and by what."""
-    backward: bool
+    backward: bool = False
+
+
+class Arguments:
+    """The leaves of a problem's weights, of the rest of its model, and of its inputs."""
+
+    def __init__(self, problem: Problem, dtype: str):
+        tree = *problem.build(problem.state_dict, dtype), arrays(problem.inputs, dtype)
+        leaves, self._structure = jax.tree.flatten(tree)
+        weights, self.model_size = (len(jax.tree.leaves(tree[:count])) for count in (1, 2))
+        if problem.to_torch is None:  # no gradient of a weight has a name
+            weights = 0
+        self.differentiated: Leaves = {}
+        self.others: Leaves = {}
+        self._fixed: Leaves = {}
+        for i, leaf in enumerate(leaves):
+            if not hasattr(leaf, "dtype"):
+                self._fixed[i] = leaf
+            elif is_floating(leaf) and not weights <= i < self.model_size:
+                self.differentiated[i] = leaf
+            else:
+                self.others[i] = leaf
+        flags = [(i, type(x), x if is_flag(x) else id(x)) for i, x in self._fixed.items()]
+        shapes = [(i, x.shape, x.dtype) for i, x in (self.differentiated | self.others).items()]
+        self.key = self._structure, len(self.differentiated), (*flags,), (*shapes,)
+        """Equal for arguments that the same program takes."""
+
+    @property
+    def joined(self) -> Callable[[Leaves, Leaves], tuple[Any, Any, Any]]:
+        """The function of `differentiated` and `others` that returns weights, rest and inputs."""
+        return partial(_joined, self._structure, self._fixed)
+
+
+def _joined(structure: Any, fixed: Leaves, differentiated: Leaves, others: Leaves) -> Any:
+    leaves = {**fixed, **others, **differentiated}
+    return jax.tree.unflatten(structure, [leaves[i] for i in range(len(leaves))])
 
 
 class JaxSide:
@@ -97,12 +99,11 @@ class JaxSide:
         evaluator: Callable[..., Lift] = Lift,
         rounding: str | None = None,
     ):
-        self._call, self._evaluator, self._rounding = problem.call, evaluator, rounding
-        self._to_torch = problem.gradient_to_torch or problem.to_torch
+        self._problem, self._evaluator, self._rounding = problem, evaluator, rounding
         self._device, self._precision = jax.devices(platform)[0], precision
-        self._compiled = jax.jit(self._forward_and_backward, static_argnums=0)
+        self._programs: dict[Any, tuple[Callable[..., Any], Found]] = {}
         self.found: dict[str, Found] = {}
-        """What was found when the program for a dtype was compiled."""
+        """What was found in the program of the last run in each dtype."""
 
     def run(
         self,
@@ -119,38 +120,45 @@ class JaxSide:
         `casts_of_torch` are the dtypes that the torch side casts to in float64. `noise` is the seed
         of random rounding.
         """
-        with self._settings(dtype):
-            differentiated, given = self._arguments(problem, dtype)
-            given_back = [jnp.asarray(in_dtype(c, dtype)) for c in cotangents(problem.seed, oracle)]
-            traced = Traced(
-                dtype,
-                tuple((group, name) for group in GROUPS[:2] for name in oracle.get(group, {})),
-                tuple(lifted_dtypes({*casts_of_torch}).items()) if dtype == "float64" else (),
-                "input gradient" in oracle,
-            )
-            groups, gradients = jax.device_get(
-                self._compiled(traced, noise, differentiated, given, given_back)
+        settings = Settings(
+            dtype,
+            tuple((group, name) for group in GROUPS[:2] for name in oracle.get(group, {})),
+            tuple(lifted_dtypes({*casts_of_torch}).items()) if dtype == "float64" else (),
+            "input gradient" in oracle,
+        )
+        with self._context(dtype):
+            args = Arguments(problem, dtype)
+            given = [jnp.asarray(in_dtype(c, dtype)) for c in cotangents(problem.seed, oracle)]
+            # Other settings or shapes make another program, and other things are found in it.
+            if (key := (settings, args.key)) not in self._programs:
+                found = Found()
+                program = partial(self._forward_and_backward, settings, args.joined, found)
+                self._programs[key] = jax.jit(program), found
+            program, self.found[dtype] = self._programs[key]
+            groups, gradient = jax.device_get(
+                program(noise, args.differentiated, args.others, given)
             )
         results = Results({group: dict(named) for group, named in groups.items()})
-        if gradients is None:
+        if gradient is None:
             return results
-        weight_gradients, input_gradients = gradients
-        results["input gradient"] = dict(
-            zip(oracle["input gradient"], jax.tree.leaves(input_gradients), strict=True)
-        )
-        if self._to_torch is not None:
-            by_key = self._to_torch(_merge(weight_gradients, given[1]))
+
+        # Give the gradients the oracle's names.
+        of_inputs = [gradient[i] for i in sorted(gradient) if i >= args.model_size]
+        results["input gradient"] = dict(zip(oracle["input gradient"], of_inputs, strict=True))
+        if problem.to_torch is not None:
+            weights, rest, _ = args.joined(gradient, args.others)
+            by_key = problem.to_torch(weights, rest)
             # A key that no parameter holds has no influence on the results.
             results["weight gradients"] = {
-                name: by_key.get(name, np.zeros_like(gradient))
-                for name, gradient in oracle["weight gradients"].items()
+                name: by_key.get(name, np.zeros_like(like))
+                for name, like in oracle["weight gradients"].items()
             }
-            self.found[dtype].padding |= without_padding(results, oracle.padding)
+            self.found[dtype].padding = without_padding(results, oracle.padding)
         return results
 
     def shapes(self, problem: Problem) -> tuple[Results, Found]:
         """Zeros in the shapes of the float64 result, and what was found on the way."""
-        with self._settings("float64"):
+        with self._context("float64"):
             found = Found()
             closed, groups, _ = self._traced(problem, found)
             look_into(closed, found)
@@ -162,28 +170,37 @@ class JaxSide:
 
     def argument_free(self, problem: Problem) -> list[np.ndarray]:
         """The arrays of the float64 forward pass that depend on no input and no weight."""
-        with self._settings("float64"):
+        with self._context("float64"):
             closed, *_ = self._traced(problem, Found())
             return ArgumentFree(closed, lifted_dtypes(set())).arrays()
 
     def compute_weights(self, problem: Problem) -> None:
         """Run the part of the float64 forward pass that depends on weights but on no input."""
-        with self._settings("float64"):
-            closed, _, ((weights, floating), (held, rest, others)) = self._traced(problem, Found())
-            inputs = {*map(id, jax.tree.leaves((floating, others)))}
-            leaves = jax.tree.leaves(((weights, floating), (held, rest, others)))
-            given = [None if id(leaf) in inputs else leaf for leaf in leaves]
+        with self._context("float64"):
+            closed, _, args = self._traced(problem, Found())
+            given = [
+                leaf if i < args.model_size else None
+                for leaves in (args.differentiated, args.others)
+                for i, leaf in leaves.items()
+            ]
             PartialLift(closed, {}, Found()).evaluate(given)
 
-    def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any, tuple[Any, Any]]:
-        differentiated, given = self._arguments(problem, "float64")
-        made_for = Traced("float64", (), (), backward=False)
-        forward = partial(self._forward, traced=made_for, found=found)
-        closed, (_, groups) = traced(forward, (differentiated, given), found)
-        return closed, groups, (differentiated, given)
+    def constants_of(self, problem: Problem) -> list[np.ndarray]:
+        """The constants of the float64 run: those that a module holds, then those of its code."""
+        with jax.enable_x64(True):
+            _, rest = problem.build(problem.state_dict, "float64")
+        held = filter(is_floating, jax.tree.leaves(rest))
+        return [*map(np.asarray, held), *self.found["float64"].constants]
+
+    def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any, Arguments]:
+        """The program of the forward pass, the shapes of its results, and its arguments."""
+        args = Arguments(problem, "float64")
+        forward = partial(self._forward, Settings("float64"), args.joined, found)
+        closed, (_, groups) = traced(forward, (args.differentiated, args.others), found)
+        return closed, groups, args
 
     @contextlib.contextmanager
-    def _settings(self, dtype: str) -> Iterator[None]:
+    def _context(self, dtype: str) -> Iterator[None]:
         with (
             jax.enable_x64(dtype == "float64"),
             jax.default_device(self._device),
@@ -191,32 +208,19 @@ class JaxSide:
         ):
             yield
 
-    def _arguments(
-        self, problem: Problem, dtype: str
-    ) -> tuple[tuple[Any, Any], tuple[Any, Any, Any]]:
-        """The arguments that are differentiated, and the others."""
-        weights, rest = _split(problem.build(problem.state_dict, dtype))
-        floating, others = _partition(fixed(arrays(problem.inputs, dtype)))
-        differentiated = (None if self._to_torch is None else weights, floating)
-        return differentiated, (weights if self._to_torch is None else None, rest, others)
-
-    def constants_of(self, problem: Problem) -> list[np.ndarray]:
-        """The constants of the float64 run: those that a module holds, then those of its code."""
-        with jax.enable_x64(True):
-            held = _held(_split(problem.build(problem.state_dict, "float64"))[1])
-        return [*map(np.asarray, held), *self.found["float64"].constants]
-
-    def _forward_and_backward(self, traced: Traced, noise: Any, *args):
-        found = self.found[traced.dtype] = Found()
+    def _forward_and_backward(
+        self, settings: Settings, joined: Callable[..., Any], found: Found, noise: Any, *args: Any
+    ) -> tuple[Any, Leaves | None]:
+        """The results by group and name, and the gradients; `found` gets what the program does."""
         evaluator = self._evaluator
         if self._rounding is not None:
             evaluator = partial(Rounded, self._rounding, noise)
 
-        def function(differentiated, given, cotangents):
-            def forward(differentiated):
-                return self._forward(differentiated, given, traced, found)
+        def function(differentiated: Leaves, others: Leaves, cotangents: list[jax.Array]):
+            def forward(differentiated: Leaves):
+                return self._forward(settings, joined, found, differentiated, others)
 
-            if not traced.backward:
+            if not settings.backward:
                 return forward(differentiated)[1], None
             outputs, pullback, groups = jax.vjp(forward, differentiated, has_aux=True)
             if [y.shape for y in outputs] != [c.shape for c in cotangents]:
@@ -230,67 +234,27 @@ class JaxSide:
             ]
             return groups, jax.tree.map(jnp.conj, pullback(cast)[0])
 
-        return rewritten(function, dict(traced.lifted), found, evaluator)(*args)
+        return rewritten(function, dict(settings.lifted), found, evaluator)(*args)
 
-    def _forward(self, differentiated, given, traced: Traced, found: Found):
+    def _forward(
+        self,
+        settings: Settings,
+        joined: Callable[..., Any],
+        found: Found,
+        differentiated: Leaves,
+        others: Leaves,
+    ) -> tuple[list[jax.Array], Any]:
         """The floating leaves of the results, and all leaves by group and name."""
-        (weights, floating), (constants, rest, others) = differentiated, given
-        model = _merge(constants if weights is None else weights, rest)
-        inputs = jax.tree.map(
-            lambda x, n: n if x is None else x, floating, others, is_leaf=lambda x: x is None
-        )
-        groups = aligned(
-            grouped(self._call(model, *unfixed(inputs)), "JAX", as_array), traced.names
-        )
+        weights, rest, inputs = joined(differentiated, others)
+        result = self._problem.call(self._problem.load(weights, rest), *inputs)
+        groups = aligned(grouped(result, "JAX", as_array), settings.names)
         found.dtypes = {
             (group, name): leaf.dtype
             for group, named in groups.items()
             for name, leaf in named.items()
         }
-        ordered = OrderedDict((group, OrderedDict(named)) for group, named in groups.items())
-        return [
-            leaf for named in groups.values() for leaf in only_floating(named).values()
-        ], ordered
-
-
-def _split(built: Any) -> tuple[Any, Any]:
-    """The weights, and the rest of an NNX module."""
-    if not isinstance(built, nnx.Module):
-        return fixed(built), None
-    graphdef, weights, rest = nnx.split(built, nnx.Param, ...)
-    return weights, (graphdef, rest)
-
-
-def _is_constant(leaf: Any) -> bool:
-    """True for a floating array of an NNX module that is neither a weight nor a statistic."""
-    known = nnx.Param | nnx.BatchStat | Constant
-    value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-    return not isinstance(leaf, known) and is_floating(value)
-
-
-def _held(rest: Any) -> list[Any]:
-    """The constants that an NNX module holds."""
-    if rest is None:
-        return []
-    leaves = jax.tree.leaves(rest[1], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    return [
-        leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        for leaf in leaves
-        if _is_constant(leaf)
-    ]
-
-
-def _merge(weights: Any, rest: Any) -> Any:
-    return unfixed(weights) if rest is None else nnx.merge(rest[0], weights, rest[1], copy=True)
-
-
-def _partition(tree: Any) -> tuple[Any, Any]:
-    """The floating leaves and the other leaves, as two trees with None where a leaf is left out."""
-    differentiable = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), tree)
-    return (
-        jax.tree.map(lambda x, keep: x if keep else None, tree, differentiable),
-        jax.tree.map(lambda x, drop: None if drop else x, tree, differentiable),
-    )
+        leaves = [leaf for named in groups.values() for leaf in only_floating(named).values()]
+        return leaves, OrderedDict((group, OrderedDict(named)) for group, named in groups.items())
 
 
 def as_array(leaf: Any) -> Any:

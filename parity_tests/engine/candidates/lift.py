@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal
 
+from parity_tests.engine.bounds.rounded_constants import is_rounded, short_decimal
 from parity_tests.engine.candidates.jax_program import (
     Found,
     bodies_in,
@@ -19,12 +20,10 @@ from parity_tests.engine.candidates.jax_program import (
     constants_in,
     equations_in,
     is_real,
-    is_rounded,
     last_uses,
     lifted_dtypes,
     look_into,
     place_of,
-    short_decimal,
 )
 
 SCATTERS = {
@@ -91,10 +90,9 @@ class Lift:
 
     def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
-        touched = any(
-            str(getattr(v.aval, "dtype", None)) in self._dtypes
-            for v in (*equation.invars, *equation.outvars)
-        )
+        bodies = [body for body, _ in bodies_in(params)]
+
+        # Bodies of calls, loops and branches are evaluated in their turn.
         if (body := called_body(equation)) is not None:
             return self._body(body)(*operands)
         if name == "scan":
@@ -104,31 +102,34 @@ class Lift:
         if name == "cond":
             index, *rest = operands
             return lax.switch(index, [self._body(branch) for branch in params["branches"]], *rest)
-        if not touched and not any(self._coarse(body) for body in bodies_in(params)):
+
+        # An operation that touches no replaced dtype stays as it is.
+        inner = (each for b in bodies for each, *_ in equations_in(b, [True] * len(b.invars)))
+        if not any(map(self._is_touched, (equation, *inner))):
             return self._bind(equation, operands, params)
+
+        # Any other operation runs in the new dtypes, if it can.
         if name in SCATTERS and SCATTERS[name] is not None:
             keep = ("indices_are_sorted", "unique_indices", "mode")
             options = {key: params[key] for key in keep}
             return [SCATTERS[name](*operands, params["dimension_numbers"], **options)]
         if name == "reduce_precision" and self._keeps(equation):
             return operands
-        if name not in BIT_PATTERNS and not any(True for _ in bodies_in(params)):
+        if name not in BIT_PATTERNS and not bodies:
             lifted = {key: self._param(value) for key, value in params.items()}
             try:
                 return self._bind(equation, operands, lifted)
             except (TypeError, ValueError, NotImplementedError):
                 pass
-        return self._as_it_is(equation, operands)
+        return self._in_own_dtypes(equation, operands)
 
-    def _coarse(self, body: Any) -> bool:
-        return any(
-            str(getattr(v.aval, "dtype", None)) in self._dtypes
-            for equation, *_ in equations_in(body, [True] * len(body.invars))
-            for v in (*equation.invars, *equation.outvars)
-        )
+    def _is_touched(self, equation: Any) -> bool:
+        """True if the operation takes or returns an array of a dtype that is replaced."""
+        variables = (*equation.invars, *equation.outvars)
+        return any(str(getattr(v.aval, "dtype", None)) in self._dtypes for v in variables)
 
-    def _as_it_is(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
-        """The results in the original dtypes."""
+    def _in_own_dtypes(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        """The results of an operation in the dtypes that the program gives it."""
         if equation.primitive.name not in BIT_PATTERNS:
             self._found.stays.append(f"{equation.primitive.name} at {place_of(equation)}")
         given = [

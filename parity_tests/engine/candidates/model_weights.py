@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jax_models.weights import Table, same
+from jax_models.weights.constant import Constant
 from jax_models.weights.layouts import params_of
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model, is_floating
@@ -116,19 +117,24 @@ class TrackedStateDict(Mapping[str, np.ndarray]):
         return len(self.arrays)
 
 
-def weights_in(weights: Any, dtype: str) -> Any:
-    """A copy of the weights with floating arrays in a dtype; a module is set to evaluation."""
-    graphdef = None
-    if isinstance(weights, nnx.Module):
-        graphdef, weights = nnx.split(weights)
-    weights = jax.tree.map(
-        lambda a: jnp.array(in_dtype(np.asarray(a), dtype)) if is_number(a) else a, weights
-    )
-    if graphdef is None:
-        return weights
-    return evaluating(nnx.merge(graphdef, weights, copy=True))
+def split(model: Any) -> tuple[Any, Any]:
+    """The weights and statistics of an NNX module, and its rest; any other model is all weights."""
+    if not isinstance(model, nnx.Module):
+        return model, None
+    graphdef, weights, rest = nnx.split(model, (nnx.Param, nnx.BatchStat, Constant), ...)
+    return weights, (graphdef, rest)
 
 
-def is_number(leaf: Any) -> bool:
-    """True for an array of real or complex numbers, or a Python float."""
-    return is_floating(leaf) or type(leaf) is float
+def merged(weights: Any, rest: Any) -> Any:
+    """A new model of the parts that `split` returned."""
+    return weights if rest is None else nnx.merge(rest[0], weights, rest[1], copy=True)
+
+
+def weights_in(model: Any, dtype: str) -> Any:
+    """A copy of the model with floating arrays in a dtype; a module is set to evaluation."""
+
+    def cast(leaf: Any) -> Any:
+        is_number = is_floating(leaf) or type(leaf) is float
+        return jnp.array(in_dtype(np.asarray(leaf), dtype)) if is_number else leaf
+
+    return evaluating(merged(*jax.tree.map(cast, split(model))))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -21,6 +22,8 @@ from parity_tests.engine.results import (
     without_padding,
 )
 
+Groups = dict[str, dict[str, torch.Tensor]]
+"""Tensors by group and name."""
 Prepare = Callable[[torch.nn.Module], object]
 """Changes the copy of the twin before it runs."""
 
@@ -66,26 +69,24 @@ def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtyp
 
     Empty if torch raises an error because float64 meets an array that the module casts to less.
     """
-    twin, inputs = twin_in(problem.twin, dtype), tensors(problem.inputs, dtype)
     try:
-        with torch.no_grad(), same_draws(problem), eager():
-            groups = grouped(problem.call_twin(twin, *inputs), "torch", as_array)
+        with torch.no_grad():
+            twin, inputs = twin_in(problem.twin, dtype), tensors(problem.inputs, dtype)
+            groups = _called(problem, twin, inputs)
     except RuntimeError:
         return {}
     return {
-        (group, name): as_numpy(leaf[..., :0] if leaf.ndim else leaf).dtype
+        (group, name): jnp.dtype(str(leaf.dtype).removeprefix("torch."))
         for group, named in groups.items()
         for name, leaf in named.items()
     }
 
 
-def changes_result(problem: Problem, keys: Sequence[str]) -> bool:
-    """Whether the results of the torch side change if 1 is added to these weights."""
+def changes_result(problem: Problem, key: str) -> bool:
+    """Whether the results of the torch side change if 1 is added to a weight."""
 
     def change(twin: torch.nn.Module) -> None:
-        weights = twin.state_dict()
-        for key in keys:
-            weights[key] += 1
+        twin.state_dict()[key].add_(1)
 
     return not are_same(forward(problem), forward(problem, change))
 
@@ -93,12 +94,9 @@ def changes_result(problem: Problem, keys: Sequence[str]) -> bool:
 def forward(problem: Problem, prepare: Prepare = lambda twin: None) -> Results:
     """The torch side's result in float64."""
     twin, inputs = twin_in(problem.twin, "float64"), tensors(problem.inputs, "float64")
-    with torch.no_grad(), same_draws(problem), eager(), InFloat64():
+    with torch.no_grad(), InFloat64():
         prepare(twin)
-        groups = grouped(problem.call_twin(twin, *inputs), "torch", as_array)
-    return Results(
-        {group: {name: _numpy(t) for name, t in named.items()} for group, named in groups.items()}
-    )
+        return _results(_called(problem, twin, inputs))
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
@@ -125,37 +123,37 @@ def same_draws(problem: Problem) -> Iterator[None]:
         yield
 
 
-def _run_twin(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Results:
-    for leaf in tensors_in(inputs):
-        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
-    # the module may write into what it is given
-    given = jax.tree.map(lambda leaf: leaf if is_flag(leaf) else leaf.clone(), inputs)
+def _called(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Groups:
+    """The tensors that the twin returns for these inputs, by group and name."""
     with same_draws(problem), eager():
-        groups = grouped(problem.call_twin(twin, *given), "torch", as_array)
-    results = Results(
-        {group: {name: _numpy(t) for name, t in named.items()} for group, named in groups.items()}
+        return grouped(problem.call_twin(twin, *inputs), "torch", as_array)
+
+
+def _results(groups: Groups) -> Results:
+    return Results(
+        {group: {n: _numpy(t.clone()) for n, t in named.items()} for group, named in groups.items()}
     )
+
+
+def _run_twin(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Results:
+    """The results, and the gradients for random cotangents."""
+    # Run on copies of the inputs, because the module may write into what it is given.
+    numbers = [leaf for leaf in jax.tree.leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    for leaf in numbers:
+        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+    given = jax.tree.map(lambda leaf: leaf if is_flag(leaf) else leaf.clone(), inputs)
+    groups = _called(problem, twin, given)
+    results = _results(groups)
+    named_tensors = {(g, name): t for g, named in groups.items() for name, t in named.items()}
     results.without_gradient = frozenset(
-        (group, name)
-        for group, named in groups.items()
-        for name, t in named.items()
-        if not t.requires_grad
+        place for place, t in named_tensors.items() if not t.requires_grad
     )
     results.padding = {} if problem.has_padding_gradients else padding_rows(twin)
-    pairs = [
-        (t, torch.tensor(cotangent, dtype=t.dtype))
-        for t, cotangent in zip(
-            (
-                t
-                for named in groups.values()
-                for t in named.values()
-                if t.is_floating_point() or t.is_complex()
-            ),
-            cotangents(problem.seed, results),
-            strict=True,
-        )
-        if t.requires_grad
-    ]
+
+    # Results that torch cannot differentiate have a cotangent, too, so that both sides draw alike.
+    floating = [t for t in named_tensors.values() if t.is_floating_point() or t.is_complex()]
+    drawn = zip(floating, cotangents(problem.seed, results), strict=True)
+    pairs = [(t, torch.tensor(c, dtype=t.dtype)) for t, c in drawn if t.requires_grad]
     if not pairs:
         return results
     torch.autograd.backward([t for t, _ in pairs], [cotangent for _, cotangent in pairs])
@@ -179,19 +177,10 @@ def padding_rows(twin: torch.nn.Module) -> dict[str, set[int]]:
     rows: dict[int, set[int]] = {}
     for module in twin.modules():
         padding = getattr(module, "padding_idx", None)
-        weight = getattr(module, "weight", None)
-        if isinstance(padding, int) and isinstance(weight, torch.Tensor):
-            rows.setdefault(id(weight), set()).add(padding)
-    return {
-        name: rows[id(weight)]
-        for name, weight in twin.named_parameters(remove_duplicate=False)
-        if id(weight) in rows
-    }
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves."""
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, torch.Tensor)]
+        if isinstance(padding, int):
+            rows.setdefault(id(getattr(module, "weight", None)), set()).add(padding)
+    named = twin.named_parameters(remove_duplicate=False)
+    return {name: rows[id(weight)] for name, weight in named if id(weight) in rows}
 
 
 def as_array(leaf: Any) -> torch.Tensor | None:
@@ -202,17 +191,13 @@ def as_array(leaf: Any) -> torch.Tensor | None:
     return torch.as_tensor(leaf) if is_number else None
 
 
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return _shared(tensor.clone())
-
-
 def _gradient(tensor: torch.Tensor) -> np.ndarray:
     """The gradient as an array; zeros if nothing depends on the tensor, as in JAX."""
     if tensor.grad is None:
         return np.zeros(tensor.shape)
-    return _shared(tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad)
+    return _numpy(tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad)
 
 
-def _shared(tensor: torch.Tensor) -> np.ndarray:
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
     """The tensor as an array that shares its memory."""
     return as_numpy(tensor.detach().cpu().resolve_conj().resolve_neg())

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import torch
 
+from jax_models.weights.trees import path_of
+from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
-from parity_tests.engine.candidates.adapters import words
-from parity_tests.engine.candidates.jax_program import is_rounded
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.candidates.torch_module import weight_owners
@@ -53,7 +53,7 @@ class TorchReference(Reference):
             arrays_of(twin.state_dict()),
             weight_owners(twin),
             parameters,
-            lambda problem, key: changes_result(problem, [key]),
+            changes_result,
         )
         self.submodules = [name for name, _ in twin.named_modules()]
 
@@ -158,7 +158,7 @@ def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[s
             continue
         plain = {name: value for name, value in vars(module).items() if name[:1] != "_"}
         for at, tensor in jax.tree_util.tree_leaves_with_path({**plain, **module._buffers}):
-            key = ".".join(filter(None, (path, words(at))))
+            key = ".".join(filter(None, (path, path_of(at))))
             if (
                 isinstance(tensor, torch.Tensor)
                 and tensor.is_floating_point()

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 from jax_models import weights as rows
 from jax_models.ops.checks import described
 from jax_models.weights import Layouts, Table, Weight
-from jax_models.weights.constant import Constant
+from jax_models.weights.layouts import params_of
 from jax_models.weights.rows import at
 from jax_models.weights.stored import as_numpy
 from jax_models.weights.trees import is_floating, path_of
@@ -54,6 +54,12 @@ class Part:
     arrays: Arrays
     module: Any = None
 
+    @property
+    def layouts(self) -> Layouts:
+        """The weight tables of a layer of this package; empty if it has none."""
+        tables = getattr(self.module, "torch_layouts", None)
+        return {} if tables is None else tables()
+
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
@@ -90,23 +96,25 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
     """
     if not isinstance(twin, torch.nn.Module):
         raise TypeError(f"twin: expected a torch.nn.Module, got {described(twin)}")
-    ours = jax_parts(model)
-    theirs = torch_parts(twin, [table for part in ours for table in layouts(part).values()])
-    drafts, doubts = paired(theirs, ours)
+    jax_side = jax_parts(model)
+    torch_side = torch_parts(twin, [table for part in jax_side for table in part.layouts.values()])
+    drafts, doubts = paired(torch_side, jax_side)
     lines = [f"{draft.code}," for draft in drafts]
     lines += [f"# {',  # or '.join(draft.code for draft in each)}," for each in doubts]
+
+    # Whatever has no row, not even an ambiguous one, is listed.
     known = {name for each in (drafts, *doubts) for draft in each for name in draft.names}
-    arrays = {name: array for part in ours for name, array in part.arrays.items()}
+    arrays = {name: array for part in jax_side for name, array in part.arrays.items()}
     weights = {key: twin.state_dict()[key] for key in weight_owners(twin)}
     lines += [
-        f"# the {what} {name}, shape {tuple(array.shape)}, has no row"
-        for what, named in (("parameter", arrays), ("key", weights))
+        f"# the {kind} {name}, shape {tuple(array.shape)}, has no row"
+        for kind, named in (("parameter", arrays), ("key", weights))
         for name, array in named.items()
         if name not in known
     ]
     code = "".join(f"    {line}\n" for line in lines)
-    used = {name for name in vars(rows) if re.search(rf"\b{name}\(", code)}
     is_tree = not isinstance(model, nnx.Module)
+    used = {name for name in vars(rows) if re.search(rf"\b{name}\(", code)}
     names = ", ".join(sorted(used | ({"loader"} if is_tree else set())))
     load = "\nweights = loader(model, table)  # `model` is the tree" if is_tree else ""
     imports = f"from jax_models.weights import {names}\n\n" if names else ""
@@ -136,15 +144,13 @@ def jax_parts(model: Any) -> list[Part]:
             is_inside = any(place.startswith(at(outer, "")) for outer in layers)
             if hasattr(module, "torch_layouts") and not is_inside:
                 layers[place] = module
-        state = nnx.to_flat_state(nnx.state(model, (nnx.Param, nnx.BatchStat, Constant)))
-        leaves = [(".".join(map(str, path)), value.get_value()) for path, value in state]
+        leaves = [(path, param.get_value()) for path, param in params_of(model).items()]
     else:
         flat = jax.tree_util.tree_leaves_with_path(model)
         leaves = [(path_of(path), a) for path, a in flat if hasattr(a, "shape") and is_floating(a)]
     if not leaves:
-        raise TypeError(
-            f"model: expected an nnx.Module or a tree of arrays, got {described(model)}"
-        )
+        got = described(model)
+        raise TypeError(f"model: expected an nnx.Module or a tree of arrays, got {got}")
     places: dict[str, Arrays] = {}
     for path, leaf in leaves:
         place = re.sub(r"^(params|batch_stats)\.", "", path).rpartition(".")[0]
@@ -153,18 +159,18 @@ def jax_parts(model: Any) -> list[Part]:
     for names in TOGETHER:
         for first in [place for place in places if last(place) == names[0]]:
             whole = first.removesuffix(names[0]).rstrip(".")
-            if all(at(whole, name) in places for name in names):
-                arrays = [places[at(whole, name)] for name in names]
-                places[whole] = dict(ChainMap(places.get(whole, {}), *arrays))
+            inside = [places.get(at(whole, name)) for name in names]
+            if all(inside):
+                places[whole] = dict(ChainMap(places.get(whole, {}), *filter(None, inside)))
     return [Part(name, arrays, layers.get(name)) for name, arrays in places.items()]
 
 
-def paired(theirs: list[Part], ours: list[Part]) -> tuple[list[Draft], list[list[Draft]]]:
+def paired(torch_side: list[Part], jax_side: list[Part]) -> tuple[list[Draft], list[list[Draft]]]:
     """The rows of parts that certainly belong together, and the possible rows of the others."""
     options = {
         (part.name, place.name): draft
-        for part in theirs
-        for place in ours
+        for part in torch_side
+        for place in jax_side
         if (draft := fitting(part, place)) is not None
     }
     chosen: list[Draft] = []
@@ -172,27 +178,29 @@ def paired(theirs: list[Part], ours: list[Part]) -> tuple[list[Draft], list[list
         groups: dict[frozenset[str], list[str]] = {}
         for key in dict.fromkeys(key for key, _ in options):
             groups.setdefault(frozenset(p for k, p in options if k == key), []).append(key)
-        for places, keys in groups.items():
-            for pair in told_apart(keys, [*places]):
-                if pair in options:
-                    chosen.append(options[pair])
-                    for other in [o for o, d in options.items() if d.names & chosen[-1].names]:
-                        del options[other]
+        for pair in [pair for places, keys in groups.items() for pair in told_apart(keys, places)]:
+            if pair in options:
+                chosen.append(options[pair])
+                taken = chosen[-1].names
+                options = {
+                    pair: draft for pair, draft in options.items() if not draft.names & taken
+                }
     keys = dict.fromkeys(key for key, _ in options)
     return chosen, [[draft for (k, _), draft in options.items() if k == key] for key in keys]
 
 
-def told_apart(keys: list[str], places: list[str]) -> Iterable[tuple[str, str]]:
+def told_apart(keys: Collection[str], places: Collection[str]) -> Iterable[tuple[str, str]]:
     """The pairs of names that have the same words and numbers, or else the same order."""
+    if len(keys) != len(places):
+        return ()
     for length in (99, 1, 0):  # compare the last word, its initial (`q_proj`, `query`), or neither
-        theirs, ours = (
+        named, at_place = (
             {(*re.findall(r"\d+", name), last(name)[:length]): name for name in side}
             for side in (keys, places)
         )
-        if theirs.keys() == ours.keys() and len(theirs) == len(keys) == len(places):
-            return [(key, ours[name]) for name, key in theirs.items()]
-    stems = [{re.sub(r"\d+", "", name) for name in side} for side in (keys, places)]
-    if len(keys) == len(places) and all(len(side) == 1 for side in stems):
+        if named.keys() == at_place.keys() and len(named) == len(keys):
+            return [(key, at_place[word]) for word, key in named.items()]
+    if all(len({re.sub(r"\d+", "", name) for name in side}) == 1 for side in (keys, places)):
         return zip(sorted(keys, key=natural), sorted(places, key=natural), strict=True)
     return ()
 
@@ -219,7 +227,7 @@ def fitting(part: Part, place: Part) -> Draft | None:
 def candidates(part: Part, place: Part) -> Iterator[Draft]:
     """The rows that a torch module of this kind may have in a place, the likeliest first."""
     kind, names = part.module, (place.name, part.name)
-    for layout, table in layouts(place).items():
+    for layout, table in place.layouts.items():
         path = "".join(f"[{p}]" if p.isdigit() else f".{p}" for p in place.name.split(".") if p)
         code = f'*nested(model{path}.torch_layouts()["{layout}"], "{place.name}", "{part.name}")'
         yield Draft(code, rows.nested(table, *names))
@@ -233,14 +241,9 @@ def candidates(part: Part, place: Part) -> Iterator[Draft]:
         sizes = {"num_heads": kind.num_heads, "features": kind.embed_dim}
         other = {} if kind.kdim == kind.embed_dim else {"kv_features": kind.kdim}
         helpers = [("multi_head_attention", sizes | other)]
-    if isinstance(kind, torch.nn.Linear):
-        shape = max((array.shape for array in place.arrays.values()), key=len)
-        cuts = range(1, len(shape)) if len(shape) > 2 else ()
-        sizes = [{"in_shape": shape[:i], "out_shape": shape[i:]} for i in cuts]
-        helpers += [("linear_general", each) for each in sizes]
     if isinstance(kind, torch.nn.modules.conv._ConvTransposeNd):
-        helpers = [("conv_transpose", {} if kind.groups == 1 else {"groups": kind.groups})]
-        helpers += [("conv_transpose", {"transpose_kernel": True})]
+        groups = {} if kind.groups == 1 else {"groups": kind.groups}
+        helpers = [("conv_transpose", groups), ("conv_transpose", {"transpose_kernel": True})]
     stats = [p.rpartition(".")[0] for p in place.arrays if p.startswith("batch_stats")]
     for options in ({"stats": stats[0]} if stats else {}, {"bias": False}, {"affine": False}):
         for helper, sizes in helpers:
@@ -258,46 +261,34 @@ def one_by_one(part: Part, place: Part) -> Iterator[Draft]:
     keys = {last(key).removesuffix("_l0"): key for key in part.arrays}
     if len(paths) == len(keys) == 1 and not {*keys} & {*NAMES.values(), "weight_ih"}:
         paths = dict(zip(keys, paths.values(), strict=True))  # a parameter with a name of its own
-    drafts = []
+    drafts: list[Draft] = []
     if "bias" in paths and "bias_ih" in keys and not isinstance(part.module, GRUS):
         drafts.append(row("added", paths["bias"], (keys.pop("bias_ih"), keys.pop("bias_hh"))))
     for name in [name for name in keys if name in paths]:
         key, path = keys[name], paths[name]
-        drafts += single(key, part.arrays[key], path, place.arrays[path])
+        array = part.arrays[key]
+        kinds = ["same", "transposed" if array.ndim == 2 else "flipped"][: max(array.ndim, 1)]
+        kinds = kinds[::-1] if last(path) in ("kernel", "w") else kinds
+        options = [row(kind, path, key) for kind in kinds]
+        shape = place.arrays[path].shape
+        drafts += [each for each in options if each.table[0].to_jax(array)[0].shape == shape][:1]
     table = [each for draft in drafts for each in draft.table]
     yield Draft(",\n    ".join(draft.code for draft in drafts), table)
-
-
-def single(key: str, array: np.ndarray, path: str, like: np.ndarray) -> list[Draft]:
-    """The row of one key and one path, if their shapes fit."""
-    kinds = ["same", "transposed" if array.ndim == 2 else "flipped"][: max(array.ndim, 1)]
-    for kind in kinds[::-1] if last(path) in ("kernel", "w") else kinds:
-        draft = row(kind, path, key)
-        if draft.table[0].to_jax(array)[0].shape == like.shape:
-            return [draft]
-    return []
-
-
-def layouts(part: Part) -> Layouts:
-    """The weight tables of a layer; empty if it has none."""
-    return {} if part.module is None else part.module.torch_layouts()
 
 
 def row(helper: str, *args: Any, **options: Any) -> Draft:
     """The rows that a helper of `jax_models.weights` makes, and the code of the call."""
     made = getattr(rows, helper)(*args, **options)
-    given = [*map(literal, args), *(f"{k}={literal(v)}" for k, v in options.items())]
-    call = f"{helper}({', '.join(given)})"
+    given = [*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())]
+    call = f"{helper}({', '.join(given)})".replace("'", '"')
     return Draft(call, [made]) if isinstance(made, Weight) else Draft(f"*{call}", made)
 
 
-def literal(value: Any) -> str:
-    return repr(value).replace("'", '"')
-
-
 def natural(name: str) -> list[Any]:
+    """A key that sorts the numbers in names by their size."""
     return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.findall(r"\d+|\D+", name)]
 
 
 def last(name: str) -> str:
+    """The last word of a path."""
     return name.rpartition(".")[2]

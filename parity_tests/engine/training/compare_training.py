@@ -182,7 +182,7 @@ def correspondence(
 
     if problem.table is not None:
         return ByTable(problem.table, known.parameters), lambda dtype: in_mode(
-            problem.build(known.arrays, dtype)
+            problem.load(*problem.build(known.arrays, dtype))
         )
     if not callable(weights):
         raise ValueError(

@@ -1,0 +1,58 @@
+"""Finds modules: those of a package of ours, and those that other packages name in entry points."""
+
+import contextlib
+import importlib
+import pkgutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import TypeVar
+
+Value = TypeVar("Value")
+_failures: defaultdict[str, list[str]] = defaultdict(list)
+"""By entry point group: the packages that failed, each with its error."""
+
+
+def modules_of(package: ModuleType, group: str) -> Iterator[ModuleType]:
+    """The modules of a package, and those that other packages name in an entry point group."""
+    for found in pkgutil.iter_modules(package.__path__):
+        yield importlib.import_module(f"{package.__name__}.{found.name}")
+    others = []
+    for entry in entry_points(group=group):
+        with failures_as_warnings(group, entry.dist.name if entry.dist else entry.value):
+            others.append(importlib.import_module(entry.value))
+    yield from dict.fromkeys(others)  # two packages may name one module
+
+
+@contextlib.contextmanager
+def failures_as_warnings(group: str, package: str) -> Iterator[None]:
+    """Turns an error of another package into a warning, so that users of other models go on."""
+    try:
+        yield
+    except Exception as error:
+        _failures[group].append(f"{package}: {type(error).__name__}: {error}")
+        warnings.warn(f"{group}: broken package {_failures[group][-1]}", stacklevel=3)
+
+
+def broken_packages(group: str) -> str:
+    """The end of an error about a missing name: the packages that failed, or an empty string."""
+    return f" (broken packages: {'; '.join(_failures[group])})" if _failures[group] else ""
+
+
+def by_name(kind: str, found: Iterable[tuple[str, Value, str]]) -> dict[str, Value]:
+    """The values by name. Each comes with its name and the place that defines it.
+
+    Raises:
+        ValueError: two values have the same name.
+
+    """
+    values, places = {}, {}
+    for name, value, place in found:
+        if name in values:
+            raise ValueError(
+                f"{kind} {name}: expected one definition, got those of {places[name]} and {place}"
+            )
+        values[name], places[name] = value, place
+    return values
