@@ -191,6 +191,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         """
         if reset is not None and not self.resettable:
             raise NotImplementedError(f"{type(self).__name__}: reset: {self.unresettable_reason}")
+        # Check all arguments, and bring them into the batched, batch-major layout.
         x = checked_features(x, self.in_features, ranks=(2, 3), time_major=self.time_major)
         batched = x.ndim == 3
         if not batched:
@@ -206,9 +207,11 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         lengths, outside = checked_lengths(lengths, batch_shape, time)
         reset = checked_reset(reset, (*batch_shape, time), time_major=self.time_major)
 
+        # Padding is zero before and after the layer, so that nothing in it can reach a result.
         rows = Rows.of(time, lengths, reset, self.time_axis)
         y, last_state = self.joined_sequence(rows.masked(x), start, rows)
         y = rows.masked(y)
+        # Under `jit`, a wrong length cannot raise an error, so the row becomes NaN.
         if outside is not None:
             y, last_state = nan_rows(outside, (y, last_state), (0, state_batch_axes(self)))
         if not batched:

@@ -1,7 +1,7 @@
-"""What pytest has of this package: the mark `parity`, `--parity-json` and `--parity-html`.
+"""The pytest plugin: the mark `parity`, `--parity-json` and `--parity-html`.
 
-A test's reports travel with pytest's own report of the test, from a worker of pytest-xdist to its
-controller, too. JAX and torch are imported by tests that compare, and where files are written.
+A test's reports are attached to pytest's own report of the test, which pytest-xdist sends from its
+workers to the controller. The plugin itself imports neither JAX nor torch.
 """
 
 from collections.abc import Generator, Mapping
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from parity_tests.engine.report import Report
 
 ATTRIBUTE = "twinscan_record"
-"""Of pytest's report of a test: the record of its comparisons, as JSON."""
+"""The attribute of pytest's report that holds the record of a test's comparisons, as JSON."""
 COUNT = pytest.StashKey[int]()
-"""Of a test: its comparisons so far."""
+"""The number of comparisons that a test has made so far."""
 FORMS = {"json": "JSON", "html": "a page"}
 
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark and, if files are asked for, what collects reports."""
+    """Register the mark and, if files are requested, the collector of reports."""
     config.addinivalue_line("markers", "parity: compares a JAX port with its torch module")
     files = {form: Path(name) for form in FORMS if (name := config.getoption(f"parity_{form}"))}
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist
@@ -49,51 +49,51 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Collector:
-    """Gathers the reports of a session, and writes them at its end; a worker has no files."""
+    """Collects the reports of a session and writes them at its end; a worker has no files."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = files
-        self.heard: list[Report] = []
-        """In the running phase of a test."""
+        self.reports: list[Report] = []
+        """The reports of the running phase of a test."""
         self.records: list[str] = []
-        """As JSON."""
+        """The records of all tests so far, as JSON."""
 
     def pytest_sessionstart(self) -> None:
-        """Begin to listen."""
-        REPORT_HOOKS.append(self.heard.append)
+        """Register for all reports."""
+        REPORT_HOOKS.append(self.reports.append)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        """Forget what was compared outside of tests."""
-        self.heard.clear()
+        """Discard the reports of comparisons outside of tests."""
+        self.reports.clear()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Put what was heard into pytest's report, under the test's name and, later, a number."""
+        """Attach the reports to pytest's report, under the test's name and, from 2 on, a number."""
         report = yield
-        if self.heard:
+        if self.reports:
             from parity_tests.report.own import record_of
 
             first = item.stash.get(COUNT, 0) + 1
-            item.stash[COUNT] = first + len(self.heard) - 1
+            item.stash[COUNT] = first + len(self.reports) - 1
             named = {
-                item.nodeid if i == 1 else f"{item.nodeid} ({i})": heard
-                for i, heard in enumerate(self.heard, first)
+                item.nodeid if i == 1 else f"{item.nodeid} ({i})": each
+                for i, each in enumerate(self.reports, first)
             }
             setattr(report, ATTRIBUTE, record_of(named).to_json())
-            self.heard.clear()
+            self.reports.clear()
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a test's record, whichever process it comes from."""
+        """Keep a test's record, from whichever process it comes."""
         if self.files and hasattr(report, ATTRIBUTE):
             self.records.append(getattr(report, ATTRIBUTE))
 
     def pytest_sessionfinish(self) -> None:
         """Write the files."""
-        REPORT_HOOKS.remove(self.heard.append)
+        REPORT_HOOKS.remove(self.reports.append)
         if self.files:
             from parity_tests.report.files import FORMS
             from parity_tests.report.record import Record, merged
@@ -103,6 +103,6 @@ class Collector:
                 write_whole(path, FORMS[f".{form}"](record))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say where they are."""
+        """Name the files that were written."""
         for path in self.files.values():
             terminalreporter.write_sep("-", f"parity: {path}")

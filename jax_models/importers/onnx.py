@@ -124,6 +124,7 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
         or (first.bias_ih is None) != (first.bias_hh is None)
     ):
         raise ValueError("layer: expected one layer without a projection, with both biases or none")
+    # ONNX has the gates in another order, and all directions in one array.
     directions = range(layer.num_directions)
     to_onnx = next(order for kind, order in ORDERS.items() if isinstance(layer, kind))
     to_ours = tuple(int(i) for i in np.argsort(to_onnx))
@@ -140,6 +141,7 @@ def onnx_table(layer: LSTM | GRU | RNN) -> Table:
         )
 
     table = [kernels("kernel_ih", "W"), kernels("kernel_hh", "R")]
+    # A row of B holds both biases of a direction.
     if first.bias_ih is not None:
         biases = [f"cells.{d}.{name}" for d in directions for name in ("bias_ih", "bias_hh")]
         table.append(

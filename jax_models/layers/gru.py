@@ -3,12 +3,14 @@
 __all__ = ["GRU", "GRUState"]
 
 from functools import partial
-from typing import Unpack
+
+import jax.numpy as jnp
+from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import GRUState
-from jax_models.options import Initializer, LayerOptions
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts
 
 
@@ -40,11 +42,15 @@ class GRU(RecurrentStack[GRUState]):
             and by default in ONNX.
         dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        recurrent_kernel_init: draws the W_h. None: uniform in ±1/√hidden_features.
-        recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise
-            uniform in ±1/√hidden_features.
-        **options: as in `LayerOptions`. Matrices and biases start uniform in ±1/√hidden_features,
-            as in torch.
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws the W_i. None: uniform in ±1/√hidden_features, as in torch.
+        recurrent_kernel_init: draws the W_h. None: as `kernel_init`'s None.
+        bias_init: draws the b_i. None: as `kernel_init`'s None.
+        recurrent_bias_init: draws the b_h. None: zero if `bias_init` is given, otherwise as
+            `kernel_init`'s None.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), or an initializer is given for
@@ -70,9 +76,13 @@ class GRU(RecurrentStack[GRUState]):
         reset_after: bool = True,
         dropout_rate: float = 0.0,
         time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         recurrent_bias_init: Initializer | None = None,
-        **options: Unpack[LayerOptions],
+        rngs: nnx.Rngs,
     ):
         super().__init__(
             in_features,
@@ -84,7 +94,11 @@ class GRU(RecurrentStack[GRUState]):
             time_major=time_major,
             recurrent_kernel_init=recurrent_kernel_init,
             recurrent_bias_init=recurrent_bias_init,
-            **options,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
         )
         self.reset_after = reset_after
 

@@ -190,6 +190,7 @@ class HippogriffBlock(SequenceLayer[HippogriffState]):
             raise ValueError(f"num_heads: expected heads of an even size, got {num_heads} of them")
         matrix = with_inits(options, normal_of_fan_in(), None)
         norm = partial(HippogriffNorm, features, **norm_options(options))
+        # Each mixer has a norm before it, and an MLP with a norm of its own after it.
         self.version = version
         self.hawk_norm = norm()
         self.hawk = HippogriffHawk(

@@ -3,12 +3,14 @@
 __all__ = ["LSTM", "LSTMState"]
 
 from functools import partial
-from typing import Unpack
+
+import jax.numpy as jnp
+from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import LSTMMethod, LSTMState
-from jax_models.options import Initializer, LayerOptions
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed, transposed
 
 
@@ -40,15 +42,18 @@ class LSTM(RecurrentStack[LSTMState]):
         use_peepholes: the gates see the cell, too. torch.nn.LSTM has no peepholes.
         dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        recurrent_kernel_init: draws W_hh. None: uniform in ±1/√hidden_features.
-        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise
-            uniform in ±1/√hidden_features.
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W_ih and W_hr. None: uniform in ±1/√hidden_features, as in torch.
+        recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
+        bias_init: draws b_ih, b_hr and the peepholes. None: as `kernel_init`'s None.
+        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise as
+            `kernel_init`'s None.
         method: "cudnn", NVIDIA's own LSTM, which runs on its GPUs in float32, without projections,
             peepholes and `reset`; "xla", which runs anywhere with every option. "auto" takes cuDNN
             for sequences that it can serve, and XLA otherwise (see below).
-        **options: as in `LayerOptions`. Matrices and biases start uniform in ±1/√hidden_features,
-            as in torch. `kernel_init` also initializes
-            W_hr, and `bias_init` b_hr and the peepholes.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, proj_features is not less than hidden_features, a rate
@@ -87,10 +92,14 @@ class LSTM(RecurrentStack[LSTMState]):
         use_peepholes: bool = False,
         dropout_rate: float = 0.0,
         time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
         method: LSTMMethod = "auto",
+        kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         recurrent_bias_init: Initializer | None = None,
-        **options: Unpack[LayerOptions],
+        rngs: nnx.Rngs,
     ):
         if proj_features is not None and not 0 < proj_features < hidden_features:
             raise ValueError(
@@ -113,7 +122,11 @@ class LSTM(RecurrentStack[LSTMState]):
             time_major=time_major,
             recurrent_kernel_init=recurrent_kernel_init,
             recurrent_bias_init=recurrent_bias_init,
-            **options,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
         )
         self.method: LSTMMethod = method
 

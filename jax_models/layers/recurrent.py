@@ -45,6 +45,7 @@ class Cell(nnx.Module):
     ):
         kernel_init, bias_init = options.get("kernel_init"), options.get("bias_init")
         rngs, param_dtype = options["rngs"], options.get("param_dtype")
+        # An initializer without a parameter is a mistake.
         draws_bias = use_bias or proj_bias or use_peepholes
         refuse_unused("bias_init", bias_init, unless=draws_bias, because="with use_bias=False")
         refuse_unused(
@@ -58,6 +59,7 @@ class Cell(nnx.Module):
         def param(init: Initializer | None, *shape: int) -> nnx.Param:
             return nnx.Param((init or uniform)(rngs.params(), shape, param_dtype))
 
+        # Another order of these draws would change the weights that a seed gives.
         gates = num_gates * hidden_features
         out_features = proj_features or hidden_features
         self.kernel_ih = param(kernel_init, in_features, gates)

@@ -3,12 +3,14 @@
 __all__ = ["RNN", "RNNState"]
 
 from functools import partial
-from typing import Unpack
+
+import jax.numpy as jnp
+from flax import nnx
 
 from jax_models import ops
 from jax_models.layers.recurrent import RecurrentStack
 from jax_models.ops import Nonlinearity, RNNState
-from jax_models.options import Initializer, LayerOptions
+from jax_models.options import FloatingDtype, Initializer
 from jax_models.weights import Layouts, same, summed
 
 
@@ -34,11 +36,15 @@ class RNN(RecurrentStack[RNNState]):
         recurrent_bias: add b_hh. False leaves one bias: `h_t = φ(x U + h W + b)`.
         dropout_rate: dropout, in training, of the inputs of every layer but the first.
         time_major: x and y are (time, batch, features).
-        recurrent_kernel_init: draws W_hh. None: uniform in ±1/√hidden_features.
-        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise
-            uniform in ±1/√hidden_features.
-        **options: as in `LayerOptions`. Matrices and biases start uniform in ±1/√hidden_features,
-            as in torch.
+        dtype: the computation's dtype. None: from x and the parameters. The state is carried in
+            at least float32.
+        param_dtype: the parameters' dtype.
+        kernel_init: draws W_ih. None: uniform in ±1/√hidden_features, as in torch.
+        recurrent_kernel_init: draws W_hh. None: as `kernel_init`'s None.
+        bias_init: draws b_ih. None: as `kernel_init`'s None.
+        recurrent_bias_init: draws b_hh. None: zero if `bias_init` is given, otherwise as
+            `kernel_init`'s None.
+        rngs: draws the parameters (`params`) and the dropout masks (`dropout`).
 
     Raises:
         ValueError: a size is not positive, a rate is not in [0, 1), φ is unknown, or an initializer
@@ -65,9 +71,13 @@ class RNN(RecurrentStack[RNNState]):
         recurrent_bias: bool = True,
         dropout_rate: float = 0.0,
         time_major: bool = False,
+        dtype: FloatingDtype | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        kernel_init: Initializer | None = None,
         recurrent_kernel_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         recurrent_bias_init: Initializer | None = None,
-        **options: Unpack[LayerOptions],
+        rngs: nnx.Rngs,
     ):
         super().__init__(
             in_features,
@@ -80,7 +90,11 @@ class RNN(RecurrentStack[RNNState]):
             time_major=time_major,
             recurrent_kernel_init=recurrent_kernel_init,
             recurrent_bias_init=recurrent_bias_init,
-            **options,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
         )
         self.nonlinearity: Nonlinearity = nonlinearity
 

@@ -251,9 +251,8 @@ class LanguageModel(CheckedOptions, nnx.Module):
 
     def init_state(self, batch_size: int) -> LanguageModelState:
         """The state before the first token."""
-        return LanguageModelState(
-            self.stack.init_state(batch_size), jnp.zeros(batch_size, jnp.int32)
-        )
+        position = jnp.zeros(batch_size, jnp.int32)
+        return LanguageModelState(self.stack.init_state(batch_size), position)
 
     @with_auto_axes
     def __call__(
@@ -276,6 +275,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
         tokens = checked_tokens("tokens", tokens, self.config.vocab_size)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: expected shape (batch, time), got {tokens.shape}")
+        # With `reset`, each document has positions of its own, and may be as long as the limit.
         batch_size, time = tokens.shape
         limit = self.context_length
         steps = time if self.time_axis is None else time * jax.lax.axis_size(self.time_axis)
@@ -291,14 +291,14 @@ class LanguageModel(CheckedOptions, nnx.Module):
         else:
             start, before = checked_state(self, state, batch_size)
 
+        # Padding is zero before the blocks and the norm and after the head.
         rows = Rows.of(time, ends, reset, self.time_axis)
         positions, after = rows.positions(before, time)
         x = rows.masked(self.embed(tokens, positions))
         x, layers = stack.sequence(stack.split(x), start, rows)
         logits = rows.masked(self.unembed(self.norm(rows.masked(self.read_out(x)))))
         if outside is not None:
-            axes = (0, state_batch_axes(stack))
-            logits, layers = nan_rows(outside, (logits, layers), axes)
+            logits, layers = nan_rows(outside, (logits, layers), (0, state_batch_axes(stack)))
         return logits, LanguageModelState(layers, after)
 
     def step(

@@ -61,6 +61,7 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected the path of a file, got {type(path).__name__}")
     path = Path(path)
+    # Unpickle tensors and plain containers alone, and compare the checksums.
     with path.open("rb") as file:
         if _is_compressed(file):
             raise ValueError(
@@ -74,6 +75,7 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(f"{path.name}: {_reason(file, error)}") from None
     if damage:
         raise ValueError(f"{path.name}: {damage}")
+    # The file may hold something else than a model's state_dict.
     if not isinstance(weights, Mapping):
         raise ValueError(f"{path.name}: expected a state_dict, got a {type(weights).__name__}")
     if not weights or not all(isinstance(key, str) for key in weights):

@@ -11,7 +11,7 @@ from flax import nnx
 from jax_models.weights.constant import Constant
 from jax_models.weights.keys import elsewhere, joined, lines
 from jax_models.weights.rows import Weight, at
-from jax_models.weights.tables import HasLayouts, Layouts, Table, nested
+from jax_models.weights.tables import Layouts, Table, nested
 
 
 def weight_table(
@@ -91,7 +91,7 @@ def params_of(layer) -> dict[str, nnx.Variable]:
     return {".".join(map(str, path)): param for path, param in flat}
 
 
-def _layouts(layer: HasLayouts) -> Layouts:
+def _layouts(layer: Any) -> Layouts:
     if not hasattr(layer, "torch_layouts"):
         raise TypeError(f"layer: {type(layer).__name__} has no layouts: give a table as `layout`")
     layouts = layer.torch_layouts()

@@ -6,7 +6,7 @@ kinds of `state_dict` has a table for each, and its `torch_layouts` returns them
 """
 
 from math import prod
-from typing import Protocol, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -27,18 +27,6 @@ from jax_models.weights.rows import (
 Table = list[Weight]
 Layouts = dict[str, Table]
 """Tables by the names of their layouts."""
-
-
-class HasLayouts(Protocol):
-    """A layer that knows its torch layouts.
-
-    It may also have `foreign_format(keys)`, which returns a message if the keys are those of
-    another model whose weights are easily confused with its own, or else None.
-    """
-
-    def torch_layouts(self) -> Layouts:
-        """The weight tables of this layer, by layout name; the first is the one to export to."""
-        ...
 
 
 class Bias(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""Faults other than numerical errors, and notes on what was not compared."""
+"""Faults other than numerical errors, and notes on the limits of a comparison."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,11 +25,11 @@ def channels_last(shape: Shape) -> Shape:
     return (*shape[:1], *shape[2:], *shape[1:2])
 
 
-def other_order(theirs: Shape, ours: Shape) -> str:
-    """What to do about two shapes that differ only in where the channels are; otherwise ""."""
-    if len(theirs) not in ORDERS or channels_last(theirs) != ours:
+def other_order(first_shape: Shape, last_shape: Shape) -> str:
+    """How to move the channels if the second shape is the first with its channels last, or ""."""
+    if len(first_shape) not in ORDERS or channels_last(first_shape) != last_shape:
         return ""
-    first, last = ORDERS[len(theirs)]
+    first, last = ORDERS[len(first_shape)]
     return (
         f", as {first} and {last} have it: let the JAX side return jnp.moveaxis(y, -1, 1), by "
         "`call` or in the function"
@@ -46,11 +46,11 @@ def not_a_number(results: Results, side: str) -> list[str]:
     ]
 
 
-def overflows(oracle: Results, theirs: Results, side: str) -> list[str]:
+def overflows(oracle: Results, results: Results, side: str) -> list[str]:
     """Faults for numbers of the reference that are finite in float64 but not in another dtype."""
     return [
         f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
-        for group, named in theirs.items()
+        for group, named in results.items()
         for name, array in named.items()
         if (count := np.count_nonzero(~np.isfinite(array) & np.isfinite(oracle[group][name])))
     ]
@@ -58,22 +58,22 @@ def overflows(oracle: Results, theirs: Results, side: str) -> list[str]:
 
 def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[str]:
     """Faults in names, shapes, kinds and integers of JAX's results; `sides` names both sides."""
-    theirs, us = sides
+    reference, model = sides
     faults = []
     if not any(like.size for like in oracle.get("outputs", {}).values()):
         faults.append("outputs: all of them are empty, there is nothing to compare")
     for group in GROUPS[:2]:
         expected, actual = oracle.get(group, {}), ours.get(group, {})
         if expected.keys() != actual.keys():
-            faults.append(f"{group}: {theirs} returns {[*expected]}, {us} {[*actual]}")
+            faults.append(f"{group}: {reference} returns {[*expected]}, {model} {[*actual]}")
             continue
         for name, like in expected.items():
             array = actual[name]
             if array.shape != like.shape:
-                fault = f"shape {like.shape} in {theirs}, {array.shape} in {us}"
+                fault = f"shape {like.shape} in {reference}, {array.shape} in {model}"
                 fault += other_order(like.shape, array.shape)
             elif kind(array) != kind(like):
-                fault = f"{like.dtype} in {theirs}, {array.dtype} in {us}"
+                fault = f"{like.dtype} in {reference}, {array.dtype} in {model}"
             elif not only_floating({"": like}) and (count := np.count_nonzero(array != like)):
                 fault = f"{count} of {array.size} {like.dtype} differ"
             else:
@@ -89,48 +89,48 @@ def kind(array: np.ndarray) -> str:
 
 
 def other_dtypes(
-    theirs: Mapping[Any, Any], found: Found, dtype: str, sides: tuple[str, str]
+    of_reference: Mapping[Any, Any], found: Found, dtype: str, sides: tuple[str, str]
 ) -> list[str]:
-    """Faults for results in another dtype than requested, unless the reference's has it, too.
+    """Faults for results in another dtype than requested, unless the reference has it, too.
 
     In float64, a layer of a framework, such as `nnx.Embed`, may compute in another dtype, and so
     may everything after it. A program that is traced without x64 may, too. A final state may have
     more digits.
     """
-    asked = {dtype, COMPLEX[dtype]}
+    requested = {dtype, COMPLEX[dtype]}
     if dtype == "float64" and (found.x64_error or any(map(is_library, found.casts))):
         return []
     return [
         f"{group}, {name}: {sides[1]} computes in {actual} where {dtype} was asked for"
         for (group, name), actual in found.dtypes.items()
         if jnp.issubdtype(actual, jnp.inexact)
-        and str(actual) not in asked
-        and actual != theirs.get((group, name))
+        and str(actual) not in requested
+        and actual != of_reference.get((group, name))
         and not (group == "final state" and jnp.finfo(actual).bits > jnp.finfo(dtype).bits)
     ]
 
 
 def notes_on(found_in: Mapping[str, Found], sides: tuple[str, str]) -> Iterator[str]:
-    """What float64 ran without, what stays in less, and what was not compared."""
-    theirs, us = sides
+    """Notes on casts that float64 ignores, on operations that stay in less, and on gaps."""
+    reference, model = sides
     found = found_in.get("float64")
     if found is not None and found.casts:
         yield (
-            f"{us} casts to less than float64: float64 is compared without these casts: "
+            f"{model} casts to less than float64: float64 is compared without these casts: "
             f"{first_of(found.casts)}"
         )
     if found is not None and found.x64_error:
         yield (
-            f"{us} is traced without x64, and its program runs in float64: with x64 it raises "
+            f"{model} is traced without x64, and its program runs in float64: with x64 it raises "
             f"{found.x64_error:.120}"
         )
     if found is not None and found.stays:
         yield (
-            f"{us} computes in less than float64 whatever it is given, so that a fault below that "
-            f"rounding cannot be told: {first_of(found.stays)}"
+            f"{model} computes in less than float64 whatever its inputs are, so a fault below that "
+            f"rounding cannot be seen: {first_of(found.stays)}"
         )
     draws = dict.fromkeys(place for each in found_in.values() for place in each.draws)
-    if draws and theirs == "torch":
+    if draws and reference == "torch":
         yield f"JAX draws random numbers, which differ from torch's: {first_of(draws)}"
     if any(each.padding for each in found_in.values()):
         yield (

@@ -5,13 +5,17 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from parity_tests.engine.bounds.rounded_constants import (
+    digits_of,
+    moved_by_rounding,
     moves_to,
     names_of,
     numbered,
     rounded_count,
+    unknown_in,
 )
-from parity_tests.engine.bounds.tolerance import FLOAT64, Error, tensor_errors
+from parity_tests.engine.bounds.tolerance import FLOAT64, tensor_errors
 from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.other_digits import run_with_digits
 from parity_tests.engine.faults import mismatches, notes_on, other_dtypes
 from parity_tests.engine.logits import logits_array, logits_error
 from parity_tests.engine.problem import DTYPES, Problem
@@ -20,8 +24,10 @@ from parity_tests.engine.references.reference import Reference
 from parity_tests.engine.report import Report
 from parity_tests.engine.results import (
     GROUPS,
+    ErrorsByGroup,
     Results,
     errors_of,
+    largest_by_group,
     only_floating,
 )
 
@@ -47,33 +53,46 @@ def measure(
     tensors, faults, notes, logits = {}, [*reference.faults], [], {}
     oracle, sides = reference.oracle, reference.sides
     place = logits_array(problem.logits, oracle) if problem.logits and not faults else None
-    chosen = [dtype for dtype in dtypes if dtype in problem.dtypes and not faults]
-    for dtype in chosen:
-        theirs = reference.own_run(dtype)
+    for dtype in [dtype for dtype in dtypes if dtype in problem.dtypes and not faults]:
+        own_run = reference.own_run(dtype)
         say(f"JAX in {dtype}")
         ours = jax_side.run(problem, dtype, oracle, reference.cast_to)
-        if in_kind := theirs.overflows or mismatches(oracle, ours, sides):
+        found = jax_side.found[dtype]
+
+        # Errors have a meaning only if both sides return the same kind of results.
+        if in_kind := own_run.overflows or mismatches(oracle, ours, sides):
             faults += in_kind
             continue
-        faults += other_dtypes(theirs.dtypes, jax_side.found[dtype], dtype, sides)
+        faults += other_dtypes(own_run.dtypes, found, dtype, sides)
+
+        # Float64 leaves no room for float32's digits, so allow for what has only these: operations
+        # that stay in float32, and constants.
         say(f"the errors in {dtype}")
-        in_dtype, expected, may_scatter = dtype, oracle, True
-        if dtype == "float64" and jax_side.found[dtype].stays:
-            in_dtype = "float32"
-        elif dtype == "float64" and not _are_equal(ours, oracle):
-            constants = Constants(problem, jax_side, reference)
-            if constants.count:
-                expected, in_dtype, how = _explained(constants, ours, oracle)
-                # Random rounding moves every number, which allows more than rounded constants do.
-                may_scatter = in_dtype == "float64"
-                notes.append(f"{constants}: float64 is compared {how}")
-        tensors[dtype] = _errors(reference, in_dtype, ours, expected, may_scatter)
-        del expected
-        if place and theirs.logits:
+        bound_of = "float32" if dtype == "float64" and found.stays else dtype
+        expected, moved = oracle, {}
+        if bound_of == "float64" and not are_equal(ours, oracle):
+            expected, moved, note = explained_by_constants(
+                problem, jax_side, reference, ours, platform
+            )
+            notes += note
+        own, errors = reference.own_run(bound_of).errors, errors_of(ours, expected)
+        tensors[dtype] = {
+            group: tensor_errors(
+                jnp.dtype(bound_of),
+                torch=own[group],
+                jax=errors[group],
+                torch32=reference.own_run("float32").errors[group],
+                rounded=(run[group] for run in reference.rounded(bound_of)),
+                constants=moved.get(group, {}),
+            )
+            for group in GROUPS
+            if only_floating(oracle.get(group, {})) and group in ours
+        }
+        if place and own_run.logits:
             group, name = place
             error = logits_error(ours[group][name], oracle[group][name])
-            logits[dtype] = dict(zip(sides, (theirs.logits, error), strict=True))
-        del ours  # so that it is not in memory beside the next dtype's results
+            logits[dtype] = dict(zip(sides, (own_run.logits, error), strict=True))
+        del ours, expected  # so that they are not in memory beside the next dtype's results
     if not reference.faults:
         notes += [*reference.notes, *notes_on(jax_side.found, sides)]
     return Report(
@@ -87,68 +106,49 @@ def measure(
     )
 
 
-class Constants:
-    """The constants of both sides that are rounded to float32."""
+def explained_by_constants(
+    problem: Problem, jax_side: JaxSide, reference: Reference, ours: Results, platform: str
+) -> tuple[Results, ErrorsByGroup, list[str]]:
+    """Compare float64 in spite of constants that are rounded to float32.
 
-    def __init__(self, problem: Problem, jax_side: JaxSide, reference: Reference):
-        self._problem, self._jax_side, self._reference = problem, jax_side, reference
-        self._ours = jax_side.constants_of(problem)
-        self.count = reference.constant_count + rounded_count(self._ours)
+    Returns what to compare with, how far each tensor moves with constants of which one side has
+    only float32's digits, and a note.
+    """
+    oracle, held = reference.oracle, jax_side.constants_of(problem)
+    count = reference.constant_count + rounded_count(held)
+    if not count:
+        return oracle, {}, []
+    other, model = reference.sides
+    names = [f"{other}'s {name}" for name in reference.constant_names]
+    names += [f"{model}'s {name}" for name in names_of(numbered(held))]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    are = "constant is" if count == 1 else "constants are"
+    note = f"{count} {are} in float32 ({', '.join(names[:MOST_NAMES])}{more}): float64 is compared"
 
-    def __str__(self) -> str:
-        """How many there are, and some of their names."""
-        theirs, ours = self._reference.sides
-        named = [f"{theirs}'s {name}" for name in self._reference.constant_names]
-        named += [f"{ours}'s {name}" for name in names_of(numbered(self._ours))]
-        more = f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else ""
-        are = "constant is" if self.count == 1 else "constants are"
-        return f"{self.count} {are} in float32 ({', '.join(named[:MOST_NAMES])}{more})"
+    # The reference runs again with JAX's digits, wherever JAX computes any.
+    constants = [*reference.constants.values()]
+    moves, unknown = moves_to(constants, jax_side.argument_free(problem))
+    expected = oracle
+    if any(move.any() for move in moves):
+        expected = reference.with_constants(moves)
+    lacking = unknown_in(held, [*constants, *problem.state_dict.values()])
+    are_hidden = reference.constant_count > 0 and not constants  # in a record
+    are_known = not are_hidden and not any(each.any() for each in unknown + lacking)
+    if are_known or are_equal(ours, expected, GROUPS[:2]):
+        return expected, {}, [f"{note} with JAX's digits in their place"]
 
-    def with_digits(self) -> tuple[Results | None, bool]:
-        """The results with JAX's digits in the reference's constants, and whether JAX has all.
-
-        The results are None if the reference cannot be run with other constants.
-        """
-        arrays = self._jax_side.argument_free(self._problem)
-        moves, have_own = moves_to(self._reference.constants.values(), arrays)
-        are_known = have_own and bool(moves) and not rounded_count(self._ours)
-        if not any(move.any() for move in moves):
-            return self._reference.oracle, are_known
-        return self._reference.with_constants(moves), are_known
+    # The other constants are moved by their rounding, on the side that has them. A result that does
+    # not move with them has no excuse.
+    runs = [reference.moved_results(moves, unknown, expected)]
+    if any(each.any() for each in lacking):
+        digits = digits_of(held, moved_by_rounding(lacking))
+        again = run_with_digits(problem, digits, oracle, reference.cast_to, platform)
+        runs.append(errors_of(again, ours))
+    note += ", where it depends on them, only as closely as float32 allows"
+    return expected, largest_by_group(runs), [note]
 
 
-def _are_equal(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -> bool:
+def are_equal(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -> bool:
+    """True if all tensors of these groups agree as float64 must."""
     errors = errors_of(ours, oracle)
     return all(error <= FLOAT64 for group in groups for error in errors.get(group, {}).values())
-
-
-def _explained(constants: Constants, ours: Results, oracle: Results) -> tuple[Results, str, str]:
-    """The results to compare float64 with, the dtype whose bound applies, and words for a note."""
-    expected, are_known = constants.with_digits()
-    if expected is not None and (are_known or _are_equal(ours, expected, GROUPS[:2])):
-        return expected, "float64", "with JAX's digits in their place"
-    return oracle, "float32", "only as closely as float32 allows"
-
-
-def _errors(
-    reference: Reference,
-    dtype: str,
-    ours: Results,
-    oracle: Results,
-    may_scatter: bool,
-) -> dict[str, dict[str, Error]]:
-    """The errors of each group's tensors; random rounding may raise their bounds."""
-    theirs = reference.own_run(dtype).errors
-    theirs32 = reference.own_run("float32").errors
-    errors = errors_of(ours, oracle)
-    return {
-        group: tensor_errors(
-            jnp.dtype(dtype),
-            ours=errors[group],
-            theirs=theirs[group],
-            theirs32=theirs32[group],
-            rounded=(run[group] for run in (reference.rounded(dtype) if may_scatter else ())),
-        )
-        for group in GROUPS
-        if only_floating(oracle.get(group, {})) and group in ours
-    }

@@ -1,4 +1,4 @@
-"""What a comparison runs: a torch module, its JAX port, and their inputs."""
+"""A comparison's problem: a torch module, its JAX port, and their inputs."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A torch module, its JAX port, and what both run on.
+    """A torch module, its JAX port, and the inputs of both.
 
     A result is an array or a tree of arrays. In a tuple, the first entry is the outputs, and the
     rest is the final state. The leaves of both sides come in the same order.
@@ -123,23 +123,21 @@ def available_platforms() -> list[str]:
 
 def checked_platform(platform: str) -> str:
     """A platform that this machine has."""
-    if platform not in PLATFORMS:
-        raise ValueError(f"platform: expected one of {', '.join(PLATFORMS)}, got {platform!r}")
     here = available_platforms()
-    if platform not in here:
+    if checked_choice("platform", platform, PLATFORMS) not in here:
         raise ValueError(f"platform: this machine has no {platform}, only {', '.join(here)}")
     return platform
 
 
-def checked_precision(precision: str) -> str:
-    """A precision of matrix products."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
-    return precision
+def checked_choice(name: str, value: str, choices: Iterable[str]) -> str:
+    """The value, which must be one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+    return value
 
 
 def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Refuse classes, modules and all else but functions; the optional ones may be None."""
+    """Refuse everything except functions; the optional ones may be None."""
     given = {name: value for name, value in optional.items() if value is not None}
     for name, value in {**needed, **given}.items():
         is_model = isinstance(value, type | nnx.Module) or is_torch_module(value)
@@ -186,7 +184,7 @@ def plain(tree: Any) -> Any:
 
 
 def is_flag(value: Any) -> bool:
-    """True if the value is a Python number or string, which both sides may branch on."""
+    """True if the value is a Python number or string, on which both sides may branch."""
     return isinstance(value, str) or type(value) in (bool, int, float)
 
 

@@ -1,4 +1,4 @@
-"""What a comparison found."""
+"""The report of a comparison."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ class Report:
     platform: str = "cpu"
     """Where JAX ran."""
     sides: tuple[str, str] = ("torch", "JAX")
-    """What is compared: the reference, and what is measured."""
+    """The names of the reference and of the side that is measured."""
 
     @functools.cached_property
     def errors(self) -> dict[str, dict[str, Error]]:
@@ -89,8 +89,8 @@ class Report:
 
     @property
     def _head(self) -> str:
-        theirs, ours = self.sides
-        return f"{'':9}{'':18}{theirs:>9}{ours:>9}{'ratio':>9}{'bound':>9}"
+        reference, model = self.sides
+        return f"{'':9}{'':18}{reference:>9}{model:>9}{'ratio':>9}{'bound':>9}"
 
     @property
     def _faults(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a side returns: arrays by group and name."""
+"""The results of a side: arrays by group and name."""
 
 import copy
 import dataclasses
@@ -59,7 +59,7 @@ def aligned(
 
 
 def route(name: str) -> tuple[str, ...]:
-    """The keys, fields and places that lead to a leaf, however they are written."""
+    """The keys, fields and indices that lead to a leaf, whichever brackets or dots they have."""
     return tuple("".join(word) for word in re.findall(r"\.(\w+)|\['([^']*)'\]|\[(\d+)\]", name))
 
 
@@ -160,24 +160,19 @@ def cotangents(seed: int, results: Results) -> list[np.ndarray]:
     """Random gradients with respect to each floating array of the result."""
     rng = np.random.default_rng(seed)
 
-    def draw(place: tuple[str, str], array: np.ndarray) -> np.ndarray:
-        real = (place not in results.without_gradient) * in_every_dtype(
-            rng.standard_normal(array.shape)
-        )
-        if not np.iscomplexobj(array):
-            return real
-        imaginary = in_every_dtype(rng.standard_normal(array.shape))
-        return real + 1j * (place not in results.without_gradient) * imaginary
+    def draw(array: np.ndarray) -> np.ndarray:
+        return in_every_dtype(rng.standard_normal(array.shape))
 
     return [
-        draw((group, name), array)
+        (draw(array) + (1j * draw(array) if np.iscomplexobj(array) else 0))
+        * ((group, name) not in results.without_gradient)
         for group in GROUPS[:2]
         for name, array in only_floating(results.get(group, {})).items()
     ]
 
 
 def without_padding(results: Results, rows: Mapping[str, Collection[int]]) -> bool:
-    """Set the gradients of padding rows to zero. True if any of them was not zero."""
+    """Set the gradients of padding rows to zero; returns whether any of them was not zero."""
     found = False
     for name, padding in rows.items():
         gradient = results["weight gradients"].get(name)

@@ -18,15 +18,7 @@ from parity_tests.registry.mutation import (
 def language_model(block: Block) -> Case:
     """A model of such blocks."""
     config = GPModelConfig(
-        vocab_size=11,
-        context_length=13,
-        features=6,
-        num_layers=2,
-        block=block,
-        embed_features=5,
-        mlp_features=6,
-        num_filter_layers=2,
-        num_heads=2,
+        vocab_size=11, context_length=13, features=6, num_layers=2, block=block, num_heads=2
     )
     return paired(
         f"GPModel of {block}",

@@ -22,7 +22,7 @@ ROWS = "batch rows are independent"
 PAST_AND_FUTURE = "future has no influence and far past has"
 PADDING = "padding has no influence"
 DOCUMENTS = "documents in a row stay apart"
-TRAJECTORY = "optimiser follows the same trajectory"
+TRAJECTORY = "optimizer follows the same trajectory"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,7 +121,7 @@ MUTATIONS = [
     weights(
         "weights an ulp off on the way back",
         "RNNScratch tanh",
-        plant=replaced("parity_tests.checks.to_torch", off_by_an_ulp),
+        plant=replaced("parity_tests.weight_checks.to_torch", off_by_an_ulp),
         check="weights make the round trip bit for bit",
     ),
     Mutation(

@@ -1,1 +1,1 @@
-"""What the command prints, writes and draws of its measurements."""
+"""The command, and how its measurements are printed and written."""

@@ -1,4 +1,4 @@
-"""The command: how far every JAX layer and its torch twin are from float64."""
+"""The command that measures how far every JAX layer and its torch twin are from float64."""
 
 import contextlib
 import dataclasses
@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax
 import torch
-import tyro
 
 from jax_models.entry_points import broken_packages
 from parity_tests.checks import is_caught
@@ -22,13 +21,14 @@ from parity_tests.registry.mutation import Mutation
 from parity_tests.report import pairs
 from parity_tests.report.files import Files, progress
 from parity_tests.report.over_time import errors_over_time
+from parity_tests.report.own import record_of
 from parity_tests.report.precision import precision_errors
-from parity_tests.report.record import Measurement, MutationResult, Record, merged, versions
+from parity_tests.report.record import MutationResult, Record, merged, versions
 from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m parity_tests"
 UNFINISHED = 3
-"""The exit code where `--minutes` ran out."""
+"""The exit code if `--minutes` ran out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,6 @@ class Arguments(Files):
     With the name of a file, FILE.py, the pairs that it defines are compared instead.
     """
 
-    case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Run only the cases whose names contain this; may be given several times."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where JAX runs; by default every platform that this machine has."""
     precision: bool = False
@@ -58,17 +56,9 @@ class Arguments(Files):
             raise ValueError("minutes: expected with --json FILE, where the measurements are kept")
 
 
-def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
+def chosen(arguments: Arguments) -> tuple[list[str], list[str]]:
     """The cases and the platforms that the arguments ask for."""
-    names = [
-        name
-        for name in CASES
-        if not arguments.case or any(part.lower() in name.lower() for part in arguments.case)
-    ]
-    for part in arguments.case:
-        if not any(part.lower() in name.lower() for name in names):
-            broken = broken_packages(ENTRY_POINTS)
-            raise CommandLineError(f"--case: no case has {part} in its name{broken}")
+    names = arguments.chosen(CASES, "no case has", broken_packages(ENTRY_POINTS))
     platforms = available_platforms()
     if arguments.platform is not None:
         if arguments.platform not in platforms:
@@ -86,21 +76,21 @@ def choose(arguments: Arguments) -> tuple[list[str], list[str]]:
 
 
 Work = Callable[[Record], Record]
-"""Measures one thing and returns it as a record; takes that of all before it."""
+"""Measures one thing, given the record of all measurements so far, and returns its record."""
 
 
 def works(
     arguments: Arguments, names: Sequence[str], platforms: Sequence[str]
 ) -> Iterator[tuple[str, Work]]:
-    """All that the arguments ask for in these cases on these platforms, by name."""
-    pairs = [(name, p) for name in names for p in platforms if p in CASES[name].platforms]
+    """Everything that the arguments ask for in these cases on these platforms, by name."""
+    places = [(name, p) for name in names for p in platforms if p in CASES[name].platforms]
     kinds: dict[str, Callable[[str, str, Record], Record]] = {"errors": errors}
     if arguments.precision:
         kinds["precision"] = precision
     if arguments.json is not None:
         kinds["over time"] = over_time
     for kind, work in kinds.items():
-        for name, platform in pairs:
+        for name, platform in places:
             yield f"{kind}: {name}, {platform}", partial(work, name, platform)
     for m in MUTATIONS if arguments.mutations else ():
         if m.case in names:
@@ -109,22 +99,16 @@ def works(
 
 def errors(name: str, platform: str, so_far: Record) -> Record:
     """How far both sides of a case are from float64."""
-    # TPUs have no float64 of their own and are measured without
+    # TPUs have no float64.
     dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
     report = measure_twin(CASES[name].problem(), dtypes, platform)
-    return so_far.only(
-        measurements=tuple(
-            Measurement(name, platform, dtype, group, error)
-            for dtype, groups in report.errors.items()
-            for group, error in groups.items()
-        ),
-        faults=tuple(f"{name}, {platform}: {fault}" for fault in report.faults),
-        cases={name: CASES[name].architecture},
-    )
+    record = record_of({name: report})
+    cases = {name: CASES[name].architecture}
+    return so_far.only(measurements=record.measurements, faults=record.faults, cases=cases)
 
 
 def precision(name: str, platform: str, so_far: Record) -> Record:
-    """What coarser matrix products cost a case that has no fault."""
+    """The errors of coarser matrix products in a case that has no fault."""
     if name in so_far.faulty or "cpu" not in CASES[name].platforms:
         return so_far.only()
     found = precision_errors(name, CASES[name].problem(), platform)
@@ -139,13 +123,13 @@ def over_time(name: str, platform: str, so_far: Record) -> Record:
 
 
 def planted(m: Mutation, so_far: Record) -> Record:
-    """Was a fault caught that was planted?"""
+    """Whether a planted fault is caught."""
     result = MutationResult(m.name, m.case, m.kind, m.check, is_caught(m))
     return so_far.only(mutations=(result,))
 
 
 def measured(arguments: Arguments, names: Sequence[str], platforms: Sequence[str]) -> Record:
-    """Measure all that the arguments ask for, or as much as there is time for."""
+    """Measure everything that the arguments ask for, or as much as there is time for."""
     todo = dict(works(arguments, names, platforms))
     record = begun(arguments, names, platforms, todo)
     deadline = time.monotonic() + 60 * (arguments.minutes or float("inf"))
@@ -167,7 +151,7 @@ def measured(arguments: Arguments, names: Sequence[str], platforms: Sequence[str
 def begun(
     arguments: Arguments, names: Sequence[str], platforms: Sequence[str], todo: dict[str, Work]
 ) -> Record:
-    """The record that an unfinished run of the same command left on this machine, or a new one."""
+    """The record of an unfinished run of the same command on this machine, or a new one."""
     kinds = ", ".join(jax.devices(platform)[0].device_kind for platform in platforms)
     new = Record(
         versions() | {"device": kinds},
@@ -189,7 +173,7 @@ def begun(
 
 
 def runs(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
-    """What became of each platform."""
+    """Whether each platform ran."""
     absent = "not on this machine" if arguments.platform is None else "not asked for"
     return {name: "ran" if name in platforms else absent for name in PLATFORMS}
 
@@ -201,7 +185,7 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
     if args and Path(args[0]).is_dir():
         raise CommandLineError(f"{args[0]}: expected a file of pairs, FILE.py, got a folder")
     arguments = parse(Arguments, args, prog=prog)
-    names, platforms = choose(arguments)
+    names, platforms = chosen(arguments)
     old = arguments.before()
     torch.set_num_threads(1)  # the tensors are small
     record = measured(arguments, names, platforms)

@@ -1,11 +1,12 @@
-"""The files of a command that measures: what it writes, and what it compares with."""
+"""The options that the commands share: which cases run, and which files are read and written."""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+import tyro
 from rich.console import Console
 from rich.progress import track
 
@@ -17,19 +18,33 @@ from twinscan.files import check_writable, write_whole
 
 T = TypeVar("T")
 FORMS = {".html": page, ".json": Record.to_json}
-"""What a file holds, by the end of its name."""
+"""How a record is written, by the suffix of the file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The options."""
+    """The options of cases and files."""
 
+    case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Run only the cases whose names contain this; may be given several times."""
     json: Path | None = None
     """Write the measurements to this file, too (docs/parity-report.md)."""
     html: Path | None = None
     """Write them as a page to look at, too, which needs no network."""
     compare: Path | None = None
-    """Say what has moved since another run wrote this file by --json."""
+    """Say what has moved since another run wrote this file with --json."""
+
+    def chosen(self, names: Iterable[str], no_name: str, hint: str = "") -> list[str]:
+        """The names that contain a part of `--case`; all names without `--case`.
+
+        `no_name` begins the error for a part that no name contains, and `hint` ends it.
+        """
+        names = [*names]
+        for part in self.case:
+            if not any(part.lower() in name.lower() for name in names):
+                raise CommandLineError(f"--case: {no_name} {part} in its name{hint}")
+        parts = [part.lower() for part in self.case] or [""]
+        return [name for name in names if any(part in name.lower() for part in parts)]
 
     @property
     def kept(self) -> dict[str, Path]:
@@ -38,10 +53,10 @@ class Files:
         return {flag: path for flag, path in files.items() if path is not None}
 
     def before(self) -> Record | None:
-        """Before the work: the record to compare with, if all files can be read and written.
+        """Check all files before the work, and return the record to compare with.
 
         Raises:
-            CommandLineError: one cannot.
+            CommandLineError: a file cannot be read or written.
 
         """
         old = None
@@ -57,7 +72,7 @@ class Files:
         return old
 
     def after(self, record: Record, old: Record | None) -> int:
-        """Print and write a record, and what has moved; the exit code, 1 if something fails."""
+        """Print and write a record, and say what has moved; returns 1 if something fails."""
         console = Console()
         if not console.is_terminal:
             console.width = 160
@@ -71,7 +86,7 @@ class Files:
         return 0 if record.passed else 1
 
     def write(self, record: Record, flags: Iterable[str]) -> None:
-        """Write those of the files that these flags name."""
+        """Write the files that these flags name."""
         for flag in flags:
             with naming(flag, self.kept[flag]):
                 write_whole(self.kept[flag], FORMS[flag.replace("--", ".")](record))
@@ -79,7 +94,7 @@ class Files:
 
 @contextlib.contextmanager
 def naming(flag: str, path: Path) -> Iterator[None]:
-    """Name the flag whose file cannot be read or written."""
+    """Make an error of reading or writing a file name its flag."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -88,5 +103,5 @@ def naming(flag: str, path: Path) -> Iterator[None]:
 
 
 def progress(items: Sequence[T], what: str) -> Iterable[T]:
-    """The items, with a bar on the terminal."""
+    """The items, with a progress bar on the terminal."""
     return track(items, what, console=Console(stderr=True), transient=True)

@@ -1,23 +1,18 @@
 """How the errors grow along a sequence.
 
-The statistic is that of `tolerance`, of each step alone: the root mean square of the error over
-batch and features, relative to that of the float64 twin's output at the same step. So a step is
-judged by its own size, as a tensor is in the table, and outputs that grow do not hide the steps
-before them.
+The error of a step is the root mean square over batch and features, relative to that of the float64
+twin's output at the same step, as `tolerance` defines it for tensors. So outputs that grow do not
+hide the errors of earlier steps.
 """
 
-import copy
+import dataclasses
 from collections.abc import Iterator
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import torch
-from flax import nnx
 
 from parity_tests.engine.bounds.tolerance import relative_errors
-from parity_tests.engine.candidates.torch_module import tensors
-from parity_tests.engine.problem import arrays
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.torch_run import run_oracle, run_torch
 from parity_tests.registry import Case
 from parity_tests.report.record import ErrorOverTime
 
@@ -25,28 +20,16 @@ STEPS = 128
 
 
 def errors_over_time(case: Case, platform: str) -> Iterator[ErrorOverTime]:
-    """Run both sides forward over `STEPS` steps, or as many as the layer takes."""
-    twin, x = case.build_twin(), case.inputs(time=min(STEPS, case.max_length or STEPS))
-    oracle = _run_torch(case, twin, x, "float64")
+    """Run both sides over `STEPS` steps, or as many as the layer takes."""
+    x = case.inputs(time=min(STEPS, case.max_length or STEPS))
+    problem = dataclasses.replace(case.problem(given_state=False), inputs=(x,))
+    oracle, jax_side = run_oracle(problem)[0].forward, JaxSide(problem, platform)
     for dtype in (dtype for dtype in case.dtypes if dtype != "float64"):
-        theirs = by_step(_run_torch(case, twin, x, dtype), oracle)
-        ours = by_step(_run_jax(case, twin, x, dtype, platform), oracle)
-        yield ErrorOverTime(case.name, platform, dtype, theirs, ours)
-
-
-def _run_torch(case: Case, twin: torch.nn.Module, x: np.ndarray, dtype: str) -> np.ndarray:
-    with torch.no_grad():
-        twin = copy.deepcopy(twin).to(getattr(torch, dtype))
-        return case.call(twin, tensors(x, dtype))[0].double().numpy()
-
-
-def _run_jax(
-    case: Case, twin: torch.nn.Module, x: np.ndarray, dtype: str, platform: str
-) -> np.ndarray:
-    with jax.default_device(jax.devices(platform)[0]), jax.default_matmul_precision("highest"):
-        graphdef, weights = nnx.split(case.build_layer(twin, jnp.dtype(dtype)))
-        run = jax.jit(lambda weights, x: nnx.merge(graphdef, weights)(x)[0])
-        return jax.device_get(run(weights, arrays(x, dtype)))
+        torch, jax = (
+            by_step(results["outputs"]["y"], oracle["outputs"]["y"])
+            for results in (run_torch(problem, dtype), jax_side.run(problem, dtype, oracle))
+        )
+        yield ErrorOverTime(case.name, platform, dtype, torch, jax)
 
 
 def by_step(y: np.ndarray, oracle: np.ndarray) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
-"""A person's own reports as a record, a page, or JSON."""
+"""Write the reports of your own pairs to a page or to JSON."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from parity_tests.engine.report import Report
@@ -10,11 +10,11 @@ from twinscan.files import write_whole
 
 
 def save(reports: Report | Mapping[str, Report], path: str | Path) -> None:
-    """Write reports, by name, to a page (`.html`) or to JSON (`.json`), whole or not at all.
+    """Write reports, by name, to a page (`.html`) or to JSON (`.json`), completely or not at all.
 
     Raises:
-        ValueError: the name ends in another way, or there is no report.
-        TypeError: something is no report.
+        ValueError: `path` has another suffix, or there is no report.
+        TypeError: `reports` holds something else than reports.
 
     """
     named = {reports.twin: reports} if isinstance(reports, Report) else reports
@@ -32,41 +32,28 @@ def save(reports: Report | Mapping[str, Report], path: str | Path) -> None:
 
 def record_of(reports: Mapping[str, Report]) -> Record:
     """A record of reports, by name."""
-    items = reports.items()
+    measurements, tensors, logits, faults, notes, locations = [], [], [], [], [], {}
+    for name, report in reports.items():
+        place = name, report.platform
+        for dtype, groups in report.tensors.items():
+            for group, named in groups.items():
+                worst = report.errors[dtype][group]
+                measurements.append(Measurement(*place, dtype, group, worst))
+                tensors += (Measurement(*place, dtype, group, error) for error in named.values())
+        for dtype, sides in report.logits.items():
+            logits += (LogitsMeasurement(*place, dtype, side, e) for side, e in sides.items())
+        faults += (f"{name}, {report.platform}: {fault}" for fault in report.faults)
+        notes += (f"{name}, {report.platform}: {note}" for note in report.notes)
+        if report.location is not None:
+            locations[name] = str(report.location)
     return Record(
         versions(),
         {report.platform: "ran" for report in reports.values()},
-        tuple(
-            Measurement(name, report.platform, dtype, group, error)
-            for name, report in items
-            for dtype, groups in report.errors.items()
-            for group, error in groups.items()
-        ),
-        _lines(reports, lambda report: report.faults),
-        cases={name: report.twin for name, report in items},
-        tensors=tuple(
-            Measurement(name, report.platform, dtype, group, error)
-            for name, report in items
-            for dtype, groups in report.tensors.items()
-            for group, named in groups.items()
-            for error in named.values()
-        ),
-        logits=tuple(
-            LogitsMeasurement(name, report.platform, dtype, side, error)
-            for name, report in items
-            for dtype, sides in report.logits.items()
-            for side, error in sides.items()
-        ),
-        notes=_lines(reports, lambda report: report.notes),
-        locations={
-            name: str(report.location) for name, report in items if report.location is not None
-        },
+        tuple(measurements),
+        tuple(faults),
+        cases={name: report.twin for name, report in reports.items()},
+        tensors=tuple(tensors),
+        logits=tuple(logits),
+        notes=tuple(notes),
+        locations=locations,
     )
-
-
-def _lines(reports: Mapping[str, Report], of: Callable[[Report], Iterable[str]]) -> tuple[str, ...]:
-    def lines() -> Iterator[str]:
-        for name, report in reports.items():
-            yield from (f"{name}, {report.platform}: {line}" for line in of(report))
-
-    return tuple(lines())

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -26,19 +26,17 @@ class Arguments(Files):
     """Compare the pairs that FILE.py defines.
 
     A pair is a `parity_tests.Pair` at module level, or what a function `-> Pair` without arguments
-    returns. Names that begin with an underscore are passed over.
+    returns. Names that begin with an underscore are ignored.
     """
 
     file: tyro.conf.Positional[Path]
     """The file."""
-    case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Only the pairs with this in their names; may be given several times."""
     dtypes: tuple[Literal["float64", "float32", "bfloat16"], ...] = ()
     """The dtypes to compare in, instead of the pairs' own."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Where JAX runs, instead of on the pairs' own platform."""
     locate: bool = False
-    """Say where the pairs that fail first depart."""
+    """Say where failing pairs first depart."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -51,7 +49,8 @@ def load(file: Path) -> ModuleType:
     """Import a file.
 
     Raises:
-        CommandLineError: there is none, or an exception ends its import.
+        OSError: the file cannot be read.
+        CommandLineError: its import raises an exception.
 
     """
     file.open("rb").close()
@@ -69,7 +68,7 @@ def load(file: Path) -> ModuleType:
 
 
 def described(error: BaseException, file: Path) -> str:
-    """An exception in one line: its type, its message and, if it came from there, FILE's line."""
+    """An exception in one line: its type, its message and, if known, the line of the file."""
     lines = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
@@ -80,7 +79,7 @@ def described(error: BaseException, file: Path) -> str:
 
 
 def pairs_of(module: ModuleType) -> dict[str, Callable[[], Any]]:
-    """What makes each pair of a module, by name."""
+    """The function that makes each pair of a module, by name."""
     found: dict[str, Callable[[], Any]] = {}
     for name, value in vars(module).items():
         if name.startswith("_"):
@@ -100,7 +99,7 @@ def _makes_a_pair(function: Callable[..., Any]) -> bool:
 
 
 def compared(make: Callable[[], Any], arguments: Arguments) -> Report:
-    """The report of a pair; what ends its making or its comparison is a fault."""
+    """The report of a pair; an exception while it is made or compared becomes a fault."""
     try:
         pair = make()
         if not isinstance(pair, Pair):
@@ -117,13 +116,6 @@ def main(args: Sequence[str], prog: str) -> int:
     makers = pairs_of(load(arguments.file))
     if not makers:
         raise CommandLineError(f"{arguments.file}: {EXPECTED}")
-    for part in arguments.case:
-        if not any(part.lower() in name.lower() for name in makers):
-            raise CommandLineError(f"--case: {arguments.file} has no pair with {part} in its name")
-    names = [
-        name
-        for name in makers
-        if not arguments.case or any(part.lower() in name.lower() for part in arguments.case)
-    ]
+    names = arguments.chosen(makers, f"{arguments.file} has no pair with")
     reports = {name: compared(makers[name], arguments) for name in progress(names, "comparing")}
     return arguments.after(record_of(reports), old)

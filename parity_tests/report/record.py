@@ -1,4 +1,4 @@
-"""The report as JSON, and what moved between two reports."""
+"""The report as JSON, and the changes between two reports."""
 
 import dataclasses
 import importlib.metadata
@@ -15,8 +15,19 @@ from parity_tests.engine.logits import LogitsError
 SCHEMA = 2
 """The version of the JSON; `docs/parity-report.md` describes it."""
 
+ERROR_KEYS = {
+    "torch_error": "torch",
+    "jax_error": "jax",
+    "ratio": "ratio",
+    "bound": "bound",
+    "unstable_reference": "unstable",
+    "tensor": "tensor",
+    "verdict": "verdict",
+}
+"""The attribute of an `Error` for each key of the JSON."""
+
 FACTOR = 2.0
-"""An error has moved that is this many times another, and not far below its bound."""
+"""An error has moved if it grew or shrank by more than this factor and is near its bound."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,20 +42,34 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """What it measures."""
+        """Identifies the measurement."""
         return f"{self.case}, {self.platform}, {self.dtype}, {self.group}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement for JSON."""
+        error = {key: getattr(self.error, name) for key, name in ERROR_KEYS.items()}
+        return {name: value for name, value in vars(self).items() if name != "error"} | error
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Measurement":
+        """The measurement that `to_dict` wrote."""
+        stored = {name: key for key, name in ERROR_KEYS.items()}
+        names = [field.name for field in dataclasses.fields(Error)]
+        error = decoded(Error, {name: fields[stored[name]] for name in names})
+        places = {name: decoded(str, x) for name, x in fields.items() if name not in ERROR_KEYS}
+        return cls(error=error, **places)
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionError:
-    """What coarser matrix products cost a case in float32, relative to the float64 twin."""
+    """The error of coarser matrix products in float32, relative to the float64 twin."""
 
     case: str
     platform: str
     precision: str
-    """What an operand of a product is rounded to: "bfloat16" or "tensorfloat32"."""
+    """The format to which operands are rounded: "bfloat16" or "tensorfloat32"."""
     emulated: bool
-    """Rounded by `lax.reduce_precision`, where the platform's products do not round."""
+    """Whether `lax.reduce_precision` rounds, because the platform's own products do not."""
     group: str
     error: float
     highest: float
@@ -73,6 +98,18 @@ class LogitsMeasurement:
     """"torch" or "JAX"."""
     error: LogitsError
 
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement for JSON."""
+        return {name: x for name, x in vars(self).items() if name != "error"} | vars(self.error)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "LogitsMeasurement":
+        """The measurement that `to_dict` wrote."""
+        names = [field.name for field in dataclasses.fields(LogitsError)]
+        error = decoded(LogitsError, {name: fields[name] for name in names})
+        places = {name: decoded(str, x) for name, x in fields.items() if name not in names}
+        return cls(error=error, **places)
+
 
 @dataclasses.dataclass(frozen=True)
 class MutationResult:
@@ -88,7 +125,7 @@ class MutationResult:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """All of a report."""
+    """A whole report."""
 
     versions: Mapping[str, str]
     platforms: Mapping[str, str]
@@ -103,16 +140,16 @@ class Record:
     """Each case's errors over time; cases with a fault have none."""
     mutations: tuple[MutationResult, ...] = ()
     not_run: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """The cases that run on none of these platforms, and those that they run on."""
+    """The platforms of each case that runs on none of those that were measured."""
     tensors: tuple[Measurement, ...] = ()
     """Every tensor of a person's own pairs."""
     logits: tuple[LogitsMeasurement, ...] = ()
     notes: tuple[str, ...] = ()
-    """What was not compared."""
+    """Remarks, such as those on results that were not compared."""
     locations: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Where failing cases first depart."""
     done: tuple[str, ...] = ()
-    """What has been measured so far, if the record is not finished."""
+    """The measurements so far, if the record is not finished."""
 
     def only(self, **fields: Any) -> "Record":
         """A record of the same machine with nothing but these fields."""
@@ -143,82 +180,60 @@ class Record:
         """The cases that have a fault, or an error beyond its bound."""
         return self.faulty | {m.case for m in self.measurements if not m.error.passed}
 
-    def to_dict(self) -> dict[str, Any]:
-        """The record for JSON."""
-        return {"schema": SCHEMA, **as_fields(self)}
-
     def to_json(self) -> str:
         """The record as text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+        fields = {"schema": SCHEMA, **encoded(vars(self))}
+        return json.dumps(fields, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Record":
         """The record that `to_json` wrote.
 
         Raises:
-            ValueError: it is none, or of another schema.
+            ValueError: the text is not a record, or has another schema.
 
         """
         try:
             fields = json.loads(text)
-            if fields["schema"] != SCHEMA:
-                raise ValueError(f"expected schema {SCHEMA}, got {fields['schema']!r:.40}")
-            return from_fields(cls, fields)
+            if (schema := fields.pop("schema")) != SCHEMA:
+                raise ValueError(f"expected schema {SCHEMA}, got {schema!r:.40}")
+            return decoded(cls, fields)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a record of --json ({type(error).__name__}: {error})") from error
 
 
-INLINED: dict[type, dict[str, str]] = {
-    Error: {"jax": "jax_error", "torch": "torch_error", "unstable": "unstable_reference"},
-    LogitsError: {},
-}
-"""Classes whose fields stand among those of the entry around them, and the names of these."""
-
-
-def as_fields(value: Any) -> Any:
-    """A value for JSON, which has no NaN and no infinity: they are null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, tuple):
-        return [*map(as_fields, value)]
+def encoded(value: Any) -> Any:
+    """The value for JSON, which has no NaN and no infinity: they are null."""
     if isinstance(value, Mapping):
-        return {name: as_fields(each) for name, each in value.items()}
-    if not dataclasses.is_dataclass(value):
-        return value
-    names, fields = INLINED.get(type(value), {}), {}
-    for name, each in vars(value).items():
-        inner = as_fields(each)
-        fields |= inner if type(each) in INLINED else {names.get(name, name): inner}
-    if isinstance(value, Error):
-        fields |= {"ratio": as_fields(value.ratio), "verdict": value.verdict}
-    return fields
+        return {key: encoded(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return [*map(encoded, value)]
+    if dataclasses.is_dataclass(value):
+        return encoded(value.to_dict() if hasattr(value, "to_dict") else vars(value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def from_fields(kind: Any, value: Any) -> Any:
-    """The value of this type that `as_fields` wrote; a field that is absent has its default."""
+def decoded(kind: Any, value: Any) -> Any:
+    """The value of this kind that `encoded` wrote; null is NaN."""
+    of = get_args(kind)
     if kind is float:
         return math.nan if value is None else float(value)
-    origin, arguments = get_origin(kind), get_args(kind)
-    hints = get_type_hints(kind) if dataclasses.is_dataclass(kind) else None
-    expected = {tuple: list, Mapping: dict}.get(origin, kind if hints is None else dict)
-    if not isinstance(value, expected):
-        raise TypeError(f"expected {expected}, got {value!r:.40}")
-    if origin is tuple:
-        return tuple(from_fields(arguments[0], each) for each in value)
-    if origin is Mapping:
-        return {name: from_fields(arguments[1], each) for name, each in value.items()}
-    if hints is None:
-        return value
-    names, fields = INLINED.get(kind, {}), {}
-    for name, inner in hints.items():
-        written = names.get(name, name)
-        if inner in INLINED or written in value:
-            fields[name] = from_fields(inner, value if inner in INLINED else value[written])
-    return kind(**fields)
+    if get_origin(kind) is tuple:
+        return tuple(decoded(of[0], each) for each in value)
+    if get_origin(kind) is Mapping:
+        return {key: decoded(of[1], each) for key, each in value.items()}
+    if hasattr(kind, "from_dict"):
+        return kind.from_dict(value)
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: decoded(hints[name], each) for name, each in value.items()})
+    if not isinstance(value, kind):
+        raise TypeError(f"expected a {kind}, got {value!r:.40}")
+    return value
 
 
 def merged(records: Sequence[Record]) -> Record:
-    """One record of all, in their order."""
+    """One record of several, in their order."""
     first, *others = records or [Record(versions(), {}, ())]
     result: dict[str, Any] = dict(vars(first))
     for record in others:
@@ -229,14 +244,14 @@ def merged(records: Sequence[Record]) -> Record:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that measure."""
+    """The versions of Python and of the packages that the measurements depend on."""
     packages = ("jax", "flax", "numpy", "torch")
     found = {name: importlib.metadata.version(name) for name in packages}
     return {"python": machine.python_version(), **found}
 
 
 def moved(old: Record, new: Record) -> list[str]:
-    """What changed from one record to another in the cases of both, a line each."""
+    """A line for each change between two records in the cases that both have."""
     lines = []
     for what in ("versions", "platforms"):
         a, b = getattr(old, what), getattr(new, what)

@@ -13,7 +13,7 @@ from parity_tests.report.record import LogitsMeasurement, PrecisionError, Record
 
 
 def print_record(record: Record, console: Console) -> None:
-    """Print the tables, what fails, and what became of each platform."""
+    """Print the tables, the failures, and which platforms ran."""
     console.print(table(record, console.width))
     if record.precision:
         console.print(precision_table(record.precision))
@@ -41,7 +41,7 @@ def print_record(record: Record, console: Console) -> None:
 
 
 def table(record: Record, width: int) -> Table:
-    """A row a case, platform and dtype; of two lines where the width is small."""
+    """A row for each case, platform and dtype; each has two lines if the width is small."""
     rows: dict[tuple[str, str, str], dict[str, Error]] = {}
     for m in record.measurements:
         rows.setdefault((m.case, m.platform, m.dtype), {})[m.group] = m.error
@@ -72,14 +72,14 @@ def cell(error: Error | None, separator: str) -> str:
 
 
 def verdict(errors: Iterable[Error]) -> str:
-    """What the errors of a row say together; nothing is measured of what fails altogether."""
+    """The verdict on all errors of a row; a row without errors failed before it was measured."""
     verdicts = {e.verdict for e in errors}
     worst = next((v for v in ("FAIL", "undetermined", "pass") if v in verdicts), "FAIL")
     return f"[green]{worst}" if worst == "pass" else f"[red]{worst}"
 
 
 def precision_table(errors: Iterable[PrecisionError]) -> Table:
-    """A row a case, platform and precision: the errors with coarser products, and without."""
+    """A row for each case, platform and precision: the errors without and with rounding."""
     rows: dict[tuple[str, str, str, bool], dict[str, PrecisionError]] = {}
     for e in errors:
         rows.setdefault((e.case, e.platform, e.precision, e.emulated), {})[e.group] = e
@@ -101,7 +101,7 @@ def precision_table(errors: Iterable[PrecisionError]) -> Table:
 
 
 def logits_table(measurements: Iterable[LogitsMeasurement]) -> Table:
-    """A row a case, platform, dtype and side."""
+    """A row for each case, platform, dtype and side."""
     result = Table(
         title="logits against the float64 torch twin's",
         caption="KL in nats, |Δ log p| the largest of the vocabulary, each of all tokens",

@@ -86,20 +86,15 @@ def test_the_page_lists_the_devices_that_have_a_record():
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("framework", "variable", "value", "found"),
-    [
-        ("torch", "OMP_PROC_BIND", "true", "{cores} on 1"),
-        ("torch", "OMP_THREAD_LIMIT", "1", "1 on {cores}"),
-        ("jax", "NPROC", "1", "1 on {cores}"),
-    ],
+    ("framework", "variable", "value"),
+    [("torch", "OMP_PROC_BIND", "true"), ("torch", "OMP_THREAD_LIMIT", "1"), ("jax", "NPROC", "1")],
 )
-def test_a_worker_without_all_cores_is_refused(monkeypatch, framework, variable, value, found):
+def test_a_worker_without_all_cores_is_refused(monkeypatch, framework, variable, value):
     monkeypatch.setitem(workers.ENVIRONMENT, variable, value)
     with Workers("cpu") as processes:
-        fault = f"expected {processes.cores} threads.* got {found.format(cores=processes.cores)}"
         if framework == "torch":
             processes.devices["jax"] = "cpu: cpu"
-        with pytest.raises(Unsuitable, match=rf"^{framework}: {fault}"):
+        with pytest.raises(Unsuitable, match=f"^{framework}: expected {processes.cores} threads"):
             processes.device(framework)
 
 

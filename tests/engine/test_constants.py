@@ -1,6 +1,7 @@
 """Constants that one side has in float32: what they cost, and what they may not hide."""
 
 import tracemalloc
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests import compare
+from parity_tests import compare, record
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -79,6 +80,74 @@ def test_a_wrong_gradient_beside_constants_is_of_the_gradients_alone():
     report, _ = compared("frequencies", after=lambda y: 0.5 * (y + jax.lax.stop_gradient(y)))
     assert {group for _, group, _ in report.failures} == {"input gradient", "weight gradients"}
     assert {dtype for dtype, *_ in report.failures} == {"float64", "float32"}
+
+
+def rotated(table, factor=1.0):
+    """A function and its weights."""
+
+    def function(w, x):
+        a, b = jnp.split(factor * x @ w["w"], 2, -1)
+        cos, sin = (f(TABLES[table]()).astype(x.dtype) for f in (jnp.cos, jnp.sin))
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    return function, {"w": np.random.default_rng(1).standard_normal((WIDTH, WIDTH))}
+
+
+@pytest.mark.parametrize("factor", [1, 1 + 1e-9])
+def test_a_jax_reference_gets_the_digits_of_the_model(factor):
+    x = np.random.default_rng(0).standard_normal((TIME, WIDTH))
+    model = rotated("frequencies", factor)
+    report = compare(rotated("float32"), model, x, dtypes="float64")
+    assert report.passed == (factor == 1), str(report)
+    assert all(error.bound < 1e-11 for error in report.errors["float64"].values()), str(report)
+
+
+THIRD = np.float32(1 / 3)
+
+
+class Heads(torch.nn.Module):
+    """Two outputs; only the second depends on a constant."""
+
+    def __init__(self, third=None):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4, bias=False)
+        self.third = None if third is None else torch.tensor(third)
+
+    def forward(self, x):
+        scaled = x / 3 if self.third is None else x * self.third
+        return {"y": self.linear(x), "scaled": scaled}
+
+
+def heads(w, x, third=None, factor=1.0):
+    scaled = x / 3 if third is None else x * jnp.asarray(third)
+    return {"y": factor * x @ w["linear.weight"].T, "scaled": scaled}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 1e-9])
+@pytest.mark.parametrize("reference", ["torch", "record", "JAX"])
+@pytest.mark.parametrize("has_constant", ["reference", "model"])
+def test_a_constant_excuses_only_what_depends_on_it(reference, has_constant, factor, tmp_path):
+    """Neither side has float64's digits of the other's third."""
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((5, 4))
+    of_reference, of_model = (THIRD, None) if has_constant == "reference" else (None, THIRD)
+    twin, options = Heads(of_reference), {"weights": dict}
+    if reference == "JAX":
+        twin = (
+            partial(heads, third=of_reference),
+            {"linear.weight": twin.linear.weight.detach().numpy()},
+        )
+    elif reference == "record":
+        record(twin, x, path=tmp_path / "twin.safetensors")
+        twin, x = tmp_path / "twin.safetensors", None
+    model = partial(heads, third=of_model, factor=factor)
+    report = compare(twin, model, *([] if x is None else [x]), **options)
+    errors = report.tensors["float64"]["outputs"]
+    assert {name for name, e in errors.items() if not e.passed} == (
+        {"y['y']"} if factor > 1 else set()
+    ), str(report)
+    assert 1e-9 < errors["y['scaled']"].jax < errors["y['scaled']"].bound < 1e-5
+    assert report.passed == (factor == 1), str(report)
 
 
 def test_the_memory_does_not_grow_with_the_number_of_constants():

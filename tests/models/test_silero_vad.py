@@ -18,10 +18,10 @@ from safetensors.numpy import load_file
 
 import torch_ref
 from jax_models import SileroVAD, from_torch, to_torch
-from parity_tests.checks import assert_same_state
 from parity_tests.engine.bounds.tolerance import assert_same, group_error
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.references.torch_reference import TorchReference
+from parity_tests.subject import assert_same_tree
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = find_spec("silero_vad")  # which is not imported: that takes torch's threads away
@@ -143,7 +143,7 @@ def test_rows_of_several_lengths_are_each_alone(vad):
         count = -(-length // vad.frame_length)
         alone = call(audio[row, :length])
         found = y[row, :count], jax.tree.map(lambda s: s[row], state)  # noqa: B023
-        assert_same_state(found, alone, f"row {row}")
+        assert_same_tree(found, alone, f"row {row}")
         assert alone[0].shape == (count,)
         assert (y[row, count:] == 0).all()
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import torch_ref
-from parity_tests.checks import CHECKS, Subject
+from parity_tests.checks import CHECKS
 from parity_tests.engine.problem import available_platforms
 from parity_tests.engine.references.torch_reference import measure_twin
 from parity_tests.engine.report import Report
 from parity_tests.registry import CASES, TIME
+from parity_tests.subject import Subject
 
 
 @functools.lru_cache(maxsize=1)
@@ -73,7 +74,7 @@ LATE = (
     "a document goes on in another row and from a file",
     "jit equals eager",
     "vmap equals loop",
-    "optimiser follows the same trajectory",
+    "optimizer follows the same trajectory",
 )
 """Those that compile most."""
 

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from parity_tests.engine.candidates.jax_program import Found
+from parity_tests.engine.candidates.lift import rewritten
 from parity_tests.registry import CASES
 from parity_tests.report.over_time import STEPS, by_step, errors_over_time
-from parity_tests.report.precision import BITS, precision_errors, with_rounded_products
+from parity_tests.report.precision import BITS, RoundedProducts, precision_errors
+
+
+def with_rounded_products(bits, function):
+    return rewritten(function, {}, Found(), partial(RoundedProducts, bits))
 
 
 def to_bfloat16(x):
@@ -45,7 +51,7 @@ def test_products_are_rounded_wherever_they_are(place):
         if place is differentiated
         else partial(place, plain)
     )
-    rounded = jax.jit(with_rounded_products(*BITS["bfloat16"], function))(w, x)
+    rounded = jax.jit(with_rounded_products(BITS["bfloat16"], function))(w, x)
     np.testing.assert_array_equal(rounded, jax.jit(partial(place, product))(w, x))
     assert np.any(rounded != jax.jit(function)(w, x))
 
@@ -58,14 +64,14 @@ def in_a_kernel(body, x):
 
 def test_a_kernel_is_left_as_it_is():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 8)), jnp.float32)
-    rounded = with_rounded_products(*BITS["bfloat16"], partial(in_a_kernel, jnp.tanh))
+    rounded = with_rounded_products(BITS["bfloat16"], partial(in_a_kernel, jnp.tanh))
     np.testing.assert_array_equal(jax.jit(rounded)(x), in_a_kernel(jnp.tanh, x))
-    rounded = with_rounded_products(*BITS["bfloat16"], partial(in_a_kernel, lambda x: x @ x))
+    rounded = with_rounded_products(BITS["bfloat16"], partial(in_a_kernel, lambda x: x @ x))
     with pytest.raises(NotImplementedError, match="a product in a Pallas kernel"):
         rounded(x)
     in_full = partial(jnp.matmul, x, precision="highest")
     rounded = with_rounded_products(
-        *BITS["bfloat16"], partial(in_a_kernel, lambda x: jnp.matmul(x, x, precision="highest"))
+        BITS["bfloat16"], partial(in_a_kernel, lambda x: jnp.matmul(x, x, precision="highest"))
     )
     np.testing.assert_array_equal(jax.jit(rounded)(x), in_full(x))
 

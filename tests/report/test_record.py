@@ -61,12 +61,13 @@ def full_record() -> Record:
 def test_a_record_comes_back():
     before = full_record()
     assert Record.from_json(before.to_json()) == before
-    older = {name: each for name, each in before.to_dict().items() if name != "done"}
+    older = json.loads(before.to_json())
+    del older["done"]
     assert Record.from_json(json.dumps(older)) == dataclasses.replace(before, done=())
 
 
 def test_entries_have_the_fields_that_the_docs_list():
-    fields, place = full_record().to_dict(), {"case": "LSTM", "platform": "cpu"}
+    fields, place = json.loads(full_record().to_json()), {"case": "LSTM", "platform": "cpu"}
     assert fields["schema"] == 2
     assert fields["measurements"][1] == place | {
         "dtype": "float32",
@@ -127,7 +128,7 @@ def test_json_has_no_nan():
         "[]",
         '{"schema": 7}',
         200_000 * "[",
-        json.dumps({**record().to_dict(), "cases": 5}),
+        json.dumps({**json.loads(record().to_json()), "cases": 5}),
         record(dataclasses.replace(measurement(1e-7), case=[3])).to_json(),
         record(measurement(1e-7)).to_json()[:-20],
     ],

@@ -1,4 +1,4 @@
-"""The registry's language models whose checkpoints are recognized, for the tests of loading."""
+"""The registry's language models, for the tests of loading."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,9 @@ from flax import nnx
 
 from parity_tests.registry import CASES
 
-PUBLISHED = {
-    name: case.config
-    for name, case in CASES.items()
-    if case.config is not None and (case.config.marks or case.config.model_types)
-}
+MODELS = {name: case.config for name, case in CASES.items() if case.config is not None}
+PUBLISHED = {name: each for name, each in MODELS.items() if each.marks or each.model_types}
+"""The models whose checkpoints are recognized."""
 RWKV, RWKV7, GRIFFIN, HIPPOGRIFF, HYENA_DNA = (
     PUBLISHED[f"{name}LanguageModel"]
     for name in ("RWKV", "RWKV7", "Griffin", "Hippogriff", "HyenaDNA")

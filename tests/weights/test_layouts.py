@@ -5,12 +5,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from flax import nnx
-from published import GRIFFIN, HYENA_DNA, PUBLISHED, RWKV7, assert_same_weights, build, untold
+from published import (
+    GRIFFIN,
+    HIPPOGRIFF,
+    HYENA_DNA,
+    MODELS,
+    PUBLISHED,
+    RWKV7,
+    assert_same_weights,
+    build,
+    untold,
+)
 
-from jax_models import from_torch, to_torch
+from jax_models import LanguageModelConfig, from_torch, griffin_from_weights, to_torch
+from jax_models.models.architecture import architectures
 from jax_models.models.load import config_of
+from jax_models.models.silero_vad import SileroVADConfig
 
-CONFIGS = PUBLISHED | {
+CONFIGS = MODELS | {
     "Griffin with other options": replace(
         GRIFFIN,
         num_kv_heads=2,
@@ -26,13 +38,18 @@ CONFIGS = PUBLISHED | {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_layout_is_read_with_the_config_of_its_shapes(name):
-    model, options = build(CONFIGS[name]), untold(CONFIGS[name])
-    expected = to_torch(model)
+    config = CONFIGS[name]
+    model, options = build(config), untold(config)
+    read = config_of if config.marks or config.model_types else type(config).from_state_dict
     for layout in model.torch_layouts():
         weights = to_torch(model, layout)
-        assert config_of(weights, **options) == CONFIGS[name], layout
-        read = from_torch(nnx.eval_shape(lambda: build(CONFIGS[name])), weights)
-        assert_same_weights(to_torch(read), expected)
+        assert read(weights, **options) == config, layout
+        loaded = from_torch(nnx.eval_shape(lambda: build(config)), weights, layout)
+        assert_same_weights(to_torch(loaded), to_torch(model))
+
+
+def test_every_language_model_is_read():
+    assert {*map(type, MODELS.values())} == {*architectures(LanguageModelConfig)}
 
 
 EDITS = {
@@ -41,6 +58,7 @@ EDITS = {
     "give state_dict": lambda weights, layout: {"epoch": 3, "model": weights},
     "expected a mapping": lambda weights, layout: [weights],
     "expected 2 axes": lambda weights, layout: weights | {layout.embedding: np.zeros(3)},
+    "none empty": lambda weights, layout: weights | {layout.embedding: np.zeros((3, 0))},
     "0, 1, 2, …, got .*1": lambda weights, layout: {
         key: a for key, a in weights.items() if not key.startswith(f"{layout.blocks}.0.")
     },
@@ -75,3 +93,20 @@ def test_weights_that_contradict_each_other_are_refused(message, config, change)
     weights = to_torch(build(config)) | change
     with pytest.raises(ValueError, match=message):
         from_torch(build(config_of(weights, **untold(config))), weights)
+
+
+def test_a_wrong_argument_is_named():
+    with pytest.raises(TypeError, match="weights:"):
+        griffin_from_weights([1])
+    with pytest.raises(ValueError, match=r"^num_kv_heads: expected a positive integer, got 0$"):
+        type(HIPPOGRIFF).from_state_dict(to_torch(build(HIPPOGRIFF)), num_kv_heads=0)
+
+
+@pytest.mark.parametrize(
+    "weights", [{}, {"a": np.zeros(3)}, {"stft": 3}, {"stft": np.zeros(())}, {3: np.zeros(256)}]
+)
+def test_weights_without_an_stft_are_no_silero_vads(weights):
+    with pytest.raises(ValueError, match=r"^state_dict: expected an stft"):
+        SileroVADConfig.from_state_dict(weights)
+    with pytest.raises(TypeError, match=r"^state_dict: expected a mapping"):
+        SileroVADConfig.from_state_dict([*weights])

@@ -3,18 +3,20 @@
 Rotary frequencies are an example: torch keeps them in a float32 buffer that is in no `state_dict`,
 and a port computes them. In float64 the sides then differ by the rounding of the constants. To find
 out whether they differ in nothing else, the reference runs once more with JAX's digits of them.
+Constants of which one side has no digits are moved by their rounding instead. The results that move
+with them may differ as far as they move; all others may not.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, ulp
+from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, DECIMAL_DIGITS, ulp
 
-SHORT = 6
-"""The most digits of a constant that a person wrote, such as 1e-5; float64 has more of it."""
+Digits = Callable[[np.ndarray], np.ndarray]
+"""Gives the numbers of an array other digits."""
 
 
 def short_decimal(value: Any) -> float | None:
@@ -23,7 +25,7 @@ def short_decimal(value: Any) -> float | None:
         return None
     with np.errstate(over="ignore"):
         rounded = np.float32(value)
-    is_short = sum(map(str.isdigit, str(rounded).partition("e")[0])) <= SHORT
+    is_short = sum(map(str.isdigit, str(rounded).partition("e")[0])) <= DECIMAL_DIGITS
     return float(str(rounded)) if is_short and rounded == value else None
 
 
@@ -48,8 +50,8 @@ def rounded_count(values: Iterable[np.ndarray]) -> int:
 
 def moves_to(
     values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
-) -> tuple[list[np.ndarray], bool]:
-    """The moves that give each constant the digits of one array; whether each one has an array.
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The moves that give each constant the digits of one array, and where no array has digits.
 
     Each constant takes the array that contains most of its numbers, of either sign. An array with
     many other numbers does not count as a constant's own: the sines of small frequencies, for
@@ -57,14 +59,14 @@ def moves_to(
     """
     sizes = [np.unique(np.abs(array[np.isfinite(array)])) for array in arrays]
     known = sorted(filter(np.size, sizes), key=np.size)
-    moves, have_own = [], True
+    moves, unknown = [], []
     for value in values:
         found = [(_move_to(value, numbers), numbers.size) for numbers in known]
         none = np.full(value.shape, np.nan), 0
         best, size = max(found, key=lambda each: np.isfinite(each[0]).sum(), default=none)
-        have_own &= bool(np.isfinite(best[is_rounded(value)]).all()) and size <= 2 * value.size
+        unknown.append(is_rounded(value) & (np.isnan(best) | (size > 2 * value.size)))
         moves.append(np.nan_to_num(best))
-    return moves, have_own
+    return moves, unknown
 
 
 def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -76,6 +78,37 @@ def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     nearest = np.where(np.abs(below) < np.abs(above), below, above)
     is_near = np.abs(nearest) <= CONSTANT_ULPS * ulp(np.float32)
     return np.where(is_rounded(value) & is_near, nearest, np.nan)
+
+
+def unknown_in(values: Sequence[np.ndarray], others: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Where constants are rounded to numbers that are not among the others, of either sign."""
+    if not rounded_count(values):
+        return []
+    numbers = np.concatenate([np.abs(np.ravel(other)) for other in [np.zeros(1), *others]])
+    return [is_rounded(value) & ~np.isin(np.abs(value), numbers) for value in values]
+
+
+def moved_by_rounding(where: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Moves as large as the rounding of a constant to float32, in random directions."""
+    rng = np.random.default_rng(0)
+    size = CONSTANT_ULPS * ulp(np.float32)
+    return [size * each * rng.choice([-1.0, 1.0], each.shape) for each in where]
+
+
+def digits_of(values: Iterable[np.ndarray], moves: Iterable[np.ndarray]) -> Digits:
+    """The function that scales each number of some constants by 1 + its move."""
+    numbers, factors = (
+        np.concatenate([np.ravel(np.asarray(each, np.float64)) for each in arrays])
+        for arrays in (values, moves)
+    )
+    order = np.argsort(numbers)
+    numbers, factors = numbers[order], 1 + factors[order]
+
+    def digits(array: np.ndarray) -> np.ndarray:
+        at = np.minimum(np.searchsorted(numbers, array), numbers.size - 1)
+        return np.where(numbers[at] == array, array * factors[at], array)
+
+    return digits
 
 
 def numbered(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:

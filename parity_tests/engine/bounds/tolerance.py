@@ -1,19 +1,19 @@
-"""How close is equal: the only place where a tolerance is written.
+"""The tolerances: how large an error may be. No other file has any.
 
 The oracle is y64, the torch twin in float64 on the same weights and inputs. The error of a tensor
 is the root mean square of its difference from y64, relative to the root mean square of y64.
 
 - float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
-  dtypes.
-  Constants that one side has in float32 (`rounded_constants.py`) get the digits of the other side.
-  Where that is impossible, the bound is K times the reference's own error in float32.
+  dtypes. Constants that one side has in float32 (`rounded_constants.py`) get the digits of the
+  other side. Where that is impossible, a tensor may err by K times as much as it moves when these
+  constants are off by `CONSTANT_ULPS`, but by no more than its bound in float32.
 - float32 and bfloat16: JAX errs by at most K times what torch errs in that dtype, or K ·
   `FLOOR_ULPS` ulp where torch happens to err by less.
 - Where JAX errs by more, torch's one run may have been lucky: in an ill-conditioned computation a
   few roundings make most of the error. The bound is then the largest error of up to `ROUNDED_RUNS`
   runs of the twin in float64 with each operation off by up to `OPERATION_ULPS` at random
-  (`torch_rounding.py`, `jax_rounding.py`), if that is larger. The runs stop as soon as they decide:
-  see `raised`.
+  (`torch_rounding.py`, `candidates/jax_rounding.py`), if that is larger. The runs stop as soon as
+  they decide: see `raised`.
 - No bound is above `UNDETERMINED`: a dtype in which rounding alone makes such an error does not
   determine the result, so the comparison shows nothing.
 
@@ -26,6 +26,7 @@ A group of tensors (all weight gradients, say) is judged by the one that takes m
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -44,7 +45,9 @@ p ** n, so rounding explains a plain error less than once in `PLAIN` times.
 """
 FLOAT64 = 1e-12
 CONSTANT_ULPS = 8.0
-"""Of float32, for a constant such as 10000^(-i/d), whose power enlarges the exponent's rounding."""
+"""In ulp of float32. The power in 10000^(-i/d), for example, enlarges the exponent's rounding."""
+DECIMAL_DIGITS = 6
+"""A constant of so few digits, such as 1e-5, was written by a person: float64 has more of it."""
 UNSTABLE = 1e-2
 UNDETERMINED = 0.5
 LONG_TRAJECTORY = 1e-10
@@ -171,28 +174,35 @@ def raised(
 def tensor_errors(
     dtype,
     *,
-    ours: Mapping[str, float],
-    theirs: Mapping[str, float],
-    theirs32: Mapping[str, float],
+    torch: Mapping[str, float],
+    jax: Mapping[str, float],
+    torch32: Mapping[str, float],
     rounded: Iterable[Mapping[str, float]],
+    constants: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Error]:
-    """The errors of a group in `dtype`; `theirs32` are the twin's in float32, for its stability.
+    """The errors of a group's tensors in `dtype`, with their bounds.
 
-    `rounded` has the errors of runs of the twin with random rounding.
+    `torch32` are the reference's errors in float32, which tell whether it is stable. `rounded` has
+    the errors of its runs with random rounding. `constants` says how far a tensor moves with
+    constants of which one side has only float32's digits: by as much it may differ in float64.
     """
-    bounds = {name: max(floor(dtype), K * error) for name, error in theirs.items()}
+    single = {name: max(floor(np.float32), K * error) for name, error in torch32.items()}
+    bounds = {
+        name: max(floor(dtype), K * error, min(K * constants.get(name, 0.0), single[name]))
+        for name, error in torch.items()
+    }
     # If rounding to float32 causes a small error, rounding to float64 causes a far smaller one.
     plain = {
         name: max(error, ulp(np.float32)) if dtype == np.float64 and error <= UNSTABLE else np.inf
-        for name, error in theirs32.items()
+        for name, error in torch32.items()
     }
-    bounds = raised(bounds, ours, rounded, plain)
+    bounds = raised(bounds, jax, rounded, plain)
     return {
         name: Error(
-            ours[name],
-            theirs[name],
+            jax[name],
+            torch[name],
             min(bound, UNDETERMINED),
-            unstable=not (bound < UNDETERMINED and theirs32[name] <= UNSTABLE),
+            unstable=not (bound < UNDETERMINED and torch32[name] <= UNSTABLE),
             tensor=name,
         )
         for name, bound in bounds.items()
@@ -215,10 +225,11 @@ def group_error(
     negligible: bool = False,
 ) -> Error:
     """The worst error of the tensors; `negligible` is as in `relative_errors`."""
-    ours, theirs, theirs32 = (
-        relative_errors(tensors, oracle, negligible=negligible) for tensors in (jax, torch, torch32)
-    )
-    return worst(tensor_errors(dtype, ours=ours, theirs=theirs, theirs32=theirs32, rounded=rounded))
+    errors = {
+        name: relative_errors(tensors, oracle, negligible=negligible)
+        for name, tensors in {"torch": torch, "jax": jax, "torch32": torch32}.items()
+    }
+    return worst(tensor_errors(dtype, **errors, rounded=rounded))
 
 
 def assert_same(actual, expected, what: str) -> None:

@@ -1,1 +1,1 @@
-"""What a candidate is measured against: a torch module, a JAX model, or a recorded file."""
+"""The references for a candidate: a torch module, a JAX model, or a recorded file."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from parity_tests.engine.bounds.rounded_constants import numbered
+from parity_tests.engine.bounds.rounded_constants import digits_of, numbered
 from parity_tests.engine.bounds.tolerance import ROUNDED_RUNS
 from parity_tests.engine.candidates.adapters import foreign_model
 from parity_tests.engine.candidates.jax_side import JaxSide
@@ -20,6 +20,7 @@ from parity_tests.engine.candidates.model_weights import (
     named_table,
     own_weights,
 )
+from parity_tests.engine.candidates.other_digits import run_with_digits, with_digits
 from parity_tests.engine.candidates.port import port
 from parity_tests.engine.faults import first_of, not_a_number
 from parity_tests.engine.problem import Problem, all_in_dtype, in_dtype, is_flag
@@ -93,7 +94,7 @@ class JaxReference(Reference):
 
     def _run_oracle(self, own: Problem) -> None:
         self.problem, self.notes, parameters = own, [], self.weights.parameters
-        self._side = JaxSide(own)
+        self._side, self._moves = JaxSide(own), []
         self._say("reference in float64")
         shapes, found = self._side.shapes(own)
         if any(only_floating(named) for named in shapes.values()):
@@ -157,14 +158,27 @@ class JaxReference(Reference):
             for seed in range(ROUNDED_RUNS):
                 yield run(noise=seed)
 
+        def moved() -> Iterator[Trace]:
+            if self._moves:  # twice as far as JAX's digits, which are then within
+                twice = digits_of(self.constants.values(), [2 * move for move in self._moves])
+                problem, evaluator = with_digits(self.problem, twice)
+                yield traced_jax(problem, "float64", self.oracle, self.cast_to, evaluator=evaluator)
+
         return of_runs(
             dtype,
             self._run,
             self.weights.owners,
             lambda: traced_jax(self.problem, dtype, self.oracle),
             rounded(),
+            moved(),
         )
 
-    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+    @functools.cached_property
+    def constants(self) -> Mapping[str, np.ndarray]:
         """The constants of the model's float64 run, numbered."""
         return numbered(self._side.constants_of(self.problem))
+
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is scaled by 1 + its move."""
+        self._moves, digits = moves, digits_of(self.constants.values(), moves)
+        return run_with_digits(self.problem, digits, self.oracle, self.cast_to)

@@ -22,7 +22,7 @@ KEY, CHECKSUM = "twinscan", "twinscan.checksum"
 """The keys of the file's metadata: the facts, and a checksum of facts and arrays."""
 SCHEMA = 3
 PLAIN = {np.dtype(name) for name in ("float64", "float32", "float16", "int64", "int32", "bool")}
-"""What safetensors stores as it is; other arrays are stored as their bytes."""
+"""The dtypes that safetensors stores as they are; other arrays are stored as their bytes."""
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """A recorded file as the reference."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -83,7 +84,10 @@ class RecordedReference(Reference):
         """Nothing runs, but the record must have what the problem asks for."""
         self.problem, constants = problem, self._facts["constants"][bool(problem.constants)]
         self.constant_count = constants["count"]
-        self.constant_names = constants.get("names", ())  # an older record has none
+        # An older record knows neither the names of its constants nor how much depends on them.
+        self.constant_names = constants.get("names", ())
+        anyhow = {group: dict.fromkeys(named, math.inf) for group, named in self.oracle.items()}
+        self._moved = constants.get("moved", anyhow)
         logits = logits_array(problem.logits, self.oracle) if problem.logits else None
         if logits is not None and [*logits] != self._facts["logits"]:
             raise ValueError(
@@ -109,6 +113,10 @@ class RecordedReference(Reference):
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
         calls, owners = self._facts["calls"], self.weights.owners
         return recorded_calls(calls, self._arrays, self.oracle, owners, dtype)
+
+    def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
+        """How far the results depend on all constants; an older record does not know, so any."""
+        return self._moved if self.constant_count else {}
 
 
 def are_equal(given: Sequence[Any], recorded: Sequence[Any]) -> bool:

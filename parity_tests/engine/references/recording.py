@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jax_models.ops.checks import checked_bool
-from parity_tests.engine.bounds.rounded_constants import names_of, rounded_count
+from parity_tests.engine.bounds.rounded_constants import is_rounded
 from parity_tests.engine.candidates.model_weights import is_trivial
 from parity_tests.engine.logits import logits_array
 from parity_tests.engine.problem import Arrays, called
@@ -72,20 +72,27 @@ def record(
         if reference.faults:
             raise ValueError(f"twin: {reference.faults[0]}")
         facts = facts_of(reference) | {"inputs": structure, "has_kwargs": bool(kwargs)}
+
+        # A port may compute the numbers of buffers itself. Then the buffers are constants, too.
+        weights, moving = reference.weights, reference
+        buffers = frozenset(weights.owners) - {*weights.parameters}
+        if buffers and not weights.is_jax:
+            with open_reference(twin) as moving:
+                moving.run(dataclasses.replace(problem, constants=buffers), say)
+        facts["constants"] = [constants_as_facts(each) for each in (reference, moving)]
         calls: Arrays = {}
         if activations:
             traces = [reference.trace(dtype) for dtype in problem.dtypes]
             facts["submodules"] = reference.submodules and [*reference.submodules]
             facts["calls"] = calls_as_facts(traces, calls)
 
-    # A weight that has several keys is stored once, under the first of them.
-    weights, results = reference.weights, reference.oracle
+    # Weights that share an array are stored once, as all equal arrays are.
     tensors = {
-        **{f"weights/{k}": a for k, a in weights.arrays.items() if weights.owners.get(k, k) == k},
+        **{f"weights/{key}": array for key, array in weights.arrays.items()},
         **{f"inputs/{i}": array for i, array in enumerate(arrays)},
         **{
             f"results/{group}/{name}": array
-            for group, named in results.items()
+            for group, named in reference.oracle.items()
             for name, array in named.items()
         },
         **calls,
@@ -97,10 +104,6 @@ def facts_of(reference: Reference) -> dict[str, Any]:
     """The file's facts about a reference, besides its arrays, inputs and calls."""
     problem, oracle, weights = reference.problem, reference.oracle, reference.weights
     dtypes = dict.fromkeys((*problem.dtypes, "float32"))
-
-    # A port may compute the numbers of buffers itself. If they are rounded, they are constants.
-    buffers = frozenset() if weights.is_jax else weights.owners.keys() - {*weights.parameters}
-    beside = reference.constants_of(dataclasses.replace(problem, constants=frozenset(buffers)))
     return {
         "dtypes": problem.dtypes,
         "seed": problem.seed,
@@ -117,10 +120,6 @@ def facts_of(reference: Reference) -> dict[str, Any]:
         "cast_to": reference.cast_to,
         "notes": reference.notes,
         "logits": logits_array(problem.logits, oracle) if problem.logits else None,
-        "constants": [
-            {"count": rounded_count(each.values()), "names": names_of(each)}
-            for each in (reference.constants, beside)
-        ],
         "said": {dtype: errors_as_facts(reference.own_run(dtype)) for dtype in dtypes},
         "scatter": {dtype: reference.scatter(dtype) for dtype in dtypes},
     }
@@ -132,6 +131,18 @@ def errors_as_facts(errors: RunErrors) -> dict[str, Any]:
     for (group, name), dtype in errors.dtypes.items():
         dtypes.setdefault(group, {})[name] = str(dtype)
     return {**dataclasses.asdict(errors), "dtypes": dtypes}
+
+
+def constants_as_facts(reference: Reference) -> dict[str, Any]:
+    """How many constants are rounded, their names, and how far the results depend on them."""
+    constants = reference.constants.values()
+    moved = reference.moved_results(
+        [np.zeros(value.shape) for value in constants],
+        [is_rounded(value) for value in constants],
+        reference.oracle,
+    )
+    names = reference.constant_names
+    return {"count": reference.constant_count, "names": names, "moved": moved}
 
 
 def idle_keys(reference: Reference) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a JAX side is measured against."""
+"""The interface of the references that a JAX side is measured against."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from jax_models.ops.checks import checked_bool, described
-from parity_tests.engine.bounds.rounded_constants import names_of, rounded_count
+from parity_tests.engine.bounds.rounded_constants import moved_by_rounding, names_of, rounded_count
 from parity_tests.engine.candidates.model_weights import ReferenceWeights
 from parity_tests.engine.faults import overflows
 from parity_tests.engine.logits import LogitsError, checked_logits, logits_array, logits_error
@@ -34,9 +34,7 @@ from parity_tests.engine.results import (
     largest_by_group,
     replayed,
 )
-
-if TYPE_CHECKING:
-    from parity_tests.engine.traces.reference_trace import ReferenceTrace
+from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
 ResultKey = tuple[str, str]
 """Group and name of a result."""
@@ -44,7 +42,7 @@ ResultKey = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class RunErrors:
-    """How far a reference's own run in a dtype is off, and its dtypes."""
+    """The errors and dtypes of the reference's own run in a dtype."""
 
     errors: ErrorsByGroup
     """The errors relative to the reference in float64."""
@@ -66,9 +64,9 @@ class Reference(abc.ABC):
     name: str
     """The name of the reference's class."""
     sides: tuple[str, str] = ("torch", "JAX")
-    """What reports call the reference, and what is measured."""
+    """The names of the reference and of the JAX side in reports."""
     twin: Any
-    """What the problem gets as its twin."""
+    """The twin of the problem: the torch module, or an object with the weights alone."""
     weights: ReferenceWeights
     submodules: Collection[str] | None = None
     """The names of its submodules, with "" for the module itself; None if unknown."""
@@ -178,14 +176,10 @@ class Reference(abc.ABC):
         With `is_forward`, gradients are not needed.
         """
 
-    def constants_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
-        """The constants of the problem's float64 run, by name."""
-        return {}
-
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
         """The constants of the float64 run, by name."""
-        return self.constants_of(self.problem)
+        return {}
 
     @functools.cached_property
     def constant_count(self) -> int:
@@ -197,6 +191,15 @@ class Reference(abc.ABC):
         """The names of these constants."""
         return names_of(self.constants)
 
-    def with_constants(self, moves: Sequence[np.ndarray]) -> Results | None:
-        """The float64 results where each constant is scaled by 1 + its move; None if unknown."""
-        return None
+    def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
+        """The float64 results where each constant is scaled by 1 + its move."""
+        raise NotImplementedError(f"{self.name} cannot run with other constants")
+
+    def moved_results(
+        self, moves: Sequence[np.ndarray], unknown: Sequence[np.ndarray], expected: Results
+    ) -> ErrorsByGroup:
+        """How far the results with these moves depend on constants whose digits are unknown."""
+        if not any(each.any() for each in unknown):
+            return {}
+        both = [a + b for a, b in zip(moves, moved_by_rounding(unknown), strict=True)]
+        return errors_of(self.with_constants(both), expected)

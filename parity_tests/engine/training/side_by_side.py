@@ -85,19 +85,19 @@ def train_side_by_side(
             # JAX gets the dropout masks that torch drew.
             with x64(dtype == "float64"):
                 side.train_on(batch, oracle.masks)
-                ours = {"the loss": side.loss, **side.weights(), **averaged(side.average())}
+                found = {"the loss": side.loss, **side.weights(), **averaged(side.average())}
                 gradients = side.gradients()
             norms[dtype].append((norm(gradient), norm(only(gradients, gradient))))
 
             # Statistics that JAX does not return cannot be compared.
             skipped = set() if side.returns_statistics else statistics
-            expected = only(after, ours.keys() - skipped)
+            expected = only(after, found.keys() - skipped)
             torch_own = own.get(dtype, oracle)
             error = group_error(
                 jnp.dtype(dtype),
                 oracle=expected,
                 torch=only(compared(names, torch_own), expected),
-                jax=only(ours, expected),
+                jax=only(found, expected),
                 torch32=only(compared(names, own["float32"]), expected),
                 rounded=scatter(dtype, expected),
             )

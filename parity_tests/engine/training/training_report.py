@@ -1,4 +1,4 @@
-"""What a comparison of two trainings found."""
+"""The result of a comparison of two trainings."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ class TrainingReport:
     steps: dict[str, tuple[Error, ...]]
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What was not compared."""
+    """Parts that were not compared, and why."""
     gradient_norms: dict[str, tuple[tuple[float, float], ...]] = dataclasses.field(
         default_factory=dict
     )

@@ -52,7 +52,7 @@ class ByLoader:
         floating = {key: value for key, value in state_dict.items() if is_floating(value)}
 
         def changed(keys: Collection[str]) -> Arrays:
-            """What the loader makes if the weights of these keys are others."""
+            """The loaded arrays if the weights of these keys had other values."""
             others = {key: 0.7 * value + 0.1 for key, value in floating.items() if key in keys}
             return self.of_torch({**state_dict, **others})
 

@@ -1,0 +1,56 @@
+"""Run a JAX side with other digits of its constants."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from parity_tests.engine.bounds.rounded_constants import Digits
+from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.candidates.lift import Lift
+from parity_tests.engine.problem import Arrays, Problem
+from parity_tests.engine.results import Results
+
+
+class OtherDigits(Lift):
+    """Evaluates a program with other digits of its constants."""
+
+    def __init__(self, digits: Digits, *args: Any):
+        self._digits = digits
+        super().__init__(*args)
+
+    def _decimal(self, value: Any) -> np.ndarray:
+        return self._digits(super()._decimal(value))
+
+
+def with_digits(problem: Problem, digits: Digits) -> tuple[Problem, Callable[..., Lift]]:
+    """The problem and the `evaluator` of a `JaxSide` for a float64 run with these digits."""
+    problem = dataclasses.replace(problem, build=partial(_built, problem, digits))
+    return problem, partial(OtherDigits, digits)
+
+
+def run_with_digits(
+    problem: Problem,
+    digits: Digits,
+    oracle: Results,
+    cast_to: Sequence[str],
+    platform: str = "cpu",
+) -> Results:
+    """The results in float64 with other digits of the constants of the program and the model."""
+    problem, evaluator = with_digits(problem, digits)
+    return JaxSide(problem, platform, evaluator=evaluator).run(problem, "float64", oracle, cast_to)
+
+
+def _built(problem: Problem, digits: Digits, state_dict: Arrays, dtype: str) -> tuple[Any, Any]:
+    """What the problem builds, with other digits of the constants that the model holds."""
+    weights, rest = problem.build(state_dict, dtype)
+
+    def changed(leaf: Any) -> Any:
+        return jnp.asarray(digits(np.asarray(leaf, np.float64))) if is_floating(leaf) else leaf
+
+    return weights, jax.tree.map(changed, rest)

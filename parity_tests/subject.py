@@ -1,0 +1,112 @@
+"""The subject of a check: a layer of the registry in float64, and its compiled functions."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_models import BidirectionalState, LanguageModel, Reversed, state_batch_axes
+from parity_tests.engine.bounds.tolerance import assert_same
+from parity_tests.registry import BATCH, TIME, Case
+
+ALL_STEPS = np.full(BATCH, TIME)
+NO_RESET = np.zeros((BATCH, TIME), bool)
+LONG = 60
+"""The length of rows for which operators that work in chunks need several chunks."""
+
+
+class Subject:
+    """A case's layer in float64, with inputs, a state, and the layer as jitted functions.
+
+    Compiling takes most of a check's time. So the checks share the programs of a few shapes: whole
+    batches of TIME, 4, 3 and 0 steps without masks, and of TIME steps with both.
+    """
+
+    def __init__(self, case: Case):
+        self.case = case
+        self.layer = case.build_layer(case.build_twin())
+        self.x = case.inputs()
+        self.state = case.state()
+        self.is_language_model = isinstance(self.layer, LanguageModel)
+        self._call = jax.jit(self.layer.__call__)
+        self._graphdef, self.params, self._rest = nnx.split(self.layer, nnx.Param, ...)
+        self._masked = jax.jit(self._results_and_gradients)
+
+    @functools.cached_property
+    def documents(self) -> tuple[np.ndarray, int]:
+        """Rows of up to `LONG` steps, and the length of a document at their start."""
+        longest = min(self.case.max_length or LONG, LONG)
+        return self.case.inputs(batch=BATCH, time=longest), 2 * longest // 3
+
+    def call(self, x, state):
+        """The layer without masks; its results are numpy arrays."""
+        return jax.device_get(self._call(x, state))
+
+    def masked(self, x, lengths=ALL_STEPS, reset=NO_RESET):
+        """The outputs, the last state, and the gradient of a loss over both for x (floating)."""
+        y, last, (_, gradient) = self.results_and_gradients(
+            self.params, self.state, x, lengths, reset
+        )
+        return y, last, gradient
+
+    def results_and_gradients(self, params, state, x, lengths=ALL_STEPS, reset=NO_RESET):
+        """The outputs, the last state, and the gradients for the parameters and x (floating)."""
+        reset = reset if self.case.resettable else None
+        return jax.device_get(self._masked(params, state, x, lengths, reset))
+
+    def _results_and_gradients(self, params, state, x, lengths, reset):
+        def loss(params, x):
+            layer = nnx.merge(self._graphdef, params, self._rest)
+            y, last = layer(x, state, lengths=lengths, reset=reset)
+            floating = (a for a in jax.tree.leaves(last) if jnp.issubdtype(a.dtype, jnp.floating))
+            return sum(jnp.sum(jnp.sin(a)) for a in (y, *floating)), (y, last)
+
+        arguments = (0,) if self.is_language_model else (0, 1)
+        gradients, (y, last) = jax.grad(loss, arguments, has_aux=True)(params, x)
+        return y, last, (*gradients, None)[:2]
+
+    def part(self, start: int, stop: int, state):
+        """The steps from `start` to `stop` of all rows, each from its row of the state."""
+        return self.call(self.x[:, start:stop], state)
+
+    def disturbed(self, where: np.ndarray) -> np.ndarray:
+        """The inputs, changed where `where` (batch, time) is true."""
+        if self.is_language_model:
+            return np.where(where, (self.x + 1) % self.layer.config.vocab_size, self.x)
+        return np.where(where[..., None], self.x + np.linspace(0.5, 1.5, self.x.shape[-1]), self.x)
+
+    def assert_unchanged(self, actual, expected, what: str):
+        """Assert equality; up to rounding if an FFT mixes all steps."""
+        if self.case.mixes_steps:
+            assert_same(actual, expected, what)
+        else:
+            assert (actual == expected).all(), f"{what}: changed"
+
+    def rows(self, indices: Sequence[int], state):
+        """Some rows of a batched state."""
+        axes = state_batch_axes(self.layer)
+        return jax.tree.map(lambda s, axis: np.take(s, indices, axis), state, axes)
+
+    def by_direction(self, forward, backward):
+        """A state made of one state's forward parts and another's backward parts."""
+        if self.case.causal:
+            return forward
+        if isinstance(self.layer, Reversed):
+            return backward
+        if isinstance(forward, BidirectionalState):
+            return BidirectionalState(forward.forward, backward.backward)
+        is_backward = np.arange(len(forward[0])) % 2 == 1
+        return jax.tree.map(
+            lambda f, b: np.where(is_backward[:, None, None], b, f), forward, backward
+        )
+
+
+def assert_same_tree(actual, expected, what: str) -> None:
+    """Assert that two trees have the same structure and, up to rounding, the same values."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected), what
+    leaves = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
+    for (path, a), b in leaves:
+        assert_same(a, b, f"{what}{jax.tree_util.keystr(path)}")

@@ -1,0 +1,80 @@
+"""The checks of weights: loading, exporting and training."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from flax import nnx
+from jax.flatten_util import ravel_pytree
+
+from jax_models import from_torch, project, to_torch
+from parity_tests.engine.bounds.tolerance import assert_same
+from parity_tests.subject import Subject
+
+
+def weights_make_the_round_trip_bit_for_bit(subject: Subject):
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        twin = subject.case.twin().to(dtype)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.normal_()
+            for parameter in subject.case.bounded(twin):
+                parameter.uniform_()  # a number out of bounds is refused
+        name = str(dtype).removeprefix("torch.")
+        layer = from_torch(subject.case.abstract(jnp.dtype(name)), twin.state_dict())
+        back = to_torch(layer, subject.case.layout)
+        assert back.keys() == twin.state_dict().keys()
+        for key, tensor in twin.state_dict().items():
+            bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
+            assert back[key].dtype.name == name
+            assert back[key].tobytes() == tensor.contiguous().view(bits).numpy().tobytes(), key
+        again = from_torch(subject.case.abstract(jnp.dtype(name)), back, subject.case.layout)
+        for a, b in zip(
+            jax.tree.leaves(nnx.state(layer)), jax.tree.leaves(nnx.state(again)), strict=True
+        ):
+            assert a.dtype == b.dtype
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def optimizer_follows_the_same_trajectory(subject: Subject):
+    """Ten steps of AdamW towards random targets, in optax and in torch.optim.
+
+    A gradient that is zero but for rounding errors, such as that of attention's key bias, would
+    give a step its direction. So AdamW's epsilon is larger than rounding errors.
+    """
+    case, twin = subject.case, subject.case.build_twin()
+    x = torch.tensor(subject.x)
+    target = np.random.default_rng(5).standard_normal(case.call(twin, x)[0].shape)
+    graphdef, tree, rest = nnx.split(subject.layer, nnx.Param, ...)
+    params, unravel = ravel_pytree(tree)
+    optimizer = optax.adamw(1e-2, 0.9, 0.999, eps=1e-5, weight_decay=0.01)
+
+    @jax.jit
+    def jax_step(params, optimizer_state):
+        def loss_fn(params):
+            y, _ = nnx.merge(graphdef, unravel(params), rest)(subject.x)
+            return jnp.mean((y - target) ** 2)
+
+        loss, gradient = jax.value_and_grad(loss_fn)(params)
+        with jax.numpy_dtype_promotion("standard"):  # optax does not work under "strict"
+            updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
+            stepped: Any = optax.apply_updates(params, updates)
+        return ravel_pytree(project(unravel(stepped)))[0], optimizer_state, loss
+
+    torch_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01, eps=1e-5)
+    optimizer_state = optimizer.init(params)
+    for step in range(10):
+        torch_optimizer.zero_grad()
+        torch_loss = ((case.call(twin, x)[0] - torch.tensor(target)) ** 2).mean()
+        torch_loss.backward()
+        torch_optimizer.step()
+        for parameter in case.bounded(twin):
+            parameter.clamp_(0, 1)
+        params, optimizer_state, loss = jax_step(params, optimizer_state)
+        assert_same(loss, torch_loss.item(), f"loss of step {step}")
+    weights = to_torch(nnx.merge(graphdef, unravel(params), rest), case.layout)
+    for key, tensor in twin.state_dict().items():
+        assert_same(weights[key], tensor.numpy(), key)
