@@ -2,9 +2,9 @@
 
 `compare` goes from the arguments to the verdict in one function, stage by stage. Each stage has a
 folder: `references` holds what a model can be measured against, `candidates` loads and runs a JAX
-model, `bounds` says how large an error rounding explains, and `locate` finds where the two sides
-part. `problem.py` defines what both sides run, `measure.py` compares their results, and
-`results.py` and `report.py` hold what comes out.
+model, `bounds` says how large an error rounding explains, `traces` records the calls of both sides,
+and `locate` finds where the two sides part. `problem.py` defines what both sides run, `measure.py`
+compares their results, and `results.py` and `report.py` hold what comes out.
 """
 
 from __future__ import annotations

@@ -62,22 +62,30 @@ class _Pairing:
         fits: Callable[[list[Call], list[Call]], bool] = lambda calls, others: True,
     ) -> None:
         """Pair the calls that have the same key; None is no key."""
-        calls, others = self._left(key), self._left_of_jax(jax_key or key)
-        for value, group in calls.items():
+        others = self._groups(self.jax_calls, jax_key or key)
+        for value, group in self._groups(self.reference, key).items():
             if fits(group, others.get(value, [])):
                 self.add(group, others.get(value, []))
 
-    def _left(self, key: Callable[[Call], Hashable]) -> dict[Hashable, list[Call]]:
-        return _grouped((call for call in self.reference if call not in self.pairs), key)
-
-    def _left_of_jax(self, key: Callable[[Call], Hashable]) -> dict[Hashable, list[Call]]:
-        return _grouped((call for call in self.jax_calls if call not in self.taken), key)
+    def _groups(
+        self, calls: list[Call], key: Callable[[Call], Hashable]
+    ) -> dict[Hashable, list[Call]]:
+        """The calls of a side that are not paired, by their key."""
+        groups: dict[Hashable, list[Call]] = {}
+        for call in calls:
+            value = key(call)
+            if value is not None and call not in self.pairs and call not in self.taken:
+                groups.setdefault(value, []).append(call)
+        return groups
 
     def by_weights(self) -> None:
         """Pair the calls that hold the same weights; of nested calls, the most similar ones."""
-        groups = self._left_of_jax(lambda call: call.weights or None)
-        for weights, calls in self._left(lambda call: call.weights or None).items():
-            nests, others = _nests(calls), _nests(groups.get(weights, []))
+        found, jax_found = (
+            self._groups(calls, lambda call: call.weights or None)
+            for calls in (self.reference, self.jax_calls)
+        )
+        for weights, calls in found.items():
+            nests, others = _nests(calls), _nests(jax_found.get(weights, []))
             if len(nests) != len(others):
                 self.add([nest[0] for nest in nests], [nest[0] for nest in others])
                 continue
@@ -122,14 +130,6 @@ class _Pairing:
     def are_same(self, calls: list[Call], others: list[Call]) -> bool:
         """True for one call on each side, if both take the same."""
         return len(calls) == len(others) == 1 and self._is_same(calls[0], others[0], "inputs")
-
-
-def _grouped(calls: Iterable[Call], key: Callable[[Call], Hashable]) -> dict[Hashable, list[Call]]:
-    groups: dict[Hashable, list[Call]] = {}
-    for call in calls:
-        if (value := key(call)) is not None:
-            groups.setdefault(value, []).append(call)
-    return groups
 
 
 def _nests(calls: list[Call]) -> list[list[Call]]:

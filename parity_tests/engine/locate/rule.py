@@ -88,8 +88,10 @@ class Rule:
             hiders = [c for c in self.givers(first) if numbers(c, self.given) & hidden]
             if hiders:
                 return self._unsure(here, first, *hiders)
-        has_calls = any(call.parent is first for call in self.evidence.trace.calls)
-        return self._descend(first) if has_calls else self._leaf(here, first)
+        states = self.evidence.states
+        inner = self.evidence.trace.inside(first, self.evidence.direction)
+        has_arrays = any(states[call, self.taken] or states[call, self.given] for call in inner)
+        return self._descend(first) if has_arrays else self._leaf(here, first)
 
     def _leaf(self, here: Culprit, leaf: Call) -> Culprit:
         """The culprit is a call without inner calls, or the code around it that feeds it."""

@@ -9,13 +9,12 @@ from functools import partial
 
 import numpy as np
 
-from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.locate.evidence import Evidence, telling
 from parity_tests.engine.locate.search import Search, Wanted, Watch
 from parity_tests.engine.locate.values import identity, layouts
 from parity_tests.engine.problem import Problem
-from parity_tests.engine.traces.frameworks import recording
-from parity_tests.engine.traces.trace import FORWARD, Call, Trace
+from parity_tests.engine.traces.jax_trace import traced_jax
+from parity_tests.engine.traces.trace import FORWARD, Call
 
 
 class Substitution:
@@ -98,10 +97,10 @@ class Substitution:
     def _run_jax(self, see: Callable[..., None]) -> None:
         """Run the JAX side, and give each of its arrays to `see`."""
         results = self.reference.trace.results
-        with recording(Trace(), self.problem) as side:
-            JaxSide(side, evaluator=partial(Watch, see)).run(
-                side,
-                self.reference.dtype,
-                results.forward if self.direction is FORWARD else results,
-                self.reference.cast_to,
-            )
+        traced_jax(
+            self.problem,
+            self.reference.dtype,
+            results.forward if self.direction is FORWARD else results,
+            self.reference.cast_to,
+            evaluator=partial(Watch, see),
+        )

@@ -1,7 +1,6 @@
 """Find which of the reference's weights each JAX module holds, by their numbers."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +24,11 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
     In a run for this purpose, each weight is filled with a number of its own, which identifies it.
     A model that keeps its own weights is recognized by their numbers instead.
     """
-    # Fill each weight with a number of its own, and note the keys of these numbers.
+    # Fill each weight with a number of its own, which float32 represents exactly.
     weights, keys = problem.state_dict, [*dict.fromkeys(owners.values())]
-    # float32 represents these numbers and their sums exactly: a cell may hold the sum of two biases
     steps = np.random.default_rng(0).choice(2**22, len(keys), replace=False)
     fills = dict(zip(keys, (0.5 + steps / 2**23).tolist(), strict=True))
-    sums = {fills[a] + fills[b]: {a, b} for a, b in itertools.combinations(keys, 2)}
-    known = {0.0: set[str]()} | sums | {fill: {key} for key, fill in fills.items()}
+    by_fill = {fill: key for key, fill in fills.items()}
     filled = {
         key: np.broadcast_to(kind(fills[owner]), weights[key].shape)
         for key, owner in owners.items()
@@ -40,8 +37,15 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
 
     def of_fills(value: np.ndarray) -> set[str]:
         is_one = value.size and (value == value.flat[0]).all()  # sorting would take far longer
-        numbers = np.unique(np.real(value.flat[:1] if is_one else value)).tolist()
-        return set().union(*(known[n] for n in numbers)) if known.keys() >= {*numbers} else set()
+        found: set[str] = set()
+        for number in np.unique(np.real(value.flat[:1] if is_one else value)).tolist():
+            # A cell may hold the sum of two biases, and zeros in places without a weight.
+            sums = ((fill, number - fill) for fill in by_fill if number - fill in by_fill)
+            parts = (number,) if number in by_fill else next(sums, ())
+            if number and not parts:
+                return set()
+            found |= {by_fill[part] for part in parts}
+        return found
 
     # Ask each module of the run which of the numbers it holds.
     held = _held(problem, weights | filled, of_fills)
