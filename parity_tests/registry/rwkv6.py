@@ -109,7 +109,7 @@ MUTATIONS = [
         forward("μ for 1 − μ", case, plant=replaced(f"{LAYERS}.{target}", other_way_round))
         for case, target in (
             ("RWKV6TimeMix", "rwkv6.lerp_to_previous"),
-            ("RWKV6ChannelMix", "rwkv.lerp_to_previous"),
+            ("RWKV6ChannelMix", "rwkv_parts.lerp_to_previous"),
         )
     ),
     forward("epsilon doubled", "RWKV6TimeMix", plant=epsilon_doubled("ln_x"), culprit="ln_x"),

@@ -102,10 +102,10 @@ def of_the_changed_key(removal_and_key):
 def with_sigmoid_outside(low_rank):
     """G = σ(x g_1 g_2)."""
 
-    def wrong(x, down, up, nonlinearity=lambda y: y):
+    def wrong(x, down, up, nonlinearity=lambda y: y, base=None):
         if nonlinearity is jax.nn.sigmoid:
             return jax.nn.sigmoid(low_rank(x, down, up))
-        return low_rank(x, down, up, nonlinearity)
+        return low_rank(x, down, up, nonlinearity, base)
 
     return wrong
 

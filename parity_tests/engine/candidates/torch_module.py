@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from parity_tests.engine.problem import COMPLEX, is_flag, kind_of
 
@@ -72,6 +73,11 @@ def converted(
     twin: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.nn.Module:
     """A copy of the module whose tensors are all converted."""
+
+    def attribute(value: Any) -> Any:
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+        return convert(value) if is_plain else value
+
     copied = copy_of(twin)
     is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in copied.modules())
     if not is_scripted:
@@ -89,15 +95,5 @@ def converted(
             module._apply(convert, recurse=False)
         for name, value in vars(module).items():
             if name[:1] != "_" or isinstance(value, torch.Tensor):
-                vars(module)[name] = _attribute(value, convert)
+                vars(module)[name] = tree_map(attribute, value)
     return copied
-
-
-def _attribute(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if isinstance(value, torch.nn.Parameter) else convert(value)
-    if type(value) in (list, tuple):
-        return type(value)(_attribute(each, convert) for each in value)
-    if type(value) is dict:
-        return {key: _attribute(each, convert) for key, each in value.items()}
-    return value
