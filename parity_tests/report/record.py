@@ -208,8 +208,10 @@ def encoded(value: Any) -> Any:
         return {key: encoded(each) for key, each in value.items()}
     if isinstance(value, tuple):
         return [*map(encoded, value)]
+    if isinstance(value, Measurement | LogitsMeasurement):
+        return encoded(value.to_dict())
     if dataclasses.is_dataclass(value):
-        return encoded(value.to_dict() if hasattr(value, "to_dict") else vars(value))
+        return encoded(vars(value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -224,7 +226,7 @@ def decoded(kind: Any, value: Any) -> Any:
         return {key: decoded(of[1], each) for key, each in value.items()}
     if hasattr(kind, "from_dict"):
         return kind.from_dict(value)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{name: decoded(hints[name], each) for name, each in value.items()})
     if not isinstance(value, kind):
