@@ -7,13 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import torch_ref
-from jax_models import (
-    RWKVBlock,
-    RWKVChannelMix,
-    RWKVLanguageModelConfig,
-    RWKVTimeMix,
-    WKVState,
-)
+from jax_models import RWKVBlock, RWKVChannelMix, RWKVLanguageModelConfig, RWKVTimeMix, WKVState
 from parity_tests.registry.case import paired
 from parity_tests.registry.mutation import (
     Mutation,

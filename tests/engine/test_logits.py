@@ -69,21 +69,17 @@ def test_ties_agree():
     assert (logits_error(swapped, oracle).top_1, logits_error(swapped, oracle).top_k) == (0, 1)
 
 
-def language_model(temperature, outputs):
+def compared(temperature=1.0, outputs=lambda y, x: y, **options):
     """A linear map as a language model, whose JAX side has a temperature."""
     torch.manual_seed(0)
-    return {
-        "twin": torch.nn.Linear(4, VOCABULARY),
-        "model": lambda w, x: outputs(temperature * (x @ w["weight"].T + w["bias"]), x),
-        "call_twin": lambda twin, x: outputs(twin(x), x),
-        "weights": dict,
-    }
-
-
-def compared(temperature=1.0, outputs=lambda y, x: y, **options):
-    pair = language_model(temperature, outputs)
-    x = np.random.default_rng(0).standard_normal((2, 9, 4))
-    return compare(pair.pop("twin"), pair.pop("model"), x, **pair, **options)
+    return compare(
+        torch.nn.Linear(4, VOCABULARY),
+        lambda w, x: outputs(temperature * (x @ w["weight"].T + w["bias"]), x),
+        np.random.default_rng(0).standard_normal((2, 9, 4)),
+        call_twin=lambda twin, x: outputs(twin(x), x),
+        weights=dict,
+        **options,
+    )
 
 
 @pytest.mark.usefixtures("standard_promotion")

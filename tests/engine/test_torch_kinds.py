@@ -170,6 +170,11 @@ KINDS = {
 }
 
 
+def loaded(weights):
+    """All weights except the positions, which the port computes."""
+    return {key: jnp.asarray(weights[key]) for key in weights if key != "positions"}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("faulty", [False, True])
 def test_torch_modules_of_every_kind(kind, faulty):
@@ -179,18 +184,8 @@ def test_torch_modules_of_every_kind(kind, faulty):
         warnings.simplefilter("ignore")
         twin = build()
     options = fault if faulty else {}
-    report = compare(twin, lambda w, x: port(w, x, **options), x, weights=Reading(kind))
+    report = compare(twin, lambda w, x: port(w, x, **options), x, weights=loaded)
     assert report.passed != faulty, f"\n{report}"
-
-
-class Reading:
-    """A loader that reads all, or what the port does not compute."""
-
-    def __init__(self, kind: str):
-        self.left_out = "positions" if kind == "a buffer that the port computes" else None
-
-    def __call__(self, weights):
-        return {key: jnp.asarray(weights[key]) for key in weights if key != self.left_out}
 
 
 @dataclasses.dataclass

@@ -12,15 +12,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_models import (
-    GriffinLanguageModelConfig,
-    LocalAttention,
-    griffin_from_weights,
-    ops,
-    to_torch,
-)
+from jax_models import GriffinLanguageModelConfig, LocalAttention, ops
 from parity_tests.engine.bounds.tolerance import assert_same
-from parity_tests.registry import CASES
 
 
 @pytest.mark.parametrize(
@@ -133,24 +126,6 @@ def test_the_memory_of_training_grows_with_time_alone():
     short, long = temporary_bytes(2048), temporary_bytes(8192)
     assert long < 4.1 * short
     assert long < 4 * 8192 * window * heads / 2  # half of the scores of the window
-
-
-def test_a_tree_of_flax_variables_is_taken_as_it_is():
-    """As recurrentgemma restores it: a block's name has a dot."""
-    model = CASES["GriffinLanguageModel"].config.build(rngs=nnx.Rngs(0))
-    tree: dict = {}
-    for key, array in to_torch(model, "deepmind").items():
-        *path, name = key.replace("blocks.", "blocks/").split(".")
-        branch = tree
-        for part in path:
-            branch = branch.setdefault(part.replace("/", "."), {})
-        branch[name] = array
-    assert "blocks.0" in tree
-    loaded = griffin_from_weights({"params": tree}, model.config)
-    for key, array in to_torch(model).items():
-        np.testing.assert_array_equal(to_torch(loaded)[key], array)
-    with pytest.raises(TypeError, match="weights:"):
-        griffin_from_weights([tree])
 
 
 OF_2B = {

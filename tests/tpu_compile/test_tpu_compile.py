@@ -12,13 +12,7 @@ import pytest
 
 from tpu_compile import __main__ as command
 from tpu_compile import libtpu
-from tpu_compile.hlo import (
-    Array,
-    collectives,
-    entry,
-    exchanges,
-    precisions,
-)
+from tpu_compile.hlo import Array, collectives, entry, exchanges, precisions
 from tpu_compile.outcome import hlo_faults, reason
 from twinscan.command_line import CommandLineError
 

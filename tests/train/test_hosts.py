@@ -23,23 +23,15 @@ def start(folder: Path, *args: str, processes: int = 2, config: tuple[str, ...] 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "train", "--out", str(folder), *ARGS.split(), *args]
-    hosts = ["--hosts.coordinator", address, "--hosts.num-processes", str(processes)]
-    return [
-        subprocess.Popen(
-            [
-                *command,
-                *([*hosts, "--hosts.process-id", str(i)] if processes > 1 else []),
-                *(config if i == processes - 1 else ()),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for i in range(processes)
-    ]
+    options = [[*config] if i == processes - 1 else [] for i in range(processes)]
+    if processes > 1:
+        command += ["--hosts.coordinator", address, "--hosts.num-processes", str(processes)]
+        for i, own in enumerate(options):
+            own += ["--hosts.process-id", str(i)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return [subprocess.Popen([*command, *own], env=env, **pipes) for own in options]
 
 
 def ended(processes: list) -> list[tuple[int, str, str]]:

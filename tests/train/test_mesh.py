@@ -65,16 +65,6 @@ def config_of(name: str, scale: int, **options):
     return dataclasses.replace(config, **wide, **known)
 
 
-def collectives_in_loops(program: str) -> list[str]:
-    """The collectives that a compiled program runs in each iteration of a loop."""
-    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", program, re.M | re.S))
-    inside = re.findall(r" body=%?([\w.-]+)", program)
-    for name in inside:  # and the computations that a body calls
-        inside += {*re.findall(r"[\w.-]+", bodies[name])} & bodies.keys() - {*inside}
-    pattern = r" (all-\w+|reduce-scatter|collective-permute)[\w-]*\("
-    return [each for name in inside for each in re.findall(pattern, bodies[name])]
-
-
 def run(name: str, config: MeshConfig, devices):
     """Losses, weights and evaluated losses of some steps in float64; the share of a device."""
     mesh = build_mesh(config, rows=ROWS, window=WINDOW, devices=devices)
@@ -95,9 +85,6 @@ def run(name: str, config: MeshConfig, devices):
     for batch in rows:
         state, loss = trainer.step(state, trainer.put(batch))
         losses.append(loss)
-    if config.sequence == 1:
-        program = Trainer.step.lower(trainer, state, trainer.put(rows[0])).compile().as_text()
-        assert not collectives_in_loops(program)
     leaves = jax.tree.leaves(state)
     share = sum(x.addressable_shards[0].data.nbytes for x in leaves) / sum(x.nbytes for x in leaves)
     evaluated = trainer.evaluate(state.params, rows[:2])

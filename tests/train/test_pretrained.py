@@ -170,7 +170,7 @@ def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
     read = read_model(Path("recurrentgemma-2b"))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(read, nnx.Param))} == {jnp.dtype("bfloat16")}
     assert [*tokens_of(read, Path("recurrentgemma-2b")).encode("a b")] == [2, 4, 5]
-    for seed in range(4):
+    for seed in range(2):
         command.main([
             *["--weights", "recurrentgemma-2b", "--prompt", "a b"],
             *["--num-tokens", "9", "--seed", str(seed)],

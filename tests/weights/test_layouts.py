@@ -17,7 +17,7 @@ from published import (
     untold,
 )
 
-from jax_models import LanguageModelConfig, from_torch, to_torch
+from jax_models import LanguageModelConfig, from_torch, griffin_from_weights, to_torch
 from jax_models.models.architecture import architectures
 from jax_models.models.load import config_of
 from jax_models.models.silero_vad import SileroVADConfig
@@ -95,7 +95,9 @@ def test_weights_that_contradict_each_other_are_refused(message, config, change)
         from_torch(build(config_of(weights, **untold(config))), weights)
 
 
-def test_a_wrong_option_is_named():
+def test_a_wrong_argument_is_named():
+    with pytest.raises(TypeError, match="weights:"):
+        griffin_from_weights([1])
     with pytest.raises(ValueError, match=r"^num_kv_heads: expected a positive integer, got 0$"):
         type(HIPPOGRIFF).from_state_dict(to_torch(build(HIPPOGRIFF)), num_kv_heads=0)
 

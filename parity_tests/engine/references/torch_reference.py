@@ -49,12 +49,8 @@ class TorchReference(Reference):
     def __init__(self, twin: torch.nn.Module):
         self.twin, self.name = twin, type(twin).__name__
         parameters = [name for name, _ in twin.named_parameters(remove_duplicate=False)]
-        self.weights = ReferenceWeights(
-            arrays_of(twin.state_dict()),
-            weight_owners(twin),
-            parameters,
-            changes_result,
-        )
+        arrays, owners = arrays_of(twin.state_dict()), weight_owners(twin)
+        self.weights = ReferenceWeights(arrays, owners, parameters, changes_result)
         self.submodules = [name for name, _ in twin.named_modules()]
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
@@ -101,6 +97,7 @@ class TorchReference(Reference):
 
     def trace(self, dtype: str, *, is_forward: bool = False) -> ReferenceTrace:
         """The reference's calls in float64, and how far rounding to a dtype moves their arrays."""
+        self._say("torch in float64, call by call")
         problem, decisions = self.problem, self._mode.decisions
         traced = partial(traced_torch, problem, is_forward=is_forward)
 
@@ -115,7 +112,7 @@ class TorchReference(Reference):
 
         return of_runs(
             dtype,
-            self._traced_oracle(is_forward),
+            self._traced_oracle(is_forward=is_forward),
             self.weights.owners,
             lambda: traced(partial(run_torch, problem, dtype)),
             rounded(),
@@ -124,16 +121,10 @@ class TorchReference(Reference):
         )
 
     @functools.cached_property
-    def _traced_oracle(self) -> Callable[[bool], Trace]:
-        """The traced run in float64, which all dtypes share; its argument is `is_forward`."""
-
-        def run(is_forward: bool) -> Trace:
-            self._say("torch in float64, call by call")
-            return traced_torch(
-                self.problem, partial(run_moved, self.problem), is_forward=is_forward
-            )
-
-        return functools.cache(run)
+    def _traced_oracle(self) -> Callable[..., Trace]:
+        """The traced run in float64, which all dtypes share."""
+        run = partial(run_moved, self.problem)
+        return functools.cache(partial(traced_torch, self.problem, run))
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
@@ -179,10 +170,10 @@ def run_moved(
     """The float64 results where these constants are scaled by relative perturbations."""
 
     def moved(twin: torch.nn.Module) -> None:
-        by_name = dict(named_constants(problem, twin)) if moves else {}
         with torch.no_grad():
-            for name, move in moves.items():
-                by_name[name].mul_(torch.tensor(1 + move))
+            for name, constant in named_constants(problem, twin) if moves else ():
+                if name in moves:
+                    constant.mul_(torch.tensor(1 + moves[name]))
         prepare(twin)
 
     return run_oracle(problem, moved)[0]
@@ -194,8 +185,7 @@ def measure_twin(
     platform: str = "cpu",
     *,
     jax_side: JaxSide | None = None,
-    say: Say = silent,
 ) -> Report:
     """Run `measure` with the problem's torch module as the reference."""
-    reference = TorchReference(problem.twin).run(problem, say)
-    return measure(problem, reference, dtypes, platform, jax_side=jax_side, say=say)
+    reference = TorchReference(problem.twin).run(problem)
+    return measure(problem, reference, dtypes, platform, jax_side=jax_side)
