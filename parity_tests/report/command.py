@@ -18,7 +18,7 @@ from parity_tests.engine.problem import DTYPES, PLATFORMS, available_platforms
 from parity_tests.engine.references.torch_reference import measure_twin
 from parity_tests.registry import CASES, ENTRY_POINTS, MUTATIONS
 from parity_tests.registry.mutation import Mutation
-from parity_tests.report import pairs
+from parity_tests.report import pairs_command
 from parity_tests.report.files import Files, progress
 from parity_tests.report.over_time import errors_over_time
 from parity_tests.report.own import record_of
@@ -181,7 +181,7 @@ def runs(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
 def main(args: Sequence[str], prog: str = PROG) -> int:
     """Print the table; 1 if a row fails, or a planted fault is not caught."""
     if any(Path(arg).suffix == ".py" for arg in args):
-        return pairs.main(args, prog)
+        return pairs_command.main(args, prog)
     if args and Path(args[0]).is_dir():
         raise CommandLineError(f"{args[0]}: expected a file of pairs, FILE.py, got a folder")
     arguments = parse(Arguments, args, prog=prog)

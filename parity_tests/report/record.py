@@ -208,7 +208,7 @@ def encoded(value: Any) -> Any:
         return {key: encoded(each) for key, each in value.items()}
     if isinstance(value, tuple):
         return [*map(encoded, value)]
-    if hasattr(value, "to_dict"):
+    if isinstance(value, Measurement | LogitsMeasurement):
         return encoded(value.to_dict())
     if dataclasses.is_dataclass(value):
         return encoded(vars(value))
@@ -226,10 +226,9 @@ def decoded(kind: Any, value: Any) -> Any:
         return {key: decoded(of[1], each) for key, each in value.items()}
     if hasattr(kind, "from_dict"):
         return kind.from_dict(value)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
-        make: Any = kind
-        return make(**{name: decoded(hints[name], each) for name, each in value.items()})
+        return kind(**{name: decoded(hints[name], each) for name, each in value.items()})
     if not isinstance(value, kind):
         raise TypeError(f"expected a {kind}, got {value!r:.40}")
     return value
