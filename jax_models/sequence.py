@@ -22,10 +22,7 @@ from jax_models.call_arguments import (
 )
 from jax_models.explicit_axes import with_auto_axes
 from jax_models.ops import Rows, carry_dtype
-from jax_models.ops.checks import (
-    checked_count,
-    nan_rows,
-)
+from jax_models.ops.checks import checked_count, nan_rows
 from jax_models.options import CheckedOptions, FloatingDtype
 from jax_models.weights import Layouts
 

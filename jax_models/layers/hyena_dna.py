@@ -19,20 +19,8 @@ from jax_models.layers.norm import LayerNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops.rows import Default
-from jax_models.options import (
-    LayerOptions,
-    norm_options,
-    only,
-    with_inits,
-)
-from jax_models.weights import (
-    Layouts,
-    Weight,
-    layer_norm,
-    linear,
-    nested,
-    same,
-)
+from jax_models.options import LayerOptions, norm_options, only, with_inits
+from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same
 from jax_models.weights.constant import Constant
 from jax_models.weights.rows import reshaped
 

@@ -19,19 +19,9 @@ from jax_models.layers.hyena_filter import (
     unit_times,
     wide,
 )
-from jax_models.options import (
-    CheckedOptions,
-    FilterOptions,
-)
+from jax_models.options import CheckedOptions, FilterOptions
 from jax_models.sequence import check_time
-from jax_models.weights import (
-    Layouts,
-    Weight,
-    same,
-    squeezed,
-    tied,
-    transposed,
-)
+from jax_models.weights import Layouts, Weight, same, squeezed, tied, transposed
 from jax_models.weights.constant import Constant
 from jax_models.weights.rows import reshaped
 

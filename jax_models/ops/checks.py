@@ -24,7 +24,6 @@ KINDS = {
 }
 """The dtypes that an annotation allows: their common type, and their name in an error."""
 
-
 LARGEST_SIZE = 2**28 - 1
 """XLA ends the process where the bytes of a kernel, a product of two sizes, pass 2⁶³."""
 

@@ -6,7 +6,6 @@ kinds of `state_dict` has a table for each, and its `torch_layouts` returns them
 """
 
 from math import prod
-from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -29,19 +28,13 @@ Layouts = dict[str, Table]
 """Tables by the names of their layouts."""
 
 
-class Bias(TypedDict, total=False):
-    """Whether a layer has a bias, under the name that torch or Flax gives to the option.
-
-    Both mean the same, and values that contradict each other are refused. The default is True.
-    """
-
-    bias: bool | None
-    use_bias: bool | None
-
-
-def linear(param: str, key: str, **bias: Unpack[Bias]) -> Table:
+def linear(
+    param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
+) -> Table:
     """`nnx.Linear` and `torch.nn.Linear`."""
-    return _with_bias(transposed(at(param, "kernel"), at(key, "weight")), param, key, **bias)
+    return _with_bias(
+        transposed(at(param, "kernel"), at(key, "weight")), param, key, bias, use_bias
+    )
 
 
 def linear_general(
@@ -50,7 +43,8 @@ def linear_general(
     *,
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
-    **bias: Unpack[Bias],
+    bias: bool | None = None,
+    use_bias: bool | None = None,
 ) -> Table:
     """`nnx.LinearGeneral` of several axes, and `torch.nn.Linear` of their product.
 
@@ -61,10 +55,17 @@ def linear_general(
         transposed(at(param, "kernel"), at(key, "weight")), (*in_shape, *out_shape), flat
     )
     of_bias = reshaped(same(at(param, "bias"), at(key, "bias")), out_shape, flat[1:])
-    return [weight, of_bias] if _has_bias(**bias) else [weight]
+    return [weight, of_bias] if _has_bias(bias, use_bias) else [weight]
 
 
-def linear_of_image(param: str, key: str, *, shape: tuple[int, ...], **bias: Unpack[Bias]) -> Table:
+def linear_of_image(
+    param: str,
+    key: str,
+    *,
+    shape: tuple[int, ...],
+    bias: bool | None = None,
+    use_bias: bool | None = None,
+) -> Table:
     """`linear` on a flattened image, (height, width, channels) here and channels first in torch.
 
     `shape` is torch's, (channels, height, width), or that of as many axes as there are.
@@ -77,12 +78,12 @@ def linear_of_image(param: str, key: str, *, shape: tuple[int, ...], **bias: Unp
         return (first_last(a.reshape(*shape[1:], shape[0], -1)).reshape(a.shape[1], -1),)
 
     weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
-    return _with_bias(weight, param, key, **bias)
+    return _with_bias(weight, param, key, bias, use_bias)
 
 
-def conv(param: str, key: str, **bias: Unpack[Bias]) -> Table:
+def conv(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Conv` and `torch.nn.Conv1d`, `Conv2d` or `Conv3d`, in any number of groups."""
-    return _with_bias(flipped(at(param, "kernel"), at(key, "weight")), param, key, **bias)
+    return _with_bias(flipped(at(param, "kernel"), at(key, "weight")), param, key, bias, use_bias)
 
 
 def conv_transpose(
@@ -91,7 +92,8 @@ def conv_transpose(
     *,
     transpose_kernel: bool = False,
     groups: int = 1,
-    **bias: Unpack[Bias],
+    bias: bool | None = None,
+    use_bias: bool | None = None,
 ) -> Table:
     """`nnx.ConvTranspose` and `torch.nn.ConvTranspose1d`, `2d` or `3d`.
 
@@ -100,7 +102,7 @@ def conv_transpose(
     kernel of `jax.lax.conv_general_dilated` in groups is (…, in / groups, out).
     """
     if transpose_kernel:
-        return conv(param, key, **bias)
+        return conv(param, key, bias=bias, use_bias=use_bias)
 
     def to_jax(a):
         spatial = tuple(range(2, a.ndim))
@@ -116,17 +118,19 @@ def conv_transpose(
         return (grouped.reshape(a.shape[-2] * groups, -1, *a.shape[:-2]),)
 
     weight = Weight((at(param, "kernel"),), (at(key, "weight"),), to_jax, to_torch)
-    return _with_bias(weight, param, key, **bias)
+    return _with_bias(weight, param, key, bias, use_bias)
 
 
-def dense(param: str, key: str, **bias: Unpack[Bias]) -> Table:
+def dense(param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None) -> Table:
     """`nnx.Linear` and Linen's `Dense`."""
-    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, **bias)
+    return _with_bias(same(at(param, "kernel"), at(key, "kernel")), param, key, bias, use_bias)
 
 
-def layer_norm(param: str, key: str, **bias: Unpack[Bias]) -> Table:
+def layer_norm(
+    param: str, key: str, *, bias: bool | None = None, use_bias: bool | None = None
+) -> Table:
     """`nnx.LayerNorm` and `torch.nn.LayerNorm`."""
-    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, **bias)
+    return _with_bias(same(at(param, "scale"), at(key, "weight")), param, key, bias, use_bias)
 
 
 def rms_norm(param: str, key: str, name: str = "weight") -> Table:
@@ -162,7 +166,8 @@ def multi_head_attention(
     num_heads: int,
     features: int,
     kv_features: int | None = None,
-    **bias: Unpack[Bias],
+    bias: bool | None = None,
+    use_bias: bool | None = None,
 ) -> Table:
     """`nnx.MultiHeadAttention`, or Linen's, and `torch.nn.MultiheadAttention`.
 
@@ -184,9 +189,14 @@ def multi_head_attention(
             for path, name, size in zip(kernels, "qkv", sizes, strict=True)
         ]
     out = linear_general(
-        at(param, "out"), at(key, "out_proj"), in_shape=heads, out_shape=(features,), **bias
+        at(param, "out"),
+        at(key, "out_proj"),
+        in_shape=heads,
+        out_shape=(features,),
+        bias=bias,
+        use_bias=use_bias,
     )
-    if _has_bias(**bias):
+    if _has_bias(bias, use_bias):
         weights.append(_of_heads(parts(biases, at(key, "in_proj_bias")), (), heads))
     return [*weights, *out]
 
@@ -215,12 +225,14 @@ def nested(table: Table, param: str, key: str) -> Table:
     ]
 
 
-def _with_bias(weight: Weight, param: str, key: str, **bias: Unpack[Bias]) -> Table:
+def _with_bias(
+    weight: Weight, param: str, key: str, bias: bool | None, use_bias: bool | None
+) -> Table:
     row = same(at(param, "bias"), at(key, "bias"))
-    return [weight, row] if _has_bias(**bias) else [weight]
+    return [weight, row] if _has_bias(bias, use_bias) else [weight]
 
 
-def _has_bias(bias: bool | None = None, use_bias: bool | None = None) -> bool:
+def _has_bias(bias: bool | None, use_bias: bool | None) -> bool:
     given = {value for value in (bias, use_bias) if value is not None}
     if len(given) == 2:
         raise ValueError(
