@@ -1,4 +1,4 @@
-"""Finds modules: those of a package of ours, and those that other packages name in entry points."""
+"""Finds the modules of a package, and those that other packages register as entry points."""
 
 import contextlib
 import importlib
@@ -16,28 +16,32 @@ _failures: defaultdict[str, list[str]] = defaultdict(list)
 
 
 def modules_of(package: ModuleType, group: str) -> Iterator[ModuleType]:
-    """The modules of a package, and those that other packages name in an entry point group."""
+    """Finds the modules of a package, and those that other packages register as entry points."""
     for found in pkgutil.iter_modules(package.__path__):
         yield importlib.import_module(f"{package.__name__}.{found.name}")
     others = []
     for entry in entry_points(group=group):
         with failures_as_warnings(group, entry.dist.name if entry.dist else entry.value):
-            others.append(importlib.import_module(entry.value))
+            others.append(importlib.import_module(entry.module))
     yield from dict.fromkeys(others)  # two packages may name one module
 
 
 @contextlib.contextmanager
 def failures_as_warnings(group: str, package: str) -> Iterator[None]:
-    """Turns an error of another package into a warning, so that users of other models go on."""
+    """Turns an error of another package into a warning, so that everything else keeps working."""
     try:
         yield
     except Exception as error:
-        _failures[group].append(f"{package}: {type(error).__name__}: {error}")
-        warnings.warn(f"{group}: broken package {_failures[group][-1]}", stacklevel=3)
+        failure = f"{package}: {type(error).__name__}: {error}"
+        if failure not in _failures[group]:  # a search may run several times
+            _failures[group].append(failure)
+        warnings.warn(f"{group}: broken package {failure}", stacklevel=3)
 
 
 def broken_packages(group: str) -> str:
-    """The end of an error about a missing name: the packages that failed, or an empty string."""
+    """Returns the end of an error about a missing name: the packages that failed, or an empty
+    string.
+    """
     return f" (broken packages: {'; '.join(_failures[group])})" if _failures[group] else ""
 
 

@@ -28,10 +28,10 @@ Initializer = Callable[..., Array]
 
 
 class FilterOptions(TypedDict, total=False):
-    """The keyword arguments that everything with parameters takes, even a filter of Hyena."""
+    """The keyword arguments that every layer, norm and filter takes."""
 
     param_dtype: Annotated[FloatingDtype, Default(jnp.float32)]
-    """The parameters' dtype."""
+    """The parameters' dtype, by default float32."""
     rngs: Required[nnx.Rngs]
     """Random keys for the parameters (`params`) and the masks of dropout (`dropout`)."""
 
@@ -174,9 +174,9 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 class CheckedOptions:
     """A class whose constructor refuses what its annotations do not allow.
 
-    `ops.checked` says what they allow. In addition, an `int` is a size, which is positive, an
-    `Index` may be 0, and `nnx.Rngs` must be given as such. `METHODS` lists the decorators of other
-    methods.
+    `ops.arguments.checked` says what they allow. In addition, an `int` is a size, which is
+    positive, an `Index` may be 0, and `nnx.Rngs` must be given as such. `METHODS` lists the
+    decorators of other methods.
     """
 
     __signature__ = ConstructorSignature()

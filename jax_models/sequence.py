@@ -149,7 +149,11 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
         return jnp.concatenate(y, axis=-1) if isinstance(y, tuple) else y, state
 
     def torch_layouts(self) -> Layouts:
-        """The weight tables of this layer, by layout name; the first is the one to export to."""
+        """The weight tables of this layer, by layout name; the first is the one to export to.
+
+        A layer may also define `foreign_format(keys)`, which returns an error message if the keys
+        are those of a model that is easily confused with it, or else None.
+        """
         raise NotImplementedError
 
     @with_auto_axes

@@ -502,7 +502,11 @@ def plot(found: RowsByAllocator, title: str) -> Figure:
     for panel, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
         for rows in found.values():
             times = {(row.problem, row.name): row.ms for row in rows if row.part == part}
-            measured = [problem for problem, name in times if name == OURS]
+            measured = [
+                problem
+                for problem, name in times
+                if name == OURS and (problem, PLAIN) in times and problem in lines
+            ]
             panel.plot(
                 [times[problem, OURS] / times[problem, PLAIN] for problem in measured],
                 [lines[problem] for problem in measured],

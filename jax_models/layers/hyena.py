@@ -136,7 +136,8 @@ class HyenaOperator(SequenceLayer[HyenaState]):
         *gates, v = jnp.split(jnp.swapaxes(z, 1, 2), self.num_gates + 1, axis=1)
         graphdef, params = nnx.split(self.filter)
 
-        # From zero, the filters are computed once; otherwise each convolution asks for its taps.
+        # At the start of a sequence, the filters are computed once; later, each convolution asks
+        # for its taps.
         past = None if state is None else state.long
         h = self.filter(time) if past is None else ()
         last_states: dict[int, LongConvState] = {}

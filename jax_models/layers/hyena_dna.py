@@ -2,7 +2,6 @@
 
 __all__ = ["HyenaDNABlock", "HyenaDNAMixer"]
 
-import inspect
 from functools import partial
 from typing import Annotated, Any, Unpack
 
@@ -19,19 +18,15 @@ from jax_models.layers.norm import LayerNorm
 from jax_models.layers.residual import ResidualBlock
 from jax_models.mesh_axes import first_axis, last_axis
 from jax_models.ops.rows import Default
-from jax_models.options import LayerOptions, norm_options, only, with_inits
+from jax_models.options import FilterOptions, LayerOptions, norm_options, only, with_inits
 from jax_models.weights import Layouts, Weight, layer_norm, linear, nested, same
 from jax_models.weights.constant import Constant
 from jax_models.weights.rows import reshaped
 
 
-class HyenaDNAOptions(LayerOptions, total=False):
-    """The keyword arguments of a `HyenaDNAMixer`, which a block passes on to it."""
+class HyenaDNAFilterOptions(FilterOptions, total=False):
+    """The keyword arguments of a `HyenaDNAMixer` that it passes on to its filter."""
 
-    order: Annotated[int, Default(2)]
-    """Order N of the mixer, at least 2; there are N − 1 long convolutions."""
-    kernel_size: Annotated[int, Default(3)]
-    """Taps of the mixer's short convolution."""
     embed_features: Annotated[int, Default(5)]
     """Size of the filter's embedding of a position, odd."""
     num_filter_layers: Annotated[int, Default(4)]
@@ -44,6 +39,15 @@ class HyenaDNAOptions(LayerOptions, total=False):
     """Whether the filter's window is applied."""
     normalized: Annotated[bool, Default(False)]
     """Whether the filter network's outputs at a step are divided by their L1 norm."""
+
+
+class HyenaDNAOptions(HyenaDNAFilterOptions, LayerOptions, total=False):
+    """The keyword arguments of a `HyenaDNAMixer`, which a block passes on to it."""
+
+    order: Annotated[int, Default(2)]
+    """Order N of the mixer, at least 2; there are N − 1 long convolutions."""
+    kernel_size: Annotated[int, Default(3)]
+    """Taps of the mixer's short convolution."""
     filter_bias: Annotated[bool, Default(True)]
     """Whether B is added. If False, B is loaded and saved, but not used."""
     activation: Annotated[MixerActivation, Default("identity")]
@@ -70,8 +74,9 @@ class HyenaDNAMixer(HyenaOperator):
         max_length: the longest sequence.
         mlp_features: width of the filter's network.
         dropout_rate: dropout of the output in training.
-        **options: as in `HyenaDNAOptions` and `LayerOptions`. W, W_out and the short convolution
-            start as in torch, b and b_out at zero. The filters ignore both initializers.
+        **options: as in `jax_models.layers.hyena_dna.HyenaDNAOptions`. W, W_out and the short
+            convolution start as in torch, b and b_out at zero. The filters ignore both
+            initializers.
 
     Raises:
         ValueError: order is less than 2, a size is not as the filter needs it, or (at the call) x
@@ -95,13 +100,16 @@ class HyenaDNAMixer(HyenaOperator):
         order = given["order"]
         if order < 2:
             raise ValueError(f"order: expected at least 2, got {order}")
-        of_filter = inspect.signature(HyenaDNAFilter).parameters.keys() & options
-        filter_options = {name: given[name] for name in of_filter} | {"order": order - 1}
         super().__init__(
             features,
             max_length,
             partial(
-                HyenaDNAFilter, features, max_length, mlp_features=mlp_features, **filter_options
+                HyenaDNAFilter,
+                features,
+                max_length,
+                order=order - 1,
+                mlp_features=mlp_features,
+                **only(HyenaDNAFilterOptions, options),
             ),
             order=order,
             num_filters=order - 1,
@@ -160,8 +168,8 @@ class HyenaDNABlock(ResidualBlock[HyenaState]):
         max_length: the longest sequence.
         filter_features: width of the filter's network.
         dropout_rate: dropout, in training, of what the mixer and the MLP add.
-        **options: as in `HyenaDNAOptions` and `LayerOptions`; parameters start as in the mixer, the
-            MLP's as in torch, its biases at zero.
+        **options: as in `jax_models.layers.hyena_dna.HyenaDNAOptions`; parameters start as in the
+            mixer, the MLP's as in torch, its biases at zero.
 
     Raises:
         ValueError: a size is not as the mixer needs it.

@@ -132,7 +132,10 @@ class RecurrentStack(SequenceLayer[State]):
         )
 
     def operator(self) -> Callable[..., tuple[Array, State]]:
-        """`ops.recurrent_stack` of a recurrence, or `ops.lstm_stack`, by the subclass."""
+        """Returns the function that runs several layers.
+
+        It is `ops.recurrent_stack` with a recurrence, or `ops.lstm_stack`. A subclass defines it.
+        """
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> State:

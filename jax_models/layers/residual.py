@@ -42,18 +42,22 @@ class ResidualBlock(SequenceLayer[State]):
 
     @property
     def causal(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether there is a `step`."""
         return self._mixer.causal
 
     @property
     def noncausal_reason(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Why there is no `step`."""
         return self._mixer.noncausal_reason
 
     @property
     def resettable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether documents can be packed."""
         return self._mixer.resettable
 
     @property
     def unresettable_reason(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Why documents cannot be packed."""
         return self._mixer.unresettable_reason
 
     def init_state(self, batch_size: int) -> State:

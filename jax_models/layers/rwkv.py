@@ -2,7 +2,9 @@
 
 __all__ = [
     "RWKVBlock",
+    "RWKVBlockState",
     "RWKVChannelMix",
+    "RWKVChannelMixState",
     "RWKVTimeMix",
     "RWKVTimeMixState",
     "WKVState",
@@ -23,6 +25,8 @@ from jax_models.layers.rwkv_parts import (
     LARGEST_DECAY,
     ChannelMix,
     ResidualMixes,
+    RWKVBlockState,
+    RWKVChannelMixState,
     RWKVOptions,
     depth_and_height,
     matrices,

@@ -94,8 +94,9 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
     Args:
         features: size of x_t and y_t.
         method: how `ops.delta_rule` runs.
-        **options: as in `RWKV7Options`. The four W start as in RWKV-7, orthogonal, smaller for k,
-            zero for the output. Decays and the state are kept in at least float32.
+        **options: as in `jax_models.layers.rwkv7.RWKV7Options`. The four W start as in RWKV-7,
+            orthogonal, smaller for k, zero for the output. Decays and the state are kept in at
+            least float32.
 
     Raises:
         ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
@@ -140,16 +141,16 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
         start = 6 * width ** (1 + depth**0.3) - 6
         self.w0 = param(start + 0.5 + 2.5 * zigzag)
         self.a0 = param(0.3 * zigzag + 0.4 * tilt - 0.19)
-        decay_rank, rate_rank, value_rank, gate_rank = ranks(features, options).values()
-        self.w1, self.w2 = zeros_and_draw(decay_rank)
-        self.a1, self.a2 = zeros_and_draw(rate_rank)
-        self.g1, self.g2 = zeros_and_draw(gate_rank)
+        ranks = default_ranks(features, options)
+        self.w1, self.w2 = zeros_and_draw(ranks["decay_rank"])
+        self.a1, self.a2 = zeros_and_draw(ranks["rate_rank"])
+        self.g1, self.g2 = zeros_and_draw(ranks["gate_rank"])
         # The lowest layer has no values to move towards, but some checkpoints have its parameters.
         self.has_values = given["keep_unused"] or not self.is_lowest
         if self.has_values:
             kind = Constant if self.is_lowest else nnx.Param
             self.v0 = kind(jnp.asarray(0.73 - 0.4 * tilt, param_dtype))
-            self.v1, self.v2 = zeros_and_draw(value_rank, kind)
+            self.v1, self.v2 = zeros_and_draw(ranks["value_rank"], kind)
         self.k_k = param(0.71 - 0.1 * tilt)
         self.k_a = param(np.full(features, 1.02))
         self.r_k = param(np.full((self.heads, head_size), -0.04))
@@ -317,7 +318,7 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
     Args:
         features: size of x_t.
         hidden_features: size of the channel mix's hidden layer. None: four times `features`.
-        **options: as in `RWKV7Options`; parameters start as in RWKV-7.
+        **options: as in `jax_models.layers.rwkv7.RWKV7Options`; parameters start as in RWKV-7.
 
     Raises:
         ValueError: a size is not positive, `head_size` does not divide `features`, or there is no
@@ -339,7 +340,7 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
     foreign_format = staticmethod(foreign_to("RWKV-7"))
 
 
-def ranks(features: int, options: Mapping[str, Any]) -> dict[str, int]:
+def default_ranks(features: int, options: Mapping[str, Any]) -> dict[str, int]:
     """The given ranks, or else the training code's: multiples of 32 that grow with √features."""
     factors = {"decay_rank": 2.5, "rate_rank": 2.5, "value_rank": 1.7, "gate_rank": 5.0}
     return {

@@ -258,8 +258,8 @@ class HeadedTimeMix(SequenceLayer[Att]):
 
     def init_state(self, batch_size: int) -> Att:
         """No last input and matrices of zeros, in at least float32."""
-        matrices = (batch_size, self.heads, self.head_size, self.head_size)
-        shapes = ((batch_size, self.features), matrices)
+        matrix_shape = (batch_size, self.heads, self.head_size, self.head_size)
+        shapes = ((batch_size, self.features), matrix_shape)
         return self.state_type(*(jnp.zeros(shape, self.state_dtype) for shape in shapes))
 
 

@@ -31,17 +31,17 @@ def _first(keys: Iterable[str], marks: Iterable[str]) -> str | None:
     return next((k for k in keys if any(f".{k}".endswith(f".{mark}") for mark in marks)), None)
 
 
-def other_version(keys: Iterable[object], version: str) -> str | None:
+def describe_other_version(keys: Iterable[object], version: str) -> str | None:
     """Which other version has these keys, such as `RWKV-5 (it has …)`, or None."""
     found, key = rwkv_version(keys) or (version, "")
     return None if found == version else f"{found} (it has {key})"
 
 
 def foreign_to(version: str) -> Callable[[Iterable[object]], str | None]:
-    """Returns a layer's `foreign_format`, which says which other version has some keys."""
+    """Returns a layer's `foreign_format`, which describes the other version that has the keys."""
 
     def foreign_format(keys: Iterable[object]) -> str | None:
-        other = other_version(keys, version)
+        other = describe_other_version(keys, version)
         return other and f"a checkpoint of {other}, this model is {version}"
 
     return foreign_format

@@ -92,23 +92,11 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
     ):
         if not isinstance(layers, Iterable):
             raise TypeError(f"layers: expected a list of layers, got {described(layers)}")
-        self.layers = nnx.List(layers)
-        if not self.layers:
-            raise ValueError("layers: expected at least one, got none")
-        for i, layer in enumerate(self.layers):
-            if not isinstance(layer, SequenceLayer):
-                raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
-            refuse_time_major(f"layers[{i}]", layer)
-        for below, layer in itertools.pairwise(self.layers):
-            features = _outputs(below).shape[-1]
-            if features != layer.in_features:
-                raise ValueError(
-                    f"layers: expected in_features={features} of the {type(layer).__name__}, as "
-                    f"many as the layer below it returns, got {layer.in_features}"
-                )
-        self._hold(self.layers, remat, scan_layers)
+        listed = nnx.List(layers)
+        check_layers(listed)
+        self._set_layers(listed, remat, scan_layers)
 
-    def _hold(self, layers: nnx.List[SequenceLayer], remat: Remat, scan_layers: bool) -> None:
+    def _set_layers(self, layers: nnx.List[SequenceLayer], remat: Remat, scan_layers: bool) -> None:
         """Keep layers that fit each other, and take over their attributes."""
         self.layers = layers
         self.remat: Remat = remat
@@ -169,6 +157,23 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
             for name in layouts[0]
             if all(name in layer for layer in layouts)
         }
+
+
+def check_layers(layers: Sequence[SequenceLayer]) -> None:
+    """Refuse layers that cannot be stacked."""
+    if not layers:
+        raise ValueError("layers: expected at least one, got none")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, SequenceLayer):
+            raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
+        refuse_time_major(f"layers[{i}]", layer)
+    for below, layer in itertools.pairwise(layers):
+        features = _outputs(below).shape[-1]
+        if features != layer.in_features:
+            raise ValueError(
+                f"layers: expected in_features={features} of the {type(layer).__name__}, as "
+                f"many as the layer below it returns, got {layer.in_features}"
+            )
 
 
 def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,7 @@ each layout uses, and how to read the fields of the config from the shapes of a 
 `architectures` finds all config classes, including those of other packages.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -25,8 +26,8 @@ Fields = Mapping[str, Any]
 class Size(NamedTuple):
     """A field of a config that is the size of one axis of one weight.
 
-    A key that begins with `*.` is of a block: it leaves out the blocks' prefix, and the `*` stands
-    for the lowest block that has such a weight. Any other key is whole.
+    A key that begins with `*.` belongs to a block: it leaves out the blocks' prefix, and the `*`
+    stands for the lowest block that has such a weight. Any other key is a full key.
     """
 
     key: str
@@ -199,12 +200,22 @@ class ModelConfig(CheckedFields):
         Raises:
             TypeError: the state_dict is not a mapping, or an option is not a field of the config.
             ValueError: the state_dict is not a checkpoint of such a model, or an option is wrong.
+            NotImplementedError: no layout says how to read the fields of this config.
 
         """
         checked_mapping("state_dict", state_dict)
         if message := cls.foreign_format(state_dict):
             raise ValueError(f"state_dict: {message}")
         options = cls.checked_fields(options)
+        # Without sizes, fields would silently keep their defaults, whatever the weights are.
+        config: Any = cls  # a dataclass, as every subclass is
+        needed = {field.name for field in dataclasses.fields(config) if not field.kw_only}
+        known = {"vocab_size", "features", "num_layers", *options}
+        if needed - known and not any(layout.sizes for layout in cls.layouts.values()):
+            raise NotImplementedError(
+                f"{cls.__name__}: no layout says how to read its fields from a checkpoint; build "
+                "the config yourself"
+            )
         # The layout is not named in a checkpoint, so take the one that most keys fit.
         candidates = (Checkpoint(state_dict, layout) for layout in cls.layouts.values())
         checkpoint = max(candidates, key=Checkpoint.score)

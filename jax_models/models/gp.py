@@ -4,7 +4,8 @@ __all__ = ["GPModel", "GPModelConfig"]
 
 import dataclasses
 import re
-from typing import Any, ClassVar, Literal, Unpack
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, Unpack
 
 from flax import nnx
 
@@ -25,6 +26,8 @@ BLOCKS: dict[Block, type[SequenceLayer]] = {
     "authentic-hyena": AuthenticHyenaBlock,
     "attention": SelfAttentionBlock,
 }
+NOT_IN_SHAPES: dict[Block, str] = {"authentic-hyena": "implicit", "attention": "num_heads"}
+"""The field that no shape determines, by the kind of block that has it."""
 
 
 def _block(checkpoint: Checkpoint, fields: Fields) -> Block:
@@ -94,6 +97,15 @@ class GPModelConfig(StackConfig):
     """Dropout in the blocks."""
     embedding_dropout_rate: Rate = 0.0
     """Dropout of the embeddings."""
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
+        """The config of a checkpoint. Attention needs `num_heads=`, authentic Hyena `implicit=`."""
+        config = super().from_state_dict(state_dict, **options)
+        name = NOT_IN_SHAPES.get(config.block)
+        if name is not None and name not in options:
+            raise ValueError(f"{name}: no shape determines it; pass {name}=…")
+        return config
 
     @classmethod
     def presets(cls) -> dict[str, Preset]:

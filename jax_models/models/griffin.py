@@ -12,7 +12,7 @@ from flax import nnx
 from jax_models.layers.activation import Gelu
 from jax_models.layers.griffin import GriffinBlock, GriffinMixing
 from jax_models.layers.norm import ZeroCenteredRMSNorm
-from jax_models.models.architecture import Checkpoint, Fields, Layout, Size, has
+from jax_models.models.architecture import Checkpoint, Fields, Layout, Size, has, whole_key
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.options import NormOptions
 
@@ -34,7 +34,13 @@ HF_FIELDS = {
     "logits_soft_cap": "logits_soft_cap",
 }
 """The fields of a config.json of transformers, and ours of the same value."""
-HF_SIZES = (*list(HF_FIELDS)[:3], "intermediate_size", "num_attention_heads")
+HF_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+)
 """The fields that a config.json must have."""
 HF_VALUES: dict[str, Any] = {
     "model_type": ("recurrent_gemma",),
@@ -46,7 +52,7 @@ HF_VALUES: dict[str, Any] = {
 """The values that these fields of a config.json may have, the default first."""
 HF_DEFAULTS = {name: value for name, (value, *_) in HF_VALUES.items() if name != "model_type"}
 HF_DEFAULTS |= {"attention_window_size": 2048}
-"""The defaults of transformers, apart from those that are ours, too."""
+"""transformers' defaults for these fields. Its other defaults equal ours."""
 
 
 def _heads_of_keys(size: int, fields: Fields) -> int:
@@ -67,9 +73,9 @@ def _block_types(gate: str) -> Callable[[Checkpoint, Fields], tuple[GriffinMixin
     """Finds the shortest repeating pattern of kinds of blocks. Recurrent blocks have this gate."""
 
     def pattern(checkpoint: Checkpoint, fields: Fields) -> tuple[GriffinMixing, ...]:
-        blocks = checkpoint.layout.blocks
+        layout, weights = checkpoint.layout, checkpoint.weights
         kinds: list[GriffinMixing] = [
-            "recurrent" if checkpoint.find(gate.replace("*", f"{blocks}.{number}")) else "attention"
+            "recurrent" if whole_key(layout, gate, number) in weights else "attention"
             for number in checkpoint.numbers
         ]
         lengths = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])

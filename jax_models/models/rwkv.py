@@ -16,7 +16,7 @@ from jax_models.layers.linear import Linear
 from jax_models.layers.norm import LayerNorm
 from jax_models.layers.rwkv import RWKVBlock
 from jax_models.layers.rwkv_parts import orthogonal, scaled_orthogonal
-from jax_models.layers.rwkv_version import other_version, rwkv_version
+from jax_models.layers.rwkv_version import describe_other_version, rwkv_version
 from jax_models.models.architecture import Layout, Size
 from jax_models.models.language_model import LanguageModel, Preset, StackConfig
 from jax_models.options import Initializer, NormOptions
@@ -44,7 +44,7 @@ class RWKVConfig(StackConfig):
 
     @classmethod
     def confused_with(cls, keys: Iterable[object]) -> str | None:
-        return other_version(keys, cls.family)
+        return describe_other_version(keys, cls.family)
 
 
 def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def undo_rescale(state_dict: Mapping[str, Any], every: int) -> dict[str, Any]:
 half_orthogonal = scaled_orthogonal(0.5)
 
 
-def rwkv_parts(
+def model_parts(
     config: RWKVConfig,
     block: Callable[..., SequenceLayer],
     embedding_init: Initializer,
@@ -139,4 +139,4 @@ class RWKVLanguageModel(LanguageModel):
     def __init__(self, config: RWKVLanguageModelConfig, **options: Unpack[NormOptions]):
         gain = 1e-4 * max(config.vocab_size, config.features) ** 0.5
         init = partial(orthogonal, gain=gain)
-        super().__init__(config, **rwkv_parts(config, RWKVBlock, init, **options))
+        super().__init__(config, **model_parts(config, RWKVBlock, init, **options))

@@ -8,7 +8,7 @@ from typing import ClassVar, Unpack
 from jax_models.layers.rwkv6 import RWKV6Block, default_hidden_features, default_ranks
 from jax_models.models.architecture import Fields, Size
 from jax_models.models.language_model import LanguageModel, Preset
-from jax_models.models.rwkv import BLINKDL, FLA, HF, RWKVConfig, rwkv_parts, small_uniform
+from jax_models.models.rwkv import BLINKDL, FLA, HF, RWKVConfig, model_parts, small_uniform
 from jax_models.options import NormOptions
 
 
@@ -86,4 +86,4 @@ class RWKV6LanguageModel(LanguageModel):
     """
 
     def __init__(self, config: RWKV6LanguageModelConfig, **options: Unpack[NormOptions]):
-        super().__init__(config, **rwkv_parts(config, RWKV6Block, small_uniform, **options))
+        super().__init__(config, **model_parts(config, RWKV6Block, small_uniform, **options))

@@ -5,10 +5,10 @@ __all__ = ["RWKV7LanguageModel", "RWKV7LanguageModelConfig"]
 import dataclasses
 from typing import ClassVar, Unpack
 
-from jax_models.layers.rwkv7 import RWKV7Block, ranks
+from jax_models.layers.rwkv7 import RWKV7Block, default_ranks
 from jax_models.models.architecture import Size, has
 from jax_models.models.language_model import LanguageModel, Preset
-from jax_models.models.rwkv import BLINKDL, FLA, RWKVConfig, rwkv_parts, small_uniform
+from jax_models.models.rwkv import BLINKDL, FLA, RWKVConfig, model_parts, small_uniform
 from jax_models.options import NormOptions
 
 
@@ -61,7 +61,7 @@ class RWKV7LanguageModelConfig(RWKVConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, rank in ranks(self.features, vars(self)).items():
+        for name, rank in default_ranks(self.features, vars(self)).items():
             object.__setattr__(self, name, rank)
         object.__setattr__(self, "hidden_features", self.hidden_features or 4 * self.features)
 
@@ -88,4 +88,4 @@ class RWKV7LanguageModel(LanguageModel):
     """
 
     def __init__(self, config: RWKV7LanguageModelConfig, **options: Unpack[NormOptions]):
-        super().__init__(config, **rwkv_parts(config, RWKV7Block, small_uniform, **options))
+        super().__init__(config, **model_parts(config, RWKV7Block, small_uniform, **options))

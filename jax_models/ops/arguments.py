@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, wraps
 from types import CodeType, NoneType, UnionType
 from typing import (
@@ -53,8 +53,9 @@ def checked(
         @checked()
         def scaled(x: Float[Array, "batch features"], scale: Float[Array, " features"]): ...
 
-    One name is one size in all arrays of a call, those in NamedTuples among them. A size may be an
-    expression of others, in which the name of several axes (`*batch`) stands for their product.
+    The same name stands for the same size in all arrays of a call, including those in NamedTuples.
+    A size may be an expression of others, in which the name of several axes (`*batch`) stands for
+    their product.
     The values of a dict share no sizes; `Annotated[Norms, ("hidden", "hyper")]` is a NamedTuple
     whose `hidden` is the call's `hyper`, and whose other sizes are its own. With
     `Annotated[int, check]`, the function receives what `check(name, value)` returns.
@@ -247,8 +248,9 @@ def signature(function: Callable) -> inspect.Signature:
     return found.replace(parameters=parameters)
 
 
-def _keywords(options: type) -> Iterator[inspect.Parameter]:
-    """The options of a TypedDict as keywords."""
+def _keywords(options: type) -> list[inspect.Parameter]:
+    """The options of a TypedDict as keywords, those that are required last."""
+    found = []
     for name, annotation in get_type_hints(options, include_extras=True).items():
         default, (first, *marks) = None, get_args(annotation) or (annotation,)
         if get_origin(annotation) is Required:
@@ -257,7 +259,8 @@ def _keywords(options: type) -> Iterator[inspect.Parameter]:
             *marks, (default,) = marks
             annotation = Annotated[first, *marks] if marks else first
         keyword = inspect.Parameter.KEYWORD_ONLY
-        yield inspect.Parameter(name, keyword, default=default, annotation=annotation)
+        found.append(inspect.Parameter(name, keyword, default=default, annotation=annotation))
+    return sorted(found, key=lambda parameter: parameter.default is parameter.empty)
 
 
 @cache

@@ -67,7 +67,10 @@ def _lowering(platform: str):
 def _derivative(
     derivative: Callable[..., Any], forms: Forms, inexact: tuple[int, ...], leaves, others
 ) -> list[Array]:
-    """`derivative(form, its inexact arguments, others)` of the form that runs."""
+    """Binds `derivative(form, inexact arguments, others)` for each form.
+
+    The one that runs is traced.
+    """
 
     def of(form):
         def moved(*args):

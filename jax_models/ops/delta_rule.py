@@ -14,7 +14,7 @@ from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.delta_rule_chunk import CHUNK, Chunk, across, is_bounded
 from jax_models.ops.delta_rule_steps import Steps, by_segment, in_segments, sequential, split_axis
-from jax_models.ops.kernels.device_scan import INTERPRETED
+from jax_models.ops.kernels.device_scan import KERNEL_METHODS
 from jax_models.ops.kernels.matrix_scan import matrix_scan
 from jax_models.ops.rows import DividedMasks, Rows, given_rows
 from jax_models.ops.time_axis import states_between
@@ -211,8 +211,8 @@ def _with_bonus(
         y, last = _fastest(chunk, xs, state)
     elif method == "sequential":
         y, last = sequential(chunk.reads_after, xs, state)
-    elif method in INTERPRETED:
-        y, last = _in_kernel(INTERPRETED[method], chunk, xs, state)
+    elif method in KERNEL_METHODS:
+        y, last = _in_kernel(KERNEL_METHODS[method], chunk, xs, state)
     else:
         y, last = _chunked(chunk, xs, state)
     if u is not None:

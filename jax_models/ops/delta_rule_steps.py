@@ -82,8 +82,8 @@ def by_segment(reads_after: bool, xs: Steps, state: Array) -> tuple[Array, Array
     else:
         states = time * state.size * state.dtype.itemsize
         few = not is_symbolic_dim(states) and states <= FEW_STATES
-        by_segment = jax.tree.map(lambda x: split_axis(x, 0, time if few else math.isqrt(time)), xs)
-        y, last = in_segments(partial(lax.scan, _step), _Inputs.of(by_segment), state)
+        segments = jax.tree.map(lambda x: split_axis(x, 0, time if few else math.isqrt(time)), xs)
+        y, last = in_segments(partial(lax.scan, _step), _Inputs.of(segments), state)
         y = y.reshape(-1, *y.shape[2:])[:time]
     if reads_after:
         y = jnp.concatenate([y[1:], _read(last, r[-1])[None]])

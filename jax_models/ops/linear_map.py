@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jax_models.ops.varying import match_varying_axes
 
 LinearFunction = Callable[..., Any]
-"""`f(*static, residuals, x)`, linear in x. It is a function of a module, because JAX keeps what it
+"""`f(*static, residuals, x)`, linear in x. Pass a module-level function, because JAX reuses what it
 compiled for the same function and equal static arguments."""
 
 

@@ -11,7 +11,7 @@ from jax.export import is_symbolic_dim
 
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.kernels import row_scan_gpu, row_scan_tpu
-from jax_models.ops.kernels.device_scan import INTERPRETED, DeviceScan, known_size
+from jax_models.ops.kernels.device_scan import KERNEL_METHODS, DeviceScan, known_size
 from jax_models.ops.kernels.row_scan import shapes
 from jax_models.ops.varying import match_varying_axes
 
@@ -45,13 +45,13 @@ def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: boo
                 forms["cuda"] = forms["tpu"]
         return by_platform(a, b, h0, **forms)
     # A kernel that was asked for by name has no fallback.
-    if method in INTERPRETED:
+    if method in KERNEL_METHODS:
         if jnp.iscomplexobj(h0):
             raise NotImplementedError(
                 f'method: expected "auto" or "associative" for complex numbers, which the kernel '
                 f"does not have, got {method!r}"
             )
-        options = {"reverse": reverse, "ahead": ahead, "interpret": INTERPRETED[method]}
+        options = {"reverse": reverse, "ahead": ahead, "interpret": KERNEL_METHODS[method]}
         return _in_kernel(None, a, b, h0, **options)
     a, b = a.astype(h0.dtype), b.astype(h0.dtype)
     if method == "sequential":
@@ -165,7 +165,7 @@ def _combine(first, second):
 
 def _associative(a, b, h0):
     first = advance(a[:, :1], h0[:, None], b[:, :1])
-    b = jnp.concatenate([first, b[:, 1:]], axis=1)  # so that the products of a are no result
+    b = jnp.concatenate([first, b[:, 1:]], axis=1)  # so that the products of a are not returned
     return lax.associative_scan(_combine, (a, b), axis=1)[1]
 
 

@@ -14,7 +14,7 @@ from jax_models.ops.affine import carry_dtype, common_carry_dtype
 from jax_models.ops.arguments import checked
 from jax_models.ops.by_platform import by_platform
 from jax_models.ops.checks import FloatingDtype, checked_count
-from jax_models.ops.kernels.device_scan import INTERPRETED, known_size
+from jax_models.ops.kernels.device_scan import KERNEL_METHODS, known_size
 from jax_models.ops.kernels.row_scan import row_scan
 from jax_models.ops.linear_map import linear_map
 from jax_models.ops.rows import DividedMasks, given_rows
@@ -176,7 +176,7 @@ def _decaying_sums(
         "associative": partial(_associative, output),
         **{
             name: partial(_in_kernel, partial(row_scan, interpret=interpret), output)
-            for name, interpret in INTERPRETED.items()
+            for name, interpret in KERNEL_METHODS.items()
         },
     }
     arguments = (w, u, k, v, start, active, reset)

@@ -1,4 +1,4 @@
-"""The choice of a layer's weight table, by name or by the keys of a state_dict."""
+"""The weight table of a layer: which layout, whether it is complete, and its transforms."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -66,7 +66,7 @@ def check_rows(table: Table, params: Collection[str], kind: str, what: str) -> N
 
 
 def transformed(row: Weight, transform: str, arrays: list[Any]) -> tuple[Any, ...]:
-    """Apply a row's transform, and refuse a result that has not one array for each name."""
+    """Apply a row's transform, and refuse a result without exactly one array for each name."""
     names = row.params if transform == "to_jax" else row.keys
     try:
         values = getattr(row, transform)(*arrays)
@@ -77,7 +77,7 @@ def transformed(row: Weight, transform: str, arrays: list[Any]) -> tuple[Any, ..
         for value in values:
             if not hasattr(value, "shape"):
                 raise ValueError(f"{transform} gives a {type(value).__name__}, expected an array")
-    except Exception as error:  # a table may be anybody's
+    except Exception as error:  # a caller's own table may raise anything
         raise ValueError(f"{', '.join(row.keys or row.params)}: {error}") from error
     return values
 

@@ -1,6 +1,7 @@
 """The layouts of each language model, and what is no checkpoint of it."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +18,14 @@ from published import (
     untold,
 )
 
-from jax_models import LanguageModelConfig, from_torch, griffin_from_weights, to_torch
+from jax_models import (
+    GPModelConfig,
+    HawkLanguageModelConfig,
+    LanguageModelConfig,
+    from_torch,
+    griffin_from_weights,
+    to_torch,
+)
 from jax_models.models.architecture import architectures
 from jax_models.models.load import config_of
 from jax_models.models.silero_vad import SileroVADConfig
@@ -93,6 +101,28 @@ def test_weights_that_contradict_each_other_are_refused(message, config, change)
     weights = to_torch(build(config)) | change
     with pytest.raises(ValueError, match=message):
         from_torch(build(config_of(weights, **untold(config))), weights)
+
+
+@pytest.mark.parametrize(
+    ("block", "name"), [("authentic-hyena", "implicit"), ("attention", "num_heads")]
+)
+def test_a_field_that_no_shape_determines_must_be_given(block, name):
+    config = GPModelConfig(context_length=8, features=12, num_layers=1, block=block, num_heads=2)
+    weights = to_torch(build(config))
+    with pytest.raises(ValueError, match=rf"^{name}: no shape determines it; pass {name}=…$"):
+        GPModelConfig.from_state_dict(weights)
+    assert GPModelConfig.from_state_dict(weights, **untold(config)) == config
+
+
+def test_a_config_without_sizes_is_not_guessed():
+    class Unsized(HawkLanguageModelConfig):
+        layouts: ClassVar = {"hawk": HawkLanguageModelConfig.layouts["hawk"]._replace(sizes={})}
+
+    config = Unsized(features=8, num_layers=1, mlp_features=8)
+    weights = to_torch(build(config))
+    with pytest.raises(NotImplementedError, match=r"^Unsized: no layout says how"):
+        Unsized.from_state_dict(weights)
+    assert Unsized.from_state_dict(weights, **vars(config)) == config
 
 
 def test_a_wrong_argument_is_named():

@@ -145,8 +145,8 @@ def known_size(*axes) -> int:
     return 0 if any(map(is_symbolic_dim, axes)) else math.prod(axes)
 
 
-INTERPRETED = {"pallas": False, "pallas_interpreted": True}
-"""The methods of operators that run a kernel: on the device, or as if on a TPU, interpreted."""
+KERNEL_METHODS = {"pallas": False, "pallas_interpreted": True}
+"""The methods that run a kernel, and whether Pallas interprets it."""
 PARAMETERS = ("step", "states", "outputs", "reverse", "fallback")
 
 
