@@ -46,6 +46,7 @@ class PureLayer(NamedTuple):
 
         def run(x, arrays, state):
             layer = nnx.merge(self.graphdef, arrays, copy=True)
+            check_fits(x, layer)
             y, last_state = layer.sequence(x, state, rows)
             return y, last_state, assigned(arrays, nnx.state(layer))
 
@@ -93,7 +94,14 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         if not isinstance(layers, Iterable):
             raise TypeError(f"layers: expected a list of layers, got {described(layers)}")
         listed = nnx.List(layers)
-        check_layers(listed)
+        if not listed:
+            raise ValueError("layers: expected at least one, got none")
+        for i, layer in enumerate(listed):
+            if not isinstance(layer, SequenceLayer):
+                raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
+            refuse_time_major(f"layers[{i}]", layer)
+        for below, layer in itertools.pairwise(listed):
+            check_fits(_outputs(below), layer)
         self._set_layers(listed, remat, scan_layers)
 
     def _set_layers(self, layers: nnx.List[SequenceLayer], remat: Remat, scan_layers: bool) -> None:
@@ -124,6 +132,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         if not _is_traced((x, state, nnx.state(self))):
             last_states = []
             for layer, layer_state in zip(self.layers, state, strict=True):
+                check_fits(x, layer)  # somebody may have replaced a layer
                 x, last_state = layer.sequence(x, layer_state, rows)
                 last_states.append(last_state)
             return x, tuple(last_states)
@@ -159,21 +168,14 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         }
 
 
-def check_layers(layers: Sequence[SequenceLayer]) -> None:
-    """Refuse layers that cannot be stacked."""
-    if not layers:
-        raise ValueError("layers: expected at least one, got none")
-    for i, layer in enumerate(layers):
-        if not isinstance(layer, SequenceLayer):
-            raise TypeError(f"layers[{i}]: expected a SequenceLayer, got {described(layer)}")
-        refuse_time_major(f"layers[{i}]", layer)
-    for below, layer in itertools.pairwise(layers):
-        features = _outputs(below).shape[-1]
-        if features != layer.in_features:
-            raise ValueError(
-                f"layers: expected in_features={features} of the {type(layer).__name__}, as "
-                f"many as the layer below it returns, got {layer.in_features}"
-            )
+def check_fits(x: Any, layer: SequenceLayer) -> None:
+    """Refuse a layer that reads another size than the one below returns."""
+    features = sum(stream.shape[-1] for stream in jax.tree.leaves(x))
+    if features != layer.in_features:
+        raise ValueError(
+            f"layers: expected in_features={features} of the {type(layer).__name__}, as many as "
+            f"the layer below it returns, got {layer.in_features}"
+        )
 
 
 def _outputs(layer: SequenceLayer) -> jax.ShapeDtypeStruct:

@@ -25,7 +25,7 @@ from jax_models.call_arguments import (
 )
 from jax_models.explicit_axes import with_auto_axes
 from jax_models.layers.dropout import Dropout
-from jax_models.layers.stack import Remat, Stack, check_layers
+from jax_models.layers.stack import Remat, Stack
 from jax_models.mesh_axes import VOCABULARY, first_axis, last_axis
 from jax_models.models.architecture import Layout, ModelConfig
 from jax_models.ops.checks import as_array, nan_rows
@@ -99,22 +99,11 @@ class LanguageModelState(NamedTuple):
 
 
 class Blocks(Stack):
-    """The blocks of a model as one layer.
-
-    `Stack` checked them when the model was built. Blocks that were replaced later are checked only
-    after an error, because the check takes longer than a step of a small model.
-    """
+    """The blocks of a model as one layer. `Stack` checked them when the model was built."""
 
     def __init__(self, config: LanguageModelConfig, blocks: nnx.List):
         remat: Remat = getattr(config, "remat", "none")
         self._set_layers(blocks, remat, getattr(config, "scan_layers", False))
-
-    def sequence(self, x, state, rows):
-        try:
-            return super().sequence(x, state, rows)
-        except Exception:
-            check_layers(self.layers)
-            raise
 
 
 def _renamed(*_: Any) -> Any:

@@ -10,7 +10,7 @@ from benchmarks import families, workers
 from benchmarks.__main__ import RESULTS, UNFINISHED, main, run
 from benchmarks.compare import Session
 from benchmarks.environment import Environment
-from benchmarks.families import gated, limits
+from benchmarks.families import gated, limits, plain
 from benchmarks.families.gated.problem import Gated
 from benchmarks.outcome import Check, Outcome, Row, check_targets
 from benchmarks.pieces import FILE
@@ -205,6 +205,16 @@ def test_targets_are_against_the_fastest_peer_that_computes_the_same():
         (f"{OURS} / torch", 2.0, "tie"),
         ("share of the limit", 0.5, "MISS"),
     ]
+
+
+def test_the_plot_of_operators_leaves_out_what_has_no_ratio():
+    measured, alone = (problem.name for problem in plain.problems(quick=False)[:2])
+    names = [(measured, OURS), (measured, plain.PLAIN), (alone, OURS)]
+    names += [("another size", OURS), ("another size", plain.PLAIN)]
+    rows = [Row(problem, FORWARD, name, "jax", 1.0) for problem, name in names]
+    panel, *_ = plain.plot({"glibc": rows}, "title").axes
+    points, *_ = panel.lines
+    assert points.get_xydata().tolist() == [[1.0, 0.0]]
 
 
 def test_bursts_beside_other_processes_do_not_count():

@@ -12,6 +12,7 @@ from flax import nnx
 from jax_models import (
     GRU,
     HawkBlock,
+    HawkLanguageModelConfig,
     LanguageModel,
     LanguageModelConfig,
     RMSNorm,
@@ -271,6 +272,14 @@ def test_the_old_name_of_the_blocks_is_answered_with_the_new_one():
     with pytest.raises(AttributeError, match="is now called blocks"):
         _ = model().layers
     assert not hasattr(model(), "layers")
+
+
+@pytest.mark.parametrize("call", [lambda lm, x: lm(x), nnx.jit(lambda lm, x: lm(x))])
+def test_a_replaced_block_of_another_width_is_named(call):
+    lm = HawkLanguageModelConfig(20, features=8, num_layers=2).build(rngs=nnx.Rngs(0))
+    lm.blocks[1] = HawkBlock(9, 12, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^layers: expected in_features=\d+ of the HawkBlock"):
+        call(lm, tokens(2, 5))
 
 
 def test_a_model_of_any_parts():
