@@ -28,7 +28,7 @@ def modules_of(package: ModuleType, group: str) -> Iterator[ModuleType]:
 
 @contextlib.contextmanager
 def failures_as_warnings(group: str, package: str) -> Iterator[None]:
-    """Turns an error of another package into a warning, so that users of other models go on."""
+    """Turns an error of another package into a warning, so that all other models keep working."""
     try:
         yield
     except Exception as error:
