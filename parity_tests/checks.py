@@ -26,7 +26,7 @@ PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
 
 
 def check(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-    """Make a function of a `Subject` one of the checks."""
+    """Makes a function of a `Subject` one of the checks."""
     CHECKS[function.__name__.replace("_", " ")] = function
     return function
 

@@ -1,6 +1,7 @@
 """Packages of others that are broken, or that use a name a second time."""
 
 import importlib
+import sys
 from collections import defaultdict
 
 import numpy as np
@@ -11,18 +12,31 @@ import parity_tests.registry
 import parity_tests.report.command as parity_command
 import train.__main__ as train_command
 import train.config
+import twinscan.__main__ as twinscan_command
 from jax_models import HawkLanguageModelConfig, entry_points, load_pretrained
 from jax_models.entry_points import by_name
 from jax_models.models import architecture
-from train.config import PRESETS, from_fields, to_fields
+from train.config import PRESETS, declared_presets, from_fields, to_fields
+from train.run import CONFIG, Run, _write
+from train.vocabulary import Characters
 from twinscan.command_line import CommandLineError
 
 find_architectures = architecture._all_architectures.__wrapped__
 
 
+@pytest.fixture(autouse=True)
+def restore_registry():
+    """Restores the registry, which tests reload."""
+    registry = dict(vars(parity_tests.registry))
+    yield
+    vars(parity_tests.registry).clear()
+    vars(parity_tests.registry).update(registry)
+
+
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a package, which is one module, in a temporary folder."""
+    """Installs a package, which is one module, in a temporary folder until the test ends."""
+    installed = []
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(entry_points, "_failures", defaultdict(list))
 
@@ -36,8 +50,11 @@ def install(tmp_path, monkeypatch):
             for g in ("twinscan.models", "twinscan.registry")
         )
         (info / "entry_points.txt").write_text(groups)
+        installed.append(name)
 
-    return install
+    yield install
+    for name in installed:
+        sys.modules.pop(name, None)
 
 
 def test_a_package_that_cannot_be_imported_stops_nothing_else(install, tmp_path):
@@ -52,28 +69,44 @@ def test_a_package_that_cannot_be_imported_stops_nothing_else(install, tmp_path)
         importlib.reload(parity_tests.registry)
 
     # Whatever is not found may be what the package would have provided, so each error names it.
-    save_file({"wheel.weight": np.ones(3)}, tmp_path / "wheel.safetensors")
+    wheel = str(tmp_path / "wheel.safetensors")
+    save_file({"wheel.weight": np.ones(3)}, wheel)
     run = to_fields(PRESETS["hawk"])
     run["model"]["type"] = "WheelLanguageModelConfig"
     for ask in (
         lambda: train_command.parse_arguments(["--preset", "wheel"]),
         lambda: from_fields(run),
-        lambda: load_pretrained(tmp_path / "wheel.safetensors"),
+        lambda: train_command.main(["--init", wheel, "--out", str(tmp_path / "run")]),
+        lambda: load_pretrained(wheel),
         lambda: parity_command.main(["--case", "Wheel"]),
     ):
         with pytest.raises((CommandLineError, ValueError), match=r" \(broken packages: broken_pac"):
             ask()
 
 
-def test_a_package_with_a_broken_preset_stops_nothing_else(install, monkeypatch):
+def test_a_run_of_a_missing_package_names_its_model(tmp_path):
+    run = Run.create(tmp_path / "run", PRESETS["hawk"], Characters("ab"), "")
+    fields = to_fields(PRESETS["hawk"])
+    fields["model"]["type"] = "WheelLanguageModelConfig"
+    _write(run.folder / CONFIG, fields)
+    message = "config.json: model: .*, got WheelLanguageModelConfig; install the package that decl"
+    with pytest.raises(CommandLineError, match=message):
+        Run.open(run.folder)
+
+
+def test_a_broken_preset_stops_nothing_but_its_own_package(install, monkeypatch):
     class Broken(HawkLanguageModelConfig):
         @classmethod
         def presets(cls):
             raise LookupError("no such size")
 
     monkeypatch.setitem(train.config.MODEL_CONFIGS, "Broken", Broken)
-    with pytest.warns(UserWarning, match="broken package .*: LookupError: no such size"):
-        assert by_name("preset", train.config._found_presets()) == PRESETS
+    package = Broken.__module__.partition(".")[0]
+    with pytest.warns(UserWarning, match=f"broken package {package}: LookupError: no such size"):
+        assert by_name("preset", declared_presets()) == PRESETS
+    monkeypatch.setattr(Broken, "__module__", HawkLanguageModelConfig.__module__)
+    with pytest.raises(LookupError, match="no such size"):
+        by_name("preset", declared_presets())
 
 
 def test_a_config_or_case_of_one_name_is_an_error(install):
@@ -97,11 +130,32 @@ CASES = hawk.CASES[:1]
         importlib.reload(parity_tests.registry)
 
 
+def test_two_definitions_of_a_name_are_a_one_line_error(monkeypatch, capsys):
+    def fail(module):
+        raise ValueError("preset hawk: expected one definition")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    monkeypatch.setattr(sys, "argv", ["twinscan", "evaluate"])
+    monkeypatch.setattr(twinscan_command, "exit_at_once", lambda _: None)
+    with pytest.raises(SystemExit) as stop:
+        twinscan_command.main()
+    assert stop.value.code == 2
+    error = "twinscan: error: preset hawk: expected one definition\n"
+    assert capsys.readouterr().err == error
+
+
 def test_a_preset_of_one_name_is_an_error(monkeypatch):
     class Second(HawkLanguageModelConfig):
-        pass
+        @classmethod
+        def presets(cls):
+            return super().presets()
 
+    class Third(HawkLanguageModelConfig):
+        """Inherits the presets, which are still Hawk's alone."""
+
+    monkeypatch.setitem(train.config.MODEL_CONFIGS, "Third", Third)
+    assert by_name("preset", declared_presets()) == PRESETS
     monkeypatch.setitem(train.config.MODEL_CONFIGS, "Second", Second)
     message = r"^preset hawk: .*jax_models.models.hawk.HawkLanguageModelConfig and .*\.Second$"
     with pytest.raises(ValueError, match=message):
-        by_name("preset", train.config._found_presets())
+        by_name("preset", declared_presets())

@@ -110,7 +110,7 @@ def test_imports_run_one_way(room):
     place, rooms = ROOT / room, MAY_IMPORT[room].split()
     for file in [place] if place.is_file() else place.rglob("*.py"):
         for module in imported(file):
-            allowed = any(f"{module}.".startswith(f"{room}.") for room in rooms)
+            allowed = any(f"{module}.".startswith(f"{each}.") for each in rooms)
             assert allowed, f"{file.relative_to(ROOT)} imports {module}"
 
 

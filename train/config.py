@@ -1,5 +1,6 @@
 """The configuration of a run, its presets, and its file."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -172,11 +173,17 @@ RECIPES: dict[str, dict[str, Any]] = {
 """The options of a run, apart from its model, that several presets have in common."""
 
 
-def _found_presets() -> Iterator[tuple[str, TrainConfig, str]]:
-    """Each preset of each architecture, with its name and the class that declares it."""
+def declared_presets() -> Iterator[tuple[str, TrainConfig, str]]:
+    """Each preset of each architecture, with its name and the class that declares it.
+
+    Inherited presets do not count, because they are those of another architecture.
+    """
     for config in MODEL_CONFIGS.values():
-        presets = {}
-        with failures_as_warnings(ENTRY_POINTS, config.__module__):
+        if "presets" not in vars(config):
+            continue
+        package, presets = config.__module__.partition(".")[0], {}
+        is_ours = package == LanguageModelConfig.__module__.partition(".")[0]
+        with contextlib.nullcontext() if is_ours else failures_as_warnings(ENTRY_POINTS, package):
             for name, preset in config.presets().items():
                 if preset.recipe not in RECIPES:
                     expected = ", ".join(RECIPES)
@@ -189,8 +196,12 @@ def _found_presets() -> Iterator[tuple[str, TrainConfig, str]]:
             yield name, preset, f"{config.__module__}.{config.__qualname__}"
 
 
-PRESETS = by_name("preset", _found_presets())
+PRESETS = by_name("preset", declared_presets())
 """The presets that the config classes of the architectures declare."""
+
+
+class UnknownModelError(ValueError):
+    """The model of a config is not among the installed ones."""
 
 
 def to_fields(config: TrainConfig) -> dict[str, Any]:
@@ -204,13 +215,17 @@ def from_fields(fields: dict[str, Any]) -> TrainConfig:
     """The config that `to_fields` wrote.
 
     Raises:
+        UnknownModelError: no installed package declares the model.
         KeyError, TypeError, ValueError: the fields are not those of a config.
 
     """
     model = dict(fields["model"])
     if (name := model.pop("type")) not in MODEL_CONFIGS:
         broken = broken_packages(ENTRY_POINTS)
-        raise ValueError(f"model: expected one of {', '.join(MODEL_CONFIGS)}, got {name}{broken}")
+        raise UnknownModelError(
+            f"model: expected one of {', '.join(MODEL_CONFIGS)}, got {name}; "
+            f"install the package that declares it{broken}"
+        )
     return TrainConfig(
         **fields
         | {

@@ -19,7 +19,8 @@ def bytes_digest(data: bytes = b"") -> "hashlib.blake2b":
 
 @jax.jit
 def array_digest(x: Array) -> UInt32[Array, "2"]:
-    """Two sums modulo 2³² over the elements, each of whose bits are mixed with its index.
+    """Two sums modulo 2³² over the elements. The bits of each element are first mixed with its
+    index.
 
     A flipped bit changes the mixture of its element, and therefore both sums. A sum of integers
     depends neither on the order nor on how the array is divided over devices.

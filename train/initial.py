@@ -7,6 +7,8 @@ import numpy as np
 from flax import nnx
 
 from jax_models import LanguageModelConfig, from_torch
+from jax_models.entry_points import broken_packages
+from jax_models.models.architecture import ENTRY_POINTS
 from jax_models.models.load import config_of
 from jax_models.weights.checkpoint import open_checkpoint
 from train.digest import described
@@ -39,7 +41,11 @@ def initialize(trainer: Trainer, path: Path) -> None:
             raise CommandLineError(f"{FLAG}{path}: {'; '.join(differences)}")
     else:
         with faults_of_checkpoint(path, FLAG):
-            params = nnx.state(from_torch(model, open_checkpoint(path).weights), nnx.Param)
+            weights = open_checkpoint(path).weights
+            try:
+                params = nnx.state(from_torch(model, weights), nnx.Param)
+            except ValueError as error:
+                raise ValueError(f"{error}{broken_packages(ENTRY_POINTS)}") from None
     trainer.initial_params = jax.tree.map(np.asarray, params)  # not on a device yet
 
 

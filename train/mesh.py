@@ -67,7 +67,7 @@ def provide_devices(config: MeshConfig) -> None:
 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
-    """Ignore a mesh that the caller has set, because a command builds its own."""
+    """Ignores a mesh that the caller has set, because a command builds its own."""
     with jax.set_mesh(Mesh(np.empty((), object), ())):
         yield
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax_models import LanguageModel
 from jax_models.options import checked_options
 from train.checkpoints import Checkpoints
-from train.config import TrainConfig, from_fields, to_fields
+from train.config import TrainConfig, UnknownModelError, from_fields, to_fields
 from train.digest import bytes_digest
 from train.files import faults_of, whole
 from train.hosts import is_first
@@ -344,6 +344,8 @@ def _read(folder: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
         raise CommandLineError(f"{folder}: not the folder of a run: it has no {name}") from None
     except OSError as error:
         raise CommandLineError(f"{folder / name}: {error.strerror}") from None
+    except UnknownModelError as error:
+        raise CommandLineError(f"{folder / name}: {error}") from None
     except KeyError as error:
         raise CommandLineError(f"{folder / name} is damaged: it has no {error}") from None
     except (AttributeError, RecursionError, TypeError, ValueError) as error:

@@ -241,7 +241,8 @@ def _divided(texts: Iterable[str], separator: str | None) -> Iterator[str | None
 
 
 def _cut(text: str, end: int) -> int:
-    """The index of the last line before `end` that no other space adjoins; 0 if there is none.
+    """The index at which the last line before `end` begins, unless more whitespace adjoins the
+    newline; 0 if there is none.
 
     Tokenizers divide the text there anyway.
     """

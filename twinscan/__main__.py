@@ -38,7 +38,10 @@ def dispatch(args: Sequence[str], prog: str) -> None:
     module, _ = COMMANDS[name]
     if module.startswith("train."):
         tune_allocator()
-    main = importlib.import_module(module).main
+    try:
+        main = importlib.import_module(module).main
+    except ValueError as error:  # two packages declare the same name
+        raise CommandLineError(str(error)) from None
     if name != "train":  # which handles Ctrl-C itself while it trains
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run_command(main, rest, f"{prog} {name}")

@@ -56,6 +56,7 @@ CASES = [
         "RGLRU close to a = 1",
         partial(RGLRU, 6),
         draw_bounded=close_to_1,
+        # bfloat16 has no number between 1 − 2⁻⁸ and 1
         dtypes=("float64", "float32"),
     ),
     *(

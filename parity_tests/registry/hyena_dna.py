@@ -113,7 +113,7 @@ def no_shift(layer):
 
 
 def another_sine(layer):
-    """The sines' frequency as it is at first."""
+    """The initial frequency of the sines."""
     freq = layer.mixer.filter.freq
     freq[...] = jnp.full_like(freq[...], 10)
 

@@ -338,12 +338,17 @@ PLACES = {
         {None, "inner"},
     ),
 }
-"""The twin, its port with a fault, the weights, and the culprits that may be named."""
+"""The twin, its port with a fault, the weights, and the culprits that may be named.
+
+Only with a record may the culprit be None where it could be a module, except if it is `UNDECIDED`.
+"""
+UNDECIDED = {"a gradient that JAX stops", "experts in one product"}
+"""The places where running the torch module again does not decide between candidates."""
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("is_recorded", [False, True])
-def test_a_fault_is_found_where_the_sides_are_cut_otherwise(place, is_recorded, tmp_path):
+def test_a_fault_is_found_where_the_sides_are_divided_differently(place, is_recorded, tmp_path):
     twin, model, weights, culprits = PLACES[place]
     torch.manual_seed(0)
     x = np.random.default_rng(0).standard_normal((5, 3, 4) if "padding" in place else (5, 4))
@@ -355,4 +360,6 @@ def test_a_fault_is_found_where_the_sides_are_cut_otherwise(place, is_recorded, 
         reference, inputs = tmp_path / "twin.safetensors", []
     report = compare(reference, model(), *inputs, weights=weights, dtypes=dtypes, locate=True)
     assert not report.passed
+    if not is_recorded:
+        culprits = {None} if place in UNDECIDED else culprits - {None} or {None}
     assert report.location.culprit in culprits, f"\n{report}"

@@ -136,8 +136,10 @@ def compilations():
             compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield compiled
-    jax.monitoring.unregister_event_duration_listener(listen)
+    try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.slow
@@ -156,10 +158,9 @@ def test_fifty_prompts_share_few_programs(context_length):
                 "top_k": random.choice([None, int(random.integers(1, 30))]),
             }
             text = [generate, stream][i % 2](lm, prompt, int(random.integers(1, 150)), **options)
-            if i % 2:
-                list(
-                    text
-                )  # an array is complete, and JAX would compile a program to iterate over it
+            # `generate` returns an array, which JAX would compile a program to iterate over.
+            tokens_of_text = np.stack(list(text)) if i % 2 else text
+            assert tokens_of_text.size > 0
     assert 0 < len(compiled) <= 8
 
 
@@ -172,6 +173,14 @@ def test_the_largest_are_kept():
         kth = np.sort(logits, axis=1)[:, -k, None]
         kept = jax.jit(_keep_largest)(logits, k)
         np.testing.assert_array_equal(kept, np.where(logits < kth, -np.inf, logits))
+
+
+def test_the_key_decides_the_text():
+    texts = {
+        np.asarray(generate(model(), tokens(1, 5), 20, key=jax.random.key(seed))).tobytes()
+        for seed in (0, 1, 2, 0)
+    }
+    assert len(texts) == 3
 
 
 def test_generation_under_jit_is_the_same():

@@ -182,6 +182,18 @@ def test_a_nan_stays_in_its_document(method):
         np.testing.assert_array_equal(last, expected_last)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_is_computed_in_float32(method):
+    arrays, options = inputs("rwkv7", 40)
+    half = {name: jnp.asarray(array, jnp.bfloat16) for name, array in arrays.items()}
+    single = {name: array.astype(jnp.float32) for name, array in half.items()}
+    y, last = delta_rule(**half, **options, method=method)
+    expected = delta_rule(**single, **options, method=method)
+    assert y.dtype == last.dtype == jnp.float32
+    np.testing.assert_array_equal(y, expected[0])
+    np.testing.assert_array_equal(last, expected[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("min_log_w", [LEAST_LOG_DECAY, None])

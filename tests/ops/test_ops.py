@@ -51,6 +51,16 @@ def test_linear_recurrence_is_the_loop(x64, method, kind, time, reverse):
     assert_same(last, expected[:, 0 if reverse else -1], "last h")
 
 
+@pytest.mark.parametrize("method", ["auto", *METHODS, KERNEL])
+def test_linear_recurrence_of_bfloat16_is_computed_in_float32(method):
+    half = [jnp.asarray(array, jnp.bfloat16) for array in recurrence_inputs(3, 13, 5)]
+    h, last = linear_recurrence(*half, method=method)
+    expected = linear_recurrence(*(array.astype(jnp.float32) for array in half), method=method)
+    assert h.dtype == last.dtype == jnp.float32
+    np.testing.assert_array_equal(h, expected[0])
+    np.testing.assert_array_equal(last, expected[1])
+
+
 def turning(a, b, h0):
     """Factors turned by random angles, and complex inputs and states."""
     rng = np.random.default_rng(2)

@@ -208,7 +208,7 @@ def test_an_interrupted_run_leaves_no_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["versions", "cases", "damage"])
-def test_a_record_of_something_else_is_not_gone_on_with(change, tmp_path):
+def test_a_different_record_is_not_resumed(change, tmp_path):
     path = tmp_path / "other.json"
     args = [*A_MOMENT, "--json", str(path)]
     assert main([*ASKED, *args]) == UNFINISHED

@@ -1,9 +1,11 @@
 """`twinscan convert`: another layout, another dtype, whole or not at all."""
 
+import contextlib
 import json
 import resource
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -127,17 +129,22 @@ def test_what_cannot_be_written_is_refused(folder):
     assert sorted(path.name for path in Path().iterdir()) == ["griffin", "there"]
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk():
-    """No file may become longer than 1000 bytes."""
+    """No file may become longer than 1000 bytes. JAX writes no compiled programs meanwhile."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    shortest = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", np.inf)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
 
 
 @pytest.mark.parametrize("target", ["new", "new.safetensors", "new.pth"])
-def test_a_write_that_fails_leaves_nothing(folder, full_disk, target):
-    with pytest.raises(CommandLineError, match=f"^{target}: File too large$"):
+def test_a_write_that_fails_leaves_nothing(folder, target):
+    with pytest.raises(CommandLineError, match=f"^{target}: File too large$"), full_disk():
         convert("--from", folder, "--to", target, "--layout", "hf")
     assert [path.name for path in Path().iterdir()] == ["griffin"]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import torch_ref
 import train.__main__ as train_command
 from jax_models import LanguageModelConfig
-from parity_tests.engine.bounds.tolerance import FLOOR_ULPS, K, ulp
+from parity_tests.engine.bounds.tolerance import K, floor
 from parity_tests.registry import CASES
 from train import evaluate, export, generate
 from train import run as run_module
@@ -145,7 +145,7 @@ def test_exported_weights_are_the_twins(finished, tmp_path, capsys):
             for dtype in (torch.float32, torch.float64)
         )
     scale = np.linalg.norm(double)
-    bound = K * max(np.linalg.norm(single - double) / scale, FLOOR_ULPS * ulp(np.float32))
+    bound = max(K * np.linalg.norm(single - double) / scale, floor(np.float32))
     assert np.linalg.norm(np.asarray(logits) - double) / scale <= bound
 
 
@@ -154,7 +154,7 @@ def assert_errs_as_the_twin(printed: str) -> None:
     jax_error, twin_error = map(
         float, re.findall(r"JAX (\S+), the torch twin itself (\S+)", printed)[0]
     )
-    assert jax_error <= K * max(twin_error, FLOOR_ULPS * ulp(np.float32))
+    assert jax_error <= max(K * twin_error, floor(np.float32))
 
 
 def small_sizes(model: LanguageModelConfig) -> list[str]:

@@ -20,7 +20,7 @@ def build(config):
     return config.build(rngs=nnx.Rngs(0))
 
 
-def untold(config):
+def fields_without_shape(config):
     """The fields that no shape tells."""
     layout = next(iter(config.layouts.values()))
     told = {name for name, size in layout.sizes.items() if isinstance(size, tuple | Callable)}

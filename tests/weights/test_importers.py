@@ -125,6 +125,29 @@ def test_random_nodes_are_those_of_onnx_reference_evaluator(op, direction, optio
             np.testing.assert_array_equal(array, inputs[name])
 
 
+@pytest.mark.parametrize("layout", [0, 1])
+def test_sequence_lens_make_each_row_as_alone(layout, x64):
+    """A bidirectional LSTM. ONNX's reference evaluator ignores the lengths."""
+    model, inputs = random_node("LSTM", "bidirectional")
+    evaluator = ReferenceEvaluator(model)
+    lengths = np.array([TIME, 4, 1], np.int32)
+    padded, padded_inputs = random_node("LSTM", "bidirectional", layout=layout)
+    padded.graph.node[0].input[4] = "sequence_lens"
+    results = run(padded, padded_inputs | {"sequence_lens": lengths})
+    if layout == 1:
+        results = {name: np.moveaxis(a, 0, -2) for name, a in results.items()}
+    for row, length in enumerate(lengths):
+        alone = {
+            name: a[:, [row]] if name.startswith("initial") else a for name, a in inputs.items()
+        }
+        alone["X"] = inputs["X"][:length, [row]]
+        expected = dict(zip(evaluator.output_names, evaluator.run(None, alone), strict=True))
+        assert_same(results["Y"][:length, :, [row]], expected.pop("Y"), "Y")
+        assert (results["Y"][length:, :, row] == 0).all()
+        for name, array in expected.items():
+            assert_same(results[name][:, [row]], array, name)
+
+
 def test_a_node_is_found_by_name_in_a_branch_with_weights_in_the_graph():
     model, inputs = random_node("GRU", "forward")
     [node] = model.graph.node

@@ -15,7 +15,7 @@ from published import (
     RWKV7,
     assert_same_weights,
     build,
-    untold,
+    fields_without_shape,
 )
 
 from jax_models import (
@@ -47,13 +47,38 @@ CONFIGS = MODELS | {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_layout_is_read_with_the_config_of_its_shapes(name):
     config = CONFIGS[name]
-    model, options = build(config), untold(config)
+    model, options = build(config), fields_without_shape(config)
     read = config_of if config.marks or config.model_types else type(config).from_state_dict
     for layout in model.torch_layouts():
         weights = to_torch(model, layout)
         assert read(weights, **options) == config, layout
         loaded = from_torch(nnx.eval_shape(lambda: build(config)), weights, layout)
         assert_same_weights(to_torch(loaded), to_torch(model))
+
+
+TRAINING = {"remat", "scan_layers"}
+DROPOUT = {"block_dropout_rate", "embedding_dropout_rate"}
+FIELDS_WITHOUT_SHAPE = {
+    "GPModelConfig": TRAINING | DROPOUT | {"implicit", "num_heads", "omega"},
+    "GriffinLanguageModelConfig": TRAINING
+    | {"activation", "epsilon", "logits_soft_cap", "rope_theta", "rotary_fraction"}
+    | {"scale_embeddings", "window"},
+    "HawkLanguageModelConfig": TRAINING,
+    "HippogriffLanguageModelConfig": TRAINING | {"num_kv_heads", "window"},
+    "HyenaDNALanguageModelConfig": TRAINING
+    | DROPOUT
+    | {"activation", "filter_bias", "modulate", "normalized", "omega", "shift"},
+    "RNNLanguageModelConfig": {"dropout_rate"},
+    "RWKVLanguageModelConfig": TRAINING,
+    "RWKV6LanguageModelConfig": TRAINING,
+    "RWKV7LanguageModelConfig": TRAINING,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_other_field_is_read_from_a_shape(name):
+    config = MODELS[name]
+    assert fields_without_shape(config).keys() == FIELDS_WITHOUT_SHAPE[type(config).__name__]
 
 
 def test_every_language_model_is_read():
@@ -100,7 +125,7 @@ POSITIONS = "backbone.layers.1.mixer.filter_fn.pos_emb.z"
 def test_weights_that_contradict_each_other_are_refused(message, config, change):
     weights = to_torch(build(config)) | change
     with pytest.raises(ValueError, match=message):
-        from_torch(build(config_of(weights, **untold(config))), weights)
+        from_torch(build(config_of(weights, **fields_without_shape(config))), weights)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ Kernel = Callable[..., tuple[Sequence[Array], Sequence[Array]]]
 class DeviceScan:
     """A primitive whose kernel, or fallback, is chosen where the program is lowered.
 
-    Under `vmap` the rows become more; the derivative is the fallback's.
+    `vmap` adds the mapped axis to the rows; the derivative is the fallback's.
     """
 
     def __init__(
