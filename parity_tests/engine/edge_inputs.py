@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity_tests.engine.bounds.tolerance import UNDETERMINED, ulp
-from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.torch_module import tensors, twin_in
 from parity_tests.engine.candidates.torch_run import eager, run_oracle, same_draws
@@ -99,7 +99,7 @@ def edges(problem: Problem) -> Iterator[Edge]:
 
 def input_kind(leaf: Any, lookup: Lookup | None) -> str:
     """Whether an input is a flag, floating numbers, integers, or a mask of 0 and 1."""
-    if is_flag(leaf) or is_floating(leaf):
+    if is_flag(leaf) or is_inexact(leaf):
         return "flag" if is_flag(leaf) else "floating"
     is_mask = leaf.dtype == bool or bool(np.isin(leaf, (0, 1)).all())
     return "mask" if is_mask and lookup is None else "integer"
@@ -157,7 +157,7 @@ def is_picked(problem: Problem) -> bool:
         return [decision for decision in mode.decisions if decision.dtype != torch.bool]
 
     def nudged(x: Any) -> Any:
-        is_number = not is_flag(x) and is_floating(x)
+        is_number = not is_flag(x) and is_inexact(x)
         return x + NUDGE * rng.standard_normal(x.shape) if is_number else x
 
     rng = np.random.default_rng(problem.seed)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_program import Found, lifted_dtypes, look_into
 from parity_tests.engine.candidates.jax_rounding import Rounded
 from parity_tests.engine.candidates.lift import (
@@ -61,7 +61,7 @@ class Arguments:
         for i, leaf in enumerate(leaves):
             if not hasattr(leaf, "dtype"):
                 self._fixed[i] = leaf
-            elif is_floating(leaf) and not weights <= i < self.model_size:
+            elif is_inexact(leaf) and not weights <= i < self.model_size:
                 self.differentiated[i] = leaf
             else:
                 self.others[i] = leaf
@@ -189,7 +189,7 @@ class JaxSide:
         """The constants of the float64 run: those that a module holds, then those of its code."""
         with jax.enable_x64(True):
             _, rest = problem.build(problem.state_dict, "float64")
-        held = filter(is_floating, jax.tree.leaves(rest))
+        held = filter(is_inexact, jax.tree.leaves(rest))
         return [*map(np.asarray, held), *self.found["float64"].constants]
 
     def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any, Arguments]:

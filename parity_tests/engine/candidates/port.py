@@ -20,7 +20,7 @@ from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.adapters import (
     HeldWeights,
     foreign_model,
-    is_floating,
+    is_inexact,
     weights_of,
 )
 from parity_tests.engine.candidates.model_weights import (
@@ -286,12 +286,12 @@ def traceable(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:
 
 def floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The weights that a table names. Integers, such as BatchNorm's counter, are not weights."""
-    return {key: array for key, array in arrays.items() if is_floating(array)}
+    return {key: array for key, array in arrays.items() if is_inexact(array)}
 
 
 def floating_leaves(tree: Any) -> list[Any]:
     """The arrays of real or complex numbers in a tree."""
-    return [*filter(is_floating, jax.tree.leaves(tree))]
+    return [*filter(is_inexact, jax.tree.leaves(tree))]
 
 
 def refuse_other_weights(problem: Problem) -> None:

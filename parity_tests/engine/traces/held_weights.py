@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.traces.frameworks import recording
@@ -72,7 +72,7 @@ def _held(
     def on_weights(call: Call, leaves: list[Any]) -> None:
         keys: set[str] = set()
         found.append((call.name, keys))
-        for leaf in filter(is_floating, leaves):
+        for leaf in filter(is_inexact, leaves):
             observed(lambda value: keys.update(keys_of(value)), lambda _: None, jnp.asarray(leaf))
 
     trace = Trace()
