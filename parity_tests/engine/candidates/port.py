@@ -216,10 +216,12 @@ def _of_loader(
     start = partial(start, call=model)
     problem, notes = _differentiated(start, owners, reads.arrays, load, lambda dtype: None)
 
-    # JAX can only have the numbers of a buffer such as a sinusoid if it reads or computes them.
-    unseen = [key for key in lost if key in known.parameters or is_trivial(known.arrays[key])]
-    matter = [key for key in unseen if known.matters(problem, key)]
-    problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*unseen}))
+    # If the loader does not read a buffer with numbers of its own, such as a sinusoid, JAX must
+    # compute the numbers, and the outputs show whether they are right. For a parameter, or a buffer
+    # of zeros or ones, the outputs may not show it, so ask whether the result depends on it.
+    uncertain = [key for key in lost if key in known.parameters or is_trivial(known.arrays[key])]
+    matter = [key for key in uncertain if known.matters(problem, key)]
+    problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*uncertain}))
     return problem, [f"weights: the loader does not read {key}" for key in matter], notes
 
 

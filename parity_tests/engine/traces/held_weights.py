@@ -67,11 +67,10 @@ def _held(
 
     Only the part of that run that depends on no input is computed.
     """
-    found: list[tuple[str, set[str]]] = []
+    found: dict[Call, set[str]] = {}
 
     def on_weights(call: Call, leaves: list[Any]) -> None:
-        keys: set[str] = set()
-        found.append((call.name, keys))
+        keys = found.setdefault(call, set())
         for leaf in filter(is_inexact, leaves):
             observed(lambda value: keys.update(keys_of(value)), lambda _: None, jnp.asarray(leaf))
 
@@ -82,7 +81,7 @@ def _held(
             JaxSide(side).compute_weights(side)
     except Exception:  # a model may raise anything for such weights
         return []
-    return found
+    return [(call.name, found[call]) for call in trace.calls if call in found]
 
 
 def _sorted(values: np.ndarray) -> bytes:

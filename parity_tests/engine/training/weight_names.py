@@ -22,9 +22,7 @@ class ByTable:
         self._inexact = [row for row in table if row.params and not row.exact]
         self._keys = {key for row in table if row.params for key in row.keys}
         self.trained = self._keys & {*parameters}
-        self.arranged = {
-            key for row in table if row.exact and row.gradients is None for key in row.keys
-        }
+        self.arranged = {key for row in table if row.exact and row.separate for key in row.keys}
         """The keys whose numbers JAX holds one by one, rather than as sums."""
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
