@@ -2,7 +2,7 @@
 
 __all__ = ["from_keras", "keras_table"]
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -156,14 +156,9 @@ def _kept(layer: Any, path: str) -> Weight:
 
 def _in_order(row: Weight, order: Sequence[int]) -> Weight:
     """The row, its key's gates in another order, which is its own inverse."""
-
-    def of_key(transform: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-        return lambda *values: tuple(reordered(a, order) for a in transform(*values))
-
     return row._replace(
         to_jax=lambda a: row.to_jax(reordered(a, order)),
-        to_torch=of_key(row.to_torch),
-        gradients=row.gradients and of_key(row.gradients),
+        to_torch=lambda *values: tuple(reordered(a, order) for a in row.to_torch(*values)),
     )
 
 

@@ -23,8 +23,8 @@ class Weight(NamedTuple):
     keys: tuple[str, ...]
     to_jax: Callable[..., tuple[Any, ...]]
     to_torch: Callable[..., tuple[Any, ...]]
-    gradients: Callable[..., tuple[Any, ...]] | None = None
-    """The keys' gradients, of the parameters' gradients. None: by the derivative of `to_jax`."""
+    separate: bool = True
+    """False if a key's array is a sum of parameters, which cannot be compared one by one."""
     exact: bool = True
     """Do the keys' arrays come back from the parameters as they were?"""
 
@@ -79,7 +79,7 @@ def summed(params: tuple[str, str], key: str) -> Weight:
         (key,),
         lambda a: (a, namespace(a).full_like(a, -0.0)),
         lambda a, b: (a + b,),
-        gradients=lambda a, b: (a,),
+        separate=False,
     )
 
 
@@ -94,7 +94,6 @@ def added(param: str, keys: tuple[str, str]) -> Weight:
         keys,
         lambda a, b: (a + b,),
         lambda a: (a, namespace(a).full_like(a, -0.0)),
-        gradients=lambda a: (a, a),
         exact=False,
     )
 

@@ -221,7 +221,7 @@ def _departure(
 def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:
     """Assert that `compare(…)` passes; the message says what fails, and where the sides part.
 
-    By default, `locate` is on if the reference has submodules.
+    By default, `locate` is on unless the reference is a record without activations.
     """
     __tracebackhide__ = True
     report = compare(twin, *args, locate=locate, **kwargs)

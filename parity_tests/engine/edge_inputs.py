@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity_tests.engine.bounds.tolerance import UNDETERMINED, ulp
-from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.bounds.torch_rounding import InFloat64
+from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.torch_module import tensors, twin_in
 from parity_tests.engine.candidates.torch_run import eager, run_oracle, same_draws
@@ -74,32 +75,40 @@ def edges(problem: Problem) -> Iterator[Edge]:
 
     # Integers are the first and the last row of an embedding, and masks hide nothing or everything.
     largest = changed(
-        integer=lambda n, at, _: np.full_like(n, at.size - 1 if at else n.max(initial=0)),
+        integer=lambda n, lookup, _: np.full_like(n, largest_of(n, lookup)),
         mask=lambda n, *_: np.ones_like(n),
     )
     yield Edge("the largest integers, masks all true", largest)
     smallest = changed(
-        integer=lambda n, at, _: np.full_like(n, 0 if at else n.min(initial=0)),
+        integer=lambda n, lookup, _: np.full_like(n, 0 if lookup else n.min(initial=0)),
         mask=lambda n, *_: np.broadcast_to(np.arange(n.shape[-1] if n.ndim else 1) == 0, n.shape),
     )
     yield Edge("the smallest integers, masks true at the first place alone", smallest)
-    hidden = changed(mask=lambda n, *_: np.zeros_like(n))
-    yield Edge("masks all false", hidden, is_defined=False)
+    if "mask" in kinds:
+        hidden = changed(mask=lambda n, *_: np.zeros_like(n))
+        yield Edge("masks all false", hidden, is_defined=False)
 
     # Torch drops the gradient of an embedding's padding row.
-    def padded(n: np.ndarray, at: Lookup | None, rng: np.random.Generator) -> np.ndarray:
-        if at is None or at.padding < 0:
+    def padded(n: np.ndarray, lookup: Lookup | None, rng: np.random.Generator) -> np.ndarray:
+        if lookup is None or lookup.padding < 0:
             return n
-        return np.where(rng.random(n.shape) < 0.5, at.padding, n)
+        return np.where(rng.random(n.shape) < 0.5, lookup.padding, n)
 
     if any(lookup is not None and lookup.padding >= 0 for lookup in lookups):
         problem = dataclasses.replace(changed(integer=padded), has_padding_gradients=True)
         yield Edge("padding_idx among other integers", problem)
 
 
+def largest_of(integers: np.ndarray, lookup: Lookup | None) -> int:
+    """The last row of the embedding that the dtype can index, or the largest of the integers."""
+    if lookup is None:
+        return integers.max(initial=0)
+    return min(lookup.size - 1, np.iinfo(integers.dtype).max)
+
+
 def input_kind(leaf: Any, lookup: Lookup | None) -> str:
     """Whether an input is a flag, floating numbers, integers, or a mask of 0 and 1."""
-    if is_flag(leaf) or is_floating(leaf):
+    if is_flag(leaf) or is_inexact(leaf):
         return "flag" if is_flag(leaf) else "floating"
     is_mask = leaf.dtype == bool or bool(np.isin(leaf, (0, 1)).all())
     return "mask" if is_mask and lookup is None else "integer"
@@ -131,7 +140,7 @@ def embedding_lookups(problem: Problem) -> list[Lookup | None]:
 
     def lookups_with(inputs: list[Any]) -> list[tuple[torch.Tensor, Lookup]]:
         twin = twin_in(problem.twin, "float64")
-        with torch.no_grad(), same_draws(problem), eager(), Lookups() as lookups:
+        with torch.no_grad(), same_draws(problem), eager(), InFloat64(), Lookups() as lookups:
             problem.call_twin(twin, *tensors(jax.tree.unflatten(structure, inputs), "float64"))
         return lookups.found
 
@@ -157,7 +166,7 @@ def is_picked(problem: Problem) -> bool:
         return [decision for decision in mode.decisions if decision.dtype != torch.bool]
 
     def nudged(x: Any) -> Any:
-        is_number = not is_flag(x) and is_floating(x)
+        is_number = not is_flag(x) and is_inexact(x)
         return x + NUDGE * rng.standard_normal(x.shape) if is_number else x
 
     rng = np.random.default_rng(problem.seed)

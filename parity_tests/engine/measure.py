@@ -122,8 +122,9 @@ def explained_by_constants(
     names = [f"{other}'s {name}" for name in reference.constant_names]
     names += [f"{model}'s {name}" for name in names_of(numbered(held))]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    are = "constant is" if count == 1 else "constants are"
-    note = f"{count} {are} in float32 ({', '.join(names[:MOST_NAMES])}{more}): float64 is compared"
+    numbers = "1 constant is" if count == 1 else f"{count} numbers of constants are"
+    of_names = f" ({', '.join(names[:MOST_NAMES])}{more})" if names else ""
+    note = f"{numbers} in float32{of_names}: float64 is compared"
 
     # The reference runs again with JAX's digits, wherever JAX computes any.
     constants = [*reference.constants.values()]
@@ -135,7 +136,7 @@ def explained_by_constants(
     are_hidden = reference.constant_count > 0 and not constants  # in a record
     are_known = not are_hidden and not any(each.any() for each in unknown + lacking)
     if are_known or are_equal(ours, expected, GROUPS[:2]):
-        return expected, {}, [f"{note} with JAX's digits in their place"]
+        return expected, {}, [f"{note} with {model}'s digits in their place"]
 
     # The other constants are moved by their rounding, on the side that has them. A result that does
     # not move with them has no excuse.

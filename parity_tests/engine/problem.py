@@ -42,7 +42,10 @@ class Problem:
     to_torch: Callable[[Any, Any], Arrays] | None
     """`to_torch(gradient, rest)` gives the weights' gradients the twin's names; None if unknown."""
     load: Callable[[Any, Any], Any] = lambda weights, rest: weights
-    """`load(weights, rest)` makes the model of what `build` returned, and JAX differentiates it."""
+    """`load(weights, rest)` makes the model of what `build` returned.
+
+    JAX differentiates through it.
+    """
     constants: frozenset[str] = frozenset()
     """The twin's buffers that the JAX side does not read, because it has these numbers itself."""
     call_twin: Callable[..., Any] = lambda twin, *inputs: twin(*inputs)

@@ -1,5 +1,6 @@
 """The report as JSON, and the changes between two reports."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
@@ -246,10 +247,12 @@ def merged(records: Sequence[Record]) -> Record:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that the measurements depend on."""
-    packages = ("jax", "flax", "numpy", "torch")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": machine.python_version(), **found}
+    """The versions of Python and of the installed packages that the measurements depend on."""
+    found = {"python": machine.python_version()}
+    for name in ("jax", "flax", "numpy", "torch"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def moved(old: Record, new: Record) -> list[str]:

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
+from jax_models.weights import transposed
 from parity_tests import compare, record
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -148,6 +150,35 @@ def test_a_constant_excuses_only_what_depends_on_it(reference, has_constant, fac
     ), str(report)
     assert 1e-9 < errors["y['scaled']"].jax < errors["y['scaled']"].bound < 1e-5
     assert report.passed == (factor == 1), str(report)
+
+
+class ComplexHeads(nnx.Module):
+    """Holds a constant in float32, a complex one, and one of few digits."""
+
+    def __init__(self, factor=1.0):
+        self.kernel = nnx.Param(jnp.zeros((4, 4)))
+        self.third, self.half = nnx.Variable(jnp.asarray(THIRD)), nnx.Variable(jnp.asarray(0.5))
+        self.phase = nnx.Variable(jnp.asarray(np.complex64(factor * np.exp(1j))))
+
+    def __call__(self, x):
+        y = x @ self.kernel[...] * self.half[...]
+        return {"y": (y * self.phase[...]).imag, "scaled": x * self.third[...]}
+
+
+class TorchComplexHeads(Heads):
+    def forward(self, x):
+        phase = torch.tensor(np.complex64(np.exp(1j)), dtype=torch.complex64)
+        return {"y": (self.linear(x) * 0.5 * phase).imag, "scaled": x / 3}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_complex_constants_keep_their_imaginary_part(factor):
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).standard_normal((5, 4))
+    table = [transposed("kernel", "linear.weight")]
+    report = compare(TorchComplexHeads(), ComplexHeads(factor), x, weights=table)
+    assert report.passed == (factor == 1), str(report)
+    assert "1 constant is in float32 (JAX's constant 0 = 0.333333343)" in str(report)
 
 
 def test_the_memory_does_not_grow_with_the_number_of_constants():

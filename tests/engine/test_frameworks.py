@@ -15,6 +15,10 @@ from flax import nnx
 
 from jax_models.weights import Weight, added, layer_norm, linear, parts, same, transposed
 from parity_tests import compare, compare_training
+from parity_tests.engine.candidates.model_weights import merged, split, weights_in
+from parity_tests.engine.problem import Problem, called
+from parity_tests.engine.results import Results
+from parity_tests.engine.traces.jax_trace import traced_jax
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -288,6 +292,38 @@ def test_a_model_that_x64_cannot_trace_is_compared_in_float64(build):
     wrong = report(1 + 1e-9, dtypes="float64", locate=True)
     assert not wrong.errors["float64"]["outputs"].passed
     assert wrong.location.culprit == "", f"\n{wrong}"
+
+
+class Writer(nnx.Module):
+    """Writes into a buffer in float32, which raises an error for float64."""
+
+    def __call__(self, x):
+        return jax.lax.dynamic_update_slice(jnp.zeros((3, 5), jnp.float32), x, (1, 1))
+
+
+class Written(nnx.Module):
+    def __init__(self):
+        self.linear, self.writer = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), Writer()
+
+    def __call__(self, x):
+        return self.writer(self.linear(x))
+
+
+def test_only_the_calls_of_the_program_that_ran_are_traced():
+    """The attempt under x64 fails inside of the writer, whose call is then still open."""
+    build = lambda state_dict, dtype: split(weights_in(Written(), dtype))  # noqa: E731
+    inputs = (np.ones((2, 3)),)
+    problem = Problem(torch.nn.Identity(), build, called, to_torch=None, load=merged, inputs=inputs)
+    oracle = Results({"outputs": {"y": np.ones((3, 5))}})
+    for dtype in ("float64", "float32"):
+        calls = traced_jax(problem, dtype, oracle).calls
+        assert [(call.name, call.kind) for call in calls] == [
+            ("", "run"),
+            ("", "Written"),
+            ("linear", "Linear"),
+            ("writer", "Writer"),
+        ]
+        assert [call.parent for call in calls] == [None, calls[0], calls[1], calls[1]]
 
 
 def test_a_model_that_x64_cannot_trace_is_trained_in_float64():

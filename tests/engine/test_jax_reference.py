@@ -151,6 +151,24 @@ def test_models_of_all_kinds_are_recorded(pair, factor, tmp_path):
                 assert recorded.bound == pytest.approx(error.bound, rel=1e-6)
 
 
+class Scaled(MLP):
+    def __call__(self, x, *, scale):
+        return super().__call__(scale * x)
+
+
+@pytest.mark.parametrize("has_kwargs", [True, False])
+@pytest.mark.parametrize("factor", [1, 1 + 1e-10])
+def test_a_model_is_recorded_as_it_is_called(has_kwargs, factor, tmp_path):
+    """Whether its BatchNorm's initial statistics matter is found out by further calls."""
+    path, call = tmp_path / "model.safetensors", lambda model, x: model(x, scale=0.5)
+    of_record, options = {"kwargs": {"scale": 0.5}}, {}
+    if not has_kwargs:
+        of_record, options = {"call_twin": call}, {"call": call}
+    record(Scaled(), X, path=path, **of_record)
+    report = compare(path, Scaled(factor), **options)
+    assert report.passed == (factor == 1), str(report)
+
+
 def test_another_checkpoint_is_told_by_its_weights():
     rounded = MLP()
     rounded.first.kernel.set_value(

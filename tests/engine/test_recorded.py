@@ -221,7 +221,7 @@ def test_constants_of_a_record_may_be_rounded(persistent, factor, passed, tmp_pa
 
     report = compare(path, lambda w, x: rotary(w, factor * x), weights=loaded)
     assert report.passed == passed, str(report)
-    assert any("constants are in float32" in note for note in report.notes)
+    assert any("numbers of constants are in float32" in note for note in report.notes)
 
 
 BLOCKED = """

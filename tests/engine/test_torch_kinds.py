@@ -17,6 +17,7 @@ from torch import nn
 from jax_models.weights import Weight, same
 from parity_tests import compare
 from parity_tests.engine.candidates.jax_side import JaxSide
+from parity_tests.engine.edge_inputs import edges
 from parity_tests.engine.problem import Problem
 from parity_tests.engine.results import Results
 
@@ -364,6 +365,44 @@ def test_integers_at_the_edges_of_the_embedding_that_reads_them(twin, port, faul
     report = compare(twin, port, ids, weights=dict, edge_inputs=True)
     assert report.passed == (fault is None), f"\n{report}"
     assert fault is None or any(f"edge inputs, {fault}" in each for each in report.faults)
+
+
+class Casting(nn.Module):
+    """Casts the rows of an embedding to float32, so that float64 meets a float32 head."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(11, 4), nn.Linear(4, 4)
+
+    def forward(self, ids):
+        return self.out(self.table(ids).float())
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_module_that_casts_is_compared_at_the_edges(factor):
+    def port(w, ids):
+        rows = w["table.weight"][ids]
+        return affine(w, jnp.where(ids[..., None] == 10, factor, 1.0) * rows, "out.")
+
+    ids = np.random.default_rng(0).integers(3, 7, (2, 5))
+    report = compare(Casting(), port, ids, weights=dict, edge_inputs=True)
+    assert report.passed == (factor == 1), f"\n{report}"
+
+
+class Tokens(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids.long())
+
+
+def test_tokens_of_a_dtype_that_has_not_all_rows():
+    ids = np.random.default_rng(0).integers(3, 7, (2, 5)).astype(np.uint8)
+    port = lambda w, ids: w["weight"][ids]  # noqa: E731
+    report = compare(Tokens(300, 4), port, ids, weights=dict, edge_inputs=True)
+    assert report.passed, f"\n{report}"
+    problem = Problem(Tokens(300, 4), dict, port, None, inputs=(ids,))
+    largest, smallest = (edge.problem.inputs[0] for edge in edges(problem))  # and no masks
+    assert (largest == 255).all()
+    assert (smallest == 0).all()
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.1])

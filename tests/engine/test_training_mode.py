@@ -1,5 +1,6 @@
 """Trainings with running statistics, dropout, averaged weights, and weights that are trees."""
 
+import warnings
 from functools import partial
 
 import flax.linen as linen
@@ -260,16 +261,64 @@ def test_a_buffer_that_the_loader_does_not_read_is_noted():
     assert report.faults == ("weights: the loader does not read unit scale",)
 
 
+@pytest.mark.parametrize("both_cast", [False, True])
 @pytest.mark.parametrize("factor", [1, 1 + 1e-9])
-def test_float64_is_compared_without_casts(factor):
+def test_float64_is_compared_without_casts(factor, both_cast):
     def in_float32(twin, batch):
         return nn.functional.cross_entropy(twin(batch[0]).float(), batch[1])
 
     def loss(weights, batch):
-        return factor * affine_loss(weights, batch)
+        logits = factor * affine(weights, batch[0])
+        return cross_entropy(logits.astype("float32") if both_cast else logits, batch[1])
 
     report = train(lambda: nn.Linear(5, 3), affine, dict, loss=loss, loss_twin=in_float32)
     assert report.passed == (factor == 1), str(report)
+
+
+def test_a_module_that_holds_computed_tensors_is_trained():
+    def normed():
+        with warnings.catch_warnings():  # torch deprecates it, but checkpoints have it
+            warnings.simplefilter("ignore")
+            return nn.utils.weight_norm(nn.Linear(5, 3))
+
+    def model(w, x):
+        v = w["weight_v"]
+        return x @ (v * w["weight_g"] / jnp.linalg.norm(v, axis=1, keepdims=True)).T + w["bias"]
+
+    def loss(w, batch):
+        return cross_entropy(model(w, batch[0]), batch[1])
+
+    report = train(normed, model, dict, loss=loss)
+    assert report.passed, str(report)
+
+
+class ComplexLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+@pytest.mark.parametrize("conjugated", [True, False])
+def test_complex_weights_are_trained(conjugated):
+    def model(w, x):
+        return jnp.abs(x @ w["weight"])
+
+    conjugate = optax.stateless(lambda updates, _: jax.tree.map(jnp.conj, updates))
+    steps = [*([conjugate] if conjugated else []), optax.sgd(1e-1)]
+    report = train(
+        ComplexLinear,
+        model,
+        dict,
+        loss=lambda w, batch: cross_entropy(model(w, batch[0]), batch[1]),
+        optimizer=optax.chain(*steps),
+        optimizer_twin=lambda twin: torch.optim.SGD(twin.parameters(), lr=1e-1),
+    )
+    assert report.passed == conjugated, str(report)
+    if not conjugated:
+        assert "the gradient agrees" in report.departures["float64"]
 
 
 @pytest.mark.parametrize("name", ["embedding", "head"])

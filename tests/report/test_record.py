@@ -1,6 +1,7 @@
 """The record of a report, its page, and the changes between two records."""
 
 import dataclasses
+import importlib.metadata
 import io
 import json
 import math
@@ -21,6 +22,7 @@ from parity_tests.report.record import (
     PrecisionError,
     Record,
     moved,
+    versions,
 )
 from parity_tests.report.terminal import print_record
 
@@ -209,3 +211,16 @@ def test_planted_faults_are_counted():
     html = page(dataclasses.replace(RECORD, mutations=(CAUGHT, missed)))
     assert "planted faults: 1 of 2 caught" in html
     assert "LSTM: mask forgotten: not caught by padding" in html
+
+
+def test_packages_that_are_not_installed_have_no_version(monkeypatch):
+    version = importlib.metadata.version
+
+    def without_torch(name):
+        if name == "torch":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    assert "torch" in versions()
+    monkeypatch.setattr(importlib.metadata, "version", without_torch)
+    assert versions().keys() == {"python", "jax", "flax", "numpy"}

@@ -20,7 +20,7 @@ Digits = Callable[[np.ndarray], np.ndarray]
 
 
 def short_decimal(value: Any) -> float | None:
-    """The number of few digits, such as 1e-5, that float32 rounds to this one; None if none."""
+    """The short decimal, such as 1e-5, whose rounding to float32 is this number, or None."""
     if np.ndim(value):
         return None
     with np.errstate(over="ignore"):
@@ -81,7 +81,10 @@ def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def unknown_in(values: Sequence[np.ndarray], others: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Where constants are rounded to numbers that are not among the others, of either sign."""
+    """Which numbers of the constants are rounded to float32 and do not occur among the others.
+
+    A number occurs if the others contain it with either sign.
+    """
     if not rounded_count(values):
         return []
     numbers = np.concatenate([np.abs(np.ravel(other)) for other in [np.zeros(1), *others]])

@@ -47,7 +47,9 @@ FLOAT64 = 1e-12
 CONSTANT_ULPS = 8.0
 """In ulp of float32. The power in 10000^(-i/d), for example, enlarges the exponent's rounding."""
 DECIMAL_DIGITS = 6
-"""A constant of so few digits, such as 1e-5, was written by a person: float64 has more of it."""
+"""A float32 constant of at most so many decimal digits, such as 1e-5, is taken for the decimal that
+a person wrote, and float64 uses that decimal.
+"""
 UNSTABLE = 1e-2
 UNDETERMINED = 0.5
 LONG_TRAJECTORY = 1e-10
@@ -183,8 +185,9 @@ def tensor_errors(
     """The errors of a group's tensors in `dtype`, with their bounds.
 
     `torch32` are the reference's errors in float32, which tell whether it is stable. `rounded` has
-    the errors of its runs with random rounding. `constants` says how far a tensor moves with
-    constants of which one side has only float32's digits: by as much it may differ in float64.
+    the errors of its runs with random rounding. `constants` says how far each tensor moves with
+    constants of which one side has only float32's digits. In float64 a tensor may differ by K times
+    as much, but by no more than its bound in float32.
     """
     single = {name: max(floor(np.float32), K * error) for name, error in torch32.items()}
     bounds = {

@@ -39,7 +39,7 @@ class ForeignModel:
     def named(self) -> dict[str, tuple[Any, Any]]:
         """The path and the value of each floating array, by name."""
         leaves = jax.tree_util.tree_leaves_with_path(self.weights)
-        floating = [(path, leaf) for path, leaf in leaves if is_floating(leaf)]
+        floating = [(path, leaf) for path, leaf in leaves if is_inexact(leaf)]
         names = [self.name(path) for path, _ in floating]
         if len({*names}) < len(names):
             names = [path_of(path) for path, _ in floating]
@@ -66,7 +66,7 @@ def weights_of(held: HeldWeights, foreign: ForeignModel) -> Any:
     )
 
 
-def is_floating(leaf: Any) -> bool:
+def is_inexact(leaf: Any) -> bool:
     """True for an array of real or complex numbers."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 

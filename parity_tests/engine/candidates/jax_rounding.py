@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from parity_tests.engine.bounds.tolerance import OPERATION_ULPS, ulp
-from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_program import called_body
 from parity_tests.engine.candidates.lift import Lift
 
@@ -60,7 +60,7 @@ class ExactAndRounded(NamedTuple):
 
 def exact_and_rounded(x: Any) -> Any:
     """A floating array twice; any other value unchanged."""
-    return ExactAndRounded(x, x) if is_floating(x) else x
+    return ExactAndRounded(x, x) if is_inexact(x) else x
 
 
 class Rounded(Lift):
@@ -96,7 +96,7 @@ class Rounded(Lift):
         )
         return [
             ExactAndRounded(x, y if name in EXACT else self._round(y, operands))
-            if is_floating(x)
+            if is_inexact(x)
             else x
             for x, y in zip(exact, rounded, strict=True)
         ]
@@ -106,7 +106,7 @@ class Rounded(Lift):
             return lax.complex(self._round(x.real, operands), self._round(x.imag, operands))
         if x.dtype != jnp.float64:  # computed in another dtype, whatever the inputs
             return x
-        parts = filter(is_floating, [_part(each, 1) for each in operands])
+        parts = filter(is_inexact, [_part(each, 1) for each in operands])
         are_short = self._dtype != "float64" or all_short([*parts])
         self._count += 1
         return moved(self._dtype, x, are_short, jnp.asarray(self._seed, jnp.uint64), self._count)

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.candidates.adapters import is_floating
-from parity_tests.engine.candidates.jax_program import Found, lifted_dtypes, look_into
+from parity_tests.engine.bounds.rounded_constants import is_rounded
+from parity_tests.engine.candidates.adapters import is_inexact
+from parity_tests.engine.candidates.jax_program import Found, is_real, lifted_dtypes, look_into
 from parity_tests.engine.candidates.jax_rounding import Rounded
 from parity_tests.engine.candidates.lift import (
     ArgumentFree,
@@ -61,7 +62,7 @@ class Arguments:
         for i, leaf in enumerate(leaves):
             if not hasattr(leaf, "dtype"):
                 self._fixed[i] = leaf
-            elif is_floating(leaf) and not weights <= i < self.model_size:
+            elif is_inexact(leaf) and not weights <= i < self.model_size:
                 self.differentiated[i] = leaf
             else:
                 self.others[i] = leaf
@@ -84,7 +85,8 @@ def _joined(structure: Any, fixed: Leaves, differentiated: Leaves, others: Leave
 class JaxSide:
     """A problem's JAX side, compiled once per dtype for all weights and inputs of its shapes.
 
-    `evaluator` evaluates the program of the whole forward and backward pass.
+    `evaluator` evaluates the program of the whole forward and backward pass. It is not used with
+    `rounding`, which has an evaluator of its own.
     float64 runs under x64 and ignores casts to float32. The other dtypes run without x64, so that
     nothing is promoted further than in a user's program. `rounding` is the dtype to which results
     of float64 operations are rounded at random.
@@ -186,11 +188,13 @@ class JaxSide:
             PartialLift(closed, {}, Found()).evaluate(given)
 
     def constants_of(self, problem: Problem) -> list[np.ndarray]:
-        """The constants of the float64 run: those that a module holds, then those of its code."""
+        """The constants that are rounded to float32: those of the module, then of its code."""
         with jax.enable_x64(True):
             _, rest = problem.build(problem.state_dict, "float64")
-        held = filter(is_floating, jax.tree.leaves(rest))
-        return [*map(np.asarray, held), *self.found["float64"].constants]
+        leaves = jax.tree.leaves(rest)
+        real = [np.asarray(leaf) for leaf in leaves if is_real(getattr(leaf, "dtype", None))]
+        held = [array for array in real if is_rounded(array).any()]
+        return [*held, *self.found["float64"].constants]
 
     def _traced(self, problem: Problem, found: Found) -> tuple[Any, Any, Arguments]:
         """The program of the forward pass, the shapes of its results, and its arguments."""

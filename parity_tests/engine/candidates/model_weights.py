@@ -13,7 +13,7 @@ from jax_models.weights import Table, same
 from jax_models.weights.constant import Constant
 from jax_models.weights.layouts import params_of
 from jax_models.weights.stored import as_numpy
-from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model, is_floating
+from parity_tests.engine.candidates.adapters import HeldWeights, foreign_model, is_inexact
 from parity_tests.engine.problem import (
     Arrays,
     Problem,
@@ -134,7 +134,7 @@ def weights_in(model: Any, dtype: str) -> Any:
     """A copy of the model with floating arrays in a dtype; a module is set to evaluation."""
 
     def cast(leaf: Any) -> Any:
-        is_number = is_floating(leaf) or type(leaf) is float
+        is_number = is_inexact(leaf) or type(leaf) is float
         return jnp.array(in_dtype(np.asarray(leaf), dtype)) if is_number else leaf
 
     return evaluating(merged(*jax.tree.map(cast, split(model))))

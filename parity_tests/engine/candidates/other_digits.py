@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from parity_tests.engine.bounds.rounded_constants import Digits
-from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.jax_program import is_real
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.candidates.lift import Lift
 from parity_tests.engine.problem import Arrays, Problem
@@ -51,6 +51,7 @@ def _built(problem: Problem, digits: Digits, state_dict: Arrays, dtype: str) -> 
     weights, rest = problem.build(state_dict, dtype)
 
     def changed(leaf: Any) -> Any:
-        return jnp.asarray(digits(np.asarray(leaf, np.float64))) if is_floating(leaf) else leaf
+        is_constant = is_real(getattr(leaf, "dtype", None))
+        return jnp.asarray(digits(np.asarray(leaf, np.float64))) if is_constant else leaf
 
     return weights, jax.tree.map(changed, rest)

@@ -20,7 +20,7 @@ from parity_tests.engine.bounds.tolerance import relative_errors
 from parity_tests.engine.candidates.adapters import (
     HeldWeights,
     foreign_model,
-    is_floating,
+    is_inexact,
     weights_of,
 )
 from parity_tests.engine.candidates.model_weights import (
@@ -216,10 +216,12 @@ def _of_loader(
     start = partial(start, call=model)
     problem, notes = _differentiated(start, owners, reads.arrays, load, lambda dtype: None)
 
-    # JAX can only have the numbers of a buffer such as a sinusoid if it reads or computes them.
-    unseen = [key for key in lost if key in known.parameters or is_trivial(known.arrays[key])]
-    matter = [key for key in unseen if known.matters(problem, key)]
-    problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*unseen}))
+    # If the loader does not read a buffer with numbers of its own, such as a sinusoid, JAX must
+    # compute the numbers, and the outputs show whether they are right. For a parameter, or a buffer
+    # of zeros or ones, the outputs may not show it, so ask whether the result depends on it.
+    uncertain = [key for key in lost if key in known.parameters or is_trivial(known.arrays[key])]
+    matter = [key for key in uncertain if known.matters(problem, key)]
+    problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*uncertain}))
     return problem, [f"weights: the loader does not read {key}" for key in matter], notes
 
 
@@ -286,12 +288,12 @@ def traceable(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:
 
 def floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The weights that a table names. Integers, such as BatchNorm's counter, are not weights."""
-    return {key: array for key, array in arrays.items() if is_floating(array)}
+    return {key: array for key, array in arrays.items() if is_inexact(array)}
 
 
 def floating_leaves(tree: Any) -> list[Any]:
     """The arrays of real or complex numbers in a tree."""
-    return [*filter(is_floating, jax.tree.leaves(tree))]
+    return [*filter(is_inexact, jax.tree.leaves(tree))]
 
 
 def refuse_other_weights(problem: Problem) -> None:

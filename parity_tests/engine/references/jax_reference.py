@@ -60,7 +60,7 @@ class JaxReference(Reference):
 
     def _as_port(self, problem: Problem) -> Problem:
         """The problem whose JAX side is the reference itself."""
-        fields = ("twin", "inputs", "dtypes", "seed", "logits")
+        fields = ("twin", "call_twin", "inputs", "dtypes", "seed", "logits")
         start = partial(Problem, **{field: getattr(problem, field) for field in fields})
         model, call = self._model, problem.call_twin
         if isinstance(model, nnx.Module) or foreign_model(model) is not None:

@@ -86,8 +86,10 @@ class RecordedReference(Reference):
         self.constant_count = constants["count"]
         # An older record knows neither the names of its constants nor how much depends on them.
         self.constant_names = constants.get("names", ())
-        anyhow = {group: dict.fromkeys(named, math.inf) for group, named in self.oracle.items()}
-        self._moved = constants.get("moved", anyhow)
+        without_limit = {
+            group: dict.fromkeys(named, math.inf) for group, named in self.oracle.items()
+        }
+        self._moved = constants.get("moved", without_limit)
         logits = logits_array(problem.logits, self.oracle) if problem.logits else None
         if logits is not None and [*logits] != self._facts["logits"]:
             raise ValueError(
@@ -115,7 +117,10 @@ class RecordedReference(Reference):
         return recorded_calls(calls, self._arrays, self.oracle, owners, dtype)
 
     def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
-        """How far the results depend on all constants; an older record does not know, so any."""
+        """How far the results move with all constants.
+
+        An older record does not say, so infinitely far.
+        """
         return self._moved if self.constant_count else {}
 
 

@@ -73,13 +73,14 @@ def record(
             raise ValueError(f"twin: {reference.faults[0]}")
         facts = facts_of(reference) | {"inputs": structure, "has_kwargs": bool(kwargs)}
 
-        # A port may compute the numbers of buffers itself. Then the buffers are constants, too.
-        weights, moving = reference.weights, reference
+        # A port may compute the numbers of buffers itself. `with_buffers` is the same reference,
+        # whose buffers count as constants.
+        weights, with_buffers = reference.weights, reference
         buffers = frozenset(weights.owners) - {*weights.parameters}
         if buffers and not weights.is_jax:
-            with open_reference(twin) as moving:
-                moving.run(dataclasses.replace(problem, constants=buffers), say)
-        facts["constants"] = [constants_as_facts(each) for each in (reference, moving)]
+            with open_reference(twin) as with_buffers:
+                with_buffers.run(dataclasses.replace(problem, constants=buffers), say)
+        facts["constants"] = [constants_as_facts(each) for each in (reference, with_buffers)]
         calls: Arrays = {}
         if activations:
             traces = [reference.trace(dtype) for dtype in problem.dtypes]

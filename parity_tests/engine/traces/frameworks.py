@@ -204,8 +204,13 @@ def recording(
     twice, and `scan` is a loop. `jax.checkpoint` would still trace, so it returns its function.
     """
     recorder = Recorder(trace, on_weights)
+    lengths: list[int] = []
 
     def call(model: Any, *inputs: Any) -> Any:
+        # A model that cannot be traced under x64 is traced again. The calls of the first attempt,
+        # some of which are still open, do not count.
+        lengths[:] = lengths or [len(trace.calls), len(trace.open)]
+        del trace.calls[lengths[0] :], trace.open[lengths[1] :]
         if isinstance(model, nnx.Module):
             recorder.register("", nnx_modules(model))
         return problem.call(model, *inputs)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from parity_tests.engine.candidates.adapters import is_floating
+from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.candidates.jax_side import JaxSide
 from parity_tests.engine.problem import Arrays, Problem
 from parity_tests.engine.traces.frameworks import recording
@@ -67,12 +67,11 @@ def _held(
 
     Only the part of that run that depends on no input is computed.
     """
-    found: list[tuple[str, set[str]]] = []
+    found: dict[Call, set[str]] = {}
 
     def on_weights(call: Call, leaves: list[Any]) -> None:
-        keys: set[str] = set()
-        found.append((call.name, keys))
-        for leaf in filter(is_floating, leaves):
+        keys = found.setdefault(call, set())
+        for leaf in filter(is_inexact, leaves):
             observed(lambda value: keys.update(keys_of(value)), lambda _: None, jnp.asarray(leaf))
 
     trace = Trace()
@@ -82,7 +81,7 @@ def _held(
             JaxSide(side).compute_weights(side)
     except Exception:  # a model may raise anything for such weights
         return []
-    return found
+    return [(call.name, found[call]) for call in trace.calls if call in found]
 
 
 def _sorted(values: np.ndarray) -> bytes:

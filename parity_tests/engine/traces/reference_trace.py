@@ -17,7 +17,9 @@ Place = tuple[int, str, str]
 """The index of a call, a slot of it, and a label."""
 Errors = dict[Place, float]
 RunAgain = Callable[[int, Any, Collection[str], Sequence[np.ndarray]], list[Arrays]]
-"""Runs a call in a direction once for each of some arrays, which replaces inputs of some labels."""
+"""`run_again(index, direction, labels, others)` runs the call at `index` once for each array of
+`others`, which replaces what the call takes under `labels`.
+"""
 
 
 class OwnRun(NamedTuple):

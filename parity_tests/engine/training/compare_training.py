@@ -117,9 +117,10 @@ def compare_training(
     if (average is None) != (average_twin is None):
         raise ValueError("average: expected both `average` and `average_twin`, or neither")
 
+    checked = checked_twin(twin)
     of_torch = partial(
         TorchTraining,
-        twin,
+        checked,
         loss=loss_twin,
         optimizer=optimizer_twin,
         scheduler=scheduler_twin,
@@ -131,7 +132,6 @@ def compare_training(
     with x64(True), jax.default_matmul_precision("highest"):
         # In training mode, a norm uses the statistics of the batch, so a port need not read the
         # running statistics: that is no fault, but they are not compared.
-        checked = checked_twin(twin)
         known, unread = TorchReference(checked).weights, []
 
         def matters(problem: Problem, key: str) -> bool:
@@ -164,7 +164,7 @@ def compare_training(
         try:
             report = train_side_by_side(names, sides, of_torch, batches)
         except MasksDifferError as error:
-            report = TrainingReport({}, (str(error),))
+            report = TrainingReport({}, {}, (str(error),))
     notes = [f"not compared: {key}" for key in unread]
     return replace(report, faults=(*faults, *report.faults), notes=(*notes, *report.notes))
 

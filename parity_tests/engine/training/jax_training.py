@@ -12,10 +12,11 @@ import optax
 from flax import nnx
 
 from jax_models.ops.checks import described
-from jax_models.weights.trees import is_floating, path_of
-from parity_tests.engine.candidates.jax_program import Found
+from jax_models.weights.trees import path_of
+from parity_tests.engine.candidates.adapters import is_inexact
+from parity_tests.engine.candidates.jax_program import Found, lifted_dtypes
 from parity_tests.engine.candidates.lift import rewritten
-from parity_tests.engine.problem import Arrays, arrays
+from parity_tests.engine.problem import Arrays, arrays, in_dtype
 from parity_tests.engine.training.dropout import jax_masks
 from parity_tests.engine.training.torch_training import MOMENTS, checked_loss
 from parity_tests.engine.training.weight_names import ByLoader, ByTable
@@ -59,7 +60,8 @@ class JaxTraining:
             return value, parts.statistics_after(weights, new, statistics)
 
         # Like the torch side, the loss ignores casts to float32 in float64.
-        loss_and_gradient = rewritten(jax.value_and_grad(loss_of, has_aux=True), {}, Found())
+        lifted = lifted_dtypes(set()) if dtype == "float64" else {}
+        loss_and_gradient = rewritten(jax.value_and_grad(loss_of, has_aux=True), lifted, Found())
 
         @jax.jit
         def train_step(params, statistics, state, gradient, batch, masks):
@@ -91,8 +93,8 @@ class JaxTraining:
         return {} if self._mean is None else self._named(self._mean)
 
     def gradients(self) -> Arrays:
-        """The mean gradient of the last step."""
-        return self._named(self._gradient)
+        """The mean gradient of the last step; torch's are the complex conjugates of JAX's."""
+        return self._named(jax.tree.map(jnp.conj, self._gradient))
 
     def moments(self) -> dict[str, Arrays]:
         """The optimizer's moments that have the weights' structure, by optax's name and by name."""
@@ -124,8 +126,8 @@ class JaxTraining:
 class Parts:
     """Splits the JAX side's weights into parameters, statistics, and what never changes.
 
-    Of an NNX module, the `nnx.Param`s are parameters. Of a tree, the floating arrays are, except
-    those that are made of torch's buffers alone.
+    Of an NNX module, the `nnx.Param`s are parameters. Of a tree, the real and complex arrays are,
+    except those that are made of torch's buffers alone.
     """
 
     def __init__(self, built: Any, dtype: str, trained: set[str]):
@@ -137,14 +139,16 @@ class Parts:
         def only(is_chosen: Callable[[str], bool]) -> Any:
             return jax.tree_util.tree_map_with_path(
                 lambda path, a: (
-                    jnp.asarray(a, dtype) if is_floating(a) and is_chosen(path_of(path)) else None
+                    jnp.asarray(in_dtype(a, dtype))
+                    if is_inexact(a) and is_chosen(path_of(path))
+                    else None
                 ),
                 built,
             )
 
         self.params = only(trained.__contains__)
         self.statistics = only(lambda path: path not in trained)
-        self._constants = jax.tree.map(lambda a: None if is_floating(a) else a, built)
+        self._constants = jax.tree.map(lambda a: None if is_inexact(a) else a, built)
 
     def merged(self, params: Any, statistics: Any) -> Any:
         """The module or tree that these parts make up."""

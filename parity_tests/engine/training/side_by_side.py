@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_models.weights.trees import is_floating
 from parity_tests.engine.bounds.tolerance import (
     ROUNDED_RUNS,
     Error,
@@ -21,6 +20,7 @@ from parity_tests.engine.bounds.tolerance import (
     rms,
 )
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
+from parity_tests.engine.candidates.adapters import is_inexact
 from parity_tests.engine.problem import Arrays
 from parity_tests.engine.training.jax_training import JaxTraining
 from parity_tests.engine.training.torch_training import MOMENTS, TorchTraining
@@ -123,9 +123,9 @@ def train_side_by_side(
         )
     return TrainingReport(
         {dtype: tuple(each) for dtype, each in errors.items()},
+        {dtype: tuple(each) for dtype, each in norms.items()},
         tuple(faults),
         tuple(notes),
-        {dtype: tuple(each) for dtype, each in norms.items()},
         departures,
     )
 
@@ -143,7 +143,7 @@ def compared(names: ByTable | ByLoader, training: TorchTraining) -> Arrays:
 def of_gradient(names: ByTable | ByLoader, oracle: TorchTraining, by_key: Arrays) -> Arrays:
     """Torch's gradients or moments under JAX's names, for weights that JAX holds one by one."""
     weights = oracle.weights()
-    zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_floating(a)}
+    zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_inexact(a)}
     covered = names.of_torch(zeros | {k: np.ones(a.shape) for k, a in by_key.items()})
     whole = {name for name, array in covered.items() if array.all()}
     return only(names.of_torch(zeros | by_key), whole & names.arranged)

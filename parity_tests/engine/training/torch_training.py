@@ -1,7 +1,6 @@
 """Torch's training, in a dtype or under an arithmetic mode."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax_models.ops.checks import described
 from jax_models.weights.stored import as_numpy
 from parity_tests.engine.bounds.tolerance import ulp
 from parity_tests.engine.bounds.torch_rounding import InFloat64, RandomRounding
-from parity_tests.engine.candidates.torch_module import in_double, tensors
+from parity_tests.engine.candidates.torch_module import in_double, tensors, twin_in
 from parity_tests.engine.problem import Arrays, all_in_dtype, arrays_of, in_dtype
 from parity_tests.engine.training.dropout import TorchMasks
 
@@ -43,9 +42,9 @@ class TorchTraining:
         accumulate: int,
         training: bool,
     ):
-        self._twin = copy.deepcopy(twin).cpu().to(getattr(torch, dtype)).train(training)
+        self._twin = twin_in(twin, dtype).train(training)
         if arithmetic is not None:
-            self._twin = self._twin.double()
+            self._twin = twin_in(self._twin, "float64")
         self._dtype, self._arithmetic = dtype, arithmetic
         self._loss, self._clip, self._accumulate = loss, clip, accumulate
         self._optimizer = made("optimizer_twin", optimizer(self._twin), torch.optim.Optimizer)

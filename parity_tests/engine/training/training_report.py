@@ -10,13 +10,11 @@ class TrainingReport:
     """The errors of the loss, the weights and the statistics after each step, by dtype."""
 
     steps: dict[str, tuple[Error, ...]]
+    gradient_norms: dict[str, tuple[tuple[float, float], ...]]
+    """After each step: the norm of torch's gradient in float64, and of JAX's."""
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """Parts that were not compared, and why."""
-    gradient_norms: dict[str, tuple[tuple[float, float], ...]] = dataclasses.field(
-        default_factory=dict
-    )
-    """After each step: the norm of torch's gradient in float64, and of JAX's."""
     departures: dict[str, str] = dataclasses.field(default_factory=dict)
     """By dtype: how the loss, gradients and the optimizer's moments compare where they part."""
 

@@ -9,8 +9,9 @@ from flax import nnx
 
 from jax_models import to_torch
 from jax_models.weights import Table
-from jax_models.weights.trees import is_floating, path_of
-from parity_tests.engine.problem import Arrays
+from jax_models.weights.trees import path_of
+from parity_tests.engine.candidates.adapters import is_inexact
+from parity_tests.engine.problem import Arrays, in_dtype
 
 
 class ByTable:
@@ -21,9 +22,7 @@ class ByTable:
         self._inexact = [row for row in table if row.params and not row.exact]
         self._keys = {key for row in table if row.params for key in row.keys}
         self.trained = self._keys & {*parameters}
-        self.arranged = {
-            key for row in table if row.exact and row.gradients is None for key in row.keys
-        }
+        self.arranged = {key for row in table if row.exact and row.separate for key in row.keys}
         """The keys whose numbers JAX holds one by one, rather than as sums."""
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
@@ -49,15 +48,15 @@ class ByLoader:
         parameters: Collection[str],
     ):
         self._load = load
-        floating = {key: value for key, value in state_dict.items() if is_floating(value)}
+        inexact = {key: value for key, value in state_dict.items() if is_inexact(value)}
 
         def changed(keys: Collection[str]) -> Arrays:
             """The loaded arrays if the weights of these keys had other values."""
-            others = {key: 0.7 * value + 0.1 for key, value in floating.items() if key in keys}
+            others = {key: 0.7 * value + 0.1 for key, value in inexact.items() if key in keys}
             return self.of_torch({**state_dict, **others})
 
         loaded = changed(())
-        of_parameters, of_buffers = changed(parameters), changed(floating.keys() - {*parameters})
+        of_parameters, of_buffers = changed(parameters), changed(inexact.keys() - {*parameters})
         self.trained = {
             path
             for path, array in loaded.items()
@@ -65,7 +64,7 @@ class ByLoader:
             or np.array_equal(array, of_buffers[path])
         }
         """The paths of all arrays except those that are made of buffers alone."""
-        numbers = np.concatenate([np.ravel(v) for v in floating.values()] or [np.empty(0)])
+        numbers = np.concatenate([np.ravel(v) for v in inexact.values()] or [np.empty(0)])
         self.arranged = {path for path, array in loaded.items() if np.isin(array, numbers).all()}
         """The paths of the arrays that hold torch's own numbers."""
 
@@ -74,11 +73,11 @@ class ByLoader:
         return self.of_jax(self._load(state_dict))
 
     def of_jax(self, weights: Any) -> Arrays:
-        """The floating arrays of a tree, or of an NNX module, by their paths."""
+        """The real and complex arrays of a tree, or of an NNX module, by their paths."""
         if isinstance(weights, nnx.Module):
             weights = nnx.to_pure_dict(nnx.state(weights))
         return {
-            path_of(path): np.asarray(leaf, float)
+            path_of(path): in_dtype(np.asarray(leaf), "float64")
             for path, leaf in jax.tree_util.tree_leaves_with_path(weights)
-            if is_floating(leaf)
+            if is_inexact(leaf)
         }
