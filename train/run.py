@@ -331,6 +331,7 @@ def _digest(fields: dict[str, Any]) -> str:
 
 def _read(folder: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
     """Reads and parses a file that `_write` wrote."""
+    fields, digest = {}, None
     try:
         fields = json.loads((folder / name).read_bytes())
         if not isinstance(fields, dict):
@@ -345,7 +346,9 @@ def _read(folder: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
     except OSError as error:
         raise CommandLineError(f"{folder / name}: {error.strerror}") from None
     except UnknownModelError as error:
-        raise CommandLineError(f"{folder / name}: {error}") from None
+        # If the file is intact, its model is missing; otherwise, its model's name may be damaged.
+        fault = "" if digest == _digest(fields) else " is damaged"
+        raise CommandLineError(f"{folder / name}{fault}: {error}") from None
     except KeyError as error:
         raise CommandLineError(f"{folder / name} is damaged: it has no {error}") from None
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
