@@ -1,6 +1,7 @@
 """Griffin beside transformers' RecurrentGemma and DeepMind's recurrentgemma."""
 
 import dataclasses
+import inspect
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -125,7 +126,9 @@ def test_states_are_those_of_transformers(hf):
 
     config, model = hf
     cache = DynamicCache(config=model.config)
-    logits_of(model, TOKENS, use_cache=True, past_key_values=cache)
+    is_renamed = "cache" in inspect.signature(model.forward).parameters  # from transformers 5.24
+    argument = "cache" if is_renamed else "past_key_values"
+    logits_of(model, TOKENS, use_cache=True, **{argument: cache})
     with jax.enable_x64(True):
         _, state = ours(model, config)(TOKENS)
     for i, (layer, own) in enumerate(zip(model.model.layers, state.layers, strict=True)):
