@@ -136,7 +136,7 @@ def test_a_field_that_no_shape_determines_must_be_given(block, name):
     weights = to_torch(build(config))
     with pytest.raises(ValueError, match=rf"^{name}: no shape determines it; pass {name}=…$"):
         GPModelConfig.from_state_dict(weights)
-    assert GPModelConfig.from_state_dict(weights, **untold(config)) == config
+    assert GPModelConfig.from_state_dict(weights, **fields_without_shape(config)) == config
 
 
 def test_a_config_without_sizes_is_not_guessed():
