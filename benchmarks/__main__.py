@@ -1,8 +1,9 @@
 """`python -m benchmarks`: our layers and operators against every peer that is installed.
 
-Prints a table a problem: compilation, run, ratio, share of the machine's limits, errors against
-float64; and what was promised beside what was measured. Writes a JSON file for each family and
-allocator and a plot for each family, in place of those of the last run, and `README.md` over all.
+Prints a table for each problem, with the times to compile and to run, the ratio of our time to the
+peers', the share of the machine's limits and the errors against float64, and then compares the
+measured ratios with their targets. Writes a JSON file for each family and allocator and a plot for
+each family, which replace those of the last run, and a `README.md` with all results.
 """
 
 import dataclasses
@@ -30,10 +31,11 @@ PROG = "python -m benchmarks"
 RESULTS = Path(__file__).parent / "results"
 QUICK_RESULTS = Path("build/bench-quick")
 NOT_QUICK = ("limits", "memory")
-"""Any run begins with the limits; programs that save memory compile for longer than they run."""
+"""Families that --quick leaves out: every run begins with the limits anyway, and the programs of
+memory compile for longer than they run."""
 
 UNFINISHED = 3
-"""The exit code where `--minutes` ran out."""
+"""The exit code if `--minutes` ran out."""
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -43,16 +45,16 @@ class Arguments:
     """Measure our layers and operators against every peer that is installed."""
 
     only: tuple[Literal[tuple(families.FAMILIES)], ...] = ()  # pyright: ignore[reportInvalidTypeForm]
-    """These families; the results of the others stay."""
+    """Measure only these families. The results of the others stay."""
     quick: bool = False
     """Most families, few shapes, few bursts, and the default allocator."""
     allocator: tuple[Allocator, ...] = ()
     """`default` is what users have, `tuned` keeps the memory that is freed (on a CPU, with glibc).
     By default both, or `default` with --quick; the results of the other stay."""
     platform: Platform | None = None
-    """Of JAX; by default what it finds."""
+    """The platform of JAX; by default the one that JAX chooses."""
     page: bool = False
-    """Measure nothing; write the page of the records that are there again."""
+    """Measure nothing; only write the page again, from the existing records."""
     minutes: float | None = None
     """Stop after this many minutes, with exit code 3. The same command then continues."""
     out: Path | None = None
@@ -73,20 +75,22 @@ def run(
     allocators: Sequence[Allocator],
     minutes: float | None = None,
 ) -> list[Record]:
-    """Measure families, each with each allocator into its files.
+    """Measures each family with each allocator, and writes the results into the folder.
 
     Raises:
-        OutOfTime: the minutes are over.
-        Unsuitable: a worker has other threads or another allocator than it should have.
-        BrokenRecord: the folder holds one.
+        OutOfTime: there is not enough time left for the next measurement.
+        Unsuitable: a worker does not have the threads or the allocator that it should have.
+        BrokenRecord: the folder holds a record that cannot be read.
 
     """
+    # Read the old records before the long measurements, because the page needs them at the end.
     folder.mkdir(parents=True, exist_ok=True)
     read_all(folder)
     asked = [list(names), quick, platform, list(allocators), versions()]
     pieces = None if minutes is None else Pieces(folder, minutes, asked)
     records = []
     console = Console(width=150)
+    # Malloc is chosen when a process starts, so each allocator gets its own workers.
     for allocator in allocators:
         with Workers(platform, allocator) as workers:
             session = Session(workers, console, quick, measure_limits, pieces)
@@ -118,6 +122,7 @@ def run(
                     pieces.end(f"{name}, {allocator}")
     if pieces:
         pieces.remove()
+    # Repeat all checks at the end, where they are easy to find.
     for record in records:
         console.rule(f"{record.title}, {record.allocator} allocator")
         for check in record.outcome.checks:
@@ -126,7 +131,7 @@ def run(
 
 
 def draw_family(folder: Path, record: Record) -> None:
-    """The record's family, with all allocators for which there is a record of this platform."""
+    """Draws a family on the platform of a record, with all allocators that have a record."""
     key = record.family, record.platform
     found = {
         each.allocator: each.outcome.rows
@@ -138,7 +143,7 @@ def draw_family(folder: Path, record: Record) -> None:
 
 
 def main(args: Sequence[str], prog: str = PROG) -> int:
-    """Measure as the arguments say."""
+    """Measures the families, or only writes the page."""
     arguments = parse(Arguments, args, prog=prog)
     folder = arguments.out or (QUICK_RESULTS if arguments.quick else RESULTS)
     quick = [name for name in families.FAMILIES if name not in NOT_QUICK]

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.bound`: the share of its bound that an error takes where nothing is wrong.
+"""`python -m benchmarks.bound`: errors relative to their bounds, with and without a fault.
 
-Random configurations of each architecture: the registry's sizes and options by turns, one step or
-33 (or as many as the case can take), weights drawn at random and scaled by 1/4 to 4, inputs by 1/8
-to 8, so that ill-conditioned ones are among them. A share above 1 would be a false alarm. Beside
-them the share that each planted fault takes (`parity_tests/registry/`), which must be above 1.
+Without a fault, a share of the bound above 1 would be a false alarm. The shares are measured on
+random configurations of each architecture: the registry's sizes and options in turn, sequences of 1
+or 33 steps (or the longest that the case allows), random weights scaled by 1/4 to 4 and inputs
+scaled by 1/8 to 8, so that some configurations are ill-conditioned. With each of the planted faults
+of `parity_tests/registry/`, the share must be above 1.
 """
 
 import argparse
@@ -34,27 +35,27 @@ from matplotlib import pyplot as plt
 TIMES = (1, 33)
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
 EDGES = np.linspace(-4, 1, 51)
-"""Of the histograms, in log10 of a share; those below fall into the first bin."""
+"""The bin edges of the histograms, in log10 of a share. The first bin includes smaller shares."""
 
 
 @dataclasses.dataclass
 class Shares:
-    """Of one architecture."""
+    """The shares of the bounds for one architecture."""
 
     architecture: str
     configurations: int = 0
     undetermined: int = 0
-    """Configurations in which rounding alone leaves a dtype's result open."""
+    """Number of configurations in which rounding alone leaves the verdict of a dtype open."""
     alarms: list[str] = dataclasses.field(default_factory=list)
     overflows: list[str] = dataclasses.field(default_factory=list)
-    """Configurations without a reference: numbers of torch's that are not finite."""
+    """Configurations without a reference, because torch's results are not finite."""
     quantiles: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    """Of the shares by dtype: smallest, 5%, median, 95%, largest."""
+    """Quantiles of the shares, by dtype: smallest, 5%, median, 95%, largest."""
     histograms: dict[str, list[int]] = dataclasses.field(default_factory=dict)
 
 
 def cases_by_architecture() -> dict[str, list[str]]:
-    """The names of the registry's rows, by the files of `jax_models`."""
+    """The names of the registry's cases that run on a CPU, by architecture."""
     result = defaultdict(list)
     for name, case in CASES.items():
         if "cpu" not in case.platforms:
@@ -64,7 +65,7 @@ def cases_by_architecture() -> dict[str, list[str]]:
 
 
 def configurations(case: Case, time: int, seeds: Iterator[int]) -> Iterator[Problem]:
-    """The case at one length, with other weights, inputs and scales for each seed."""
+    """A case at one length, with different weights, inputs and scales for each seed."""
     base = case.problem()
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -84,7 +85,8 @@ def configurations(case: Case, time: int, seeds: Iterator[int]) -> Iterator[Prob
 
 
 def shares(architecture: str, count: int) -> Shares:
-    """Measure so many configurations of an architecture."""
+    """Measures a number of configurations of an architecture."""
+    # Take all cases and lengths in turn, so that each gets equally many configurations.
     jax.config.update("jax_enable_x64", True)
     result, found = Shares(architecture), defaultdict(list)
     cases = [CASES[name] for name in cases_by_architecture()[architecture]]
@@ -95,6 +97,7 @@ def shares(architecture: str, count: int) -> Shares:
             report = measure_twin(one, DTYPES, jax_side=jax_side)
             result.configurations += 1
             name = f"{case.name}, seed {one.seed}"
+            # A torch side that overflows is no reference, so it cannot raise a false alarm.
             overflows = [fault for fault in report.faults if "torch side are not finite" in fault]
             result.overflows += [f"{name}: {fault}" for fault in overflows[:1]]
             faults = [fault for fault in report.faults if fault not in overflows]
@@ -123,7 +126,7 @@ def shares(architecture: str, count: int) -> Shares:
 
 
 def fault_shares() -> dict[str, float]:
-    """The share of its bound that each fault takes, of those that the comparison must find."""
+    """The share of the bound for each planted fault that the comparison must find."""
     return {
         str(mutation): fault_share(mutation)
         for mutation in track(MUTATIONS, "planted faults")
@@ -132,14 +135,14 @@ def fault_shares() -> dict[str, float]:
 
 
 def fault_share(mutation: Mutation) -> float:
-    """The largest share of the groups, in the dtype in which it is smallest."""
+    """The largest share among the groups of arrays, in the dtype in which that is smallest."""
     with mutation.plant():
         report = measure_twin(CASES[mutation.case].problem(), mutation.dtypes)
     return min(max(error.share for error in groups.values()) for groups in report.errors.values())
 
 
 def draw(found: list[Shares], planted: dict[str, float], path: Path) -> None:
-    """The distribution over all configurations, and each architecture's range beside the faults."""
+    """Draws the distribution over all configurations, and the ranges of architectures and faults."""
     figure, (above, below) = plt.subplots(
         2, figsize=(8, 9), height_ratios=(1, 2), sharex=True, layout="constrained"
     )
@@ -168,7 +171,7 @@ def draw(found: list[Shares], planted: dict[str, float], path: Path) -> None:
 
 
 def table(found: list[Shares]) -> Table:
-    """A row an architecture."""
+    """A table with a row for each architecture."""
     result = Table(title="share of the bound: median and largest", title_justify="left")
     for column in ("", "configurations", "alarms", "overflows", "undetermined", *DTYPES):
         result.add_column(column, justify="right" if column else "left")
@@ -188,7 +191,10 @@ def table(found: list[Shares]) -> Table:
 
 
 def main() -> int:
-    """Measure, print, draw, and keep the figures if asked to; 1 after a false alarm or a miss."""
+    """Measures the shares, and prints, draws and writes them.
+
+    Returns 1 after a false alarm or a fault that was not found.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bound", description=__doc__)
     parser.add_argument("--configurations", type=int, default=1000, help="of each architecture")
     parser.add_argument("--json", type=Path, help="file to write the figures to")

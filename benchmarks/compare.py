@@ -1,4 +1,4 @@
-"""The contenders of a family, problem by problem."""
+"""Measures the contenders of a family, problem by problem."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from benchmarks.workers import Workers
 
 @dataclasses.dataclass
 class Session:
-    """A run of the benchmarks."""
+    """The workers, the console and the options of a run of the benchmarks."""
 
     workers: Workers
     console: Console
@@ -24,23 +24,23 @@ class Session:
 
     @cached_property
     def limits(self) -> Limits | None:
-        """Those of the machine, measured when they are first asked for."""
+        """The limits of the machine, measured on first use."""
         return self.measure_limits and self.measure_limits(self)
 
     @cached_property
     def platform(self) -> str:
-        """Where JAX runs."""
+        """The platform of JAX: cpu, gpu or tpu."""
         return self.workers.device("jax").split(":")[0]
 
     def piece(self, name: str, measure: Callable[[], Outcome]) -> Outcome:
-        """A piece of a family, which an earlier call of a run in pieces may have measured."""
+        """Measures a piece of a family, unless an earlier call of the same run has measured it."""
         if self.pieces is None:
             return measure()
         return self.pieces.piece(f"{self.workers.allocator}: {name}", measure)
 
     @property
     def rounds(self) -> int:
-        """Bursts of each contender."""
+        """The number of bursts of each contender."""
         return 2 if self.quick else 5
 
 
@@ -52,7 +52,10 @@ def compare(
     *,
     shown: bool = True,
 ) -> Outcome:
-    """All contenders of a module at all problems; each is shown as it comes, or only named."""
+    """Measures all contenders of a module on all problems.
+
+    Prints the results of each problem, or only its name if `shown` is false.
+    """
     from benchmarks.report.table import show
 
     outcome = Outcome()
@@ -72,7 +75,7 @@ def compare(
 def compare_problem(
     session: Session, module: str, contenders: Contenders, problem: Problem
 ) -> Outcome:
-    """All contenders at all parts of a problem."""
+    """Measures all contenders on all parts of a problem."""
     outcome = Outcome()
     oracle = _oracle(problem, outcome)
     for part in problem.parts:
@@ -96,7 +99,8 @@ def compare_part(
     part: str,
     oracle: Arrays,
 ) -> Outcome:
-    """All contenders at one part of a problem."""
+    """Measures all contenders on one part of a problem."""
+    # Only a failure of our own contender ends the run; peers that fail are left out.
     outcome, prepared = Outcome(), {}
     for name, (framework, _) in contenders.items():
         try:
@@ -110,9 +114,11 @@ def compare_part(
             if name == OURS:
                 raise
             outcome.left_out[f"{name} ({problem.name})"] = f"failed: {str(error).splitlines()[0]}"
+    # Disturbed bursts are repeated, but at most once on average.
     rounds = min(session.rounds, problem.rounds)
     most = rounds if session.quick else 2 * rounds
     timings = session.workers.time(list(prepared), rounds=rounds, most=most)
+    # Compare the times with the limits of the machine, and the results with the oracle.
     work = problem.work(part)
     for (framework, name), (compile_s, memory, result) in prepared.items():
         timing = timings[framework, name]

@@ -1,4 +1,4 @@
-"""What a worker computes with: its threads, their cores, its malloc."""
+"""Finds the environment of a worker: its threads, their cores and its malloc."""
 
 import contextlib
 import ctypes
@@ -20,30 +20,32 @@ Allocator = Literal["default", "tuned"]
 ALLOCATORS: tuple[Allocator, ...] = get_args(Allocator)
 OF_MALLOC = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 OF_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "NPROC", "XLA_FLAGS")
-"""How the names of environment variables begin that change malloc, or threads."""
+"""Prefixes of the environment variables that change malloc, and of those that change threads."""
 AT_ONCE, PAUSE = 0.75, 0.003
-"""The quantile of the numbers of active threads, and the seconds between two looks at them."""
+"""The quantile of the counts of active threads, and the seconds between two counts."""
 BLOCK, TOUCHED = 2**32, 2**28
-"""Bytes. By default glibc returns a block of more than 2²⁵ to the system when it is freed; a small
-one may fit a gap between others, though. Only what is touched takes memory."""
+"""Bytes of the block that tests malloc, and of the part that is written.
+
+By default, glibc returns a freed block of more than 2²⁵ bytes to the system, but a small block may
+fit a gap between others. Only the part that is written takes memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """As a worker finds it."""
+    """The threads, cores, malloc and variables of a worker process."""
 
     threads: int
-    """That compute at the same time."""
+    """Number of threads that compute at the same time."""
     cores: int
-    """On which the most restricted of these threads may run."""
+    """Number of cores on which the most restricted of these threads may run."""
     malloc: str
     keeps_memory: bool
-    """Whether memory that was freed remains with the process."""
+    """Whether freed memory remains with the process."""
     variables: dict[str, str]
-    """Those of its environment that change malloc or threads."""
+    """The environment variables that change malloc or threads."""
 
     def faults(self, cores: int, allocator: Allocator) -> Iterator[str]:
-        """Where it is not what was asked for."""
+        """The differences from the requested cores and allocator."""
         if self.threads < cores or self.cores != cores:
             yield (
                 f"expected {cores} threads or more, each on {cores} cores, "
@@ -61,12 +63,12 @@ class Environment:
 
 
 def without_malloc(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of an environment that leave malloc as it is by default."""
+    """The variables of an environment, without those that change malloc."""
     return {name: x for name, x in environment.items() if not name.startswith(OF_MALLOC)}
 
 
 def find(compute: Callable[[np.ndarray], object], allocator: Allocator) -> Environment:
-    """That of this process, in which `compute` has a framework compute something of an array."""
+    """The environment of this process, in which `compute` makes a framework compute on an array."""
     threads, cores = working_threads(compute)
     glibc = " ".join(platform.libc_ver())
     malloc = glibc if malloc_is_glibc() else Path(library_of("malloc")).name
@@ -84,10 +86,10 @@ def find(compute: Callable[[np.ndarray], object], allocator: Allocator) -> Envir
 def working_threads(
     compute: Callable[[np.ndarray], object], *, seconds: float = 0.5, tries: int = 8
 ) -> tuple[int, int]:
-    """How many threads compute at the same time, and on how many cores the most restricted may run.
+    """Counts the threads that compute at the same time, and the cores of the most restricted one.
 
-    Threads that take turns are one. A thread that wakes late may find nothing to do, so it tries
-    again until none is missing.
+    Threads that take turns count as one. A thread that wakes up late may find no work left, so the
+    count is repeated, up to `tries` times, until no thread is missing.
     """
     x, most = np.zeros(2**22, np.float32), (0, 0)
     compute(x)
@@ -108,7 +110,7 @@ def working_threads(
 
 @contextlib.contextmanager
 def watched_threads() -> Iterator[list[set[int]]]:
-    """Meanwhile, every few milliseconds, the threads that are active but for the one that looks."""
+    """Collects the active threads every few milliseconds, except the thread that collects."""
     seen: list[set[int]] = []
     done = threading.Event()
 
@@ -129,7 +131,7 @@ def active_threads() -> set[int]:
     """The threads of this process that run or wait for a core."""
     found = set()
     for path in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended since
+        with contextlib.suppress(OSError):  # the thread has ended in the meantime
             state, *_ = (path / "stat").read_text().rpartition(")")[2].split()
             if state == "R":
                 found.add(int(path.name))
@@ -149,13 +151,13 @@ def keeps_memory() -> bool:
 
 
 def resident_bytes() -> int:
-    """Memory of this process."""
+    """The resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def processor() -> str:
-    """The model of the processor, and its vectors."""
+    """The model of the processor, and its vector extensions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""JAX contenders, ready to be timed."""
+"""Compiles JAX contenders, so that they can be timed."""
 
 import time
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from benchmarks.workers import Prepared
 def prepare(
     made: Function | Call, problem: Problem, part: str
 ) -> tuple[Callable[[], Any], int, Prepared]:
-    """A call, how many times it does what is timed, and what it gives."""
+    """A function to time, the number of repetitions in one call, and the result."""
     return step(made) if isinstance(made, Call) else function(made, problem, part)
 
 
 def step(made: Call) -> tuple[Callable[[], Any], int, Prepared]:
-    """What is compiled in the first call is the time by which it exceeds the second."""
+    """Prepares a call. The time to compile is that of the first call minus that of the second."""
     start = time.perf_counter()
     result = made.result()
     middle = time.perf_counter()
@@ -31,7 +31,7 @@ def step(made: Call) -> tuple[Callable[[], Any], int, Prepared]:
 def function(
     made: Function, problem: Problem, part: str
 ) -> tuple[Callable[[], Any], int, Prepared]:
-    """Compiled once, for this part."""
+    """Prepares a function, compiled ahead of time for this part of the problem."""
 
     def both(params, cotangent):
         y, pullback = jax.vjp(made.apply, params)

@@ -1,4 +1,4 @@
-"""What comes of a family: rows of times, and checks of what was promised."""
+"""The results of a family: rows of times, and checks of the targets."""
 
 import dataclasses
 import math
@@ -7,49 +7,49 @@ from typing import Literal
 from benchmarks.problem import OURS
 
 TIE = 0.1
-"""Differences below this part are ties."""
+"""Relative differences below this are ties."""
 SAME = 1e-3
-"""A larger error, and a contender computes something else."""
+"""With a larger relative error, a contender computes something different."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A contender at one part of a problem."""
+    """The results of a contender on one part of a problem."""
 
     problem: str
     part: str
     name: str
     framework: str
     ms: float
-    """Median."""
+    """The median time of a call, in milliseconds."""
     limit_ms: float | None = None
-    """What the machine's limits allow."""
+    """The least time that the limits of the machine allow."""
     compile_s: float | None = None
     memory: int | None = None
-    """Bytes of arguments, results and temporaries."""
+    """The bytes of arguments, results and temporaries."""
     error: float | None = None
-    """Of y against float64, root mean square, relative."""
+    """The relative root-mean-square error of y against float64."""
     gradient_error: float | None = None
-    """The largest of the gradients'."""
+    """The largest error of a gradient."""
     calls: int = 1
-    """That were timed while the machine was quiet."""
+    """Number of calls that the median is computed over."""
     disturbed: bool = False
-    """The machine never was: the time is that of the quietest."""
+    """Whether other processes ran all the time. The time is then that of the quietest bursts."""
 
     @property
     def ours(self) -> bool:
-        """Whether it is ours, or a variant."""
+        """Whether the contender is ours, or a variant of ours."""
         return self.name.split(",")[0] == OURS
 
     @property
     def comparable(self) -> bool:
-        """Whether it computes the same."""
+        """Whether the contender computes the same as the oracle."""
         return max(self.error or 0.0, self.gradient_error or 0.0) < SAME
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A number, and the bound that it should keep."""
+    """A measured number and its target."""
 
     problem: str
     part: str
@@ -58,22 +58,22 @@ class Check:
     bound: float
     at_least: bool = False
     unit: str = ""
-    """With the space before it. Where there is one, numbers are whole."""
+    """The unit, with a space before it. Numbers with a unit are printed without decimals."""
 
     @property
     def verdict(self) -> Literal["pass", "tie", "MISS"]:
-        """Whether it does; a tie is a miss by less than `TIE`."""
+        """Whether the number reaches its target; a miss by less than `TIE` is a tie."""
         excess = self.bound / self.value if self.at_least else self.value / self.bound
         return "pass" if excess <= 1 else "tie" if excess <= 1 + TIE else "MISS"
 
     @property
     def measured(self) -> str:
-        """The number, in its unit."""
+        """The measured number with its unit."""
         return self._text(self.value)
 
     @property
     def target(self) -> str:
-        """What it should be."""
+        """The target as text, such as `≤ 0.50`."""
         return f"{'≥' if self.at_least else '≤'} {self._text(self.bound)}"
 
     def __str__(self) -> str:
@@ -85,12 +85,12 @@ class Check:
 
 @dataclasses.dataclass
 class Outcome:
-    """Of a family, or of some of its problems."""
+    """The results of a family, or of some of its problems."""
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     checks: list[Check] = dataclasses.field(default_factory=list)
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Why a contender is missing, by name."""
+    """The reason why a contender is missing, by its name."""
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __iadd__(self, other: "Outcome") -> "Outcome":
@@ -101,12 +101,12 @@ class Outcome:
         return self
 
     def row(self, problem: str, part: str, name: str = OURS) -> Row:
-        """The one of this name."""
+        """The row of a contender at one part of a problem."""
         return next(r for r in self.rows if (r.problem, r.part, r.name) == (problem, part, name))
 
 
 def check_targets(rows: list[Row], targets) -> list[Check]:
-    """What one part of a problem promises, as far as the peers are there."""
+    """Compares one part of a problem with its targets, for the peers that were measured."""
     ours = next((row for row in rows if row.name == OURS), None)
     if ours is None:
         return []

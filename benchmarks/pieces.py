@@ -1,4 +1,4 @@
-"""A run in pieces: the measurements stay in a file, from which the same command continues."""
+"""Stores the measurements of an unfinished run, so that the same command can continue it."""
 
 import json
 import time
@@ -36,10 +36,10 @@ class Pieces:
             self.fields = found if found["run"] == run else self.fields
 
     def piece(self, name: str, measure: Callable[[], Outcome]) -> Outcome:
-        """A piece as it was measured, or as it is measured now.
+        """Returns the stored measurement of a piece, or measures and stores it.
 
         Raises:
-            OutOfTime: there is no time for the longest piece so far.
+            OutOfTime: less time is left than the longest piece so far has taken.
 
         """
         if name not in self.fields["pieces"]:
@@ -53,11 +53,11 @@ class Pieces:
         return outcome_from(self.fields["pieces"][name])
 
     def has(self, family: str) -> bool:
-        """Is the record of a family written?"""
+        """Whether the record of a family is written."""
         return family in self.fields["families"]
 
     def end(self, family: str) -> None:
-        """Say that the record of a family is written."""
+        """Notes that the record of a family is written."""
         self.fields["families"].append(family)
         self._write()
 
@@ -65,5 +65,5 @@ class Pieces:
         write_whole(self.path, json.dumps(self.fields) + "\n")
 
     def remove(self) -> None:
-        """Forget the pieces of a run that is finished."""
+        """Removes the pieces of a finished run."""
         self.path.unlink(missing_ok=True)

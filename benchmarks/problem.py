@@ -1,4 +1,4 @@
-"""What is measured: a problem, and the functions that solve it."""
+"""Problems to measure, and the contenders that solve them."""
 
 import abc
 import dataclasses
@@ -15,53 +15,54 @@ OURS = "twinscan"
 
 
 class Work(NamedTuple):
-    """The least that a machine has to do, whatever the method."""
+    """The least work of a problem, whatever the method."""
 
     flops: float = 0.0
-    """Of matrix products or transforms."""
+    """Operations of matrix products and Fourier transforms."""
     num_bytes: float = 0.0
-    """Read and written, if everything between stays in caches."""
+    """Bytes that are read and written if all intermediate results stay in caches."""
 
 
 class Problem(abc.ABC):
-    """Arrays, what is asked of them, and what it should cost. Subclasses are frozen dataclasses."""
+    """Arrays, the expected result and the target times. Subclasses are frozen dataclasses."""
 
     parts: tuple[str, ...] = (FORWARD, BOTH)
     rounds: int = 100
-    """Bursts of each contender, at most."""
+    """The largest number of bursts of each contender."""
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """What and how large, in a few words."""
+        """The name and the sizes of the problem, in a few words."""
 
     def arrays(self) -> Arrays:
-        """Everything that y depends on, inputs and weights, in float32; always the same."""
+        """The inputs and weights that y depends on, in float32. Each call returns the same."""
         return {}
 
     def cotangent(self) -> np.ndarray:
-        """The gradient of y, in float32; a problem that is differentiated has one."""
+        """The gradient of the loss by y, in float32. Needed if the backward pass is measured."""
         raise NotImplementedError
 
     def oracle(self) -> Arrays:
-        """`y`, and the gradient of each of the arrays under its name, in float64; or nothing."""
+        """`y`, and the gradients under the names of the arrays, in float64. Empty: no errors."""
         return {}
 
     def work(self, part: str) -> Work | None:
-        """Of a part; None where there is no bound."""
+        """The least work of a part; None if there is no useful bound."""
         return None
 
     def targets(self, part: str, platform: str) -> Mapping[str, float]:
-        """Our time over a peer's, at most, by the peer's name.
+        """The largest allowed ratio of our time to a peer's, by the peer's name.
 
-        `torch` and `JAX peer` are the fastest of each; `limit` is our share of it, at least.
+        The names `torch` and `JAX peer` stand for the fastest peer of each framework. For `limit`,
+        the value is the least share of the machine's limit that we should reach.
         """
         return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequences(Problem):
-    """A problem whose y is (batch, time, features)."""
+    """A problem whose y has the shape (batch, time, features)."""
 
     batch: int
     time: int
@@ -69,16 +70,16 @@ class Sequences(Problem):
 
     @property
     def name(self) -> str:
-        """The sizes."""
+        """The batch size, the number of steps and the number of features."""
         return f"{self.batch} × {self.time} × {self.features}"
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of y."""
+        """The shape of y."""
         return self.batch, self.time, self.features
 
     def cotangent(self):
-        """Random."""
+        """A random gradient."""
         return np.random.default_rng(1).standard_normal(self.shape, np.float32)
 
 
@@ -86,43 +87,43 @@ class Function(NamedTuple):
     """A contender that is a function `apply(params) -> y`, to be differentiated by the harness."""
 
     params: Any
-    """Arrays and weights as the framework wants them: a pytree, for torch a flat dictionary."""
+    """The arrays and weights: a pytree, or a flat dictionary for torch."""
     apply: Callable[[Any], Any]
     named: Callable[[Any], Mapping[str, Any]] = dict
-    """From gradients that are shaped like `params` to those of the problem's arrays."""
+    """Maps gradients with the structure of `params` to gradients of the problem's arrays."""
 
 
 class Call(NamedTuple):
-    """A contender that is a call with effects of its own: a training step, some tokens."""
+    """A contender that is a call with side effects, such as a training step."""
 
     call: Callable[[], Any]
-    """To its end."""
+    """The function to time, which waits for its results."""
     result: Callable[[], Arrays] = dict
-    """What the oracle has, by the first call."""
+    """Makes the first call, and returns its results under the oracle's names."""
     parts: int = 1
-    """Times are those of a call, over this."""
+    """The number of repetitions in one call. The time of a call is divided by it."""
 
 
 class LeftOut(Exception):  # noqa: N818
-    """A contender that does not take part in a problem, and why."""
+    """Raised by a contender that cannot solve a problem; the message says why."""
 
 
 class Contender(NamedTuple):
-    """Who takes part, and how: `make(problem)`, in a worker of its framework."""
+    """A contender: `make(problem)` runs in the worker of its framework."""
 
     framework: Framework
     make: Callable[[Any], Function | Call]
 
 
 class Contenders(dict[str, Contender]):
-    """Those of a family by name, ours first. A peer is one decorated function."""
+    """The contenders of a family by name, ours first. Each is one decorated function."""
 
     def jax(self, name: str) -> Callable:
-        """`@contenders.jax("peer") def peer(problem) -> Function | Call`."""
+        """Registers a JAX contender: `@contenders.jax("peer") def peer(problem) -> Function | Call`."""
         return self._add(name, "jax")
 
     def torch(self, name: str) -> Callable:
-        """The same for torch; tensors that it makes are on the right device."""
+        """Registers a torch contender. Tensors are created on the right device."""
         return self._add(name, "torch")
 
     def _add(self, name: str, framework: Framework) -> Callable:
@@ -134,27 +135,27 @@ class Contenders(dict[str, Contender]):
 
 
 def operator(problem: Problem, function: Callable[..., Any]) -> Function:
-    """A function of the problem's arrays, by their names."""
+    """A contender that passes the problem's arrays to a function, as keyword arguments."""
     return Function(problem.arrays(), lambda arrays: function(**arrays))
 
 
 def relative_error(x: np.ndarray, oracle: np.ndarray) -> float:
-    """Root mean square of the difference over that of the oracle."""
+    """The root mean square of the difference, divided by that of the oracle."""
     scale = np.sqrt(np.mean(np.square(oracle)))
     return float(np.sqrt(np.mean(np.square(x - oracle))) / scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What this machine can do, measured in the same run."""
+    """The limits of this machine, measured in the same run."""
 
     gflops: float
-    """Of a float32 matrix product, 1e9 operations a second."""
+    """Speed of a float32 matrix product, in 1e9 operations per second."""
     gbytes: float
-    """Of `a + s b` over arrays that fit no cache, 1e9 bytes a second."""
+    """Speed of `a + s b` over arrays larger than the caches, in 1e9 bytes per second."""
     dispatch_us: float
-    """Of a call that computes next to nothing."""
+    """Time of a call that computes almost nothing, in microseconds."""
 
     def ms(self, work: Work) -> float:
-        """The least time of some work."""
+        """The least time for some work, in milliseconds."""
         return 1e-6 * max(work.flops / self.gflops, work.num_bytes / self.gbytes)

@@ -1,4 +1,4 @@
-"""torch contenders, ready to be timed."""
+"""Prepares torch contenders, so that they can be timed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from benchmarks.workers import Prepared
 def prepare(
     made: Function | Call, problem: Problem, part: str
 ) -> tuple[Callable[[], Any], int, Prepared]:
-    """A call, how many times it does what is timed, and what it gives."""
+    """A function to time, the number of repetitions in one call, and the result."""
     if isinstance(made, Call):
         return made.call, made.parts, Prepared(None, None, made.result())
     leaves = {

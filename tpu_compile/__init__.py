@@ -1,1 +1,1 @@
-"""Compile for TPUs, on a machine that has none."""
+"""Compiles for TPUs on a machine without a TPU."""

@@ -1,4 +1,4 @@
-"""`python -m tpu_compile`: what the TPU compiler makes of the layers."""
+"""`python -m tpu_compile`: compiles the layers for TPUs and checks the compiled programs."""
 
 import dataclasses
 import json
@@ -35,8 +35,9 @@ SCHEMA = 1
 class Arguments:
     """Compile every layer, kernel and a training step for TPUs, with products in full float32.
 
-    Needs no TPU. A layer is compiled forward, and with its weights' gradients; the training step
-    for 1, 8 and 256 chips; that of a billion parameters for 256, of a million tokens for 16.
+    Needs no TPU. A layer is compiled twice: its forward pass, and the gradients of its weights. The
+    training step of the preset is compiled for 1, 8 and 256 chips, that of a model with a billion
+    parameters for 256, and that on a million tokens for 16.
     """
 
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -52,7 +53,7 @@ class Arguments:
 
 
 def programs(arguments: Arguments) -> Iterator[Program]:
-    """The programs that the arguments ask for."""
+    """The programs that the arguments select."""
 
     def asked_for(name: str) -> bool:
         parts = arguments.case
@@ -72,7 +73,7 @@ def programs(arguments: Arguments) -> Iterator[Program]:
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """A row a program."""
+    """A table with a row for each program."""
     result = Table(
         title="compiled for TPUs, not run",
         caption="code, peak memory and operations (a loop's once) are those of one chip",
@@ -103,21 +104,23 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def number(value: float | None, unit: float) -> str:
-    """A figure in a unit."""
+    """A number in a unit, or a dash if there is none."""
     return "–" if value is None else f"{value / unit:,.1f}"
 
 
 def main(args: Sequence[str], prog: str = PROG) -> int:
-    """Print the table; 1 if a program fails."""
+    """Compiles the programs and prints the table. The exit code is 1 if a program fails."""
     arguments = parse(Arguments, args, prog=prog)
     if arguments.rows is not None and arguments.rows < 1:
         raise CommandLineError(f"--rows: expected at least 1, got {arguments.rows}")
+    # Check all arguments before the long compilation.
     versions = {"jax": version("jax"), "libtpu": libtpu.load()}
     asked_for = [*programs(arguments)]
     if not asked_for:
         raise CommandLineError(f"--case: no case has {' or '.join(arguments.case)} in its name")
     if arguments.json is not None:
-        arguments.json.open("a").close()  # fails before the work, not after it
+        arguments.json.open("a").close()  # raises now if it cannot be written
+    # Compile several programs at the same time.
     console = Console()
     if not console.is_terminal:
         console.width = 160

@@ -1,4 +1,4 @@
-"""What a compiled program's text says."""
+"""Reads collectives, precisions and memory sizes from the text of a compiled program (HLO)."""
 
 import math
 import re
@@ -26,31 +26,31 @@ class Array(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size of the array in bytes."""
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1)
 
 
 class Collective(NamedTuple):
-    """An exchange between chips, however often it runs."""
+    """An exchange between chips. In a loop, it is a single one, however often it runs."""
 
     kind: str
     results: tuple[Array, ...]
-    """The results on one chip; for a reduce-scatter in a fusion, before the scattering."""
+    """The results on one chip; for a reduce-scatter in a fusion, the array before the scatter."""
     groups: tuple[tuple[int, ...], ...]
-    """The chips that exchange with each other; if none is named, all do."""
+    """The groups of chips that exchange with each other. Empty: all chips do."""
 
     @property
     def nbytes(self) -> int:
-        """The size of the results."""
+        """The size of the results in bytes."""
         return sum(array.nbytes for array in self.results)
 
 
 def exchanges(hlo: str) -> list[Collective]:
-    """The program's collectives, a loop's once.
+    """The collectives of a program. One in a loop is listed once.
 
-    The TPU compiler takes the pieces of an asynchronous one into several fusions, under one
-    `chain_id`, and an all-reduce with the scattering after it into one.
+    The TPU compiler divides an asynchronous collective among several fusions with the same
+    `chain_id`, and it fuses an all-reduce with the scatter that follows it.
     """
     found, chains, computation = [], set(), ""
     for line in hlo.splitlines():
@@ -65,7 +65,7 @@ def exchanges(hlo: str) -> list[Collective]:
             chains.add(chain[0])
         of_type, kind, starts, operands = instruction.groups()
         results = _arrays(of_type)
-        if starts and kind != "all-reduce":  # the type of these begins with the operands
+        if starts and kind != "all-reduce":  # their type lists the operands first
             count = operands.count("%")
             results = results[count : 2 * count]
         if computation.startswith("all-reduce-scatter"):
@@ -75,21 +75,21 @@ def exchanges(hlo: str) -> list[Collective]:
 
 
 def collectives(hlo: str) -> Counter[str]:
-    """How many collectives of each kind the program has; those of a loop count once."""
+    """The number of collectives of each kind. One in a loop counts once."""
     return Counter(each.kind for each in exchanges(hlo))
 
 
 def _arrays(of_type: str) -> list[Array]:
-    """`(f32[8,4]{1,0}, s32[])`."""
+    """The arrays of a type such as `(f32[8,4]{1,0}, s32[])`."""
     found = re.findall(r"(\w+)\[([\d,]*)\]", of_type)
     return [Array(dtype, _integers(shape)) for dtype, shape in found]
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    """The chips of each group.
+    """The chips of each group of a collective.
 
-    They are listed, `{{0,1},{2,3}}`, or counted, `[2,2]<=[4]`, the numbers below 4 as rows of 2, or
-    lie along axes of a mesh, `mesh['a'=2,'b'=2] {'b'}`.
+    HLO has three notations for groups: a list of them, `{{0,1},{2,3}}`; the shape of an array of
+    groups, `[2,2]<=[4]`, whose rows are the groups; and axes of a mesh, `mesh['a'=2,'b'=2] {'b'}`.
     """
     named = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", line)
     if not named:
@@ -112,7 +112,7 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
 
 
 ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-"""`[4,2]T(1,0)`: numbers in a box, its axes in another order."""
+"""Matches `[4,2]T(1,0)`: the chips, counted in a (4, 2) array that is then transposed."""
 
 
 def _ordered(box: str, order: str | None) -> np.ndarray:
@@ -126,7 +126,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def entry(hlo: str) -> str:
-    """The part outside loops, branches and calls."""
+    """The entry computation: the part of a program outside loops, branches and calls."""
     found = re.search(r"^ENTRY .*?^}", hlo, flags=re.DOTALL | re.MULTILINE)
     if found is None:
         raise ValueError("hlo: expected an ENTRY computation, got none")
@@ -134,19 +134,19 @@ def entry(hlo: str) -> str:
 
 
 def precisions(hlo: str) -> Counter[str]:
-    """How many products (dot, convolution) there are of each `operand_precision`."""
+    """The number of products (dot, convolution) with each `operand_precision`."""
     products = re.findall(r"[ )](?:dot|convolution)\(.*", hlo)
     found = (re.search(r"operand_precision=\{([\w,]+)\}", product) for product in products)
     return Counter(_both(match[1]) if match else "default" for match in found)
 
 
 def _both(operands: str) -> str:
-    """`highest` for `highest,highest`."""
+    """Joins the precisions of both operands; `highest,highest` becomes `highest`."""
     return "/".join(dict.fromkeys(operands.split(",")))
 
 
 def memory_needed(message: str) -> tuple[float, float] | None:
-    """GiB that the program needs and that a chip has, where the compiler's error says so."""
+    """The GiB that a program needs and that a chip has; None if the error is not about memory."""
     found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", message)
     if found is None:
         return None

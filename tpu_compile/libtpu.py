@@ -1,4 +1,4 @@
-"""The TPU compiler: libtpu, in a place of its own, where jax does not look for a TPU with it."""
+"""The TPU compiler, libtpu, in a separate folder, so that jax does not use it to find TPUs."""
 
 import importlib.metadata
 import os
@@ -19,32 +19,32 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-"""Keeps libtpu from asking where on a TPU it is, and from waiting for its other users."""
+"""Keeps libtpu from querying the TPU that it runs on, and from waiting for other processes."""
 
 
 class Topology(NamedTuple):
-    """Chips that are wired together, as devices to compile for."""
+    """Connected chips, as devices to compile for."""
 
     name: str
     chips: list[Any]
 
 
 def requirement() -> Requirement:
-    """The libtpu that the installed jax asks for."""
+    """The version of libtpu that the installed jax requires."""
     of_jax = map(Requirement, importlib.metadata.requires("jax") or ())
     return next(r for r in of_jax if r.name == "libtpu")
 
 
 def folder() -> Path:
-    """Where `make tpu-compile` installs libtpu."""
+    """The folder in which `make tpu-compile` installs libtpu."""
     return Path(sys.prefix) / "tpu"
 
 
 def load() -> str:
-    """Let jax have the compiler; the version.
+    """Makes the compiler available to jax, and returns its version.
 
     Raises:
-        CommandLineError: there is none, or it is for another jax.
+        CommandLineError: libtpu is not installed, or does not fit this version of jax.
 
     """
     library = folder() / "libtpu" / "libtpu.so"
@@ -66,7 +66,7 @@ def topology(name: str) -> Topology:
     """The topology of a name such as v5e:2x4.
 
     Raises:
-        CommandLineError: the compiler does not start.
+        CommandLineError: the compiler does not start, or does not know the name.
 
     """
     of_one = {"chips_per_host_bounds": [1, 1, 1]} if name.endswith(":1x1") else {}

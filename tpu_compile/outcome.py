@@ -1,4 +1,4 @@
-"""What became of a program in the compiler."""
+"""Compiles a program, and checks what the compiler made of it."""
 
 import dataclasses
 import time
@@ -17,19 +17,19 @@ from tpu_compile.hlo import (
 from tpu_compile.programs import Program
 
 PRECISION = "highest"
-"""The products' precision, the one that parity is measured with."""
+"""The precision of matrix products, the same as in the parity tests."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Figures of a compiled program, for each chip, and what is wrong with it."""
+    """The figures of a compiled program for one chip, and its faults."""
 
     program: Program
     faults: tuple[str, ...]
     seconds: float | None = None
-    """How long compiling took."""
+    """The time to compile."""
     code_bytes: int | None = None
-    """Size of the instructions."""
+    """The size of the instructions."""
     peak_bytes: int | None = None
     """The peak of the chip's memory use, including the arguments."""
     flops: float | None = None
@@ -54,15 +54,16 @@ class Outcome:
 
 
 def compile_program(program: Program) -> Outcome:
-    """Lower the program and compile it."""
+    """Lowers and compiles a program. An error becomes a fault of the outcome."""
     try:
         with jax.default_matmul_precision(None if program.exchange_faults else PRECISION):
             lowered = program.lower()
         start = time.perf_counter()
         compiled: Any = lowered.compile()
-    except Exception as error:  # of whatever kind, it is this program's and not the others'
+    except Exception as error:  # must not stop the other programs
         return Outcome(program, (reason(error),))
     seconds = time.perf_counter() - start
+    # Compare the collectives with those that the program should need.
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     found = exchanges(hlo)
     nbytes: dict[str, list[int]] = {}
@@ -89,7 +90,7 @@ def compile_program(program: Program) -> Outcome:
 
 
 def hlo_faults(hlo: str, expected: Mapping[str, int]) -> Iterator[str]:
-    """How a compiled program differs from what is expected."""
+    """The differences between a compiled program and its expected collectives and precision."""
     found, outside = collectives(hlo), collectives(entry(hlo))
     if found != expected:
         yield f"expected {counts(expected)}, got {counts(found)}"
@@ -102,7 +103,7 @@ def hlo_faults(hlo: str, expected: Mapping[str, int]) -> Iterator[str]:
 
 
 def reason(error: Exception) -> str:
-    """An error in one line; GiB where it is the chip's memory."""
+    """An error in one line, with both sizes in GiB if the program does not fit the chip."""
     if memory := memory_needed(str(error)):
         needed, available = memory
         return f"too large for a chip: needs {needed:.2f} GiB of {available:.2f} GiB"
@@ -111,5 +112,5 @@ def reason(error: Exception) -> str:
 
 
 def counts(number: Mapping[str, int]) -> str:
-    """`all-reduce 1, all-to-all 2`."""
+    """Numbers as text: `all-reduce 1, all-to-all 2`."""
     return ", ".join(f"{name} {n}" for name, n in number.items()) or "none"

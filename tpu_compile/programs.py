@@ -1,4 +1,4 @@
-"""What is compiled: the registry's layers, the operators' kernels, and the training step."""
+"""The programs to compile: the registry's layers, the operators' kernels, the training step."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from train.run import build_trainer
 from train.step import Trainer
 
 KERNEL_SHAPES = ((8, 2048, 1024), (3, 1000, 130), (1, 127, 5))
-"""Batch, time and features of each."""
+"""Batch, time and features of each shape."""
 DELTA_RULE_SHAPES = ((8, 2048, 16, 64), (3, 1000, 3, 128), (1, 127, 1, 5))
 """Batch, time, heads, and features of a head's keys and values."""
 
@@ -28,34 +28,36 @@ Lower = Callable[[], jax.stages.Lowered]
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program for a topology of chips, and what the chips should exchange."""
+    """A program for a topology of chips, and the collectives that it should have."""
 
     name: str
     part: str
     topology: str
     lower: Lower
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """How many collectives of each kind there should be; none in a loop, and no result divided."""
+    """The expected number of collectives of each kind. None may be in a loop, and every chip must
+    have the whole results."""
     exchange_faults: Callable[[Sequence[Collective]], Iterator[str]] | None = None
-    """Finds what is wrong with the collectives of a program whose results are divided and whose
-    products are as coarse as in training; `collectives` is then not checked."""
+    """Checks the collectives of a program whose results are sharded and whose products have the
+    precision of training. `collectives` is then ignored."""
 
     @property
     def title(self) -> str:
-        """Which program it is, in a line."""
+        """The name, the part and the topology, in one line."""
         return f"{self.name}, {self.part}, {self.topology}"
 
 
 def layer_programs(case: Case, topology: Topology) -> Iterator[Program]:
-    """A row's layer on one chip, forward, and with the gradients of its weights."""
+    """The layer of a case on one chip: its forward pass, and the gradients of its weights."""
     for part, lower in (("forward", lower_forward), ("and backward", lower_backward)):
         sharding = SingleDeviceSharding(*topology.chips)
         yield Program(case.name, part, topology.name, partial(lower, case, sharding))
 
 
 def kernel_programs(topology: Topology) -> Iterator[Program]:
-    """The operators' own kernels, forward and backward, in blocks that divide the arrays and in
-    blocks that do not.
+    """The operators' Pallas kernels, forward and backward.
+
+    Some shapes are multiples of the blocks, and others have to be padded.
     """
     sharding = SingleDeviceSharding(*topology.chips)
     for operator in (linear_recurrence_by_kernel, wkv_by_kernel):
@@ -75,20 +77,20 @@ def kernel_programs(topology: Topology) -> Iterator[Program]:
 
 
 def linear_recurrence_by_kernel(a, b, h0):
-    """h, and the gradients of its sum."""
+    """Computes h, and the gradients of its sum."""
     h0 = jnp.broadcast_to(h0, (a.shape[0], a.shape[2]))
     h, pullback = jax.vjp(lambda *x: linear_recurrence(*x, method="pallas")[0], a, b, h0)
     return h, pullback(jnp.ones_like(h))
 
 
 def wkv_by_kernel(k, v, w):
-    """y, and the gradients of its sum."""
+    """Computes y, and the gradients of its sum."""
     y, pullback = jax.vjp(lambda k, v, w: wkv(k, v, w=w, u=w, method="pallas")[0], k, v, w)
     return y, pullback(jnp.ones_like(y))
 
 
 def delta_rule_by_kernel(r, log_w, k, v):
-    """Y and the last state, and the gradients of their sum; the decay bounded, as RWKV-7's is."""
+    """Computes y, the last state and the gradients of their sum, with RWKV-7's bounded decay."""
 
     def forward(r, log_w, k, v):
         return delta_rule(r, log_w, k, v, -k, k, min_log_w=-1, method="pallas")
@@ -98,7 +100,7 @@ def delta_rule_by_kernel(r, log_w, k, v):
 
 
 def without_correction_by_kernel(r, log_w, k, v):
-    """The same of RWKV-6's case, with a bonus."""
+    """Computes the same for RWKV-6, which has a bonus and no correction of the state."""
 
     def forward(r, log_w, k, v):
         return delta_rule(r, log_w, k, v, u=jnp.ones(k.shape[2:]), method="pallas")
@@ -108,8 +110,9 @@ def without_correction_by_kernel(r, log_w, k, v):
 
 
 def train_step(preset: str, rows: int | None, topology: Topology) -> Program:
-    """A preset's step in float32, data-parallel: all that the chips need exchange is the gradient,
-    all at once.
+    """The training step of a preset in float32, with data parallelism.
+
+    The chips need to exchange only the gradient, in a single all-reduce.
     """
     rows = rows or PRESETS[preset].batch_size
     return Program(
@@ -122,13 +125,16 @@ def train_step(preset: str, rows: int | None, topology: Topology) -> Program:
 
 
 def lower_forward(case: Case, sharding: Sharding) -> jax.stages.Lowered:
-    """Outputs and state of whole sequences from a given state."""
+    """Lowers a layer that computes outputs and a final state from sequences and a state."""
     forward, arguments = _layer(case)
     return jax.jit(forward).lower(*_placed(arguments, sharding))
 
 
 def lower_backward(case: Case, sharding: Sharding) -> jax.stages.Lowered:
-    """The same, and the weights' gradients that given gradients of the outputs and state make."""
+    """Lowers the same layer with its backward pass.
+
+    The backward pass computes the weights' gradients from gradients of the outputs and the state.
+    """
     forward, arguments = _layer(case)
 
     def forward_and_backward(cotangents, params, *others):
@@ -144,14 +150,14 @@ def lower_backward(case: Case, sharding: Sharding) -> jax.stages.Lowered:
 
 
 def lower_preset_step(preset: str, rows: int, chips: Sequence[Any]) -> jax.stages.Lowered:
-    """A preset's step in float32, with so many rows a chip."""
+    """Lowers the training step of a preset in float32, with a number of rows per chip."""
     batch_size = rows * len(chips)
     config = dataclasses.replace(PRESETS[preset], batch_size=batch_size, dtype="float32")
     return lower_train_step(config, chips)
 
 
 def lower_train_step(config: TrainConfig, chips: Sequence[Any]) -> jax.stages.Lowered:
-    """The step of `python -m train`."""
+    """Lowers the training step that `python -m train` would run."""
     trainer = build_trainer(config, devices=chips, abstract=True)
     state = jax.eval_shape(trainer.initial_state)
     state = jax.tree.map(_placed, state, trainer.shardings(state))
@@ -178,7 +184,7 @@ def _floating(tree: Any) -> list[Any]:
 
 
 def _placed(tree: Any, sharding: Sharding) -> Any:
-    """The shapes, where the arrays will be."""
+    """The shapes and dtypes of a tree, with a sharding."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
     )

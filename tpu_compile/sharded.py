@@ -1,4 +1,4 @@
-"""Training steps that only a mesh of chips can hold, and what their chips may exchange."""
+"""Training steps that are too large for one chip, and checks of their collectives."""
 
 import math
 import re
@@ -50,11 +50,11 @@ LONG = TrainConfig(
 )
 """One row of a million tokens on 16 chips."""
 PADDING = 0.01
-"""The share by which the compiler may round up what the chips exchange."""
+"""The share by which the compiler may pad the arrays that the chips exchange."""
 
 
 def sharded_programs(topology: Callable[[str], Topology]) -> Iterator[Program]:
-    """Both, each for the chips that it needs."""
+    """Both training steps, each for the chips that it needs."""
     for name, chips, config, faults in (
         ("Hawk of 1.07 billion parameters", "v5e:16x16", LARGE, parameter_faults),
         ("Hawk on a million tokens", "v5e:4x4", LONG, time_faults),
@@ -72,11 +72,13 @@ def sharded_programs(topology: Callable[[str], Topology]) -> Iterator[Program]:
 def parameter_faults(
     config: TrainConfig, chips: Sequence[Any], found: Sequence[Collective]
 ) -> Iterator[str]:
-    """What is wrong where parameters are fully sharded, and `model` divides the wide ones.
+    """Checks a step whose parameters are fully sharded and divided over `model`.
 
-    Over the axes of the batch, a chip gathers its part of each parameter and reduces that of each
-    gradient, once. Over `model`, no parameter and no gradient is gathered.
+    Along the batch axes, each parameter should be gathered once and each gradient reduced once, and
+    a chip should handle only its part along `model`. Along `model`, no parameter or gradient may be
+    gathered.
     """
+    # No array that is exchanged over `model` may have the size of a parameter.
     trainer = build_trainer(config, devices=chips, abstract=True)
     whole = _whole_over_model(trainer)
     for each in found:
@@ -93,10 +95,10 @@ def parameter_faults(
 def time_faults(
     config: TrainConfig, chips: Sequence[Any], found: Sequence[Collective]
 ) -> Iterator[str]:
-    """What is wrong where chips divide time, and each has all parameters.
+    """Checks a step whose time axis is divided over chips that each have all parameters.
 
-    They exchange what the steps of each chip leave to the next one's, and reduce each gradient,
-    once.
+    The chips should exchange only the states at the boundaries of their parts, and reduce each
+    gradient once.
     """
     trainer = build_trainer(config, devices=chips, abstract=True)
     yield from _gradient_faults(trainer, found)
@@ -123,9 +125,10 @@ def _gradient_faults(trainer: Trainer, found: Sequence[Collective]) -> Iterator[
 
 
 def _whole_over_model(trainer: Trainer) -> dict[tuple[int, ...], str]:
-    """The paths of the matrices that `model` divides, by the sizes that they have without it.
+    """The paths of the matrices that `model` divides, by the sizes of the undivided matrices.
 
-    They may be in parts for the axes of the batch, and those of equal layers in one array.
+    A size is also listed for the part on a chip along the batch axes, and for the matrices of all
+    equal layers stacked in one array.
     """
     found, parts = {}, math.prod(trainer.mesh.shape[axis] for axis in BATCH_AXES)
     params = by_path(trainer.initial_params)
@@ -143,7 +146,7 @@ def _whole_over_model(trainer: Trainer) -> dict[tuple[int, ...], str]:
 
 
 def _axes(collective: Collective, trainer: Trainer) -> set[str]:
-    """The axes of the mesh along which chips exchange."""
+    """The mesh axes along which a collective exchanges."""
     mesh = trainer.mesh
     groups = collective.groups or (range(mesh.size),)
     places = [np.unravel_index(np.array(group), [*mesh.shape.values()]) for group in groups]
@@ -155,7 +158,7 @@ def _axes(collective: Collective, trainer: Trainer) -> set[str]:
 
 
 def _over_batch(trainer: Trainer, found: Sequence[Collective], *kinds: str) -> Iterator[Collective]:
-    """The collectives of these kinds along the axes of the batch alone."""
+    """The collectives of these kinds that exchange only along the batch axes."""
     for each in found:
         axes = _axes(each, trainer)
         if each.kind in kinds and axes and axes <= {*BATCH_AXES}:
@@ -167,7 +170,7 @@ def _numbers(collectives: Iterable[Collective]) -> int:
 
 
 def _size_on_chip(trainer: Trainer, counts: Callable[[P], bool]) -> int:
-    """How many numbers the parameters have that count, where `model` divides them."""
+    """The number of elements on one chip along `model`, of the parameters whose spec `counts`."""
     model = trainer.mesh.shape[MODEL]
     return sum(
         param.size // (model if MODEL in trainer.specs[path] else 1)
@@ -181,7 +184,7 @@ def _near(number: int, expected: int) -> bool:
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape in any order of its axes."""
+    """The sizes of a shape, sorted and without ones, so that the order of axes does not matter."""
     return tuple(sorted(size for size in shape if size > 1))
 
 

@@ -4,11 +4,13 @@ The modules:
 
 - `step`: the loss and the training step, on a mesh of devices; `loop`: the steps of a run.
 - `__main__`: the command; `config`: its options and presets; `run`: the folder of a run.
-- `text`, `vocabulary`, `windows`: from files to tokens, and from tokens to batches.
+- `text`, `tokens`, `vocabulary`, `published_vocabulary`: from files to tokens; `windows`: from
+  tokens to batches.
 - `optimizer`, `accumulation`: the optimizer, and gradients that are computed in parts.
 - `mesh`, `hosts`: several devices and processes.
 - `checkpoints`, `digest`, `files`, `interruption`: protection against kills, full disks and
-  flipped bits.
+  flipped bits; `renamed`: checkpoints of earlier versions.
 - `monitor`, `curve`: progress, metrics and the loss curve.
-- `evaluate`, `generate`, `export`, `initial`, `pretrained`: other uses of weights.
+- `evaluate`, `generate`, `export`, `convert`: the other commands; `initial`, `pretrained`: weights
+  that a run or a command reads.
 """

@@ -66,8 +66,8 @@ class Arguments:
     ~/.cache."""
     hosts: HostsConfig = HostsConfig()
     keep_warmup: Annotated[bool, tyro.conf.Suppress] = False
-    """Whether a warm-up that is longer than the run stays, because the command line sets it or the
-    run began with it. Otherwise it is shortened."""
+    """Keep a warm-up that is too long for the run, because the command line sets it or the run
+    began with it. Otherwise, the warm-up is shortened."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ RESUME_MAY_CHANGE = {
 
 
 def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
-    """The arguments of the command line."""
+    """Parses the command line, with the defaults of a preset or of an earlier run."""
     try:
         start = parse_known(Start, args, prog=prog)
     except CommandLineError as error:
@@ -127,7 +127,12 @@ def parse_arguments(args: Sequence[str], prog: str = PROG) -> Arguments:
 
 
 def config_to_start_from(start: Start) -> TrainConfig:
-    """The config of a run or a preset; with --init, its model is the one there."""
+    """The config that gives all options their defaults.
+
+    It is that of the run to resume, or else that of the preset. A run given as --init provides the
+    model and, without --preset, all other options, too. A checkpoint given as --init provides the
+    model and the tokenizer, unless there is a --preset.
+    """
     config = PRESETS[start.preset or DEFAULT_PRESET]
     if start.resume is not None:
         config = Run.open(start.resume).config
@@ -191,7 +196,7 @@ def report(run: Run, model: LanguageModel, console: Console) -> None:
 def config_of_new_run(
     config: TrainConfig, preset: TrainConfig, vocabulary: Vocabulary
 ) -> TrainConfig:
-    """The config with a model of the vocabulary's size, unless a larger one is asked for."""
+    """Sets the model's `vocab_size` to the vocabulary's, unless the user chose a larger one."""
     size = config.model.vocab_size
     if size != preset.model.vocab_size and size < len(vocabulary):
         raise CommandLineError(
@@ -261,7 +266,7 @@ def make_plan(arguments: Arguments) -> Plan:
     """
     config = arguments.config
     check_tensorboard(config)
-    # The vocabulary is that of the run that is resumed or that gives the weights, if there is one.
+    # A run that is resumed, or that provides the initial weights, also provides the vocabulary.
     text = Text(config.text, config.separator)
     source = arguments.resume or config.init
     of_source = Run.open(source) if source is not None and is_run(source) else None
@@ -278,6 +283,7 @@ def make_plan(arguments: Arguments) -> Plan:
         init=config.init and config.init.absolute(),
         tokenizer=absolute(config.tokenizer),
     )
+    # Fill in the options that depend on the text or on the length of the run, and the folder.
     preset = PRESETS[arguments.preset or DEFAULT_PRESET]
     if not arguments.keep_warmup:
         config = with_short_warmup(config)
@@ -291,7 +297,7 @@ def make_plan(arguments: Arguments) -> Plan:
 
 
 def with_short_warmup(config: TrainConfig) -> TrainConfig:
-    """The config. A warm-up that is at least as long as the run becomes a tenth of the run."""
+    """Shortens a warm-up that is at least as long as the run to a tenth of the run."""
     if config.optimizer.warmup_steps < config.num_steps:
         return config
     optimizer = dataclasses.replace(config.optimizer, warmup_steps=config.num_steps // 10)
@@ -299,7 +305,7 @@ def with_short_warmup(config: TrainConfig) -> TrainConfig:
 
 
 def build_planned(plan: Plan) -> Trainer:
-    """The trainer of a plan. For a new run with --init, it has the weights from there."""
+    """Builds the trainer of a plan. A run without checkpoints starts from the weights of --init."""
     config, folder = plan.config, plan.folder
     trainer = build_trainer(config, plan.vocabulary)
     if config.init is not None and not (Run.is_in(folder) and Run.open(folder).checkpoints.steps):
@@ -364,6 +370,7 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             line = f"{run.folder}: the run has finished its {config.num_steps} steps"
             console.print(line, soft_wrap=True)
             return
+        # Tell the user which choices were made automatically.
         chosen, warmup = arguments.config.optimizer.warmup_steps, config.optimizer.warmup_steps
         if warmup != chosen:
             console.print(

@@ -11,10 +11,12 @@ from jaxtyping import Array, Float
 def accumulated(
     value_and_grad: Callable[..., tuple[Float[Array, ""], Any]],
 ) -> Callable[..., tuple[Float[Array, ""], Any]]:
-    """The mean loss and gradient over parts of equal size, which equal those of the whole batch.
+    """Computes the loss and its gradient part by part, and returns their means over the parts.
 
-    `value_and_grad(params, key, *batch)` becomes a function whose batch has a further leading axis
-    for the parts. Each part has its own key, so the dropout masks differ from those of the whole.
+    Turns `value_and_grad(params, key, *batch)` into a function whose batch arrays have an
+    additional leading axis for the parts. The parts are equally large, so the means are those of
+    the whole batch. Each part has its own key, so the dropout masks differ from those of the whole
+    batch.
     """
 
     def over_parts(params, key, *parts):

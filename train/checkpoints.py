@@ -41,25 +41,29 @@ class Checkpoints:
     """The newest checkpoints of a run, and the one with the lowest loss.
 
     orbax writes `{step}/state`; `{step}/manifest.json` has the digests of the files and the arrays.
-    A checkpoint gets its name when all of it is on the disk, so it is complete or does not exist.
+    A checkpoint gets its name once all of it is on the disk, so it is complete or does not exist.
     """
 
     def __init__(self, folder: Path, run: str = ""):
         self.folder = folder.absolute()
         self.run = run
-        """The identity of the run that they belong to."""
+        """The identity of the run that the checkpoints belong to."""
         self.damaged: dict[int, str] = {}
-        """By step: why a checkpoint cannot be read."""
+        """Why a checkpoint cannot be read, by its step."""
         self._manifests: dict[int, dict[str, Any]] = {}
-        """By step: the manifest of a checkpoint that is intact."""
-        for name in ("absl", "asyncio"):  # orbax also raises what they log
+        """The manifests of intact checkpoints, by step."""
+        for name in ("absl", "asyncio"):  # orbax also raises the errors that they log
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
     @functools.cached_property
     def _orbax(self) -> ocp.StandardCheckpointer:
-        """Created late, because it starts JAX's devices, whose number must be set before."""
+        """Orbax's checkpointer.
+
+        It is created on first use, because it starts JAX's devices, and their number must be set
+        before that.
+        """
         sys.unraisablehook = functools.partial(_unless_late, sys.unraisablehook)
         return ocp.StandardCheckpointer()
 
@@ -80,7 +84,7 @@ class Checkpoints:
         return None
 
     def unlogged(self, step: int) -> list[float]:
-        """The losses that were not yet logged at a step whose checkpoint was read."""
+        """The losses that were not yet logged when the checkpoint of this step was written."""
         return [*self._manifests.get(step, {}).get("unlogged", [])]
 
     def save(
@@ -142,7 +146,7 @@ class Checkpoints:
 
     @property
     def _agreed_step(self) -> int | None:
-        """The latest step that the first process sees."""
+        """The latest step that the first process sees, so that all processes read the same one."""
         step = self.latest_step
         step = int(gather_all([-1 if step is None else step])[0, 0])
         return None if step < 0 else step
@@ -248,7 +252,7 @@ class Checkpoints:
 
 
 def _unless_late(hook: Callable[[Any], object], fault: Any) -> None:
-    """Passes an exception that nobody can catch to the hook, unless orbax has raised its cause.
+    """Passes an unraisable exception to the hook, unless orbax has already raised its cause.
 
     On a full disk, orbax raises the error of one array and closes its event loop. The writes of the
     other arrays end later, and each of them would print a traceback.

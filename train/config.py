@@ -103,7 +103,7 @@ class TrainConfig(CheckedFields):
             )
 
     def with_steps(self, train_rows: int) -> "TrainConfig":
-        """The config with its epochs as steps, for a training part with this number of rows."""
+        """Replaces `num_epochs` by `num_steps`, for a training part with this number of rows."""
         if self.num_epochs is None:
             return self
         num_steps = math.ceil(self.num_epochs * train_rows / self.batch_size)

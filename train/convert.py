@@ -22,7 +22,7 @@ from twinscan.command_line import CommandLineError, parse, run_command
 
 PROG = "python -m train.convert"
 MOST = 5 * 10**9
-"""Largest size of a file of weights in a folder, in bytes."""
+"""The largest size of one weight file in a folder, in bytes. Larger weights are split."""
 ONE, PART = "model.safetensors", "model-{:05}-of-{:05}.safetensors"
 INDEX = "model.safetensors.index.json"
 BESIDE = (
@@ -68,10 +68,10 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
             write_file(partial, weights, is_torch=target.suffix in TORCH)
     else:
         config = config_of(model, layout, source)
-        if f"{layout}-file" in model.torch_layouts():  # which leaves out what files do not repeat
+        if f"{layout}-file" in model.torch_layouts():  # files leave out tied weights
             weights = stored_weights(model, f"{layout}-file")
         with whole(target) as partial:
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             partial.mkdir(parents=True)
             write_folder(partial, weights, config, source)
     size = sum(array.dtype.itemsize * int(np.prod(array.shape)) for array in weights.values())
@@ -79,7 +79,10 @@ def main(args: Sequence[str], prog: str = PROG) -> None:
 
 
 def config_of(model: Any, layout: str, source: Path) -> dict[str, Any] | None:
-    """The fields of a config.json, with further ones of the source; None if the layout has none."""
+    """The fields of config.json; None if the layout has no config.json.
+
+    They include the fields of the source's config.json, if it describes the same kind of model.
+    """
     to_hf = getattr(getattr(model, "config", None), "to_hf", None)
     if not layout.startswith("hf") or to_hf is None:
         return None

@@ -50,7 +50,7 @@ def draw_curve(training: Records, evaluations: Records, path: Path) -> None:
 
 
 def _points(records: Records, name: str) -> Iterator[tuple[int, float]]:
-    """The step and the loss of the records that have both."""
+    """The step and the loss of each record with a finite loss of this name."""
     for record in records:
         loss = record.get(name)
         if isinstance(loss, float) and math.isfinite(loss):

@@ -42,8 +42,8 @@ def export(model: LanguageModel, path: Path) -> None:
 def logit_errors(model: LanguageModel, path: Path) -> tuple[float, float]:
     """The errors of the model and of the twin, both in float32, against the twin in float64.
 
-    An error is the root mean square of the difference of the logits on random tokens, relative to
-    that of the logits.
+    An error is the root mean square of the differences between the logits for random tokens,
+    divided by the root mean square of the float64 logits.
 
     Raises:
         ImportError: torch is not installed.

@@ -52,7 +52,8 @@ def join(config: HostsConfig) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CommandLineError(f"--hosts: the processes could not connect: {reason}") from None
-    jax.devices()  # now, since the devices do not wait for a process that reads a long text
+    # Start the devices now. Later, they would not wait for a process that reads a long text.
+    jax.devices()
 
 
 def is_first() -> bool:

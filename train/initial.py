@@ -21,7 +21,7 @@ FLAG = "--init: "
 
 
 def initialize(trainer: Trainer, path: Path) -> None:
-    """Gives a trainer's model the weights of a run's folder, or of a checkpoint.
+    """Sets the initial parameters of a trainer to the weights of a run or of a checkpoint.
 
     Raises:
         CommandLineError: the weights are those of another model; all differences are listed.
@@ -66,5 +66,5 @@ def model_of(path: Path) -> LanguageModelConfig | None:
     try:
         config = config_of(*checkpoint)
     except ValueError:
-        return None  # loading it into the model of the options then lists all differences
+        return None  # `initialize` then lists all differences from the model of the options
     return config if isinstance(config, LanguageModelConfig) else None

@@ -1,4 +1,4 @@
-"""Signals that end a run after a checkpoint."""
+"""Handles SIGTERM and Ctrl-C, after which a run writes a checkpoint and ends."""
 
 import signal
 import threading

@@ -35,8 +35,8 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
 
     Raises:
         NonFiniteError: too many steps in a row, or the weights, are not finite. The newest
-            checkpoint is older.
-        StoppedError: after SIGTERM or Ctrl-C. The newest checkpoint is that of the last step.
+            checkpoint is from an earlier step.
+        StoppedError: SIGTERM or Ctrl-C stopped the run, after it saved a checkpoint.
 
     """
     # Batches depend on the step alone, so a resumed run continues with the same ones.

@@ -22,11 +22,13 @@ from train.digest import by_path
 
 DATA, SEQUENCE, MODEL = "data", "sequence", "model"
 BATCH_AXES = (DATA, SEQUENCE)
-"""The mesh axes over which a batch is divided: its rows, and their time."""
+"""The mesh axes that divide a batch: its rows, and the time steps of each row."""
 HOST_DEVICES = "xla_force_host_platform_device_count"
 THREADS_OF_DEVICE = 4
-"""The virtual devices of a CPU share a pool of `NPROC` threads, in which collectives wait for each
-other. With one thread per device they wait forever; with two they did not."""
+"""Number of threads for each virtual device of a CPU.
+
+All virtual devices share a pool of `NPROC` threads, in which collectives wait for each other. With
+one thread per device they wait forever; with two they did not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +185,8 @@ def only(spec: P, *axes: Any) -> P:
 def in_layers(spec: P, mesh: Mesh) -> P:
     """The sharding of a parameter when a layer reads it, inside a `shard_map` over the batch axes.
 
-    With a mesh axis `model`, the batch axes are gathered before, because XLA would gather the axis
-    `model`, too, if a layer gathered such a parameter itself.
+    If `model` divides parameters, the batch axes are gathered before the `shard_map`, because XLA
+    would gather the axis `model`, too, if a layer gathered such a parameter itself.
     """
     return spec if mesh.shape[MODEL] == 1 else only(spec, MODEL)
 
@@ -214,7 +216,7 @@ def gathered_axis(spec: P) -> int | None:
 
 
 def placed(model: nnx.Module, specs: Mapping[str, P]) -> None:
-    """Replaces the parameters of these paths by `PlacedParam`s with these shardings."""
+    """Replaces the parameters at these paths by `PlacedParam`s with these shardings."""
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             spec = specs.get(".".join(map(str, (*path, name))), P())

@@ -51,8 +51,8 @@ def peak(kind: str, dtype: str) -> float | None:
 class Monitor:
     """Logs a run into its `metrics.jsonl`, and shows it on the console.
 
-    A step is identified by the number of steps before it. `rows(step)` lists where its windows
-    begin.
+    A step is identified by the number of steps before it. `rows(step)` lists the places in the text
+    where the windows of the step begin.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Monitor:
         self._run, self._console, self._rows = run, console, rows
         self._peak = None if device_peak is None else devices.size * device_peak
         self._flops_per_token = 6 * num_params
-        """The usual estimate. XLA's own count includes the body of a loop over time only once."""
+        """The usual estimate, because XLA's own count includes the body of a loop only once."""
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
         self._first, self._is_compiled = step, False
         self.unlogged = run.checkpoints.unlogged(step)

@@ -45,7 +45,7 @@ class OptimizerConfig(CheckedFields):
 
 @checked_options
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """The learning rate of a run of `num_steps` steps, as a function of the steps before.
+    """The learning rate of a run of `num_steps` steps, as a function of the steps done.
 
     Raises:
         ValueError: the warm-up is at least as long as the run.
@@ -98,7 +98,7 @@ def apply_gradient(
 def clip_by_global_norm(max_norm: float, epsilon: float = 1e-6) -> optax.GradientTransformation:
     """`g · min(1, max_norm / (‖g‖ + ε))`, as `torch.nn.utils.clip_grad_norm_` clips.
 
-    `optax.clip_by_global_norm` has no ε, which changes a step by a factor of about 1e-6.
+    `optax.clip_by_global_norm` has no ε, which makes a relative difference of about 1e-6.
     """
 
     def clip(updates, params=None):
@@ -111,9 +111,10 @@ def clip_by_global_norm(max_norm: float, epsilon: float = 1e-6) -> optax.Gradien
 def scale_by_amsgrad(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
 ) -> optax.GradientTransformation:
-    """`torch.optim.Adam(amsgrad=True)`: corrects the bias of the largest second moment.
+    """AMSGrad as in `torch.optim.Adam(amsgrad=True)`.
 
-    `optax.amsgrad` takes the largest of the corrected second moments.
+    It takes the largest second moment and then corrects its bias, whereas `optax.amsgrad` takes the
+    largest of the corrected second moments.
     """
 
     def init(params):
@@ -190,7 +191,7 @@ def averaging(
 
 
 def forms(state: Any, params: Any) -> list[Any]:
-    """An optimizer's state in all four forms: with and without clipping, and averaging."""
+    """An optimizer's state in all four forms: with or without clipping and averaging."""
     average = state
     if not isinstance(state, AveragedState):
         average = AveragedState(state, jax.tree.map(jnp.copy, params), jnp.zeros((), jnp.int32))

@@ -38,7 +38,7 @@ class Numbers:
 class CheckpointTokens(Subwords):
     """The tokens of the tokenizer in a checkpoint's folder.
 
-    The tokenizer adds tokens of its own before a text. The checkpoint's configuration says which
+    The tokenizer may add special tokens before a text. The checkpoint's configuration says which
     tokens end a text, because in a large vocabulary the usual names may mean something else.
     """
 
@@ -48,11 +48,11 @@ class CheckpointTokens(Subwords):
         self.end_of_text = None
 
     def encode(self, text: str, name: str = "text") -> np.ndarray:
-        """The tokens of a text, int32, after those with which every text begins."""
+        """The tokens of a text, int32, with the special tokens that the tokenizer adds."""
         return np.array(self.tokenizer.encode(text).ids, np.int32)
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, as they come, up to the end of the text."""
+        """Decodes tokens piece by piece, up to the end of the text."""
         return super().pieces(until_end(tokens, *self.ends))
 
 
@@ -105,7 +105,7 @@ def tokens_of(model: LanguageModel, path: Path) -> Tokens:
 
 @contextlib.contextmanager
 def faults_of_checkpoint(path: Path, flag: str = "") -> Iterator[None]:
-    """Turns what is wrong with a checkpoint into one line that names the flag and the path."""
+    """Turns an error about a checkpoint into one line that names the flag and the path."""
     try:
         yield
     except OSError as error:

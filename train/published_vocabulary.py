@@ -67,7 +67,7 @@ class World(Published):
             raise CommandLineError(f"{name}: expected text in UTF-8") from None
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, up to the end of the text. A token may end inside a character."""
+        """Decodes tokens, up to the end of the text. A token may end inside a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in until_end(tokens, self.end):
             yield decoder.decode(_trie().idx2token.get(token, b"\xff"))
@@ -104,7 +104,7 @@ class Nucleotides(Published):
         return np.array([self.first + self.letters.index(letter) for letter in text], np.int32)
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The letters of tokens, one by one, up to the end of the text."""
+        """Decodes tokens letter by letter, up to the end of the text."""
         for token in until_end(tokens, self.end):
             known = self.first <= token < self.first + len(self.letters)
             yield self.letters[token - self.first] if known else "\N{REPLACEMENT CHARACTER}"

@@ -13,7 +13,8 @@ Path = tuple[Any, ...]
 def with_old_paths(state: Any) -> list[Any]:
     """A training state with the paths of earlier versions: `layers.layers.0` for `blocks.0`.
 
-    Returns two, because HyenaDNA called its head `lm_head`, and other models called theirs `head`.
+    Returns two states, because HyenaDNA called its head `lm_head`, and other models called theirs
+    `head`.
     """
     return [_renamed(state, partial(_old, head=head)) for head in ("head", "lm_head")]
 

@@ -124,13 +124,13 @@ class Run:
     def restore(self, trainer: Trainer) -> TrainState:
         """The state of the newest intact checkpoint. Damaged newer ones are reported.
 
-        The options of the optimizer may have changed since.
+        The options of the optimizer may have changed since it was written.
 
         Raises:
             CommandLineError: no checkpoint is intact.
 
         """
-        # A checkpoint may have another form of the optimizer's state, and paths of old versions.
+        # A checkpoint may have another form of the optimizer's state, or paths of an older version.
         like = trainer.initial_state()
         likes = [like]
         for form in forms(like.optimizer_state, like.params):
@@ -180,9 +180,10 @@ class Run:
             file.write(json.dumps(metrics, allow_nan=False).encode() + b"\n")
 
     def metrics(self, kind: Kind = "evaluation") -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` of a kind, by step. A later line replaces an earlier one.
+        """The lines of one kind in `metrics.jsonl`, sorted by step.
 
-        Lines beyond the step from which the next process started do not count.
+        Of several lines for one step, the last counts. If a process resumed the run from an earlier
+        step, the lines beyond that step that were written before it do not count.
         """
         by_step: dict[int, dict[str, Any]] = {}
         for record in self._records():
@@ -289,6 +290,7 @@ def build_trainer(
         except (TypeError, ValueError) as error:
             raise CommandLineError(with_flag(str(error), "model")) from None
 
+    # The other errors name an option of the run, its mesh or its optimizer.
     try:
         mesh = build_mesh(
             config.mesh,

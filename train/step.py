@@ -81,7 +81,7 @@ class Trainer:
     state.
 
     Raises:
-        NotImplementedError: the model's time cannot be divided, or its state cannot be reset.
+        NotImplementedError: the model cannot divide its time axis, or cannot reset its state.
         ValueError: no layer declares an axis for `model` to divide, or `model` does not divide one
             evenly.
 
@@ -106,6 +106,7 @@ class Trainer:
         self.optimizer = optimizer
         self.dropout_key = jax.random.key(seed)
         self.specs = places(model, mesh, fully_sharded=fully_sharded)
+        # Inside `shard_map`, the layers see one device's part of a batch and of the parameters.
         view = nnx.view(model, batch_axis=DATA, raise_if_not_found=False)
         if (count := mesh.shape[SEQUENCE]) > 1:
             try:
@@ -117,6 +118,7 @@ class Trainer:
         placed(view, {p.removesuffix(".value"): in_layers(s, mesh) for p, s in self.specs.items()})
         self.local_graphdef, local_params, _ = nnx.split(view, nnx.Param, ...)
         self.local_structure = jax.tree.structure(local_params)
+        # Raise an error now, not in the first step, if the model cannot reset its state.
         if end_of_text is not None:
             one = jnp.zeros((1, 1), jnp.int32)
             nnx.eval_shape(lambda model: self.losses(model, one, one), model)
@@ -225,7 +227,7 @@ class Trainer:
         """Does a step on each of the first `count` batches. The given state is donated.
 
         The measures are zero from `count` on. All steps run in the same program, so a run ends with
-        the same weights however it is divided into calls.
+        the same weights, however its steps are divided into calls.
         """
 
         def step(i, carry):
@@ -269,7 +271,7 @@ class Trainer:
         return {"mesh": self.mesh, "axis_names": axes, "check_vma": False}
 
     def _local_model(self, params: nnx.State) -> LanguageModel:
-        """The model as one device sees it, which gathers the parameters that are divided."""
+        """The model on one device, which gathers a divided parameter when a layer reads it."""
         local = jax.tree.unflatten(self.local_structure, jax.tree.leaves(params))
         return nnx.merge(self.local_graphdef, local, self.rest, copy=True)
 
@@ -279,7 +281,7 @@ class Trainer:
         return jax.tree.unflatten(jax.tree.structure(self.initial_params), specs)
 
     def _mean_gradient(self, gradient: nnx.State) -> nnx.State:
-        """The mean over the devices. For a gathered parameter, the sum is already there."""
+        """The mean over the devices. The gradient of a gathered parameter is already a sum."""
         count = jax.lax.axis_size(BATCH_AXES)
 
         def mean(spec, gradient):
@@ -291,7 +293,7 @@ class Trainer:
     def _mean(self, x: Array) -> Array:
         """The mean over the devices of the batch axes.
 
-        Axes of size 1 are left out, because XLA refuses an all-reduce of one device if it divides
-        the model.
+        Axes of size 1 are left out, because XLA rejects an all-reduce over a single device if
+        `model` divides parameters.
         """
         return jax.lax.pmean(x, [axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1])

@@ -33,7 +33,7 @@ from twinscan.files import to_disk
 ALL_WORK = "\n" + 10 * "All work and no play makes Jack a doll boy. \n"
 """The default text, small enough to learn by heart."""
 FORMAT = 1
-"""The format of the token files. A change of the format changes their names."""
+"""The version of the format of the token files, which is part of their names."""
 TOKENS, MANIFEST = "tokens", "manifest.json"
 LONGEST_LINE = 1 << 24
 """Longest line, in characters. A longer line may be divided anywhere."""
@@ -97,7 +97,7 @@ class Text:
             raise CommandLineError(f"--tokenizer: {error}") from None
 
     def tokens(self, vocabulary: Vocabulary, cache: Path | None = None) -> TokenArray:
-        """The tokens of the text. They are written to a file once, which is read in parts later.
+        """Tokenizes the text into a file of the cache, or opens that file if it exists.
 
         Args:
             vocabulary: maps the text to tokens.
@@ -127,6 +127,7 @@ class Text:
                 return TokenFile(folder / TOKENS, _dtype(vocabulary))
 
     def _write(self, vocabulary: Vocabulary, folder: Path) -> None:
+        """Writes the tokens and their manifest into the folder, completely or not at all."""
         partial = folder.with_name(f"{folder.name}.partial")
         for old in (partial, folder):
             shutil.rmtree(old, ignore_errors=True)
@@ -221,7 +222,7 @@ def _with_end(data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _divided(texts: Iterable[str], separator: str | None) -> Iterator[str | None]:
-    """Documents in pieces. A separator ends a document; the last one ends with the text."""
+    """Divides a text into documents and those into pieces. None ends a document."""
     rest, is_open = "", False
     for text in texts:
         *ended, rest = (rest + text).split(separator) if separator else [rest + text]
@@ -241,10 +242,10 @@ def _divided(texts: Iterable[str], separator: str | None) -> Iterator[str | None
 
 
 def _cut(text: str, end: int) -> int:
-    """The index at which the last line before `end` begins, unless more whitespace adjoins the
-    newline; 0 if there is none.
+    """The index after the last newline before `end` that has no whitespace next to it.
 
-    Tokenizers divide the text there anyway.
+    Tokenizers divide the text there anyway. Without such a newline, the index is `end` if that is
+    at least `LONGEST_LINE`, and otherwise 0.
     """
     newline = text.rfind("\n", 0, max(end, 0))
     while newline > 0 and len("".join(text[newline - 1 : newline + 2].split())) < 2:
@@ -307,7 +308,7 @@ def _dtype(vocabulary: Vocabulary) -> np.dtype:
 
 
 def _is_damaged(folder: Path) -> bool:
-    """Whether a file of tokens does not match its manifest, which is then reported."""
+    """Whether a token file does not match its manifest. If so, prints that to stderr."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         is_damaged = file_digest(folder / TOKENS) != manifest["digest"]

@@ -16,7 +16,7 @@ class Tokens(Protocol):
         ...
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, piece by piece, up to the end of the text."""
+        """Decodes tokens piece by piece, up to the end of the text."""
         ...
 
 

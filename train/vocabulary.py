@@ -39,12 +39,12 @@ class Characters(CheckedFields):
     @classmethod
     @checked_options
     def of(cls, text: str) -> "Characters":
-        """The characters of a text."""
+        """The vocabulary of the characters of a text."""
         return cls("".join(sorted(set(text))))
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[str], *, has_end: bool) -> "Characters":
-        """The characters of a text that is given in pieces."""
+        """The vocabulary of the characters of a text that is given in pieces."""
         occurs = np.zeros(CODE_POINTS, bool)
         for piece in pieces:
             occurs[_codes(piece)] = True
@@ -82,11 +82,11 @@ class Characters(CheckedFields):
         return tokens
 
     def decode(self, tokens: ArrayLike) -> str:
-        """The text of tokens. A token that ends a document adds nothing."""
+        """Decodes tokens. A token that ends a document adds nothing."""
         return "".join(self.characters[token : token + 1] for token in np.ravel(tokens))
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, piece by piece, up to the end of the text."""
+        """Decodes tokens piece by piece, up to the end of the text."""
         return map(self.decode, until_end(tokens, self.end_of_text))
 
 
@@ -114,7 +114,7 @@ class Bytes(CheckedFields):
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, piece by piece, up to the end of the text."""
+        """Decodes tokens piece by piece, up to the end of the text."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in until_end(tokens, self.end_of_text):
             yield decoder.decode(bytes([token]) if token < 256 else b"\xff")
@@ -143,7 +143,7 @@ class Subwords:
             raise ImportError("expected the package tokenizers: pip install tokenizers") from None
         try:
             self.tokenizer = Tokenizer.from_str(definition)
-        except Exception as error:  # tokenizers raises no class of its own
+        except Exception as error:  # tokenizers has no exception class of its own
             raise ValueError(f"not a tokenizer: {error}") from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -173,7 +173,7 @@ class Subwords:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def pieces(self, tokens: Iterable[ArrayLike]) -> Iterator[str]:
-        """The text of tokens, piece by piece, up to the end of the text."""
+        """Decodes tokens piece by piece, up to the end of the text."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
@@ -189,7 +189,7 @@ def checked_vocabulary(name: str, vocabulary: Any) -> "Vocabulary":
 
 
 Vocabulary = Annotated[Characters | Bytes | Subwords | World | Nucleotides, checked_vocabulary]
-"""The vocabulary of a run. `unit` names a token; the token `end_of_text` ends a document."""
+"""The vocabulary of a run. `unit` is the word for one token; `end_of_text` ends a document."""
 
 
 def first_token(vocabulary: Vocabulary) -> int:

@@ -20,7 +20,7 @@ from twinscan.command_line import CommandLineError
 class TokenFile:
     """Tokens in a file, which is mapped into memory only while some of them are read.
 
-    A permanent mapping would count all pages that were ever read as memory of the process.
+    With a permanent mapping, every page that was ever read would count as memory of the process.
     """
 
     def __init__(self, path: Path, dtype: np.dtype):

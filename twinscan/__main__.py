@@ -42,7 +42,7 @@ def dispatch(args: Sequence[str], prog: str) -> None:
         main = importlib.import_module(module).main
     except ValueError as error:  # two packages declare the same name
         raise CommandLineError(str(error)) from None
-    if name != "train":  # which handles Ctrl-C itself while it trains
+    if name != "train":  # train handles Ctrl-C itself while it runs
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run_command(main, rest, f"{prog} {name}")
 

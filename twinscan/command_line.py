@@ -63,7 +63,7 @@ def parse(config_type: type[T], args: Sequence[str], *, prog: str, default: T | 
 
 
 def parse_known(config_type: type[T], args: Sequence[str], *, prog: str) -> T:
-    """Parses those arguments that the dataclass knows, and ignores the others.
+    """Parses the arguments that are fields of the dataclass, and ignores the others.
 
     Raises:
         CommandLineError: a value is wrong.
@@ -109,13 +109,13 @@ def _unknown_flags(args: Sequence[str], options: str) -> str:
 
 
 def did_you_mean(name: str, names: Mapping[str, str]) -> str:
-    """A hint at the most similar name; "" if none is similar. `names` maps it to what is shown."""
+    """A hint at the most similar name; "" if none is similar. `names` maps names to hints."""
     similar = difflib.get_close_matches(name, names, 1)
     return f" (did you mean {names[similar[0]]}?)" if similar else ""
 
 
 def _with_value(message: str, options: str) -> str:
-    """The message. If a value is not one of the choices of a flag, the choices are listed."""
+    """Rewrites a message about a value that is not one of a flag's choices, to list the choices."""
     found = re.match(r"invalid choice '(.*)' for argument '(.*?)'", message)
     if found is None:
         return message
@@ -133,7 +133,7 @@ def _rows(box: str) -> list[str]:
 
 
 def _message(box: str) -> str:
-    """The text of the first section of tyro's report, which has a frame or, in ASCII, rules."""
+    """The text of the first section of tyro's report, which has a frame, or only rules in ASCII."""
     rows = _rows(box)
     rules = (i for i, row in enumerate(rows[2:], 2) if row and set(row) <= {"─", "-"})
     first = 2 if set(rows[1]) <= {"-"} else 1
@@ -141,7 +141,7 @@ def _message(box: str) -> str:
 
 
 def with_flag(message: str, of: str = "") -> str:
-    """The message about a field of a dataclass, with the flag in place of the field's name."""
+    """Replaces the name of a dataclass field at the start of a message by its flag."""
 
     def flag(found: re.Match[str]) -> str:
         return "--" + ".".join(filter(None, (of, *found.groups()))).replace("_", "-") + ": "
@@ -166,11 +166,11 @@ def command(module: str) -> str:
 
 
 PLAIN = {"—": "-", "–": "-", "−": "-", "≤": "<=", "≥": ">=", "×": "x", "→": "->", "µ": "u"}
-"""ASCII spellings of characters for which `unicodedata` has none."""
+"""ASCII spellings of characters that `unicodedata` cannot decompose."""
 
 
 def print_anywhere() -> None:
-    """Replaces characters that the encoding of the output lacks by similar ones."""
+    """Prints similar ASCII characters for those that the encoding of the output lacks."""
 
     def spelled(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
