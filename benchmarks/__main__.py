@@ -97,6 +97,7 @@ def run(
             if allocator == "tuned" and session.platform != "cpu":
                 console.print(f"tuned: left out, it is nothing to a {session.platform}")
                 continue
+            # Write each family as soon as it is measured, so that a later failure loses nothing.
             assert session.limits is not None
             for name in names:
                 if pieces and pieces.has(f"{name}, {allocator}"):

@@ -142,7 +142,7 @@ def fault_share(mutation: Mutation) -> float:
 
 
 def draw(found: list[Shares], planted: dict[str, float], path: Path) -> None:
-    """Draws the distribution over all configurations, and the ranges of architectures and faults."""
+    """Draws the distribution over all configurations, and the range of each architecture."""
     figure, (above, below) = plt.subplots(
         2, figsize=(8, 9), height_ratios=(1, 2), sharex=True, layout="constrained"
     )

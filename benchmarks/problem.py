@@ -119,11 +119,11 @@ class Contenders(dict[str, Contender]):
     """The contenders of a family by name, ours first. Each is one decorated function."""
 
     def jax(self, name: str) -> Callable:
-        """Registers a JAX contender: `@contenders.jax("peer") def peer(problem) -> Function | Call`."""
+        """Decorates a JAX contender: `@contenders.jax("peer") def peer(problem) -> Function`."""
         return self._add(name, "jax")
 
     def torch(self, name: str) -> Callable:
-        """Registers a torch contender. Tensors are created on the right device."""
+        """Decorates a torch contender. Tensors are created on the right device."""
         return self._add(name, "torch")
 
     def _add(self, name: str, framework: Framework) -> Callable:

@@ -1,7 +1,7 @@
-"""What is measured, a file a family.
+"""The families of benchmarks, each in a file of this folder.
 
-A family has a docstring whose first line is its title, and either `contenders` and
-`problems(quick)`, or a `measure(session) -> Outcome` of its own. It is found by its file.
+The first line of a family's docstring is its title. A family has either `contenders` and
+`problems(quick)`, or its own `measure(session) -> Outcome`. A new file needs no registration.
 """
 
 import importlib
@@ -24,12 +24,12 @@ def family(name: str) -> ModuleType:
 
 
 def title(name: str) -> str:
-    """The first line of its docstring."""
+    """The title of a family: the first line of its docstring, without the period."""
     return (family(name).__doc__ or name).splitlines()[0].rstrip(".")
 
 
 def measure(name: str, session: Session) -> Outcome:
-    """All of a family."""
+    """Measures a whole family."""
     module = family(name)
     if hasattr(module, "measure"):
         return module.measure(session)

@@ -12,7 +12,7 @@ from jax_models.ops import attention
 
 @dataclasses.dataclass(frozen=True)
 class Attention(Problem):
-    """Its sizes."""
+    """Causal attention at some sizes."""
 
     batch: int
     time: int
@@ -21,25 +21,25 @@ class Attention(Problem):
 
     @property
     def name(self) -> str:
-        """The sizes."""
+        """The sizes, in a few words."""
         return f"{self.batch} × {self.time}, {self.heads} heads of {self.features}"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of q, k, v and y."""
+        """The shape of q, k, v and y."""
         return self.batch, self.time, self.heads, self.features
 
     def arrays(self):
-        """q, k, v, each (batch, time, heads, features of a head)."""
+        """q, k and v, each (batch, time, heads, features of a head)."""
         q, k, v = np.random.default_rng(0).standard_normal((3, *self.shape), np.float32)
         return {"q": q, "k": k, "v": v}
 
     def cotangent(self):
-        """Of y."""
+        """The gradient of y."""
         return np.random.default_rng(1).standard_normal(self.shape, np.float32)
 
     def oracle(self):
-        """By the formula."""
+        """Computes the formula in float64."""
         q, k, v = (x.astype(np.float64) for x in self.arrays().values())
         cotangent, scale = self.cotangent(), self.features**-0.5
         scores = scale * np.einsum("bthf,bshf->bhts", q, k, optimize=True)
@@ -57,14 +57,14 @@ class Attention(Problem):
         }
 
     def work(self, part):
-        """Two products with half of the T × T weights, and four backward; q, k, v and y."""
+        """Two products over half of the T × T weights, and four more backward; q, k, v and y."""
         products, arrays = (2, 4) if part == FORWARD else (6, 12)
         size = self.batch * self.time * self.heads * self.features
         return Work(flops=products * self.time * size, num_bytes=4 * arrays * size)
 
 
 def problems(quick: bool) -> list[Attention]:
-    """The Annotated Hyena's, and a longer one."""
+    """The sizes of the Annotated Hyena, and a longer sequence."""
     sizes = [(64, 128, 6, 64), (4, 1024, 6, 64)]
     return [Attention(*size) for size in (sizes[:1] if quick else sizes)]
 
@@ -74,7 +74,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Attention):
-    """Our operator."""
+    """Our operator with its default options."""
 
     def causal(q, k, v):
         mask = jnp.broadcast_to(jnp.tri(q.shape[1], dtype=bool), (len(q), q.shape[1], q.shape[1]))
@@ -85,7 +85,7 @@ def ours(problem: Attention):
 
 @contenders.jax("jax.nn.dot_product_attention")
 def dot_product_attention(problem: Attention):
-    """JAX's own."""
+    """JAX's own attention."""
 
     def causal(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -95,7 +95,7 @@ def dot_product_attention(problem: Attention):
 
 @contenders.torch("torch SDPA")
 def torch_sdpa(problem: Attention):
-    """`scaled_dot_product_attention`."""
+    """The `scaled_dot_product_attention` of torch."""
     import torch
 
     def causal(q, k, v):

@@ -21,7 +21,7 @@ PART = "training step"
 
 @dataclasses.dataclass(frozen=True)
 class CharLM(Problem):
-    """Embeddings and hidden states of one size."""
+    """A model whose embeddings and hidden states have the same size."""
 
     vocab: int
     hidden: int
@@ -32,13 +32,13 @@ class CharLM(Problem):
 
     @property
     def name(self) -> str:
-        """The sizes."""
+        """The number of layers and the sizes."""
         sizes = f"V{self.vocab} H{self.hidden} B{self.batch} T{self.time}"
         return f"{self.num_layers}-layer LSTM, {sizes}"
 
     @property
     def config(self) -> RNNLanguageModelConfig:
-        """As ours and the twin take it."""
+        """The config of our model and of the twin."""
         return RNNLanguageModelConfig(
             vocab_size=self.vocab,
             context_length=None,
@@ -75,7 +75,7 @@ class CharLM(Problem):
         }
 
     def tokens(self) -> np.ndarray:
-        """The one batch, (batch, time + 1)."""
+        """The batch that every step trains on, (batch, time + 1)."""
         shape = (self.batch, self.time + 1)
         return np.random.default_rng(1).integers(self.vocab, size=shape, dtype=np.int32)
 
@@ -84,19 +84,19 @@ class CharLM(Problem):
         return torch_steps(self, "float64").result()
 
     def work(self, part):
-        """The products with the matrices, three times."""
+        """The matrix products, once forward and twice backward."""
         per_token = self.num_layers * 2 * self.hidden * 4 * self.hidden + self.hidden * self.vocab
         return Work(flops=3 * 2 * self.batch * self.time * per_token)
 
     def targets(self, part, platform):
-        """What the time over theirs should be."""
+        """The largest allowed ratios of our time to the peers'."""
         if platform != "cpu":
             return {"torch": 1.05}
         return {"torch": 1.15, "nnx + optax": 0.65, "limit": 0.65}
 
 
 def problems(quick: bool) -> list[CharLM]:
-    """The one that is promised, and a quarter of its width."""
+    """The model that has targets, or a quarter of its width in a quick run."""
     return [CharLM(65, 128 if quick else 512, 2, 32, 128)]
 
 
@@ -105,7 +105,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: CharLM) -> Call:
-    """`train.step.Trainer`."""
+    """Our `train.step.Trainer`."""
     model = from_torch(problem.config.build(rngs=nnx.Rngs(0)), problem.arrays())
     trainer = Trainer(
         model,
@@ -129,7 +129,7 @@ def ours(problem: CharLM) -> Call:
 
 @contenders.torch("torch")
 def torch_steps(problem: CharLM, dtype: str = "float32") -> Call:
-    """The twin around torch.nn.LSTM, and torch.optim.AdamW."""
+    """The torch twin, which uses torch.nn.LSTM, trained with torch.optim.AdamW."""
     import torch
 
     from torch_ref import RNNLanguageModel
@@ -157,7 +157,7 @@ def torch_steps(problem: CharLM, dtype: str = "float32") -> Call:
 
 
 class NNXModel(nnx.Module):
-    """What one writes with `nnx.RNN`."""
+    """The same model, written with `nnx.RNN`."""
 
     def __init__(self, problem: CharLM, rngs: nnx.Rngs):
         hidden, vocab = problem.hidden, problem.vocab
@@ -181,7 +181,7 @@ class NNXModel(nnx.Module):
 def nnx_and_optax(problem: CharLM) -> Call:
     """`nnx.RNN`, `nnx.Optimizer` and `nnx.jit`, as in Flax's guides.
 
-    Of the two biases it has the sum, which therefore moves half as far in a step.
+    It has one bias in the place of torch's two, which together move twice as far in a step.
     """
     model = NNXModel(problem, nnx.Rngs(0))
     arrays = problem.arrays()

@@ -1,7 +1,7 @@
 """The time to compile a model of two and of twelve layers, and single layers.
 
-Loss and gradients, traced and compiled anew each time: of a language model at 8 × 128 tokens, of a
-layer at 8 × 128 × 192.
+The loss and its gradients are traced and compiled anew each time, for a language model on 8 × 128
+tokens and for a layer on inputs of 8 × 128 × 192.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from train.step import token_losses
 PART = "loss and gradients"
 LAYERS = (2, 12)
 MOST = 1.5
-"""Times as long for twelve as for two."""
+"""The largest allowed ratio of the time for twelve layers to that for two."""
 CONFIGS = {
     "LSTM": RNNLanguageModelConfig(
         256, context_length=None, embedding_features=192, hidden_features=192, cell="lstm"
@@ -52,11 +52,11 @@ SINGLE = {
     "RWKV block": lambda rngs: RWKVBlock(192, rngs=rngs),
 }
 MOST_OF_LSTM = {"HyperLSTM layer": 2.5, "RWKV block": 1.7}
-"""Times as long as the LSTM layer."""
+"""The largest allowed ratios of the time to that of the LSTM layer."""
 
 
 def compiled_model(config: Any) -> tuple[float, float]:
-    """Seconds to trace and compile a language model, and of a call."""
+    """The seconds to trace and compile a language model, and the seconds of a call."""
     tokens = np.random.default_rng(0).integers(256, size=(8, 129), dtype=np.int32)
     return compiled(
         config.build(rngs=nnx.Rngs(0)),
@@ -66,13 +66,13 @@ def compiled_model(config: Any) -> tuple[float, float]:
 
 
 def compiled_layer(name: str) -> tuple[float, float]:
-    """Seconds to trace and compile a layer, and of a call."""
+    """The seconds to trace and compile a layer, and the seconds of a call."""
     x = np.random.default_rng(0).standard_normal((8, 128, 192), np.float32)
     return compiled(SINGLE[name](nnx.Rngs(0)), x, lambda layer, x: jnp.sum(layer(x)[0] ** 2))
 
 
 def compiled(module: nnx.Module, x: np.ndarray, loss: Callable[..., Any]) -> tuple[float, float]:
-    """Seconds to trace and compile the loss and its gradients, and of a call."""
+    """The seconds to trace and compile the loss and its gradients, and the seconds of a call."""
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     arguments = params, jnp.asarray(x)
 
@@ -88,7 +88,7 @@ def compiled(module: nnx.Module, x: np.ndarray, loss: Callable[..., Any]) -> tup
 
 
 def measure(session: Session) -> Outcome:
-    """By turns."""
+    """Measures the models and the single layers."""
     outcome = Outcome()
     session.workers.device("jax")
     parts = {
@@ -104,7 +104,7 @@ def measure(session: Session) -> Outcome:
 
 
 def measure_model(session: Session, name: str) -> Outcome:
-    """A model of two and of twelve layers."""
+    """Measures a model with two and with twelve layers."""
     configs = [dataclasses.replace(CONFIGS[name], num_layers=count) for count in LAYERS]
     found, seconds = by_turns(session, compiled_model, configs, [name] * 2, LAYERS)
     ratio = seconds[1] / seconds[0]
@@ -113,7 +113,7 @@ def measure_model(session: Session, name: str) -> Outcome:
 
 
 def measure_layers(session: Session) -> Outcome:
-    """Single layers."""
+    """Measures the single layers."""
     names = ["LSTM layer"] if session.quick else [*SINGLE]
     found, seconds = by_turns(session, compiled_layer, names, names, [1] * len(names))
     for name, compile_s in zip(names, seconds, strict=True):
@@ -131,7 +131,7 @@ def by_turns(
     names: Sequence[str],
     layers: Sequence[int],
 ) -> tuple[Outcome, list[float]]:
-    """A row for each argument, and its seconds to compile."""
+    """Compiles for each argument in turn. Returns rows, and the median seconds to compile."""
     turns = [
         [session.workers.call("jax", compiled, argument) for argument in arguments]
         for _ in range(1 if session.quick else 3)
@@ -146,7 +146,7 @@ def by_turns(
 
 
 def plot(found: RowsByAllocator, title: str) -> Figure:
-    """Bars of the seconds to compile."""
+    """Draws bars of the time to compile."""
     as_times = {
         allocator: [dataclasses.replace(row, ms=1e3 * (row.compile_s or 0)) for row in rows]
         for allocator, rows in found.items()

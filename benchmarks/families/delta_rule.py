@@ -10,9 +10,9 @@ from benchmarks.problem import BOTH, OURS, Contenders, Problem, operator
 from jax_models.ops import delta_rule
 
 LEAST_LOG_DECAY = -0.6
-"""The least log decay, that of RWKV-7."""
+"""The least log decay, which is that of RWKV-7."""
 KEPT = 128
-"""Steps between the states that the oracle's backward pass keeps."""
+"""Number of steps between the states that the oracle keeps for its backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Recurrence(Problem):
 
     @property
     def name(self) -> str:
-        """The sizes."""
+        """The sizes, in a few words."""
         return f"{self.batch} × {self.time}, {self.heads} heads of {self.head_size}"
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of y."""
+        """The shape of y."""
         return self.batch, self.time, self.heads, self.head_size
 
     def arrays(self):
-        """The keys of length 1."""
+        """Queries, keys of length 1, values, log decays and rates."""
         rng = np.random.default_rng(0)
         q, k, v = rng.standard_normal((3, *self.shape), np.float32)
         k /= np.linalg.norm(k, axis=-1, keepdims=True)
@@ -50,11 +50,11 @@ class Recurrence(Problem):
         }
 
     def cotangent(self):
-        """Random."""
+        """A random gradient of y."""
         return np.random.default_rng(1).standard_normal(self.shape, np.float32)
 
     def oracle(self):
-        """By its equation, in float64."""
+        """Computes the equation in float64."""
         import torch
 
         leaves = {name: torch.tensor(a).double() for name, a in self.arrays().items()}
@@ -66,7 +66,7 @@ class Recurrence(Problem):
         return {"y": y.detach().numpy()} | {name: g.numpy() for name, g in named.items()}
 
     def targets(self, part, platform):
-        """What the time over theirs should be."""
+        """The largest allowed ratios of our time to the peers'."""
         if part != BOTH or platform != "cpu" or self.time < 2048:
             return {}
         return {
@@ -77,7 +77,7 @@ class Recurrence(Problem):
 
 
 def by_steps(q, k, v, log_w, rate):
-    """The equation, a step at a time; the backward pass keeps a state in `KEPT` steps."""
+    """Computes the equation step by step. Only every `KEPT`-th state is kept for backward."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -100,7 +100,7 @@ def by_steps(q, k, v, log_w, rate):
 
 
 def problems(quick: bool) -> list[Recurrence]:
-    """A long batch; a short one."""
+    """Long sequences, or short ones in a quick run."""
     return [Recurrence(2, 128, 2, 32)] if quick else [Recurrence(4, 2048, 4, 64)]
 
 
@@ -122,19 +122,19 @@ def _by_method(problem: Recurrence, method):
 
 @contenders.jax(OURS)
 def ours(problem: Recurrence):
-    """Our operator."""
+    """Our operator with its default options."""
     return _by_method(problem, "auto")
 
 
 @contenders.jax(f"{OURS}, sequential")
 def ours_sequential(problem: Recurrence):
-    """As it runs where there are few steps."""
+    """Our operator with the method for a few steps."""
     return _by_method(problem, "sequential")
 
 
 @contenders.jax("lax.scan")
 def plain_scan(problem: Recurrence):
-    """What one writes first in JAX."""
+    """The straightforward version in JAX."""
 
     def step(s, inputs):
         q, k, v, log_w, rate = inputs
@@ -153,13 +153,13 @@ def plain_scan(problem: Recurrence):
 
 @contenders.torch("transformers, a decay a head")
 def transformers_by_head(problem: Recurrence):
-    """Hugging Face's products of matrices over 64 steps; all keys decay alike."""
+    """Hugging Face's chunks of 64 steps. All features of a head decay at the same rate."""
     from transformers.models.qwen3_next import (  # pyright: ignore[reportMissingImports]
         modeling_qwen3_next,
     )
 
     chunked = modeling_qwen3_next.torch_chunk_gated_delta_rule
-    scale = problem.head_size**0.5  # which it takes from the queries
+    scale = problem.head_size**0.5  # the peer divides the queries by it
     return operator(
         problem, lambda q, k, v, log_w, rate: chunked(q * scale, k, v, g=log_w, beta=rate)[0]
     )
@@ -167,7 +167,7 @@ def transformers_by_head(problem: Recurrence):
 
 @contenders.torch("transformers, a decay a key")
 def transformers_by_key(problem: Recurrence):
-    """The same for Kimi Delta Attention: as general as ours."""
+    """Hugging Face's Kimi Delta Attention, whose features decay separately, as ours do."""
     from transformers.models.kimi_linear import (  # pyright: ignore[reportMissingImports]
         modeling_kimi_linear,
     )

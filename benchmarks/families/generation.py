@@ -1,7 +1,7 @@
 """A generated token, sampling included.
 
-Against the same steps in one compiled loop of 200: what is more is overhead. From a prompt of one
-token, and later.
+The time beyond that of the same steps in one compiled loop of 200 is overhead. Tokens are generated
+right after a prompt of one token, and late in a long text.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from train.config import PRESETS
 PART = "a token"
 LOOP = f"{OURS}, one compiled loop"
 MOST_OVERHEAD = 60
-"""Microseconds a token."""
+"""The largest allowed overhead, in microseconds per token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation(Problem):
-    """The model of a preset, with random weights, and one row."""
+    """The model of a preset with random weights, which continues one row."""
 
     preset: str
     late: int
@@ -38,15 +38,15 @@ class Generation(Problem):
 
     @property
     def name(self) -> str:
-        """The preset's."""
+        """The name of the preset."""
         return self.preset
 
     def model(self) -> LanguageModel:
-        """The preset's."""
+        """The model of the preset."""
         return PRESETS[self.preset].model.build(rngs=nnx.Rngs(0))
 
     def state_bytes(self) -> int:
-        """Of what the model carries."""
+        """The size of the model's state in bytes."""
         state = jax.eval_shape(lambda: self.model().init_state(1))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
@@ -78,19 +78,19 @@ def _tokens(problem: Generation, skip: int) -> Call:
 
 @contenders.jax(OURS)
 def ours(problem: Generation) -> Call:
-    """`stream`, token by token."""
+    """Our `stream`, token by token."""
     return _tokens(problem, 0)
 
 
 @contenders.jax(f"{OURS}, later")
 def ours_late(problem: Generation) -> Call:
-    """The same from token 10,000 on, or 1,000 in a quick run."""
+    """Our `stream` from token 10,000 on, or from token 1,000 in a quick run."""
     return _tokens(problem, problem.late)
 
 
 @contenders.jax(LOOP)
 def loop(problem: Generation) -> Call:
-    """The steps and the sampling in a `lax.scan`."""
+    """Our steps and sampling in a `lax.scan`."""
     graphdef, params = nnx.split(problem.model())
 
     @jax.jit
@@ -113,7 +113,7 @@ def loop(problem: Generation) -> Call:
 
 @contenders.torch("torch loop")
 def torch_loop(problem: Generation) -> Call:
-    """The twin from a carried state."""
+    """The torch twin, which carries its state from token to token."""
     import torch
 
     import torch_ref
@@ -134,7 +134,7 @@ def torch_loop(problem: Generation) -> Call:
 
 
 def measure(session: Session) -> Outcome:
-    """All contenders; and the overhead."""
+    """Measures all contenders, and checks the overhead."""
     outcome = compare(session, __name__, contenders, problems(session.quick))
     for problem in problems(session.quick):
         ours, alone = (outcome.row(problem.name, PART, name).ms for name in (OURS, LOOP))

@@ -1,7 +1,8 @@
 """What the machine can do.
 
-A product of two matrices, and `a + s b` over arrays that fit no cache, into an array that is there
-already, by whichever framework is the fastest at it; and a call that computes next to nothing.
+Three limits are measured, each with the framework that is faster at it: a product of two matrices;
+`a + s b` over arrays that are larger than the caches, written into an existing array; and a call
+that computes almost nothing.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ MATMUL, TRIAD, DISPATCH = 2048, 2**24, 8
 
 @dataclasses.dataclass(frozen=True)
 class Limit(Problem):
-    """One of the three."""
+    """One of the three measured limits."""
 
     kind: str
     size: int
@@ -27,27 +28,27 @@ class Limit(Problem):
 
     @property
     def name(self) -> str:
-        """What, and how large."""
+        """The kind of limit and the size."""
         return f"{self.kind} {self.size}"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of both arrays."""
+        """The shape of both arrays."""
         return (self.size, self.size) if self.kind == "matmul" else (self.size,)
 
     def arrays(self):
-        """Two of them."""
+        """Two random arrays."""
         a, b = np.random.default_rng(0).standard_normal((2, *self.shape), np.float32)
         return {"a": a, "b": b}
 
     def oracle(self):
-        """In float64."""
+        """Computes the result in float64."""
         a, b = (x.astype(np.float64) for x in self.arrays().values())
         return {"y": a @ b if self.kind == "matmul" else a + 3 * b}
 
 
 def problems(quick: bool) -> list[Limit]:
-    """The three."""
+    """The three limits, of the same sizes in a quick run."""
     return [Limit("matmul", MATMUL), Limit("triad", TRIAD), Limit("dispatch", DISPATCH)]
 
 
@@ -56,7 +57,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Limit) -> Function | Call:
-    """XLA's, the result of the triad in the place of the one before."""
+    """XLA. The triad writes its result in place of the one before."""
     if problem.kind != "triad":
         return _operator(problem)
     a, b = map(jnp.asarray, problem.arrays().values())
@@ -72,7 +73,7 @@ def ours(problem: Limit) -> Function | Call:
 
 @contenders.torch("torch")
 def torch_limit(problem: Limit) -> Function | Call:
-    """Torch's."""
+    """PyTorch. The triad writes into an existing array, too."""
     import torch
 
     if problem.kind != "triad":
@@ -93,12 +94,12 @@ def _operator(problem: Limit) -> Function:
 
 
 def measure_limits(session: Session) -> Limits:
-    """Measured now."""
+    """Measures the limits of the machine."""
     return limits(compare(session, __name__, contenders, problems(session.quick)))
 
 
 def limits(outcome: Outcome) -> Limits:
-    """From the best times."""
+    """The limits, computed from the best times of each problem."""
     best = {p.kind: min(r.ms for r in outcome.rows if r.problem == p.name) for p in problems(False)}
     return Limits(
         gflops=2e-6 * MATMUL**3 / best["matmul"],

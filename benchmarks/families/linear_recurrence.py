@@ -10,7 +10,7 @@ from jax_models.ops import linear_recurrence
 
 
 class Diagonal(Sequences):
-    """Decays and inputs of these sizes."""
+    """A diagonal recurrence with random decays and inputs."""
 
     def arrays(self):
         """Decays close to 1, and inputs."""
@@ -21,7 +21,7 @@ class Diagonal(Sequences):
         }
 
     def oracle(self):
-        """By a loop over the steps."""
+        """Computes the recurrence and its gradients in a loop over the steps, in float64."""
         a, b = (x.astype(np.float64) for x in self.arrays().values())
         cotangent = self.cotangent()
         h, g = np.empty_like(b), np.empty_like(b)
@@ -35,11 +35,11 @@ class Diagonal(Sequences):
         return {"y": h, "a": g * before, "b": g}
 
     def work(self, part):
-        """A and b in, h out; then a, h and its gradient in, two gradients out."""
+        """Reads a and b, writes h; backward reads a, h and its gradient, writes two gradients."""
         return Work(num_bytes=4 * math.prod(self.shape) * (3 if part == FORWARD else 8))
 
     def targets(self, part, platform):
-        """What the time over theirs should be."""
+        """The largest allowed ratios of our time to the peers'."""
         if platform != "cpu":
             return {"limit": 0.7, "lax.associative_scan": 1 / 3}
         of_torch = (0.6 if self.time < 10_000 else 0.06) if part == FORWARD else 0.35
@@ -58,19 +58,19 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Diagonal):
-    """Our operator."""
+    """Our operator with its default options."""
     return operator(problem, lambda a, b: linear_recurrence(a, b)[0])
 
 
 @contenders.jax(f"{OURS}, associative")
 def ours_associative(problem: Diagonal):
-    """As it runs where time must be parallel."""
+    """Our operator with the method for a time axis that must be parallel."""
     return operator(problem, lambda a, b: linear_recurrence(a, b, method="associative")[0])
 
 
 @contenders.jax(f"{OURS}, chunked")
 def ours_chunked(problem: Diagonal):
-    """In √T chunks."""
+    """Our operator in √T chunks."""
     return operator(problem, lambda a, b: linear_recurrence(a, b, method="chunked")[0])
 
 
@@ -79,7 +79,7 @@ def recurrentgemma(problem: Diagonal):
     """DeepMind's scan."""
     import typeguard  # pyright: ignore[reportMissingImports]
 
-    typeguard.typechecked = lambda f: f  # its annotations fail under typeguard 4
+    typeguard.typechecked = lambda f: f  # recurrentgemma's annotations fail under typeguard 4
     from recurrentgemma.jax import scan  # pyright: ignore[reportMissingImports]
 
     return operator(problem, lambda a, b: scan.linear_scan(b, a)[0])
@@ -87,7 +87,7 @@ def recurrentgemma(problem: Diagonal):
 
 @contenders.jax("lax.associative_scan")
 def associative_scan(problem: Diagonal):
-    """What one writes first in JAX."""
+    """The straightforward version in JAX."""
 
     def combine(first, second):
         return first[0] * second[0], second[0] * first[1] + second[1]
@@ -97,7 +97,7 @@ def associative_scan(problem: Diagonal):
 
 @contenders.torch("torch loop")
 def torch_loop(problem: Diagonal):
-    """What one writes first in torch."""
+    """The straightforward version in torch."""
     import torch
 
     def loop(a, b):

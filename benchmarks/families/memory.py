@@ -1,6 +1,7 @@
 """The peak memory of Hawk over 65,536 steps, forward and backward.
 
-Six blocks of width 64; what the compiler lays out for arguments, results and temporaries.
+The model has six blocks of width 64. The memory is what the compiler plans for arguments, results
+and temporaries.
 """
 
 import dataclasses
@@ -15,19 +16,19 @@ from jax_models import HawkBlock, Stack
 
 @dataclasses.dataclass(frozen=True)
 class Hawk(Sequences):
-    """Six blocks over such sequences."""
+    """Six Hawk blocks over sequences of these sizes."""
 
     parts = (BOTH,)
     rounds = 2
 
     @property
     def name(self) -> str:
-        """The sizes."""
+        """The sizes, in a few words."""
         return f"6 HawkBlocks, T {self.time}, width {self.features}"
 
 
 def problems(quick: bool) -> list[Hawk]:
-    """A row of 65,536 steps."""
+    """A row of 65,536 steps, or of 4,096 in a quick run."""
     return [Hawk(1, 4096 if quick else 65536, 64)]
 
 
@@ -49,17 +50,17 @@ def _stack(problem: Hawk, **options) -> Function:
 
 @contenders.jax(OURS)
 def ours(problem: Hawk):
-    """All that the backward pass needs is kept."""
+    """Keeps all intermediate results that the backward pass needs."""
     return _stack(problem)
 
 
 @contenders.jax(f"{OURS}, remat dots")
 def ours_dots(problem: Hawk):
-    """The results of matrix products are kept, the rest computed again."""
+    """Keeps the results of matrix products, and computes the rest again."""
     return _stack(problem, remat="dots")
 
 
 @contenders.jax(f"{OURS}, remat full")
 def ours_full(problem: Hawk):
-    """Only what goes in and out of the blocks is kept."""
+    """Keeps only the inputs and outputs of blocks."""
     return _stack(problem, remat="full")

@@ -9,10 +9,10 @@ from jax_models.ops import MinRNNState, min_gru
 
 
 class Layer(Sequences):
-    """One layer as wide as its inputs."""
+    """One layer that is as wide as its inputs."""
 
     def arrays(self):
-        """Inputs, and weights as torch draws them."""
+        """Inputs, and weights as torch initializes them."""
         rng = np.random.default_rng(0)
         bound = self.features**-0.5
         weights = rng.uniform(-bound, bound, (self.features + 1, 2 * self.features))
@@ -21,7 +21,7 @@ class Layer(Sequences):
         return {"x": x, "kernel": np.stack(kernel), "bias": bias}
 
     def oracle(self):
-        """By the twin's equation, in float64."""
+        """Computes the twin's equation in float64."""
         import torch
 
         leaves = {name: torch.tensor(a).double() for name, a in self.arrays().items()}
@@ -33,17 +33,17 @@ class Layer(Sequences):
         return {"y": y.detach().numpy()} | {name: g.numpy() for name, g in named.items()}
 
     def work(self, part):
-        """The gates' product, and the two of its gradients."""
+        """The matrix product of the gates, and the two products of its gradients."""
         product = 2 * math.prod(self.shape) * 2 * self.features
         return Work(flops=product if part == FORWARD else 3 * product)
 
     def targets(self, part, platform):
-        """What the time over torch's should be."""
+        """The largest allowed ratio of our time to torch's."""
         return {"torch": 1.0}
 
 
 def by_steps(x, kernel, bias):
-    """The equation, a step at a time."""
+    """Computes the equation step by step."""
     import torch
 
     gate, candidate = (x @ kernel + bias).chunk(2, dim=-1)
@@ -56,7 +56,7 @@ def by_steps(x, kernel, bias):
 
 
 def problems(quick: bool) -> list[Layer]:
-    """A language model's layer, and a long sequence."""
+    """A layer of a language model, and a long sequence."""
     sizes = [(32, 128, 256), (1, 8192, 256)]
     return [Layer(*size) for size in (sizes[:1] if quick else sizes)]
 
@@ -66,7 +66,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Layer):
-    """Our operator."""
+    """Our operator with its default options."""
     import jax.numpy as jnp
 
     def layer(x, kernel, bias):
@@ -78,5 +78,5 @@ def ours(problem: Layer):
 
 @contenders.torch("torch loop")
 def torch_loop(problem: Layer):
-    """What one writes first in torch."""
+    """The straightforward version in torch."""
     return operator(problem, by_steps)

@@ -1,8 +1,9 @@
 """An output of a long convolution that goes on.
 
-The mean over a whole sequence of this length: ours in a `lax.scan`, ours step by step from Python,
-the whole convolution again for each output, and a sum over all inputs for each output (the last two
-at some outputs: all of theirs cost the same). Batch 1, 256 features.
+The time of an output is a mean over the whole sequence, with batch size 1 and 256 features. The
+contenders are ours in a `lax.scan`, ours step by step from Python, the whole convolution again for
+each output, and a sum over all inputs for each output. The last two compute only some of the
+outputs, because all of their outputs cost the same.
 """
 
 import dataclasses
@@ -20,12 +21,12 @@ from jax_models.ops import empty_long_conv_state, long_conv, online_conv
 
 PART = "an output"
 MOST_GROWTH = 3
-"""From 1,024 to 16,384 steps."""
+"""The largest allowed growth of our time per output, from 1,024 to 16,384 steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OnlineConv(Problem):
-    """Sequence and filter of one length."""
+    """A sequence and a filter of the same length."""
 
     length: int
     features: int
@@ -34,7 +35,7 @@ class OnlineConv(Problem):
 
     @property
     def name(self) -> str:
-        """The length."""
+        """The length of the sequence and the filter."""
         return f"L {self.length}"
 
     def arrays(self):
@@ -44,7 +45,7 @@ class OnlineConv(Problem):
         return {"v": inputs, "h": rng.standard_normal((self.features, self.length), np.float32)}
 
     def oracle(self):
-        """The first outputs, of which some contenders have fewer, by an FFT."""
+        """Computes the outputs with an FFT, but only those that all contenders compute."""
         v, h = (x.astype(np.float64) for x in self.arrays().values())
         spectrum = np.fft.rfft(v[:, 0].T, 2 * self.length) * np.fft.rfft(h, 2 * self.length)
         y = np.fft.irfft(spectrum, 2 * self.length)[:, : self.some]
@@ -52,18 +53,18 @@ class OnlineConv(Problem):
 
     @property
     def some(self) -> int:
-        """Outputs that are enough to time what costs the same at each."""
+        """Number of outputs of the contenders whose outputs all cost the same."""
         return min(self.length, 50_000 // self.length)
 
     def targets(self, part, platform):
-        """What the time over theirs should be."""
+        """The largest allowed ratios of our time to the peers'."""
         return {1024: {"FFT again": 0.1}, 4096: {"FFT again": 0.02, "direct sum": 0.4}}.get(
             self.length, {}
         )
 
 
 def problems(quick: bool) -> list[OnlineConv]:
-    """Four times as long from one to the next."""
+    """Lengths that grow by a factor of 4."""
     return [OnlineConv(n, 256) for n in ((1024,) if quick else (256, 1024, 4096, 16384))]
 
 
@@ -95,7 +96,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: OnlineConv) -> Call:
-    """In a `lax.scan`."""
+    """Our operator in a `lax.scan`."""
     v, h = map(jnp.asarray, problem.arrays().values())
 
     @jax.jit
@@ -109,7 +110,7 @@ def ours(problem: OnlineConv) -> Call:
 
 @contenders.jax(f"{OURS}, steps")
 def ours_steps(problem: OnlineConv) -> Call:
-    """From Python, each output waited for."""
+    """Our operator, called from Python, which waits for each output."""
     v, h = map(jnp.asarray, problem.arrays().values())
     empty = partial(empty_long_conv_state, 1, problem.features, problem.length)
     step = _by_steps(partial(_step, problem), h, empty, v, problem.length)
@@ -118,7 +119,7 @@ def ours_steps(problem: OnlineConv) -> Call:
 
 @contenders.jax("FFT again")
 def again(problem: OnlineConv) -> Call:
-    """All of the convolution for each output."""
+    """The whole convolution for each output."""
     v, h = map(jnp.asarray, problem.arrays().values())
     row = jnp.moveaxis(v, 0, 2)
     whole = jax.jit(long_conv)
@@ -133,7 +134,7 @@ def again(problem: OnlineConv) -> Call:
 
 @contenders.jax("direct sum")
 def direct(problem: OnlineConv) -> Call:
-    """Over all inputs for each output."""
+    """A sum over all inputs for each output."""
     v, h = map(jnp.asarray, problem.arrays().values())
     length = problem.length
     h_reversed = jnp.pad(h[:, ::-1].T, ((0, length), (0, 0)))
@@ -149,7 +150,7 @@ def direct(problem: OnlineConv) -> Call:
 
 
 def measure(session: Session) -> Outcome:
-    """All contenders; and how our time grows."""
+    """Measures all contenders, and checks how our time grows with the length."""
     chosen = problems(session.quick)
     outcome = compare(session, __name__, contenders, chosen)
     if not session.quick:

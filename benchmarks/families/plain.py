@@ -15,14 +15,14 @@ from jax_models import ops
 
 PLAIN = "plain"
 LEAST_LOG_DECAY = -0.6
-"""The least log decay, that of RWKV-7."""
+"""The least log decay, which is that of RWKV-7."""
 
 
 class Pair(NamedTuple):
-    """An operator with its default options, and the plain version."""
+    """An operator with its default options, and its plain version."""
 
     draw: Callable[..., dict[str, np.ndarray]]
-    """The arrays, from a random generator and the sizes."""
+    """Makes the arrays from a random generator and the sizes."""
     ours: Callable[..., jax.Array]
     plain: Callable[..., jax.Array]
     sizes: tuple[tuple[int, ...], ...]
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Operator(Problem):
-    """An operator at some sizes."""
+    """A pair of versions of an operator, at some sizes."""
 
     operator: str
     sizes: tuple[int, ...]
@@ -48,16 +48,16 @@ class Operator(Problem):
         return PAIRS[self.operator]
 
     def arrays(self):
-        """Random."""
+        """Random arrays, the same for each call."""
         return self.pair.draw(np.random.default_rng(0), *self.sizes)
 
     def cotangent(self):
-        """Random."""
+        """A random gradient of y."""
         y = jax.eval_shape(lambda arrays: self.pair.plain(**arrays), self.arrays())
         return np.random.default_rng(1).standard_normal(y.shape, np.float32)
 
     def oracle(self):
-        """The plain form in float64."""
+        """Computes the plain version in float64."""
         jax.config.update("jax_platforms", "cpu")  # the timings run in other processes
         with jax.enable_x64(True):
             wide = {name: jnp.asarray(x, jnp.float64) for name, x in self.arrays().items()}
@@ -77,12 +77,12 @@ def over_time(step: Callable, state: Any, xs: Any) -> jax.Array:
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Numbers of variance 1."""
+    """Draws float32 numbers of variance 1."""
     return rng.standard_normal(shape, np.float32)
 
 
 def uniform(rng: np.random.Generator, low: float, high: float, *shape: int) -> np.ndarray:
-    """Numbers in an interval."""
+    """Draws float32 numbers from an interval."""
     return rng.uniform(low, high, shape).astype(np.float32)
 
 
@@ -104,7 +104,7 @@ def draw_delta_rule(rng, batch, time, heads, size):
 
 
 def draw_wkv6(rng, batch, time, heads, size):
-    """Those of the delta rule without a and b, and the bonus of the current step."""
+    """The arrays of the delta rule without a and b, and the bonus of the current step."""
     arrays = draw_delta_rule(rng, batch, time, heads, size)
     del arrays["a"], arrays["b"]
     return arrays | {"u": normal(rng, heads, size)}
@@ -160,7 +160,7 @@ def draw_wkv(rng, batch, time, features):
 
 
 def plain_wkv(k, v, w, u):
-    """The average around a running maximum, as RWKV's authors write it."""
+    """The average with a running maximum of the exponents, as in RWKV's own code."""
 
     def step(state, x):
         (num, den, largest), (k, v) = state, x
@@ -211,7 +211,7 @@ def plain_linear_recurrence(a, b):
 
 
 def draw_min_rnn(gates: int):
-    """Inputs, and weights as torch draws them."""
+    """Inputs, and weights as torch initializes them."""
 
     def draw(rng, batch, time, features, hidden):
         bound = features**-0.5
@@ -223,7 +223,7 @@ def draw_min_rnn(gates: int):
 
 
 def our_min_rnn(run, gates: int):
-    """The operator, from zero."""
+    """Our operator, from the zero state."""
 
     def ours(x, kernel, bias):
         state = ops.MinRNNState(zeros(x, kernel.shape[1] // gates))
@@ -265,7 +265,7 @@ LAYERS = (
 
 
 def draw_gated(gates: int):
-    """Inputs, and weights as torch draws them."""
+    """Inputs, and weights as torch initializes them."""
 
     def draw(rng, batch, time, features, hidden):
         bound = hidden**-0.5
@@ -281,7 +281,7 @@ def draw_gated(gates: int):
 
 
 def our_gated(run, state_type):
-    """The operator, from zero."""
+    """Our operator, from the zero state."""
 
     def ours(x, **weights):
         hidden = weights["kernel_hh"].shape[0]
@@ -292,7 +292,7 @@ def our_gated(run, state_type):
 
 
 def plain_gated(cell, states: int, *, hoisted: bool):
-    """A scan of `cell(of_x, of_h, *state)`; `hoisted` computes the products of x before it."""
+    """A scan of `cell(of_x, of_h, *state)`. If `hoisted`, the products of x precede the scan."""
 
     def plain(x, kernel_ih, kernel_hh, bias_ih, bias_hh):
         def of_x(x):
@@ -366,7 +366,7 @@ def draw_modal_conv(rng, batch, time, features, modes):
 
 
 def our_modal_conv(v, **weights):
-    """The operator, from zero."""
+    """Our operator, from the zero state."""
     state = ops.ModalConvState(zeros(v, *weights["poles"].shape))
     return ops.modal_conv(v, state, **weights)[0]
 
@@ -383,13 +383,13 @@ def plain_modal_conv(v, poles, residues, skip):
 
 
 def draw_local_attention(rng, batch, time, heads, size, window):
-    """Queries, keys and values; the window is a size alone."""
+    """Queries, keys and values. The window determines no array."""
     q, k, v = normal(rng, 3, batch, time, heads, size)
     return {"q": q, "k": k, "v": v, "window": np.zeros(window, np.float32)}
 
 
 def our_local_attention(q, k, v, window):
-    """The operator, from an empty state."""
+    """Our operator, from the empty state."""
     cache = zeros(k, window.size - 1, *k.shape[2:])
     state = ops.LocalAttentionState(jnp.zeros(k.shape[0], jnp.int32), cache, cache)
     return ops.local_attention(q, k, v, state)[0]
@@ -470,7 +470,7 @@ PAIRS: Mapping[str, Pair] = {
 
 
 def problems(quick: bool) -> list[Operator]:
-    """Small and large, odd and even, one row and many."""
+    """Small, large, odd and even sizes, with one row or many."""
     return [
         Operator(name, sizes)
         for name, pair in PAIRS.items()
@@ -494,7 +494,7 @@ def plain(problem: Operator):
 
 
 def plot(found: RowsByAllocator, title: str) -> Figure:
-    """For each part, the ratios of all sizes of an operator on a line of their own."""
+    """Draws the ratios of all sizes, with a panel for each part and a line for each operator."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     parts = list(dict.fromkeys(row.part for rows in found.values() for row in rows))
     operators = list(PAIRS)

@@ -1,6 +1,6 @@
 """Greedy tokens of an RWKV-7, one or sixteen rows at once.
 
-Beside the package `rwkv`, which takes one row at a time.
+The peer is the package `rwkv`, which accepts one row at a time.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ PART = "a step of all rows"
 
 @dataclasses.dataclass(frozen=True)
 class Decoding(Problem):
-    """A model of random weights, and the rows that it continues."""
+    """A model with random weights, and the rows that it continues."""
 
     config: RWKV7LanguageModelConfig
     batch: int
@@ -31,17 +31,17 @@ class Decoding(Problem):
 
     @property
     def name(self) -> str:
-        """The sizes."""
+        """The sizes, in a few words."""
         layers, features = self.config.num_layers, self.config.features
         return f"{layers} layers of {features}, batch {self.batch}"
 
     def targets(self, part, platform):
-        """What the time over theirs should be."""
+        """The largest allowed ratios of our time to the peers'."""
         return {"rwkv": 1.0} if platform == "cpu" and self.config.features >= 768 else {}
 
 
 def problems(quick: bool) -> list[Decoding]:
-    """RWKV-7 World 0.1B."""
+    """Models with the sizes of RWKV-7 World 0.1B, or a tiny one in a quick run."""
     if quick:
         return [Decoding(RWKV7LanguageModelConfig(300, features=64, num_layers=2), 2)]
     world = RWKV7LanguageModelConfig(65_536, features=768, num_layers=12)
@@ -53,7 +53,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Decoding) -> Call:
-    """`generate`."""
+    """Our `generate`."""
     model = problem.config.build(rngs=nnx.Rngs(0))
     prompt = jnp.ones((problem.batch, 1), jnp.int32)
 
@@ -66,7 +66,7 @@ def ours(problem: Decoding) -> Call:
 
 @contenders.torch("rwkv")
 def rwkv_package(problem: Decoding) -> Call:
-    """`RWKV.forward`, of which it compiles some by `torch.jit`."""
+    """The `RWKV.forward` of the package, which compiles parts of it with `torch.jit`."""
     os.environ |= {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "1", "RWKV_CUDA_ON": "0"}
     import torch
     from rwkv.model import RWKV  # pyright: ignore[reportMissingImports]

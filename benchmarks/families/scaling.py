@@ -1,7 +1,8 @@
 """Time against the number of steps, 128 to 65,536.
 
-One layer of each architecture, forward and backward, one row of width 64. The exponent is that of a
-power of T fitted from 2,048 steps on; for Hyena, after division by log T. A recurrence has 1.
+One layer of each architecture runs forward and backward on one row of width 64. The exponent is
+that of a power of T, fitted to the times from 2,048 steps on; Hyena's times are first divided by
+log T. The exponent of a recurrence should be 1.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ LONGEST = {"attention": 4096, "HyperLSTM": 16384}
 
 @dataclasses.dataclass(frozen=True)
 class Scaling(Sequences):
-    """A layer over so many steps."""
+    """A layer of an architecture over a number of steps."""
 
     architecture: str
     parts = (BOTH,)
@@ -48,12 +49,12 @@ class Scaling(Sequences):
 
     @property
     def name(self) -> str:
-        """The architecture and the steps."""
+        """The architecture and the number of steps."""
         return f"{self.architecture}, T {self.time}"
 
 
 def problems(quick: bool) -> list[Scaling]:
-    """Quick ones end at 4,096 steps."""
+    """128 to 65,536 steps for each architecture, or up to 4,096 in a quick run."""
     times = [128, 1024, 4096] if quick else [128, 512, 2048, 4096, 16384, 65536]
     return [
         Scaling(1, time, 64, name)
@@ -68,7 +69,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Scaling):
-    """The layer."""
+    """Our layer."""
     make = ARCHITECTURES[problem.architecture]
     layer = make(problem.features, problem.time, nnx.Rngs(0))
     graphdef, weights, rest = nnx.split(layer, nnx.Param, ...)
@@ -82,7 +83,7 @@ def ours(problem: Scaling):
 
 
 def measure(session: Session) -> Outcome:
-    """The times, and the exponents of all but attention."""
+    """Measures the times, and checks the exponents of all architectures except attention."""
     outcome = compare(session, __name__, contenders, problems(session.quick), shown=False)
     session.console.print(table(outcome.rows))
     for name, exponent in exponents(outcome.rows).items():
@@ -93,7 +94,7 @@ def measure(session: Session) -> Outcome:
 
 
 def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
-    """(steps, milliseconds) by architecture."""
+    """The pairs (steps, milliseconds), by architecture."""
     result = defaultdict(list)
     for row in rows:
         name, time = row.problem.split(", T ")
@@ -102,7 +103,7 @@ def curves(rows: list[Row]) -> dict[str, list[tuple[int, float]]]:
 
 
 def table(rows: list[Row]) -> Table:
-    """A line an architecture."""
+    """A table with a row for each architecture."""
     fitted = exponents(rows)
     times = sorted({time for curve in curves(rows).values() for time, _ in curve})
     result = Table("", *(f"T {time:,}" for time in times), "exponent")
@@ -113,7 +114,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def exponents(rows: list[Row]) -> dict[str, float]:
-    """By architecture."""
+    """The fitted exponents, by architecture."""
     result = {}
     for name, curve in curves(rows).items():
         time, ms = np.array([point for point in curve if point[0] >= FITTED_FROM]).T
@@ -124,7 +125,7 @@ def exponents(rows: list[Row]) -> dict[str, float]:
 
 
 def plot(found: RowsByAllocator, title: str) -> Figure:
-    """Lines, with the exponents; pale ones for the second allocator."""
+    """Draws a line for each architecture, with its exponent; pale for the second allocator."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     for (allocator, rows), opacity in zip(found.items(), OPACITIES, strict=False):

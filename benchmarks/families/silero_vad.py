@@ -13,7 +13,7 @@ SAMPLE_RATE, FRAME = 16000, 512
 
 @dataclasses.dataclass(frozen=True)
 class Recordings(Problem):
-    """Noise of changing loudness, and the published weights."""
+    """Recordings of noise with changing loudness, for the published weights."""
 
     batch: int
     seconds: int
@@ -21,18 +21,18 @@ class Recordings(Problem):
 
     @property
     def name(self) -> str:
-        """How many and how long."""
+        """The number of recordings and their length."""
         return f"{self.batch} × {self.seconds} s at 16 kHz"
 
     def arrays(self):
-        """The audio, of whole frames."""
+        """The audio, cut to whole frames."""
         samples = self.seconds * SAMPLE_RATE // FRAME * FRAME
         noise = np.random.default_rng(0).standard_normal((self.batch, samples), np.float32)
         loudness = 0.1 * np.sin(3 * np.arange(samples) / SAMPLE_RATE) ** 2
         return {"audio": noise * loudness.astype(np.float32)}
 
     def oracle(self):
-        """By the twin."""
+        """Computes the twin in float64."""
         import torch
 
         import torch_ref
@@ -45,7 +45,7 @@ class Recordings(Problem):
 
 
 def problems(quick: bool) -> list[Recordings]:
-    """A minute, and eight of ten seconds."""
+    """One recording of a minute, and eight of ten seconds."""
     sizes = [(1, 60), (8, 10)]
     return [Recordings(*size) for size in (sizes[:1] if quick else sizes)]
 
@@ -55,14 +55,14 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Recordings):
-    """All frames at once, but for the LSTM."""
+    """Our model, on all frames at once except in the LSTM."""
     model = _model()
     return Function(problem.arrays(), lambda arrays: model(arrays["audio"])[0])
 
 
 @contenders.torch("silero-vad's TorchScript")
 def torchscript(problem: Recordings):
-    """Frame after frame, by one thread, as the package runs it."""
+    """The published TorchScript, frame by frame in one thread, as the package runs it."""
     import torch
 
     script = _script()

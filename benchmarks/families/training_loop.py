@@ -1,7 +1,8 @@
 """What `python -m train` adds to its training steps, and the same training in torch.
 
-A row's time is that of a step: the seconds that a longer run takes beyond a shorter one, over the
-steps that it makes more. So it has no compilation, and neither the first evaluation nor the last.
+The time of a step is the difference between a longer and a shorter run, divided by the difference
+of their numbers of steps. It therefore does not include compilation or the first and the last
+evaluation.
 """
 
 import dataclasses
@@ -27,15 +28,15 @@ from train.windows import Batches, Windows, split
 
 PART = "training step"
 PRESET_STEPS = {"lstm": (20, 120), "all-work": (1000, 11_000)}
-"""The steps of the shorter and of the longer run."""
+"""The numbers of steps of the shorter and the longer run."""
 CHECKPOINT_EVERY = 50
-"""Steps of the lstm, some seconds."""
+"""Number of steps between checkpoints; the preset lstm takes a few seconds for them."""
 VOCABULARY = Characters("".join(map(chr, range(32, 97))))
 TOKENS = 200_000
 
 
 def config_of(preset: str, num_steps: int, checkpoint_every: int | None = None) -> TrainConfig:
-    """The preset's, at a rate that is constant, with evaluations of a single batch."""
+    """The config of a preset, with a constant learning rate and evaluations of a single batch."""
     config = PRESETS[preset]
     model = dataclasses.replace(config.model, vocab_size=len(VOCABULARY))
     optimizer = dataclasses.replace(config.optimizer, schedule="constant", warmup_steps=0)
@@ -50,19 +51,19 @@ def config_of(preset: str, num_steps: int, checkpoint_every: int | None = None) 
 
 
 def windows_of(config: TrainConfig) -> dict[str, Windows]:
-    """Of random characters."""
+    """The windows of random characters."""
     tokens = np.random.default_rng(0).integers(len(VOCABULARY), size=TOKENS, dtype=np.int32)
     return split(tokens, config.window)
 
 
 @cache
 def trainer_of(preset: str):
-    """Compiled once for all runs of a preset."""
+    """The trainer of a preset, which is compiled once for all runs."""
     return build_trainer(config_of(preset, 1), devices=jax.devices()[:1])
 
 
 def steps_alone(preset: str, num_steps: int) -> float:
-    """Seconds of the steps on batches that are on the device, and of nothing else."""
+    """The seconds of the steps alone, on batches that are already on the device."""
     trainer, config = trainer_of(preset), config_of(preset, num_steps)
     batches = Batches(windows_of(config)["train"], batch_size=config.batch_size, seed=0)
     tokens = trainer.put(np.stack([batches[i] for i in range(STEPS_PER_CALL)]))
@@ -75,7 +76,7 @@ def steps_alone(preset: str, num_steps: int) -> float:
 
 
 def whole_run(preset: str, num_steps: int, checkpoint_every: int | None = None) -> float:
-    """Seconds of a run in a folder of its own."""
+    """The seconds of a whole run, in a temporary folder."""
     config = config_of(preset, num_steps, checkpoint_every)
     with tempfile.TemporaryDirectory() as folder:
         run = Run.create(Path(folder, "run"), config, VOCABULARY, "")
@@ -85,12 +86,12 @@ def whole_run(preset: str, num_steps: int, checkpoint_every: int | None = None) 
 
 
 def run_with_checkpoints(preset: str, num_steps: int) -> float:
-    """Seconds of a run that evaluates one batch of each part and saves, again and again."""
+    """The seconds of a run that evaluates and saves every `CHECKPOINT_EVERY` steps."""
     return whole_run(preset, num_steps, CHECKPOINT_EVERY)
 
 
 def torch_run(preset: str, num_steps: int) -> float:
-    """Seconds of the twin's steps on the same batches, with a loss read every `log_every`."""
+    """The seconds of the twin's steps on the same batches, with a loss read every `log_every`."""
     import torch
 
     import torch_ref
@@ -129,7 +130,7 @@ SIDES: dict[str, tuple[Framework, Callable[[str, int], float]]] = {
 
 
 def measure(session: Session) -> Outcome:
-    """By turns."""
+    """Measures all presets."""
     outcome = Outcome()
     for preset in ("lstm",) if session.quick else PRESET_STEPS:
         found = session.piece(f"{__name__}: {preset}", partial(measure_preset, session, preset))
@@ -139,7 +140,7 @@ def measure(session: Session) -> Outcome:
 
 
 def measure_preset(session: Session, preset: str) -> Outcome:
-    """The median of each side over the turns, and of the turns' ratios."""
+    """Runs the sides in turn. Takes the median of each side's times, and of the ratios."""
     few, many = (20, 40) if session.quick else PRESET_STEPS[preset]
     sides = {
         name: side
@@ -147,13 +148,15 @@ def measure_preset(session: Session, preset: str) -> Outcome:
         if preset == "lstm" or side[1] is not run_with_checkpoints
     }
     turns: dict[str, list[float]] = {name: [] for name in sides}
+    # Each side compiles in a run that is not timed.
     for framework, side in sides.values():
         session.workers.device(framework)
-        session.workers.call(framework, side, preset, few)  # compiles
+        session.workers.call(framework, side, preset, few)  # to compile
     for _ in range(1 if session.quick else 5):
         for name, (framework, side) in sides.items():
             short, long = (session.workers.call(framework, side, preset, n) for n in (few, many))
             turns[name].append((long - short) / (many - few))
+    # Record the median of each side, and check the medians of the ratios within a turn.
     ms = {name: 1e3 * np.array(seconds) for name, seconds in turns.items()}
     outcome = Outcome(
         [

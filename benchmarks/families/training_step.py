@@ -1,6 +1,7 @@
 """A training step of the presets: what the allocator is worth.
 
-`train.step.Trainer` with the preset's sizes and optimiser, on random tokens of 65 kinds.
+`train.step.Trainer` runs with the preset's sizes and optimizer, on random tokens of a vocabulary of
+65.
 """
 
 import dataclasses
@@ -17,20 +18,20 @@ VOCAB = 65
 
 @dataclasses.dataclass(frozen=True)
 class TrainingStep(Problem):
-    """That of a preset."""
+    """The training step of a preset."""
 
     preset: str
     parts = ("training step",)
 
     @property
     def name(self) -> str:
-        """The preset and the size of a batch."""
+        """The preset and the batch size."""
         config = PRESETS[self.preset]
         return f"{self.preset}, {config.batch_size} × {config.window}"
 
 
 def problems(quick: bool) -> list[TrainingStep]:
-    """One of each architecture."""
+    """One preset of each architecture."""
     presets = ("lstm", "hawk", "rwkv", "annotated-hyena-small", "annotated-attention-small")
     return [TrainingStep(preset) for preset in (presets[:1] if quick else presets)]
 
@@ -40,7 +41,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: TrainingStep) -> Call:
-    """As `python -m train` makes it."""
+    """The step of `python -m train`."""
     config = PRESETS[problem.preset]
     model = dataclasses.replace(config.model, vocab_size=VOCAB)
     config = dataclasses.replace(config, model=model, num_steps=1000, num_epochs=None)

@@ -22,7 +22,7 @@ class WKV(Sequences):
         return {"k": k, "v": v, "w": w, "u": rng.standard_normal(self.features, np.float32)}
 
     def oracle(self):
-        """By the printed formula. Its exponents are small enough here for float64."""
+        """Computes the formula of the paper, whose exponents here are small enough for float64."""
         k, v, w, u = (x.astype(np.float64) for x in self.arrays().values())
         decay, weight, bonus = np.exp(-w), np.exp(k), np.exp(u + k)
         num, den = np.zeros_like(v), np.zeros_like(v)
@@ -46,11 +46,11 @@ class WKV(Sequences):
         }
 
     def work(self, part):
-        """K and v in, y out; then k, v, y and its gradient in, two gradients out."""
+        """Reads k, v, writes y; backward reads k, v, y and its gradient, writes two gradients."""
         return Work(num_bytes=4 * math.prod(self.shape) * (3 if part == FORWARD else 9))
 
     def targets(self, part, platform):
-        """What the time over theirs should be."""
+        """The largest allowed ratios of our time to the peers'."""
         if self.time < 512:
             return {}
         if platform != "cpu":
@@ -59,7 +59,7 @@ class WKV(Sequences):
 
 
 def problems(quick: bool) -> list[WKV]:
-    """A wide one and the language model's; a short one."""
+    """Wide features and a language model's sizes, or a short sequence in a quick run."""
     sizes = [(8, 64, 192)] if quick else [(8, 512, 512), (32, 128, 192)]
     return [WKV(*size) for size in sizes]
 
@@ -69,19 +69,19 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: WKV):
-    """Our operator."""
+    """Our operator with its default options."""
     return operator(problem, lambda k, v, w, u: wkv(k, v, w=w, u=u)[0])
 
 
 @contenders.jax(f"{OURS}, associative")
 def ours_associative(problem: WKV):
-    """As it runs where time must be parallel."""
+    """Our operator with the method for a time axis that must be parallel."""
     return operator(problem, lambda k, v, w, u: wkv(k, v, w=w, u=u, method="associative")[0])
 
 
 @contenders.jax("lax.scan")
 def plain_scan(problem: WKV):
-    """What one writes first in JAX."""
+    """The straightforward version in JAX."""
 
     def step(w, u, state, inputs):
         (num, den, max), (k, v) = state, inputs
@@ -103,7 +103,7 @@ def plain_scan(problem: WKV):
 
 @contenders.torch("transformers")
 def transformers(problem: WKV):
-    """Hugging Face's loop for CPUs; it takes log w."""
+    """Hugging Face's loop for CPUs, which expects log w."""
     from transformers.models.rwkv import modeling_rwkv  # pyright: ignore[reportMissingImports]
 
     linear_attention = modeling_rwkv.rwkv_linear_attention_cpu
@@ -112,7 +112,7 @@ def transformers(problem: WKV):
 
 @contenders.torch("torch loop")
 def torch_loop(problem: WKV):
-    """Our twin's, what one writes first in torch."""
+    """The loop of our torch twin, which is the straightforward version."""
     import torch
 
     from torch_ref.layers.rwkv import NEVER, wkv

@@ -1,6 +1,6 @@
 """The gated recurrences, LSTM, GRU and RNN, as layers.
 
-All take torch's weights. Where a peer has one bias, it is the sum of the two.
+All contenders get torch's weights. A peer with a single bias gets the sum of torch's two.
 """
 
 from benchmarks.families.gated import jax_peers

@@ -1,4 +1,4 @@
-"""The gated recurrences of other JAX libraries."""
+"""Gated recurrences of other JAX libraries."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ contenders = Contenders()
 
 
 def plain(make: Callable[[Gated], Function]) -> Callable[[Gated], Function]:
-    """A peer that is measured without the options."""
+    """Leaves a peer out of problems with two directions or with lengths."""
 
     def without_options(problem: Gated) -> Function:
         if problem.bidirectional or problem.padded:
@@ -26,12 +26,12 @@ def plain(make: Callable[[Gated], Function]) -> Callable[[Gated], Function]:
 
 
 def named(x, w_ih, w_hh, bias) -> dict[str, Any]:
-    """Gradients by torch's names, of matrices (in, gates) and of the sum of the biases."""
+    """Names gradients as torch does. Matrices are (in, gates), `bias` is the sum of both biases."""
     return {"x": x, "weight_ih_l0": w_ih.T, "weight_hh_l0": w_hh.T, "bias_ih_l0": bias}
 
 
 def zero_state(problem: Gated):
-    """Of an LSTM a pair."""
+    """The zero state of a cell, which is a pair for an LSTM."""
     zeros = jnp.zeros((problem.batch, problem.hidden))
     return (zeros, zeros) if problem.cell == "LSTM" else zeros
 
@@ -39,7 +39,7 @@ def zero_state(problem: Gated):
 @contenders.jax("equinox")
 @plain
 def equinox(problem: Gated):
-    """Its cells in a `lax.scan`."""
+    """Equinox's cells in a `lax.scan`."""
     import equinox as eqx  # pyright: ignore[reportMissingImports]
 
     cells: dict[str, Any] = {"LSTM": eqx.nn.LSTMCell, "GRU": eqx.nn.GRUCell}
@@ -72,19 +72,19 @@ def equinox(problem: Gated):
 @contenders.jax("haiku")
 @plain
 def haiku(problem: Gated):
-    """`hk.dynamic_unroll`."""
+    """Haiku's LSTM in `hk.dynamic_unroll`."""
     import haiku as hk  # pyright: ignore[reportMissingImports]
 
     if problem.cell != "LSTM":
         raise LeftOut("its GRU resets before the product, its RNN has relu")
     x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
 
-    def reordered(w):  # i, f, g, o is i, g, f, o there, and back
+    def reordered(w):  # from torch's order i, f, g, o to haiku's i, g, f, o, or back
         i, f, g, o = np.split(np.asarray(w), 4, axis=-1)
         return np.concatenate([i, g, f, o], axis=-1)
 
     bias = reordered(b_ih + b_hh)
-    bias[2 * problem.hidden : 3 * problem.hidden] -= 1  # haiku adds it
+    bias[2 * problem.hidden : 3 * problem.hidden] -= 1  # haiku adds 1 to the forget gate's bias
     weights = {"lstm/linear": {"w": reordered(np.concatenate([w_ih.T, w_hh.T])), "b": bias}}
 
     def unroll(x):
@@ -104,7 +104,7 @@ def haiku(problem: Gated):
 
 @contenders.jax("nnx.RNN")
 def nnx_rnn(problem: Gated):
-    """Flax NNX's, around the optimised LSTM cell."""
+    """Flax NNX's RNN, with the optimized LSTM cell."""
     arrays = problem.arrays()
     x = arrays.pop("x")
     cells: dict[str, Any] = {
@@ -112,6 +112,7 @@ def nnx_rnn(problem: Gated):
         "GRU": nnx.GRUCell,
         "RNN": nnx.SimpleCell,
     }
+    # Build a layer for each direction, with torch's weights. A cell has only one bias.
     biased = "dense_h" if problem.cell == "LSTM" else "dense_i"
     layers = []
     for end in problem.directions:
@@ -122,6 +123,7 @@ def nnx_rnn(problem: Gated):
         getattr(cell, biased).bias.set_value(jnp.asarray(bias))
         layers.append(nnx.RNN(cell, rngs=False))
     graphdef, weights, rest = nnx.split(nnx.List(layers), nnx.Param, ...)
+    # Flax does not zero the outputs after the end of a row, so `apply` does.
     lengths, steps = problem.lengths, jnp.arange(problem.time)
     seq_lengths = None if lengths is None else jnp.asarray(lengths)
 
@@ -149,7 +151,7 @@ def nnx_rnn(problem: Gated):
 @contenders.jax("linen.RNN")
 @plain
 def linen_rnn(problem: Gated):
-    """Flax Linen's, around the optimised LSTM cell."""
+    """Flax Linen's RNN, with the optimized LSTM cell."""
     x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
     cells: dict[str, Any] = {
         "LSTM": linen.OptimizedLSTMCell,
@@ -184,7 +186,7 @@ def linen_rnn(problem: Gated):
 @contenders.jax("keras")
 @plain
 def keras(problem: Gated):
-    """Keras's on JAX."""
+    """Keras's layers on the JAX backend."""
     import keras  # pyright: ignore[reportMissingImports]
 
     x, w_ih, w_hh, b_ih, b_hh = problem.arrays().values()
@@ -195,7 +197,7 @@ def keras(problem: Gated):
     }
     layer = layers[problem.cell](problem.hidden, return_sequences=True)
     layer.build(x.shape)
-    order = [1, 0, 2] if problem.cell == "GRU" else range(GATES[problem.cell])  # z, r, n there
+    order = [1, 0, 2] if problem.cell == "GRU" else range(GATES[problem.cell])  # Keras: z, r, n
 
     def reordered(w):
         gates = np.split(np.asarray(w), GATES[problem.cell], axis=-1)

@@ -1,4 +1,4 @@
-"""One layer of a gated recurrence: its weights, its float64 oracle, what it should cost."""
+"""One layer of a gated recurrence: its weights, its float64 oracle and its target times."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Gated(Problem):
-    """One layer, as wide as its input, without a state before it."""
+    """One layer that is as wide as its input and starts from the zero state."""
 
     cell: Literal["LSTM", "GRU", "RNN"]
     time: int
@@ -21,31 +21,31 @@ class Gated(Problem):
     hidden: int
     bidirectional: bool = False
     padded: bool = False
-    """Rows of other lengths: of T/4 to T steps, of which all others are zero in y."""
+    """Whether rows have lengths between T/4 and T. y is zero after the end of a row."""
 
     @property
     def name(self) -> str:
-        """The cell, the sizes, the options."""
+        """The cell, the sizes and the options."""
         options = " bidirectional" * self.bidirectional + " with lengths" * self.padded
         return f"{self.cell} T{self.time} B{self.batch} H{self.hidden}{options}"
 
     @property
     def directions(self) -> list[str]:
-        """What torch's keys of each direction end in."""
+        """The suffixes of torch's keys for each direction."""
         return ["_l0", "_l0_reverse"] if self.bidirectional else ["_l0"]
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """Of the rows, if they are padded."""
+        """The lengths of the rows; None if they are not padded."""
         if not self.padded:
             return None
         rng = np.random.default_rng(2)
         return rng.integers(self.time // 4, self.time, self.batch, np.int32, endpoint=True)
 
     def arrays(self):
-        """X, and the weights under torch's keys.
+        """The input x, and the weights under torch's keys.
 
-        A GRU has no b_hn: flax's optimised cell has none.
+        The GRU's bias b_hn is zero, because Flax's NNX cell has none.
         """
         rng, bound = np.random.default_rng(0), 1 / math.sqrt(self.hidden)
         gates = GATES[self.cell] * self.hidden
@@ -64,12 +64,12 @@ class Gated(Problem):
         return arrays
 
     def cotangent(self):
-        """Of y."""
+        """A random gradient of y."""
         shape = (self.batch, self.time, len(self.directions) * self.hidden)
         return np.random.default_rng(1).standard_normal(shape, np.float32)
 
     def oracle(self):
-        """torch.nn in float64."""
+        """Computes torch.nn's layer in float64."""
         import torch
 
         arrays = {name: x.astype(np.float64) for name, x in self.arrays().items()}
@@ -83,14 +83,14 @@ class Gated(Problem):
         return {"y": y.detach().numpy(), **gradients}
 
     def work(self, part):
-        """The products with both matrices; as many again for the gradients of each factor."""
+        """The products with both matrices, and as many again for the gradient of each factor."""
         steps = self.batch * self.time if self.lengths is None else int(self.lengths.sum())
         per_step = 2 * 2 * self.hidden * GATES[self.cell] * self.hidden
         products = len(self.directions) * steps * per_step
         return Work(flops=products if part == FORWARD else 3 * products)
 
     def targets(self, part, platform):
-        """What the time over theirs should be, forward and with the backward pass."""
+        """The largest allowed ratios of our time to the peers'. Pairs are (forward, both)."""
         if platform != "cpu":
             return {"torch": 1.05}
         column = 0 if part == FORWARD else 1
@@ -110,7 +110,7 @@ class Gated(Problem):
 
 
 def torch_module(problem: Gated) -> Any:
-    """Torch's layer of these sizes."""
+    """The layer of torch with these sizes and options."""
     import torch
 
     return getattr(torch.nn, problem.cell)(
@@ -119,7 +119,7 @@ def torch_module(problem: Gated) -> Any:
 
 
 def torch_outputs(problem: Gated, module: Any, x: Any) -> Any:
-    """Y, of rows that are packed if they are padded."""
+    """Runs torch's layer. Rows with lengths are packed."""
     from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
     if problem.lengths is None:
@@ -130,7 +130,7 @@ def torch_outputs(problem: Gated, module: Any, x: Any) -> Any:
 
 
 def problems(quick: bool) -> list[Gated]:
-    """Small and large, alone and in batches, and with the LSTM's options."""
+    """Small and large layers, single rows and batches, and the LSTM with its options."""
     found = [
         Gated("LSTM", 128, 32, 256),
         Gated("LSTM", 512, 16, 512),

@@ -1,4 +1,4 @@
-"""Our layers and torch's."""
+"""Our layers, and torch's."""
 
 from flax import nnx
 
@@ -12,7 +12,7 @@ contenders = Contenders()
 
 @contenders.jax(OURS)
 def ours(problem: Gated):
-    """Our layer, through `nnx.split` and a pure function."""
+    """Our layer, as a pure function through `nnx.split`."""
     arrays = problem.arrays()
     x = arrays.pop("x")
     options = {"bidirectional": problem.bidirectional, "rngs": nnx.Rngs(0)}
@@ -32,7 +32,7 @@ def ours(problem: Gated):
 
 @contenders.torch("torch.nn")
 def torch_nn(problem: Gated):
-    """Torch's layer; cuDNN's where there is one."""
+    """The layer of torch, which uses cuDNN if it is available."""
     import torch
 
     arrays = problem.arrays()
