@@ -1,8 +1,8 @@
-"""How every test runs: dtypes and ranks are never promoted in silence, and XLA compiles quickly.
+"""Settings for all tests: dtypes and ranks are not promoted silently, and XLA compiles quickly.
 
-XLA compiles without optimising, in a sixth of the time, except with `--optimized`, which runs only
-the tests marked `optimized`. What is compiled is kept for the next run and for the processes that
-tests start.
+XLA compiles without optimizing, which takes a sixth of the time. With `--optimized`, it optimizes,
+and only the tests marked `optimized` run. Compiled programs are cached for the next run and for the
+processes that tests start.
 """
 
 import gc
@@ -28,12 +28,14 @@ if importlib.metadata.version("jaxlib") < "0.11":  # later versions have no such
 
 MAPS = Path("/proc/self/maps")
 MOST_MAPS = 30_000
-"""Linux allows a process 65,530 mappings; each compiled program takes some, and one too many ends
-the process."""
+"""The number of memory mappings above which compiled programs are dropped.
+
+Linux allows a process 65,530 mappings and ends it if it needs more. Each compiled program takes
+some of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--optimized`."""
+    """Adds the option `--optimized`."""
     parser.addoption(
         "--optimized",
         action="store_true",
@@ -42,14 +44,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell XLA, before JAX starts it."""
+    """Sets XLA's flags, before JAX starts it."""
     given = os.environ.get("XLA_FLAGS", "").split()
     if not config.option.optimized:
         os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *QUICK]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that `--optimized` excludes, or those that it asks for."""
+    """Selects the tests marked `optimized` with `--optimized`, and the others without it."""
 
     def is_chosen(item: pytest.Item) -> bool:
         return config.option.optimized == (item.get_closest_marker("optimized") is not None)
@@ -60,9 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def few_mappings():
-    """Drop what is compiled when it takes many mappings."""
+    """Drops compiled programs after a module if they take many memory mappings."""
     yield
-    import jax  # not before `pytest_configure` has told XLA
+    import jax  # only after `pytest_configure` has set XLA's flags
 
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()

@@ -1,4 +1,4 @@
-"""What the tests share."""
+"""Fixtures that all tests share."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from train.__main__ import main
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Tokens are kept where the tests are, also by the processes that they start."""
+    """Caches tokens in the folder of the tests, also for the processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -18,21 +18,21 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def x64():
-    """float64 is float64."""
+    """Enables float64."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def standard_promotion():
-    """Modules and functions are written as users write them."""
+    """Promotes dtypes and ranks as in a user's program."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
-    """The folder of the seed's experiment, run to its end."""
+    """The folder of the seed's experiment, trained to the end."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     main(["--out", str(folder), "--eval-batches", "20"])
     return folder

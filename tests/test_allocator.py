@@ -1,4 +1,4 @@
-"""Memory that a process keeps: only where it is asked for."""
+"""A process keeps freed memory only if it has asked to."""
 
 import os
 import runpy
@@ -29,7 +29,7 @@ print(before, jax_models.tune_allocator(), keeps_memory())
     ids=["glibc", "a preloaded malloc"],
 )
 def test_memory_is_kept_from_the_call_on_and_not_from_the_import(change, printed):
-    """A malloc that the user has preloaded is left alone."""
+    """A malloc that the user has preloaded is not changed."""
     done = subprocess.run(
         [sys.executable, "-c", CODE.format(change=change)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Packages of others that are broken, or that use a name a second time."""
+"""Packages of other authors that are broken, or that use a name that is taken."""
 
 import importlib
 import sys
@@ -68,7 +68,7 @@ def test_a_package_that_cannot_be_imported_stops_nothing_else(install, tmp_path)
     with pytest.warns(UserWarning, match=f"^twinscan.registry: {message}$"):
         importlib.reload(parity_tests.registry)
 
-    # Whatever is not found may be what the package would have provided, so each error names it.
+    # The package might have provided what is not found, so each error mentions that it is broken.
     wheel = str(tmp_path / "wheel.safetensors")
     save_file({"wheel.weight": np.ones(3)}, wheel)
     run = to_fields(PRESETS["hawk"])
@@ -151,7 +151,7 @@ def test_a_preset_of_one_name_is_an_error(monkeypatch):
             return super().presets()
 
     class Third(HawkLanguageModelConfig):
-        """Inherits the presets, which are still Hawk's alone."""
+        """Inherits Hawk's presets, which still belong to Hawk alone."""
 
     monkeypatch.setitem(train.config.MODEL_CONFIGS, "Third", Third)
     assert by_name("preset", declared_presets()) == PRESETS

@@ -1,4 +1,4 @@
-"""Files are there whole or not at all."""
+"""Files are written completely or not at all."""
 
 import os
 import signal
@@ -67,7 +67,7 @@ def test_a_link_and_a_pipe_stay_what_they_are(tmp_path):
     [
         ("", IsADirectoryError),
         ("none/file", FileNotFoundError),
-        (250 * "x", OSError),  # which has no room for the name of what is written first
+        (250 * "x", OSError),  # the name of the temporary file would be too long
     ],
 )
 def test_what_cannot_be_written_is_refused_and_not_made(tmp_path, name, error):

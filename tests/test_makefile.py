@@ -1,4 +1,4 @@
-"""What `make` does with the Python that it finds."""
+"""Which Python `make` uses, and what it does if there is none that fits."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def fake_python(path: Path, version: str) -> Path:
-    """A program that answers as that Python does when asked for its version."""
+    """A program that answers like this version of Python when asked for its version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\necho {version}\n")
     path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What an importing project relies on."""
+"""Properties of the package that projects rely on when they import it."""
 
 import ast
 import contextlib
@@ -115,7 +115,7 @@ def test_imports_run_one_way(room):
 
 
 def test_the_engine_has_no_import_circle():
-    """Not even one that is hidden in a function or in a type."""
+    """Imports inside functions and for types count, too."""
     engine = ROOT / "parity_tests" / "engine"
     arrows = {
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): [
@@ -200,7 +200,7 @@ except SystemExit as stop:
 
 @pytest.mark.parametrize("package", ["jax_models", "torch_ref"])
 def test_the_package_gathers_the_public_names_of_its_modules(package):
-    """A new module needs a line `from … import *` in the package, and no list of its names."""
+    """A new module needs only a line `from … import *` in the package."""
     package = import_module(package)
     modules = [
         import_module(module.name)
@@ -220,7 +220,7 @@ def test_the_package_gathers_the_public_names_of_its_modules(package):
 
 
 def test_every_state_can_be_exported():
-    """Those of every module are public, so that `jax.export` knows them."""
+    """The states of all modules are public, so that they are registered for `jax.export`."""
     states = {
         value
         for module in pkgutil.walk_packages(jax_models.__path__, "jax_models.")

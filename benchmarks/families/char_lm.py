@@ -183,6 +183,7 @@ def nnx_and_optax(problem: CharLM) -> Call:
 
     It has one bias in the place of torch's two, which together move twice as far in a step.
     """
+    # Copy the twin's weights into the model, with torch's two biases added.
     model = NNXModel(problem, nnx.Rngs(0))
     arrays = problem.arrays()
     table: dict[str, Any] = {
@@ -201,6 +202,7 @@ def nnx_and_optax(problem: CharLM) -> Call:
     for name, param in table.items():
         w = arrays[name]
         param.set_value(jnp.asarray(w.T if name in transposed else w))
+    # Compile the whole step, as Flax's guides recommend.
     optimizer = nnx.Optimizer(
         model, optax.adamw(OptimizerConfig().learning_rate, weight_decay=0.01), wrt=nnx.Param
     )

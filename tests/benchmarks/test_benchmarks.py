@@ -1,4 +1,4 @@
-"""The benchmarks' machinery, on shapes of no interest."""
+"""The machinery of the benchmarks, on tiny shapes."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from twinscan.command_line import CommandLineError
 
 
 def shrink(monkeypatch, names, problems) -> None:
-    """The family of gated recurrences with these contenders and problems, measured once."""
+    """Reduces the family of gated recurrences to these contenders and problems, timed once."""
     monkeypatch.setattr(gated, "problems", lambda quick: problems)
     monkeypatch.setattr(gated, "contenders", {name: gated.contenders[name] for name in names})
     monkeypatch.setattr(limits, "MATMUL", 64)
@@ -32,7 +32,7 @@ def shrink(monkeypatch, names, problems) -> None:
 
 @pytest.mark.optimized
 def test_a_family_end_to_end(tmp_path, monkeypatch, capsys):
-    """Two processes, a JSON file, a plot and a page; peers that cannot take part are named."""
+    """Runs two processes, and writes JSON, a plot and a page that names the missing peers."""
     shrink(monkeypatch, (OURS, "torch.nn", "nnx.RNN", "equinox"), [Gated("RNN", 5, 2, 4)])
     tuned = record("tuned")
     write(tmp_path, tuned)
@@ -80,7 +80,7 @@ def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
 
 
 def test_the_page_lists_the_devices_that_have_a_record():
-    """`python -m benchmarks --page` writes it again."""
+    """The stored page is the one that `python -m benchmarks --page` would write."""
     assert devices(RESULTS, read_all(RESULTS)) in (RESULTS / "README.md").read_text()
 
 
@@ -99,7 +99,7 @@ def test_a_worker_without_all_cores_is_refused(monkeypatch, framework, variable,
 
 
 def keep_one_core() -> None:
-    """Tie all threads of this process to one core."""
+    """Restricts all threads of this process to one core."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), [min(os.sched_getaffinity(0))])
 
@@ -127,7 +127,7 @@ def test_a_worker_has_the_allocator_whatever_the_shell_says(monkeypatch, allocat
 
 
 def record(allocator: str, **fields) -> Record:
-    """Of a run that was not made."""
+    """A made-up record."""
     check = Check("p", FORWARD, f"{OURS} / torch", 2.0, 1.5)
     environment = Environment(2, 2, "glibc 2.36", allocator == "tuned", {})
     values = {
@@ -170,7 +170,10 @@ def test_a_wrong_argument_is_named_in_one_line(tmp_path, args, argument):
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_a_family_has_what_the_command_needs(name):
-    """A title, and a measurement of its own or problems, quick ones fewer; ours is first."""
+    """A family has a title, and its own `measure` or problems and contenders, ours first.
+
+    A quick run has fewer problems.
+    """
     module = families.family(name)
     assert families.title(name)
     if not hasattr(module, "problems"):

@@ -1,4 +1,4 @@
-"""The examples of the public classes and functions run."""
+"""The examples in the docstrings of public classes and functions run."""
 
 import doctest
 import inspect
@@ -15,15 +15,15 @@ COMPUTED = {
     "keras_table", "load_pretrained", "onnx_table", "project", "read_pth",
     "rwkv_from_torch", "stream", "to_torch",
 }  # fmt: skip
-"""Examples that need values. All others are traced: their shapes are real, nothing is compiled."""
+"""Examples that need values. The others are only traced, which gives shapes without compiling."""
 NEEDED = {"from_keras": "keras", "from_onnx": "onnx"}
-"""Those that need another package, and values."""
+"""Examples that need another package, and values."""
 NO_EXAMPLE = {"tune_allocator"}
-"""It would change the process that runs the tests."""
+"""Functions without an example, because it would change the process that runs the tests."""
 
 
 def needs_example(name):
-    """States are shown by their layers, configs by their models."""
+    """Whether a name needs an example. Layers show their states, models their configs."""
     shown = getattr(jax_models, name)
     is_state = hasattr(shown, "_fields")
     return name not in NO_EXAMPLE and not is_state and not name.endswith("Config")
@@ -48,7 +48,8 @@ def test_example(name, tmp_path, monkeypatch):
 
     if name in NEEDED:
         pytest.importorskip(NEEDED[name])
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Keras's
+        # Keras does not work with strict promotion.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             run()
     elif name in COMPUTED:
         run()

@@ -1,4 +1,4 @@
-"""Every block of Python in the README and on the pages of docs/ runs by itself."""
+"""Every block of Python in the README and on the pages of docs/ runs on its own."""
 
 import json
 import os
@@ -41,11 +41,11 @@ NEEDED = {
     "onnx": "import onnx",
     "silero_vad": '("silero-vad")',
 }
-"""Packages that not every installation has, and how a block shows that it needs one."""
+"""Optional packages, and the text by which a block shows that it needs one."""
 
 
 def save_recurrentgemma(folder: Path) -> None:
-    """A small one, as transformers saves it."""
+    """Saves a small RecurrentGemma with transformers."""
     sizes = {"vocab_size": 30, "num_attention_heads": 2, "hidden_size": 8, "lru_width": 8}
     config = {"model_type": "recurrent_gemma", "num_hidden_layers": 3, "num_key_value_heads": 1}
     config |= sizes | {"intermediate_size": 12}
@@ -81,13 +81,14 @@ def test_a_block_runs(name, tmp_path, monkeypatch):
     for package, sign in NEEDED.items():
         if sign in BLOCKS[name] and find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users
+    # Run the block as in a user's program, with JAX's default promotion.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(BLOCKS[name], {"__name__": "block"})
 
 
 @pytest.mark.slow
 def test_the_blocks_on_sharding_run_on_eight_devices():
-    """In a process of its own: the number of devices is set before JAX starts."""
+    """Runs in another process, because the number of devices must be set before JAX starts."""
     blocks = [
         block
         for name, block in BLOCKS.items()
@@ -104,7 +105,7 @@ def test_the_blocks_on_sharding_run_on_eight_devices():
 
 
 def test_the_readme_shows_what_training_prints(capsys, tmp_path):
-    """But for the numbers."""
+    """The numbers may differ."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     [shown] = re.findall(r"```\n( +step .*?)```", text, flags=re.DOTALL)
     train(["--out", str(tmp_path / "run"), "--num-steps", "2", "--eval-batches", "1"])
@@ -123,7 +124,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_pages_name_every_architecture():
-    """The presets in the README and on the page about training, the families on that of weights."""
+    """The README and the page on training name presets, the page on weights names families."""
     pages = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     presets = pages["README.md"] + pages["training.md"]
     assert not {name for name in PRESETS if f"`{name.removesuffix('-small')}`" not in presets}

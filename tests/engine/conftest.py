@@ -1,4 +1,4 @@
-"""Parity is measured in float64, and by one thread of torch, so that results repeat."""
+"""Runs these tests in float64 and with one thread of torch, so that results repeat."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch
 
 @pytest.fixture(autouse=True)
 def x64(x64):
-    """float64 is float64 in every test."""
+    """Enables float64 in every test."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread():
-    """Sums have one order."""
+    """Makes torch sum in a fixed order."""
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One model in each framework with faults on purpose, and models of parts without weights."""
+"""A model in each framework with deliberate faults, and models of parts without weights."""
 
 import os
 from functools import partial
@@ -66,7 +66,7 @@ FAULTS = {
     "gelu's gradient": ("blocks.1.act", "backward"),
     "stopped gradient": ("blocks.1", "backward"),
 }
-"""Whose code it is in, and what shows it first."""
+"""By fault: the submodule that has it, and the pass in which it first shows."""
 
 
 def epsilon(fault):
@@ -92,7 +92,7 @@ def run_model(fault, embed, blocks, head, tokens):
 
 
 def faults_of_blocks(fault):
-    """Only the last has one."""
+    """The fault of each block: only the last block has one."""
     return (None,) * (NUM_BLOCKS - 1) + (fault,)
 
 
@@ -149,7 +149,7 @@ def of_nnx(fault, transform="as it is"):
 
 
 def of_nnx_scan(fault):
-    """All blocks in one, whose weights have an axis of layers; each has the fault."""
+    """A model that scans over its stacked blocks, all of which have the fault."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Block(fault, nnx.Rngs(0))))
     keys = {"scale": "weight", "kernel": "weight", "bias": "bias"}
 
@@ -231,7 +231,7 @@ class LinenModel(flax.linen.Module):
 
 
 def loaded(weights, embed, norm, dense, join):
-    """The weights as a tree of a framework's names."""
+    """Arranges the weights in a tree with the names of a framework."""
 
     def part(name, names):
         kernel, bias = names
@@ -338,7 +338,7 @@ def of_keras(fault):
     layers = partial(getattr, keras.layers)
 
     class KerasNorm(keras.layers.Layer):
-        """With the epsilon's place and the dtype of torch's."""
+        """A norm with torch's dtype, and with epsilon in torch's place."""
 
         def __init__(self, fault):
             super().__init__(name="norm", dtype="float64")
@@ -397,7 +397,7 @@ FRAMEWORKS = {
 
 
 class Part(nnx.Module):
-    """A part without weights."""
+    """A submodule without weights."""
 
     def __init__(self, function):
         self.function = function

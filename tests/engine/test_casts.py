@@ -1,4 +1,4 @@
-"""Float32 is float32; in float64, what JAX casts to less is left out, wherever it is."""
+"""Casts are kept in float32 and ignored in float64, wherever they are."""
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def affine(w, x):
 
 
 def compared(port, call_twin=None, **options):
-    """A port of a linear layer and what follows it."""
+    """Compares a port of a linear layer, followed by another computation."""
     x = np.random.default_rng(0).standard_normal((5, 4))
     twin = torch.nn.Linear(4, 4)
     return compare(twin, port, x, weights=dict, call_twin=call_twin, **options)
@@ -111,7 +111,7 @@ def test_a_cast_of_what_is_constant_is_no_news():
 
 
 def test_what_only_x64_makes_exact_is_seen_in_float32():
-    """NumPy's float64 scalars and jnp.zeros promote under x64, which no user has."""
+    """NumPy's float64 scalars and jnp.zeros promote under x64, which users do not enable."""
 
     def cancelling(w, x):
         x = x * np.sqrt(4.0) / 2 + jnp.zeros(64)
@@ -152,7 +152,7 @@ def test_a_cast_to_less_than_torchs_is_no_excuse():
 
 
 class Tied(nnx.Module):
-    """`nnx.Embed` computes in float32, whatever its weights are, and so does all that follows."""
+    """`nnx.Embed` computes in float32 whatever its weights are, and so do all later layers."""
 
     def __init__(self):
         self.embed = nnx.Embed(7, 4, rngs=nnx.Rngs(0))
@@ -180,7 +180,7 @@ def test_what_follows_a_layer_in_float32_has_its_dtype():
 
 
 def test_what_stays_in_less_is_said():
-    """A solver computes in the dtype that it was traced for: its bound is that of float32."""
+    """A solver computes in the dtype that it was traced for, so its bound is that of float32."""
 
     def port(w, x):
         matrix = (jnp.eye(4) + 0.1 * w["weight"]).astype(jnp.float32)
@@ -204,7 +204,7 @@ NUMBERS = {
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("casts", [False, True])
 def test_a_number_that_torch_rounds_to_bfloat16_is_another_number(number, casts):
-    """As Gemma's √features. Beside it both sides may cast their arrays."""
+    """Gemma rounds √features like this. Both sides may cast their arrays, too."""
     factor, is_equal = NUMBERS[number]
 
     def port(w, x):

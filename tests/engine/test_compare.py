@@ -1,4 +1,4 @@
-"""`compare` on pairs that are not ours."""
+"""`compare` on pairs of models that are not in this project."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from parity_tests import Report, assert_parity, compare
 
 
 class TorchCNN(torch.nn.Module):
-    """Images (batch, channel, height, width)."""
+    """A CNN for images (batch, channel, height, width)."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class TorchCNN(torch.nn.Module):
 
 
 class CNN(nnx.Module):
-    """Images (batch, height, width, channel)."""
+    """A CNN for images (batch, height, width, channel)."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
@@ -97,14 +97,14 @@ def test_each_tensor_has_its_error():
 
 
 def test_channels_that_are_elsewhere_are_named():
-    """A model that takes (N, H, W, C) is given torch's (N, C, H, W)."""
+    """A model for images (N, H, W, C) gets torch's images, (N, C, H, W)."""
     table = [conv2d("kernel", "weight"), same("bias", "bias")]
     module, model = torch.nn.Conv2d(3, 8, 3, padding=1), nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="feature dimension") as found:
         compare(module, model, images(), weights=table)
     note = found.value.__notes__[-1]
     assert "(2, 3, 7, 6) looks like (N, C, H, W), and the JAX model takes (N, H, W, C)" in note
-    call = eval(note.partition("call=")[2], {"jnp": jnp})  # what it proposes works
+    call = eval(note.partition("call=")[2], {"jnp": jnp})  # the proposed call works
     assert compare(module, model, images(), weights=table, call=call).passed
     half = compare(
         module, model, images(), weights=table, call=lambda m, x: m(jnp.moveaxis(x, 1, -1))
@@ -128,13 +128,13 @@ class SquareCNN(nnx.Module):
 
 @pytest.mark.parametrize("what", ["outputs", "inputs", "inputs and outputs"])
 def test_channels_that_are_elsewhere_are_named_though_the_shapes_agree(what):
-    """With as many channels as rows and columns, only the numbers tell."""
+    """With equally many channels, rows and columns, only the values show the difference."""
     table = [conv2d("conv.kernel", "weight"), same("conv.bias", "bias")]
     module, model = torch.nn.Conv2d(5, 5, 3, padding=1), SquareCNN("in" in what, "out" in what)
     x = np.random.default_rng(0).standard_normal((2, 5, 5, 5))
     (fault,) = compare(module, model, x, weights=table).faults
     assert fault.startswith(f"{what}: both sides agree if the JAX model has the channels on the l")
-    call = eval(fault.partition("call=")[2], {"jnp": jnp})  # what it proposes works
+    call = eval(fault.partition("call=")[2], {"jnp": jnp})  # the proposed call works
     assert compare(module, model, x, weights=table, call=call).passed
     model.conv.padding = "CIRCULAR"
     assert not compare(module, model, x, weights=table).faults
@@ -181,7 +181,7 @@ def gru_cell_report(bias: Weight) -> Report:
 
 
 def test_grucell_of_flax_cannot_hold_the_recurrent_bias():
-    """Torch multiplies its last third with the reset gate."""
+    """Torch multiplies the last third of this bias by the reset gate."""
     keys = ("bias_ih", "bias_hh")
     report = gru_cell_report(
         Weight(("dense_i.bias",), keys, lambda a, b: (a + b,), lambda a: (a, 0 * a))
@@ -208,7 +208,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("library", LOADERS)
 def test_a_function_and_a_loader(library):
-    """Gradients go through a loader in JAX alone, and the report says so."""
+    """Only JAX's gradients pass through a loader, and the report says so."""
     report = compare(
         twin(torch.nn.Linear, 3, 4), linear_function, np.ones((2, 3)), weights=LOADERS[library]
     )
@@ -278,7 +278,7 @@ def test_nan_of_jax_alone_fails():
 
 
 def test_an_unstable_reference_is_said_to_be(x64):
-    """sin(10⁸ x) in float32 says nothing."""
+    """In float32, sin(10⁸ x) has no correct digits."""
     report = compare(
         torch.nn.Identity(),
         lambda _, x: jnp.sin(1e8 * x),
@@ -364,7 +364,7 @@ def test_a_layer_of_the_package_needs_no_table():
 
 
 class Squash(nnx.Module):
-    """Not what torch's is."""
+    """Computes something other than the module of this name in torch."""
 
     def __call__(self, x):
         return jnp.tanh(x) * (1 + 1e-9)
@@ -381,7 +381,7 @@ class MLP(nnx.Module):
 
 @pytest.mark.parametrize("names", [None, {"1": "squash"}])
 def test_a_submodule_without_weights_is_found(names):
-    """By its name; and without, as nothing else is between the two others."""
+    """It is found by name, or because it is the only one between the two others."""
     sequential = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     report = compare(
         sequential,

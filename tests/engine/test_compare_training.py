@@ -1,4 +1,4 @@
-"""Pairs of optimisers that people use, and the differences of definition between them."""
+"""Pairs of optimizers that people use, and differences between their definitions."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ def train(optimizer, optimizer_twin, **options) -> TrainingReport:
 
 
 def matrices_decay(twin: torch.nn.Module) -> optim.Optimizer:
-    """The biases do not."""
+    """An optimizer that decays matrices but not biases."""
     groups = [
         {"params": [p for p in twin.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in twin.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -167,13 +167,13 @@ def test_differences_of_definition_are_found(difference):
 
 
 def test_amsgrad_of_optax_corrects_before_it_compares():
-    """They part when a second moment first falls."""
+    """The two differ from the first step in which a second moment falls."""
     report = train(optax.amsgrad(1e-2), of(optim.Adam, lr=1e-2, amsgrad=True))
     assert report.parting["float64"][0] == 2
 
 
 def test_an_optimizer_is_made_in_each_dtype():
-    """So its accumulators are those of the dtype."""
+    """Its accumulators therefore have that dtype."""
     made = []
 
     def optimizer():
@@ -214,7 +214,7 @@ def test_multi_steps_accumulate_in_a_dtype_of_their_own(dtype):
 
 
 def test_a_fault_that_comes_late_is_found_when_it_comes():
-    """The rate falls a step too early."""
+    """The learning rate falls one step too early."""
     report = train(
         optax.sgd(optax.piecewise_constant_schedule(0.1, {7: 0.5})),
         of(optim.SGD, lr=0.1),
@@ -226,7 +226,7 @@ def test_a_fault_that_comes_late_is_found_when_it_comes():
 
 @pytest.mark.parametrize("rate", [1e-2, 1.00001e-2])
 def test_steps_along_rounding_errors_are_explained(rate):
-    """Adam moves the key's bias, though its gradient is zero but for rounding."""
+    """Adam changes the key's bias, whose gradient is only rounding errors."""
     report = compare_training(
         Attention(),
         attention,

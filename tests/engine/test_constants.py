@@ -1,4 +1,4 @@
-"""Constants that one side has in float32: what they cost, and what they may not hide."""
+"""Float32 constants on one side: the errors that they explain, and those that they do not."""
 
 import tracemalloc
 from functools import partial
@@ -19,7 +19,7 @@ WIDTH, TIME = 512, 9
 
 
 class Rotary(torch.nn.Module):
-    """Keeps frequencies in float32, and in no `state_dict`."""
+    """Has frequencies in float32 that are not in its `state_dict`."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ TABLES = {
 
 
 def compared(table, fault=0.0, after=lambda y: y):
-    """The report, and how often the torch module was called."""
+    """The report, and the number of calls of the torch module."""
     calls = []
 
     def port(w, x):
@@ -78,14 +78,14 @@ def test_constants_hide_no_small_difference(table):
 
 
 def test_a_wrong_gradient_beside_constants_is_of_the_gradients_alone():
-    """The constants are not moved to make up for it, which would move the outputs."""
+    """Moving the constants cannot explain it, because that would change the outputs."""
     report, _ = compared("frequencies", after=lambda y: 0.5 * (y + jax.lax.stop_gradient(y)))
     assert {group for _, group, _ in report.failures} == {"input gradient", "weight gradients"}
     assert {dtype for dtype, *_ in report.failures} == {"float64", "float32"}
 
 
 def rotated(table, factor=1.0):
-    """A function and its weights."""
+    """A function, and its weights."""
 
     def function(w, x):
         a, b = jnp.split(factor * x @ w["w"], 2, -1)
@@ -108,7 +108,7 @@ THIRD = np.float32(1 / 3)
 
 
 class Heads(torch.nn.Module):
-    """Two outputs; only the second depends on a constant."""
+    """A module with two outputs, of which only the second depends on a constant."""
 
     def __init__(self, third=None):
         super().__init__()
@@ -129,7 +129,7 @@ def heads(w, x, third=None, factor=1.0):
 @pytest.mark.parametrize("reference", ["torch", "record", "JAX"])
 @pytest.mark.parametrize("has_constant", ["reference", "model"])
 def test_a_constant_excuses_only_what_depends_on_it(reference, has_constant, factor, tmp_path):
-    """Neither side has float64's digits of the other's third."""
+    """One side divides by 3, and the other multiplies by a third in float32."""
     torch.manual_seed(0)
     x = np.random.default_rng(0).standard_normal((5, 4))
     of_reference, of_model = (THIRD, None) if has_constant == "reference" else (None, THIRD)
@@ -153,7 +153,7 @@ def test_a_constant_excuses_only_what_depends_on_it(reference, has_constant, fac
 
 
 class ComplexHeads(nnx.Module):
-    """Holds a constant in float32, a complex one, and one of few digits."""
+    """Has a constant in float32, a complex one, and one with few digits."""
 
     def __init__(self, factor=1.0):
         self.kernel = nnx.Param(jnp.zeros((4, 4)))
@@ -182,7 +182,7 @@ def test_complex_constants_keep_their_imaginary_part(factor):
 
 
 def test_the_memory_does_not_grow_with_the_number_of_constants():
-    """255 numbers are rounded: a copy of the results for each would be 500 MB."""
+    """A copy of the results for each of the 255 rounded numbers would take 500 MB."""
 
     def peak(table):
         tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Drafted weight tables: complete where names and shapes tell, comments where they do not."""
+"""Drafts of weight tables, with comments where names and shapes do not determine a match."""
 
 import re
 
@@ -144,7 +144,7 @@ def test_what_is_in_doubt_and_what_is_left_are_comments():
 
 
 class TorchLSTMs(nn.Module):
-    """Each of its weights fits several places."""
+    """A module whose weights all fit several places."""
 
     def __init__(self):
         super().__init__()

@@ -164,7 +164,7 @@ FORMS = {
     of_haiku: ("a pair", "a loader", "a pair with state"),
     of_keras: ("a table", "a loader"),
 }
-"""The first of each also in `make test`."""
+"""The forms of a model, by framework. `make test` runs only the first of each."""
 
 
 def random_mlp() -> TorchMLP:
@@ -201,7 +201,7 @@ def test_models_of_other_frameworks(framework, form, epsilon):
 
 @pytest.mark.parametrize("framework", [of_linen, of_equinox, of_keras])
 def test_a_model_without_weights_has_others(framework):
-    """Its numbers would say nothing."""
+    """Comparing its outputs would be meaningless."""
     model, options = framework("a pair", 1e-5)
     x = np.random.default_rng(0).standard_normal((3, 8))
     with pytest.raises(ValueError, match=r"^weights: the model has other weights than the twin"):
@@ -222,7 +222,7 @@ def test_a_model_that_has_the_weights_needs_no_table():
 
 
 def flax_lstm_rows(forget):
-    """Four kernels a key, and biases that are sums."""
+    """Rows for Flax's LSTM cell, with four kernels for each key, and biases that are sums."""
     inner = [f"cell.{gate}" for gate in ("ii", forget, "ig", "io")]
     outer = [f"cell.{gate}" for gate in ("hi", "hf", "hg", "ho")]
     return [
@@ -249,7 +249,7 @@ def linen_rnn():
 
 
 def equinox_scan():
-    """Its carry is of float32, whatever its weights are."""
+    """A scan whose carry is float32, whatever dtype its weights have."""
     eqx = pytest.importorskip("equinox")
 
     class Scan(eqx.Module):
@@ -295,7 +295,7 @@ def test_a_model_that_x64_cannot_trace_is_compared_in_float64(build):
 
 
 class Writer(nnx.Module):
-    """Writes into a buffer in float32, which raises an error for float64."""
+    """Writes into a float32 buffer, which raises an error for float64."""
 
     def __call__(self, x):
         return jax.lax.dynamic_update_slice(jnp.zeros((3, 5), jnp.float32), x, (1, 1))
@@ -310,7 +310,7 @@ class Written(nnx.Module):
 
 
 def test_only_the_calls_of_the_program_that_ran_are_traced():
-    """The attempt under x64 fails inside of the writer, whose call is then still open."""
+    """The attempt under x64 fails inside the writer, whose call is then not finished."""
     build = lambda state_dict, dtype: split(weights_in(Written(), dtype))  # noqa: E731
     inputs = (np.ones((2, 3)),)
     problem = Problem(torch.nn.Identity(), build, called, to_torch=None, load=merged, inputs=inputs)
@@ -328,7 +328,7 @@ def test_only_the_calls_of_the_program_that_ran_are_traced():
 
 def test_a_model_that_x64_cannot_trace_is_trained_in_float64():
     twin, x = torch.nn.LSTM(3, 4, batch_first=True), np.random.default_rng(0).random((2, 5, 3))
-    twin.bias_hh_l0.requires_grad_(False)  # of two biases, the sum would move twice as fast
+    twin.bias_hh_l0.requires_grad_(False)  # the sum of two trained biases would move twice as fast
 
     def report(factor):
         return compare_training(

@@ -1,4 +1,4 @@
-"""The hyperparameters of a torch layer beside those of its JAX counterpart."""
+"""Compares the hyperparameters of a torch layer with those of its JAX counterpart."""
 
 import flax.linen as linen
 import jax

@@ -1,4 +1,4 @@
-"""`compare` of two JAX models: the first is the reference."""
+"""`compare` of two JAX models, the first of which is the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class MLP(nnx.Module):
 
 
 class Refactored(nnx.Module):
-    """The same in other words, and under other names."""
+    """The same model with another structure and other names."""
 
     def __init__(self, factor=1.0):
         rngs = nnx.Rngs(1)
@@ -135,7 +135,7 @@ def test_models_of_all_kinds_are_references(pair, factor):
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("factor", [1, 1 + 1e-10])
 def test_models_of_all_kinds_are_recorded(pair, factor, tmp_path):
-    """As on one commit, to be compared on another one."""
+    """A model is recorded on one commit and compared on another."""
     model, other, options = pair(factor)
     of_record = {key: value for key, value in options.items() if key in ("call_twin", "kwargs")}
     record(model, X, path=tmp_path / "model.safetensors", **of_record)
@@ -159,7 +159,7 @@ class Scaled(MLP):
 @pytest.mark.parametrize("has_kwargs", [True, False])
 @pytest.mark.parametrize("factor", [1, 1 + 1e-10])
 def test_a_model_is_recorded_as_it_is_called(has_kwargs, factor, tmp_path):
-    """Whether its BatchNorm's initial statistics matter is found out by further calls."""
+    """Further calls show whether the initial statistics of its BatchNorm matter."""
     path, call = tmp_path / "model.safetensors", lambda model, x: model(x, scale=0.5)
     of_record, options = {"kwargs": {"scale": 0.5}}, {}
     if not has_kwargs:
@@ -279,7 +279,7 @@ def in_a_branch(x):
 
 
 def picked(x):
-    """The order and the place are decided by numbers, of which some are close."""
+    """Numbers, some of them close to each other, determine the order and the place."""
     x = jnp.concatenate([x, x * (1 + 1e-10)])
     order = jnp.argsort(jnp.sin(x).ravel())
     return jnp.where(x > 0, jnp.sin(x), x).ravel()[order], jnp.sin(x).argmax()

@@ -1,4 +1,4 @@
-"""The fault is found even if the two sides are divided into modules in different ways."""
+"""Finds a fault even if the two sides are divided into modules in different ways."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class Scaled(torch.nn.Linear):
-    """Whose scale is one number, rounded to float32, that no `state_dict` has."""
+    """Has a scale rounded to float32 that is not in its `state_dict`."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -32,7 +32,7 @@ class Losing(torch.nn.Linear):
 
 
 class Quantised(torch.nn.Linear):
-    """The gradient of its first result goes straight through."""
+    """Has a straight-through gradient for its first result."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -58,7 +58,7 @@ class Experts(torch.nn.Module):
 
 
 class Residual(torch.nn.Module):
-    """Its output and its layer's output have one gradient."""
+    """Its output has the same gradient as the output of its layer."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class Gain(torch.nn.Module):
 
 
 class Shared(torch.nn.Module):
-    """Two layers take what a third one gives."""
+    """Two layers get the output of a third one."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Gained(torch.nn.Module):
 
 
 class Perceptron(torch.nn.Module):
-    """Has its layer in a module of its own."""
+    """Has its layer inside another module."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class Perceptron(torch.nn.Module):
 
 
 class Within(torch.nn.Module):
-    """Computes before and after its one module."""
+    """Computes something before and after its only module."""
 
     def __init__(self, inner, before=lambda x: x, after=lambda y: y):
         super().__init__()
@@ -126,14 +126,14 @@ def affine(w, x, name="inner"):
 
 
 def not_straight(w, x):
-    """The numbers are right, the gradient does not go straight through."""
+    """Has the right values, but no straight-through gradient."""
     h = jnp.tanh(x)
     y = affine(w, h)
     return y, ((y - jax.lax.stop_gradient(h)) ** 2).sum(1)
 
 
 def fused(w, x):
-    """The gain is a part of the kernels, twice as large in one of them."""
+    """Multiplies the gain into the kernels, one of which is twice too large."""
     a, b = (w[f"{name}.weight"] * w["gain.weight"] for name in "ab")
     return x @ a.T + w["a.bias"], 2 * x @ b.T + w["b.bias"]
 
@@ -145,7 +145,7 @@ def normalized_squares(w, x):
 
 
 def losing(x):
-    """Half of the gradient is lost."""
+    """Loses half of the gradient."""
     return 0.5 * x + 0.5 * jax.lax.stop_gradient(x)
 
 
@@ -169,7 +169,7 @@ def experts(w, x):
 
 
 class Named(nnx.Module):
-    """Has one linear layer, with an activation, under the name of torch's Sequential."""
+    """Has a linear layer with an activation, under the name of torch's Sequential."""
 
     def __init__(self, call):
         self.call, self.inner = call, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
@@ -184,7 +184,7 @@ class Fused(nnx.Linear):
 
 
 class Block(nnx.Module):
-    """Computes what torch has a module for, and loses a part of its gradient."""
+    """Computes the same as a module of torch, but loses a part of its gradient."""
 
     def __init__(self):
         self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
@@ -202,7 +202,7 @@ class Stack(nnx.Module):
 
 
 class Ungained(nnx.Module):
-    """Its gain gets no gradient, and everything else gets the right one."""
+    """Its gain gets no gradient, and all other weights get the right one."""
 
     def __init__(self):
         self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
@@ -213,7 +213,7 @@ class Ungained(nnx.Module):
 
 
 class Convolved(nnx.Module):
-    """Pads before its convolution, torch's pads within."""
+    """Pads before its convolution, whereas torch pads inside."""
 
     def __init__(self):
         self.inner = nnx.Conv(3, 3, (3,), padding="VALID", rngs=nnx.Rngs(0))
@@ -340,10 +340,11 @@ PLACES = {
 }
 """The twin, its port with a fault, the weights, and the culprits that may be named.
 
-Only with a record may the culprit be None where it could be a module, except if it is `UNDECIDED`.
+With a record, the culprit may be None instead of a module; with a torch module, only if the name is
+in `UNDECIDED`.
 """
 UNDECIDED = {"a gradient that JAX stops", "experts in one product"}
-"""The places where running the torch module again does not decide between candidates."""
+"""Faults for which running the torch module again does not decide between candidates."""
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -1,4 +1,4 @@
-"""A fault on purpose: the report must name the submodule that has it, in each framework."""
+"""The report names the submodule that has a deliberate fault, in each framework."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def report_of(framework, fault) -> Report:
 
 
 EVERY = ["NNX, as it is", "function"]
-"""The quick tests plant every fault in these, and one fault in the other frameworks."""
+"""The quick tests plant every fault in these frameworks, and one fault in each of the others."""
 
 
 @pytest.mark.parametrize(

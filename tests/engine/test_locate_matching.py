@@ -1,4 +1,4 @@
-"""Calls are paired, and arrays are compared in any order of their axes."""
+"""Calls of submodules are paired, and arrays are compared in any order of their axes."""
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ class ComplexPart(torch.nn.Module):
 
 
 class TorchComplex(torch.nn.Module):
-    """The last has the first one's weight."""
+    """The last layer has the weight of the first one."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,7 @@ def test_complex_weights_tell_which_module_is_which():
 
 
 class TorchAttention(torch.nn.Module):
-    """One projection to queries, keys and values, which are of each head in turn."""
+    """Has one projection, which lists queries, keys and values head by head."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ class TorchAttention(torch.nn.Module):
 
 
 class Attention(nnx.Module):
-    """A projection to each of the three."""
+    """Has a projection for each of queries, keys and values."""
 
     def __init__(self, fault):
         self.fault = fault

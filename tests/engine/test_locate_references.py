@@ -1,4 +1,4 @@
-"""A record, or a JAX model, in the place of the torch module."""
+"""Locates faults with a record, or a JAX model, as the reference."""
 
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class Faulty(NamedTuple):
 
 
 def of_parts(a, wrong):
-    """The part `a` is wrong."""
+    """A model whose part `a` is wrong."""
     call, b = (lambda m, x: m.b(m.a(x))), (lambda x: 2 * x)
     return Faulty(TorchParts(call, a=a, b=b), Parts(call, a=wrong, b=b), None, X, "a")
 
@@ -83,7 +83,7 @@ def test_a_record_names_the_culprit_that_the_torch_module_names(name, tmp_path):
 
 
 def traces_of(source, *inputs) -> list[ReferenceTrace]:
-    """The trace of a reference in each dtype."""
+    """The traces of a reference, by dtype."""
     with open_reference(source) as reference:
         start = reference.start(inputs, dtypes=["float64", "bfloat16"])
         problem = start(build=dict, call=None, to_torch=None)
@@ -129,7 +129,7 @@ def test_what_is_told_is_not_rounded():
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_jax_model_is_a_reference(fault, tmp_path):
-    """Its GELU is no module."""
+    """Its GELU is a function and not a module."""
     path = tmp_path / "model.safetensors"
     record(nnx_model(), TOKENS, path=path, dtypes="float64")
     live = compare(nnx_model(), nnx_model(fault), TOKENS, dtypes="float64", locate=True).location

@@ -1,4 +1,4 @@
-"""The report names the culprit, or says that there is none or that it is not known."""
+"""The report names the culprit, or says that there is none or that it is unknown."""
 
 from functools import partial
 
@@ -64,7 +64,7 @@ def test_a_module_that_raises_is_named():
 
 
 def test_nothing_compared_is_not_agreement():
-    """Of a function that computes in another way, and of a module that is no part of it."""
+    """The function has no counterparts of the submodules, so nothing can be compared."""
     twin = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     report = compare(
         twin,
@@ -88,7 +88,7 @@ def test_a_tap_does_nothing_outside_of_a_comparison():
 
 
 def test_gradients_are_computed_only_where_a_departure_may_be_in_them(monkeypatch):
-    """Results that depart forward are explained forward, at less than half of the cost."""
+    """A fault in the results is located by forward passes alone, at less than half the cost."""
     traced = []
 
     def kept(*args, **kwargs):

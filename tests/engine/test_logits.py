@@ -1,4 +1,4 @@
-"""Errors of logits, in nats and agreements."""
+"""Errors of logits as divergences in nats, and as the share of equal likeliest tokens."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +40,7 @@ def test_the_numbers_are_those_of_their_definitions(monkeypatch, block):
 
 
 def test_a_divergence_far_below_rounding_is_not_lost():
-    """Half the variance of the difference, where `Σ p·(log p − log q)` has 1e-15 of rounding."""
+    """It is half the variance of the difference; `Σ p·(log p − log q)` is off by 1e-15."""
     rng = np.random.default_rng(0)
     oracle, difference = np.zeros((1, 1, 4096)), 2.0**-40 * np.sign(rows(rng).ravel()[:64])
     difference = np.tile(difference, 64)[None, None]
@@ -61,7 +61,7 @@ def test_infinite_logits():
 
 
 def test_ties_agree():
-    """Of coarse logits, any of the largest may be called the likeliest token."""
+    """Among several largest logits, each may be called the likeliest token."""
     oracle = np.array([[0.0, 2.0, 1.0, -1.0, -2.0, -3.0, -4.0]])
     coarse = np.array([[0.0, 2.0, 2.0, -1.0, -3.0, -3.0, -3.0]])
     assert (logits_error(coarse, oracle).top_1, logits_error(coarse, oracle).top_k) == (1, 1)
@@ -70,7 +70,7 @@ def test_ties_agree():
 
 
 def compared(temperature=1.0, outputs=lambda y, x: y, **options):
-    """A linear map as a language model, whose JAX side has a temperature."""
+    """Compares a linear map as a language model, with a temperature on the JAX side."""
     torch.manual_seed(0)
     return compare(
         torch.nn.Linear(4, VOCABULARY),

@@ -1,4 +1,4 @@
-"""A torch side in a file: the same report, without torch."""
+"""A recorded torch side gives the same report without torch."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class Tied(torch.nn.Module):
-    """Tokens, a padding row, a weight that is used twice, a buffer, and numbers of float32."""
+    """Has tokens, a padding row, a weight that is used twice, a buffer and float32 constants."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def slightly_wrong(w, *inputs, **kwargs):
 
 
 class Rotary(torch.nn.Module):
-    """Frequencies in float32 that are in no state_dict, or that are."""
+    """Has frequencies in float32, in its state_dict or not."""
 
     def __init__(self, persistent: bool):
         super().__init__()
@@ -87,7 +87,7 @@ class Complex(torch.nn.Module):
 
 
 class Logistic(torch.nn.Module):
-    """A chaotic map: rounding alone makes errors of 1e-12 in float64."""
+    """A chaotic map, in which rounding alone causes errors of 1e-12 in float64."""
 
     def forward(self, x):
         for _ in range(14):
@@ -171,7 +171,7 @@ def pairs() -> dict[str, Pair]:
 
 
 def reports(pair: Pair, path: Path):
-    """From the torch module, and from the file."""
+    """Reports from the torch module, and from its record."""
     record(pair.twin, *pair.inputs, path=path, **pair.record)
     options = {key: value for key, value in pair.record.items() if key == "logits"}
     live = compare(pair.twin, pair.model, *pair.inputs, **pair.record, **pair.compare)
@@ -199,7 +199,7 @@ def test_a_record_says_what_the_torch_module_says(name, tmp_path):
     live, recorded = reports(pairs()[name], tmp_path / "twin.safetensors")
     of_record, of_twin = numbers(recorded), numbers(live)
     for at in [at for at in of_record if at[-1] == "bound"]:
-        # A record has all runs with random rounding; a live twin runs only as often as it takes.
+        # A record has all runs with random rounding, but a live twin runs only as often as needed.
         assert of_record.pop(at) >= (1 - 1e-9) * of_twin.pop(at)
     assert of_record == pytest.approx(of_twin, rel=1e-9)
     assert dataclasses.replace(recorded, tensors={}) == dataclasses.replace(live, tensors={})
@@ -211,7 +211,7 @@ def test_a_record_says_what_the_torch_module_says(name, tmp_path):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(("factor", "passed"), [(1, True), (1 + 1e-4, False)])
 def test_constants_of_a_record_may_be_rounded(persistent, factor, passed, tmp_path):
-    """They have no other digits, so the error that their rounding makes is allowed."""
+    """More digits are not known, so the error that comes from rounding them is allowed."""
     torch.manual_seed(0)
     path = tmp_path / "twin.safetensors"
     record(Rotary(persistent), np.random.default_rng(0).standard_normal((2, 5)), path=path)

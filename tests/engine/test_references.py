@@ -1,4 +1,4 @@
-"""Torch modules that are no simple reference: they cast, tie weights, have gradients of nothing."""
+"""Torch modules that are difficult references: they cast, tie weights or have zero gradients."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class RMSNorm(torch.nn.Module):
-    """A norm in float32 whatever it is given, as in transformers."""
+    """A norm that computes in float32 for any input, as in transformers."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def rms_norm(weights, x, dtype=None, scale=1.0):
-    """The norm, in the inputs' dtype by default."""
+    """The same norm, which computes in the dtype of its input by default."""
     h = x.astype(dtype or x.dtype)
     normed = h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6)
     return (scale * weights["weight"])[None] * normed.astype(x.dtype)
@@ -34,7 +34,7 @@ def rms_norm(weights, x, dtype=None, scale=1.0):
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_a_reference_that_casts_is_measured_against_float64(dtype):
-    """Without the casts of either side, so that a fault far below float32's rounding is seen."""
+    """The casts of both sides are ignored, so that a fault far below float32's rounding shows."""
     x = np.random.default_rng(0).standard_normal((7, 5))
     report = compare(RMSNorm(), partial(rms_norm, dtype=dtype), x, weights=dict)
     assert report.passed, str(report)
@@ -46,7 +46,7 @@ def test_a_reference_that_casts_is_measured_against_float64(dtype):
 
 
 class Attention(torch.nn.Module):
-    """Whose key bias shifts all scores alike and so has no gradient but for rounding."""
+    """Its key bias shifts all scores equally, so that its gradient is only rounding errors."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Attention(torch.nn.Module):
 
 
 def attention(weights, x, factor=1.0):
-    """The same, its scores by a factor too large."""
+    """The same attention, with scores that are too large by a factor."""
     q, k = (
         x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"][None] for name in ("query", "key")
     )
@@ -73,7 +73,7 @@ def test_a_gradient_of_rounding_errors_alone_excuses_no_other(factor):
 
 
 class Tied(torch.nn.Module):
-    """Its head is its embedding."""
+    """Uses its embedding as the head."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Random rounding in torch: what rounds is moved, and what does not is not."""
+"""Random rounding in torch changes results that are rounded, and no others."""
 
 import dataclasses
 import math
@@ -60,7 +60,7 @@ class Logistic(torch.nn.Module):
 
 
 def logistic(steps: int, factor: float = 1.0) -> Problem:
-    """In JAX the same map with its products in another order, and a rate `factor` times torch's."""
+    """The same map in JAX, with reordered products and `factor` times torch's rate."""
 
     def call(rate, x):
         for _ in range(steps):
@@ -124,7 +124,7 @@ def bucketed(weight, x, scale=1.0):
 
 @pytest.mark.parametrize("scale", [1.0, 1 + 1e-7])
 def test_what_is_decided_by_numbers_stays_decided(scale):
-    """Rounding moves no index to the next bucket and no one of a mask."""
+    """Rounding changes no index of a bucket, and no element of a mask."""
     torch.manual_seed(0)
     report = measure_twin(
         Problem(

@@ -1,4 +1,4 @@
-"""Torch modules of every kind against a function, and results and inputs of every form."""
+"""All kinds of torch modules are compared with functions, and all forms of inputs and results."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ def affine(w, x, name=""):
 
 
 def compared(port, *inputs, twin=None, **options):
-    """A port of a linear layer, or of `twin`."""
+    """Compares a port of a linear layer, or of `twin`."""
     return compare(twin or nn.Linear(4, 4), port, *(inputs or [SQUARE]), weights=dict, **options)
 
 
@@ -48,7 +48,7 @@ class InPlace(nn.Linear):
 
 
 class Held(nn.Linear):
-    """Holds tensors as attributes, and one in a list."""
+    """Has tensors as attributes, one of them in a list."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -59,7 +59,7 @@ class Held(nn.Linear):
 
 
 class Masked(nn.Linear):
-    """Makes its mask without naming a dtype."""
+    """Creates its mask without a dtype."""
 
     def forward(self, x):
         mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
@@ -86,7 +86,7 @@ class Permuted(nn.Module):
 
 
 class Sinusoid(nn.Linear):
-    """Has positions in its `state_dict`, which a port computes."""
+    """Has positions in its `state_dict`, which a port computes instead."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -172,7 +172,7 @@ KINDS = {
 
 
 def loaded(weights):
-    """All weights except the positions, which the port computes."""
+    """Loads all weights except the positions, which the port computes."""
     return {key: jnp.asarray(weights[key]) for key in weights if key != "positions"}
 
 
@@ -213,7 +213,7 @@ FORMS = {
 @pytest.mark.parametrize("ours", FORMS)
 @pytest.mark.parametrize("swapped", [False, True])
 def test_results_of_every_form(ours, swapped):
-    """By name where both sides have names, else in order."""
+    """Results are matched by name if both sides have names, and otherwise in order."""
 
     def port(w, x):
         y = affine(w, x)
@@ -252,7 +252,7 @@ def test_without_a_gradient_there_is_none_to_compare():
 
 
 def test_a_parameter_of_zeros_that_is_not_ported():
-    """Its outputs would be equal, until it is trained."""
+    """The outputs would be equal until the parameter is trained."""
     twin = nn.Linear(4, 4)
     nn.init.zeros_(twin.bias)
     load = {"weights": lambda weights: weights["weight"]}
@@ -305,7 +305,7 @@ def test_the_gradient_at_a_kink_needs_inputs_there(at_zero):
 
 
 def test_edges_are_judged_by_numbers_and_not_by_words():
-    """The name of the output, which the fault has, is what another fault says."""
+    """The name of the faulty output occurs in the message of another fault."""
     name = "torch side are not finite"
 
     def report(**options):
@@ -317,7 +317,7 @@ def test_edges_are_judged_by_numbers_and_not_by_words():
 
 
 class Slice(nn.Module):
-    """The embedding reads a copy of a part of its input."""
+    """Its embedding reads a copy of a part of its input."""
 
     def __init__(self):
         super().__init__()
@@ -400,7 +400,7 @@ def test_tokens_of_a_dtype_that_has_not_all_rows():
     report = compare(Tokens(300, 4), port, ids, weights=dict, edge_inputs=True)
     assert report.passed, f"\n{report}"
     problem = Problem(Tokens(300, 4), dict, port, None, inputs=(ids,))
-    largest, smallest = (edge.problem.inputs[0] for edge in edges(problem))  # and no masks
+    largest, smallest = (edge.problem.inputs[0] for edge in edges(problem))  # no masks
     assert (largest == 255).all()
     assert (smallest == 0).all()
 
@@ -413,7 +413,7 @@ def test_a_call_runs_a_function_beside_a_module_without_weights(factor):
 
 
 def test_findings_are_those_of_the_program_that_ran():
-    """Another shape makes another program."""
+    """Another shape is another program."""
 
     def call(_, x):
         return x.astype(jnp.float32).astype(x.dtype) if len(x) > 4 else x
@@ -439,7 +439,7 @@ def rearranged_by_numpy(param, key):
 
 @pytest.mark.parametrize("factor", [1.0, 1.1])
 def test_gradients_go_through_a_row_that_only_numpy_can_run(factor):
-    """NumPy cannot run it on traced arrays, but it only moves numbers."""
+    """NumPy cannot run on traced arrays, but the row only moves numbers."""
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
 
     def call(model, x):

@@ -1,4 +1,4 @@
-"""Trainings with running statistics, dropout, averaged weights, and weights that are trees."""
+"""Training with running statistics, dropout, averaged weights, and trees of weights."""
 
 import warnings
 from functools import partial
@@ -112,7 +112,7 @@ class Linen(linen.Module):
 
 
 class Biased(nn.BatchNorm1d):
-    """Its running variance is that of Flax."""
+    """Has the running variance of Flax."""
 
     def forward(self, x):
         mean, var = x.mean(0), x.var(0, unbiased=False)
@@ -208,7 +208,7 @@ def test_other_random_numbers_are_told():
 
 
 def mean_of_weights(decay, new, old, count):
-    """Torch's first mean is the weights after the first step."""
+    """The mean of the weights, which torch starts with those after the first step."""
     return jax.tree.map(
         lambda a, b: jnp.where(count == 0, a, decay * b + (1 - decay) * a), new, old
     )
@@ -240,7 +240,7 @@ def affine_loss(weights, batch):
 
 
 class Scaled(nn.Linear):
-    """A layer with a buffer that a port need not read."""
+    """A layer with a buffer that a port does not have to read."""
 
     def __init__(self):
         super().__init__(5, 3)
@@ -277,7 +277,7 @@ def test_float64_is_compared_without_casts(factor, both_cast):
 
 def test_a_module_that_holds_computed_tensors_is_trained():
     def normed():
-        with warnings.catch_warnings():  # torch deprecates it, but checkpoints have it
+        with warnings.catch_warnings():  # torch deprecates it, but checkpoints use it
             warnings.simplefilter("ignore")
             return nn.utils.weight_norm(nn.Linear(5, 3))
 
@@ -323,7 +323,7 @@ def test_complex_weights_are_trained(conjugated):
 
 @pytest.mark.parametrize("name", ["embedding", "head"])
 def test_what_a_loader_makes_is_trained(name):
-    """Two arrays of one weight go ways of their own."""
+    """Two arrays of one weight are trained independently."""
 
     def model(weights, tokens):
         return jnp.tanh(weights["embedding"][tokens]) @ weights[name].T
