@@ -1,4 +1,4 @@
-"""Hawk beyond parity: where `a` may lie, where it starts, and long sequences."""
+"""Hawk beyond parity: the bounds and initial values of `a`, and long sequences."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from train.optimizer import OptimizerConfig, apply_gradient, build_optimizer
 
 @pytest.mark.usefixtures("x64")
 def test_a_of_zero_and_one_load_and_run():
-    """A = 0 forgets everything and a = 1 lets nothing in, as in the twin; gradients are finite."""
+    """As in the twin, a = 0 forgets everything and a = 1 ignores inputs. Gradients are finite."""
     twin, x = torch_ref.Hawk(4).double(), torch.randn(2, 9, 4).double()
     with torch.no_grad():
         twin.rglru.a[:2] = torch.tensor([0.0, 1.0])
@@ -39,7 +39,7 @@ def test_a_of_zero_and_one_load_and_run():
 
 @pytest.mark.parametrize("projects", [True, False])
 def test_training_keeps_a_inside(monkeypatch, projects):
-    """Steps that would leave the interval, as they do without the projection."""
+    """Without the projection, the steps would leave the interval."""
     if not projects:
         monkeypatch.setattr(train.optimizer, "project", lambda params: params)
     graphdef, params = nnx.split(RGLRU(8, rngs=nnx.Rngs(0)))
@@ -59,12 +59,12 @@ def test_training_keeps_a_inside(monkeypatch, projects):
 
 
 def start(**options) -> jax.Array:
-    """`a` of 4,000 channels; compiled, so that no gates are drawn."""
+    """The initial `a` of 4,000 channels. The compiler removes the unused gates."""
     return jax.jit(lambda: RGLRU(4000, rngs=nnx.Rngs(0), **options).a[...])()
 
 
 def test_a_starts_as_in_the_paper():
-    """Uniform in [0.9, 0.999] to the power 1/c; below 1 in a narrow dtype, too."""
+    """It is uniform in [0.9, 0.999] to the power 1/c, and below 1 even in a narrow dtype."""
     for a, c in (
         (start(c=8.0), 8),
         (start(c=2.0), 2),

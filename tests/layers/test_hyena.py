@@ -1,4 +1,4 @@
-"""Hyena, attention and the GPModel over them, beyond what the registry checks."""
+"""Hyena, attention and the GPModel that uses them, beyond the checks of the registry."""
 
 import dataclasses
 import re
@@ -29,7 +29,7 @@ from parity_tests.engine.bounds.tolerance import assert_same, ulp
 
 
 def test_initial_filters_are_the_seeds():
-    """The windows, times, embedding and frequencies: all that is not drawn."""
+    """Windows, times, embeddings and frequencies are equal, because they are not random."""
     for twin, layer in (
         (torch_ref.HyenaFilter(4, 9), HyenaFilter(4, 9, rngs=nnx.Rngs(0))),
         (torch_ref.AuthenticHyenaFilter(4, 9), AuthenticHyenaFilter(4, 9, rngs=nnx.Rngs(0))),
@@ -37,7 +37,7 @@ def test_initial_filters_are_the_seeds():
         ours = to_torch(layer)
         for key, value in twin.state_dict().items():
             if key.startswith(("window", "pos_emb", "t")) or key.endswith("freq"):
-                largest_angle = 2 * np.pi * 15  # which the twin rounds
+                largest_angle = 2 * np.pi * 15  # the twin rounds it
                 error = np.abs(ours[key] - value.numpy()).max()
                 assert error <= largest_angle * ulp(np.float32)
         assert ours["h"].std() == pytest.approx(1, abs=0.3)
@@ -85,7 +85,7 @@ def test_dropout_is_applied_in_training_only(x64, block):
 
 @pytest.mark.slow
 def test_filters_are_computed_once_for_inference(x64, monkeypatch):
-    """By `generate` too; and only for what is fixed."""
+    """`generate` computes them once, too. Filters that are not fixed are computed in each call."""
     config = GPModelConfig(
         vocab_size=11, context_length=40, features=8, num_layers=2, block="authentic-hyena"
     )
@@ -113,7 +113,7 @@ def test_filters_are_computed_once_for_inference(x64, monkeypatch):
 
 
 def test_the_filter_begins_as_in_hyena_dna(x64):
-    """Positions, times and decays by the formulas of its paper's code."""
+    """Positions, times and decays follow the formulas in the code of the paper."""
     length, bands = 20, 3
     layer = HyenaDNAFilter(
         5, length, order=2, embed_features=7, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
@@ -129,7 +129,7 @@ def test_the_filter_begins_as_in_hyena_dna(x64):
 
 
 def test_safari_numbers_the_features_of_several_filters_in_another_order():
-    """Feature by feature, where the standalone file has filter by filter."""
+    """Safari orders by feature first, the standalone file by filter first."""
     layer = HyenaDNAMixer(5, 16, order=4, mlp_features=6, rngs=nnx.Rngs(0))
     exported, place = to_torch(layer, "safari"), np.arange(15).reshape(3, 5).T.ravel()
     for key, array in to_torch(layer, "hyena-dna").items():

@@ -1,4 +1,4 @@
-"""The HyperLSTM beyond parity: what its scan holds and where it starts."""
+"""The HyperLSTM beyond parity: the products inside its scan, and its initial values."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,11 @@ import torch_ref
 from jax_models import HyperLSTM, LayerNormLSTM, to_torch
 
 SIZES = (5, 7, 4, 3)
-"""Of x, h, ĥ and z."""
+"""The sizes of x, h, ĥ and z."""
 
 
 def loop_products(layer, x) -> list[tuple[int, ...]]:
-    """The sizes over which the products inside the layer's scan sum."""
+    """The contracted sizes of the matrix products inside the layer's scan."""
 
     def products(jaxpr, inside: bool):
         for equation in jaxpr.eqns:
@@ -30,7 +30,7 @@ def loop_products(layer, x) -> list[tuple[int, ...]]:
 
 
 def test_only_what_is_recurrent_is_in_the_scan():
-    """Products of h, of h with ĥ, of ĥ and of z; none of x."""
+    """The scan has products of h, of h with ĥ, of ĥ and of z, but none of x."""
     x = np.ones((2, 6, SIZES[0]), np.float32)
     layer = HyperLSTM(*SIZES, rngs=nnx.Rngs(0))
     assert loop_products(layer, x) == [(3,), (4,), (7,), (7 + 4,)]

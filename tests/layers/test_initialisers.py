@@ -1,4 +1,4 @@
-"""A user's initialisers, and the names of mesh axes that they give to parameters."""
+"""Initializers that users choose, and the names of mesh axes that they attach to parameters."""
 
 import inspect
 import itertools
@@ -23,7 +23,7 @@ INITS = {
 
 def partitioned(name):
     known = inspect.signature(getattr(jax_models, name).__init__).parameters
-    unused = {"bias_init"} if name in ("RGLRU", "GatedMLP") else set()  # have no bias by default
+    unused = {"bias_init"} if name in ("RGLRU", "GatedMLP") else set()  # no bias by default
     return {k: nnx.with_partitioning(*v) for k, v in INITS.items() if k in known.keys() - unused}
 
 
@@ -33,7 +33,7 @@ def specs(layer):
 
 
 def expected(path):
-    """The filters, the norms and published models have draws of their own."""
+    """The expected axis names. Filters and norms have their own initializers and no names."""
     if any(part in path for part in ("filter.", "ln", "norm")):
         return P()
     *_, name = path.split(".")
@@ -93,7 +93,7 @@ def test_an_initialiser_draws_something_or_is_refused(name):
 
 @pytest.mark.parametrize("layer", [RNN, LSTM, GRU])
 def test_the_recurrent_bias_has_an_initialiser_of_its_own(layer):
-    """A forget bias of 1 stays 1: the gates see the sum of both biases."""
+    """A forget bias of 1 then stays 1, although the gates add both biases."""
     one, two = nnx.initializers.ones, nnx.initializers.constant(2)
     both, one_alone, two_alone, untouched = (
         layer(5, 6, **inits, rngs=nnx.Rngs(0)).cells[0].arrays()

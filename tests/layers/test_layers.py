@@ -1,4 +1,4 @@
-"""Layers as a user calls them: layouts, dtypes, dropout, and what they refuse."""
+"""Layers as users call them: layouts, dtypes, dropout, and the errors for wrong inputs."""
 
 from functools import partial
 
@@ -203,7 +203,7 @@ def test_a_reversed_hyena_starts_without_a_state_at_the_end_of_each_row():
     ],
 )
 def test_traced_lengths_outside_make_their_rows_nan(build):
-    """`tests/ops/test_op_arguments.py` has the operators and their states."""
+    """`tests/ops/test_op_arguments.py` tests the operators and their states."""
     layer = build(rngs=nnx.Rngs(0))
     x = inputs(4, 3, 6) if isinstance(layer, SequenceLayer) else np.ones((4, 3), int)
     run = jax.jit(lambda lengths: layer(x, lengths=lengths)[0])

@@ -1,4 +1,4 @@
-"""Every constructor with one wrong option at a time: an error of one line that says which."""
+"""Every constructor with one wrong option at a time raises a one-line error that names it."""
 
 import inspect
 import pydoc
@@ -36,7 +36,7 @@ from train.optimizer import OptimizerConfig
 
 INTEGERS = (int, int | None)
 COUNTS = {"num_heads": 2, "num_blocks": 2, "num_groups": 2}
-"""Values of required arguments that are no widths."""
+"""Values of required arguments that are not widths."""
 
 
 def sizes_of(constructor) -> dict[str, int]:
@@ -55,7 +55,7 @@ SIZES = {
     for name, value in CLASSES.items()
     if name not in MODELS and "rngs" in inspect.signature(value.__init__).parameters
 }
-"""The constructors that make weights, apart from those of language models."""
+"""The constructors that create weights, except those of language models."""
 NAN, KEY, X = float("nan"), jax.random.key(0), jnp.ones((2, 3, 64))
 WRONG = {
     int: (True, 2.5, "3", -1, 2**28, NAN, None, jnp.ones(2)),
@@ -77,7 +77,7 @@ def build(name: str, **options):
 
 
 def wrong_values(annotation):
-    return WRONG.get(annotation, ("foo", np.array(["a", "b"])))  # of a Literal, or of no use
+    return WRONG.get(annotation, ("foo", np.array(["a", "b"])))  # a Literal, or an unsuitable type
 
 
 @pytest.mark.parametrize("name", [*SIZES, *CONFIGS])
@@ -204,7 +204,7 @@ def test_a_value_is_refused(message, call):
 )
 def test_a_function_suggests_an_argument(public):
     kinds = {p.kind for p in inspect.signature(public).parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD not in kinds:  # they go on to another function
+    if inspect.Parameter.VAR_KEYWORD not in kinds:  # passed on to another function
         with pytest.raises(TypeError, match=rf"^{public.__name__}: windw: no such argument; "):
             public(windw=3)
 

@@ -1,4 +1,4 @@
-"""RWKV-6, RWKV-7 and the delta rule beside packages that nobody of this project wrote."""
+"""Compares RWKV-6, RWKV-7 and the delta rule with packages of other authors."""
 
 import copy
 import inspect
@@ -68,7 +68,10 @@ np.savez(sys.argv[3], text=text, **{name: x.numpy() for name, x in results.items
 
 
 def named(logits: Any, states: Iterable[Any]) -> Tensors:
-    """Of one text, as the package has them: 3 states a layer, of features or (heads, N, N)."""
+    """Logits and states of one text, named and shaped as in the package.
+
+    The package has 3 states for each layer: two of (features,) and one of (heads, N, N).
+    """
     tensors = {"logits": logits, **{f"state {i}": x for i, x in enumerate(states)}}
     return {name: np.asarray(x)[0] for name, x in tensors.items()}
 
@@ -83,7 +86,7 @@ def of_twin(
 ) -> tuple[Tensors, Any]:
     """The twin's results and its state.
 
-    `as_package`: e^{−1/2} is 0.606531 as in the package, which is 5.6e-7 more.
+    With `as_package`, e^{−1/2} is 0.606531 as in the package, which is 5.6e-7 more.
     """
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if as_package:
@@ -93,7 +96,7 @@ def of_twin(
 
 
 def of_package(version: str, weights: Path, given: Tensors) -> Tensors:
-    """The package's results for a checkpoint, from a process of its own."""
+    """The package's results for a checkpoint, computed in another process."""
     arguments = weights.with_suffix(".given.npz"), weights.with_suffix(".results.npz")
     np.savez(arguments[0], **given)
     env = {key: value for key, value in os.environ.items() if not key.startswith("RWKV_")}
@@ -107,9 +110,9 @@ def of_package(version: str, weights: Path, given: Tensors) -> Tensors:
 
 
 def random_case(config: Any) -> tuple[Case, torch.nn.Module]:
-    """A case and its twin, whose scales are about 1, and whose texts come of its time mixes.
+    """A random case and its twin, scaled so that the time mixes determine the text.
 
-    Without that a greedy text soon repeats one token.
+    Otherwise, a greedy text would soon repeat one token.
     """
     build_twin = getattr(torch_ref, type(config).__name__.removesuffix("Config")).from_config
     case = Case("", partial(build_twin, config), config.build, "blinkdl", "")
@@ -127,7 +130,7 @@ def random_case(config: Any) -> tuple[Case, torch.nn.Module]:
 def beside(request, tmp_path_factory) -> SimpleNamespace:
     """A random model in float32, its twin in float64, and the package's results for it.
 
-    The package reads what `to_torch` gives, and our state in the middle of the prompt.
+    The package reads the weights from `to_torch`, and our state in the middle of the prompt.
     """
     pytest.importorskip("rwkv")
     case, twin = random_case(CONFIGS[request.param])
@@ -142,14 +145,17 @@ def beside(request, tmp_path_factory) -> SimpleNamespace:
 
 
 def assert_errs_at_most_as(yardstick: dict[str, float], errors: dict[str, float]) -> None:
-    """By the rule of `tolerance.py`, in float32."""
+    """Asserts that float32 errors are within the bound of `tolerance.py`."""
     for name, error in errors.items():
         bound = max(floor(np.float32), K * yardstick[name])
         assert error <= bound, f"{name}: {error:.1e}, where at most {bound:.1e} is allowed"
 
 
 def errors_of_package(beside: SimpleNamespace) -> dict[str, float]:
-    """They may bound ours: with the package's e^{−1/2} in the twin, they are float32's rounding."""
+    """The package's errors, which may serve as bounds for ours.
+
+    Against a twin with the package's e^{−1/2}, they are no larger than float32's rounding.
+    """
     oracle, _ = of_twin(beside.twin, PROMPT, as_package=True)
     in_float32, _ = of_twin(copy.deepcopy(beside.twin).float(), PROMPT, as_package=True)
     errors = relative_errors(beside.package, oracle)
@@ -158,7 +164,7 @@ def errors_of_package(beside: SimpleNamespace) -> dict[str, float]:
 
 
 def test_logits_and_states_err_as_those_of_the_package(beside):
-    """A state's axes are the package's: keys, values in RWKV-6, and values, keys in RWKV-7."""
+    """The axes of a state are (keys, values) in RWKV-6 and (values, keys) in RWKV-7."""
     oracle, _ = of_twin(beside.twin, PROMPT)
     errors = relative_errors(of_model(beside.model, PROMPT), oracle)
     assert_errs_at_most_as(errors_of_package(beside), errors)
@@ -178,9 +184,9 @@ def test_the_greedy_text_is_that_of_the_package(beside):
 
 
 class Peer(torch.nn.Module):
-    """A function of transformers with its own scale of the query, (key size)^−1/2.
+    """A function of transformers that scales the query by (key size)^−1/2 itself.
 
-    It computes in float32 whatever it is given; here in float64, if that is what it is given.
+    It would compute in float32 for any input; here, it computes float64 inputs in float64.
     """
 
     def __init__(self, model: str, name: str):
@@ -195,20 +201,20 @@ class Peer(torch.nn.Module):
 
 
 def gated_delta_net(method, _, q, k, v, log_decay, rate, state=None):
-    """A decay for all keys: a = k, b = −αβk, and βk for k."""
+    """One decay for all keys: a = k, b = −αβk, and βk instead of k."""
     rate = rate[..., None]
     log_w = jnp.broadcast_to(log_decay[..., None], k.shape)
     return delta_rule(method, q, log_w, rate * k, v, k, -rate * jnp.exp(log_w) * k, state)
 
 
 def kimi_delta_attention(method, _, q, k, v, log_decay, rate, state=None):
-    """A decay for each key: a = α ⊙ k, b = −βk, and βk for k."""
+    """A decay for each key: a = α ⊙ k, b = −βk, and βk instead of k."""
     key = rate[..., None] * k
     return delta_rule(method, q, log_decay, key, v, jnp.exp(log_decay) * k, -key, state)
 
 
 def delta_rule(method, q, log_w, k, v, a, b, state):
-    """With the scale of the query, and a state of keys and values."""
+    """Our operator with the peer's scale of the query, and its state of (keys, values)."""
     state = None if state is None else state.mT
     r = q * q.shape[-1] ** -0.5
     y, last = ops.delta_rule(r, log_w, k, v, a, b, state, method=method)
@@ -224,7 +230,7 @@ PEERS = {
 
 
 def steps(ours, time: int):
-    """Random queries, keys of norm 1, values, log decays, rates in (0, 1) and a state."""
+    """Random queries, keys of norm 1, values, log decays, rates in (0, 1), and a state."""
     rng = np.random.default_rng(time)
     q, k, v = (rng.standard_normal((2, time, 3, size)) for size in (6, 6, 5))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
@@ -239,6 +245,6 @@ def steps(ours, time: int):
 @pytest.mark.parametrize("method", ["sequential", "chunked"])
 @pytest.mark.parametrize("name", PEERS)
 def test_the_delta_rule_is_that_of_transformers(name, method, time):
-    """Outputs, last states and the gradients of all inputs."""
+    """Compares the outputs, the last states and the gradients of all inputs."""
     ours, model = PEERS[name]
     assert_parity(Peer(model, name), partial(ours, method), *steps(ours, time), weights=dict)

@@ -1,4 +1,4 @@
-"""The LSTMs of labml, which nobody of this project wrote."""
+"""Compares LSTMs with those of labml."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_the_lstm_of_labml(num_layers):
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_hyper_lstm_of_labml(num_layers):
-    """With random weights, because labml's start at zero."""
+    """The weights are random, because labml initializes them to zero."""
     package = pytest.importorskip("labml_nn.hypernetworks.hyper_lstm")
     original = package.HyperLSTM(5, 7, 4, 3, num_layers)
     rng = np.random.default_rng(0)

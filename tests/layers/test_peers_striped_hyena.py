@@ -1,4 +1,4 @@
-"""StripedHyena's block beside that of the package `stripedhyena`, which runs on torch alone."""
+"""Compares StripedHyena's block with the package `stripedhyena`, which runs on torch alone."""
 
 from functools import partialmethod
 from typing import Any
@@ -43,7 +43,7 @@ X = np.random.default_rng(0).standard_normal((2, TIME, FEATURES))
 
 
 class InFloat64:
-    """torch, in which the package's casts to float32 are casts to float64."""
+    """Makes the package's casts to float32 casts to float64."""
 
     float32, complex64 = torch.float64, torch.complex128
 
@@ -53,7 +53,7 @@ class InFloat64:
 
 @pytest.fixture(scope="module")
 def package():
-    """The package, computing in float64 what it computes in float32."""
+    """The package, computing in float64 where it would compute in float32."""
     model = pytest.importorskip("stripedhyena.model")
     engine = pytest.importorskip("stripedhyena.engine")
     prefill = engine.HyenaInferenceEngine.prefill_via_modal_fft
@@ -69,7 +69,7 @@ def package():
 
 
 def built(package: Any, **config: Any) -> Any:
-    """The package's block, as its users build it, with random weights in float64."""
+    """The package's block, built as its users do, with random weights in float64."""
     config = pytest.importorskip("stripedhyena.utils").dotdict(CONFIG | config)
     block = package.ParallelGatedConvBlock(config, layer_idx=0).double()
     rng = np.random.default_rng(1)

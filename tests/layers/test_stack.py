@@ -1,4 +1,4 @@
-"""A stack traced, scanned and with remat is the stack layer by layer."""
+"""A stack that is traced, scanned or rematerialized computes the same as its layers in turn."""
 
 from typing import get_args
 
@@ -23,7 +23,10 @@ def attention(num_layers: int, **options) -> Stack:
 
 
 def value_gradient_and_counts(stack: Stack, x):
-    """Of two calls with dropout, the second with the masks after the first's."""
+    """The loss of two calls with dropout, its gradient, and the counts of the masks.
+
+    The second call continues with the masks after those of the first.
+    """
     graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
 
     def loss(params):
@@ -84,7 +87,7 @@ def test_one_trace_serves_all_layers(monkeypatch):
         HawkBlock, "sequence", lambda self, *args: traced.append(self) or original(self, *args)
     )
     gradient(tiny(12), 7)
-    assert len(traced) == 2  # for the size of its output, and for the program
+    assert len(traced) == 2  # once for the output's shape, once for the program
 
 
 @pytest.mark.parametrize(("scan", "time", "compiled"), [(False, 7, 5), (True, 7, 1), (True, 1, 5)])

@@ -1,4 +1,4 @@
-"""The modal convolution by chunks, and what StripedHyena's layers are beside their twins."""
+"""The modal convolution in chunks, and StripedHyena's layers compared with their twins."""
 
 from functools import partial
 from importlib import import_module
@@ -18,7 +18,7 @@ BATCH, FEATURES, MODES = 3, 4, 5
 
 
 def problem(time: int):
-    """Inputs, a state and filters; one pole is 0, one 1, one −1."""
+    """Inputs, a state and filters, with poles of 0, 1 and −1 among them."""
     rng = np.random.default_rng(time)
     poles = rng.uniform(0, 0.999, (FEATURES, MODES)) * np.exp(
         1j * rng.uniform(-np.pi, np.pi, (FEATURES, MODES))
@@ -34,7 +34,7 @@ def problem(time: int):
 
 
 def loop(v, modes, weights, lengths, reset):
-    """The recurrence in NumPy, float64."""
+    """The recurrence in NumPy and float64."""
     poles, residues, s = (
         a[..., 0] + 1j * a[..., 1] for a in (weights["poles"], weights["residues"], modes)
     )
@@ -83,7 +83,7 @@ def test_float32_errs_as_the_plain_recurrence_does():
 
 @pytest.mark.optimized
 def test_memory_of_whole_sequences_has_no_factor_for_the_modes():
-    """32 modes, forward and backward: a state of each step would take 64 times the inputs."""
+    """With 32 modes, storing each step's state would take 64 times the memory of the inputs."""
     mixer = StripedHyenaMixer(64, state_size=32, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(mixer)
     x = jax.ShapeDtypeStruct((1, 8192, 64), jnp.float32)

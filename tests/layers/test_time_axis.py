@@ -1,4 +1,4 @@
-"""Layers whose time is divided over devices are those whose time is not."""
+"""Layers compute the same if their time axis is divided over devices."""
 
 import os
 import subprocess
@@ -24,12 +24,12 @@ assert_close = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=1e
 
 
 def wide_attention() -> SequenceLayer:
-    """Its window reaches over two devices before a step's own."""
+    """A layer whose window extends over the two previous devices."""
     return jax_models.LocalAttention(8, 2, window=9, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
 
 
 def divisible_cases() -> dict[str, Case]:
-    """For each layer of the registry whose time can be divided, the case that sees most steps."""
+    """By layer that can divide its time axis: the case whose outputs depend on the most steps."""
     cases: dict[str, Case] = {}
     for case in sorted(reversed(CASES.values()), key=lambda case: case.reach or inf):
         layer = case.abstract(jnp.float32)
@@ -54,7 +54,7 @@ check_divided({name!r})
 
 
 def run_of(layer: SequenceLayer, of_device):
-    """Outputs, the last state, and the gradients of the weights and of x."""
+    """A function to the outputs, the last state, and the gradients of the weights and x."""
     graphdef, _, rest = nnx.split(layer, nnx.Param, ...)
 
     def run(params, x, reset, start):
@@ -70,15 +70,15 @@ def run_of(layer: SequenceLayer, of_device):
 
 
 def check_divided(name: str) -> None:
-    """Compare a layer over devices with one on one, from no state and from some."""
+    """Compares a layer over several devices with one device, with and without a first state."""
     layer = LAYERS[name]()
     rng = np.random.default_rng(1)
-    # A long convolution, which cannot be reset, also divides its features over the devices.
+    # Only long convolutions cannot be reset, and they also divide their features over the devices.
     devices = DEVICES if layer.resettable else layer.in_features
     time = TIME - TIME % devices
     x = jnp.asarray(rng.standard_normal((3, time, layer.in_features)))
 
-    def begun(s):  # positions count on
+    def begun(s):  # positions continue
         is_floating = jnp.issubdtype(s.dtype, jnp.floating)
         return jnp.asarray(rng.uniform(0.5, 1.5, s.shape)) if is_floating else s + 5
 
@@ -113,7 +113,7 @@ def check_divided(name: str) -> None:
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS]
 )
 def test_time_divided_over_devices_is_whole(name):
-    """Outputs, states and gradients, with and without `reset` and a state to start from."""
+    """Compares outputs, states and gradients, with and without `reset` and a first state."""
     script = ON_DEVICES.format(name=name)
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)

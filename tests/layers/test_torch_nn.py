@@ -1,4 +1,4 @@
-"""Random configurations and lengths of torch.nn.RNN, LSTM and GRU, in float64."""
+"""Random configurations and lengths of torch.nn.RNN, LSTM and GRU in float64."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ FAMILIES = {"RNN": (nn.RNN, RNN), "LSTM": (nn.LSTM, LSTM), "GRU": (nn.GRU, GRU)}
 
 @st.composite
 def problems(draw):
-    """A case with options of both sides, which have their own names, and its problem."""
+    """A random case with its problem. The two sides name some options differently."""
     twin, layer = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
     sizes = draw(st.integers(1, 5)), draw(st.integers(2, 6))
     stack = {"num_layers": draw(st.integers(1, 3)), "bidirectional": draw(st.booleans())}

@@ -1,4 +1,4 @@
-"""The types of states: `make lint` checks this file, nothing runs it."""
+"""The types of states. `make lint` checks this file; nothing runs it."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""How a language model of another package is compared with ours."""
+"""Compares a language model with that of another package."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +20,9 @@ def assert_same_logits_and_gradients(
     call: Callable[..., Any] = lambda port, tokens: port(tokens)[0],
     dtypes: tuple[str, ...] = ("float64", "float32"),
 ) -> None:
-    """In each dtype, of what `load` makes of the weights and of the package's float64 model.
+    """Compares the port that `load` makes with the package's float64 model, in each dtype.
 
-    The weights go back as they came.
+    The exported weights must equal the package's.
     """
     for dtype in dtypes:
         weights = {k: w.to(getattr(torch, dtype)) for k, w in model.state_dict().items()}

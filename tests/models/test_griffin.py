@@ -24,7 +24,7 @@ from parity_tests.engine.bounds.tolerance import assert_same
     ],
 )
 def test_local_attention_in_tiles_is_attention_over_the_whole_row(x64, monkeypatch, window, before):
-    """Of packed documents, from a state; outputs, gradients, and the state that goes on."""
+    """Compares outputs and gradients for packed documents, in pieces that pass on their state."""
     monkeypatch.setattr(import_module("jax_models.ops.causal_attention"), "TILE", 8)
     rng = np.random.default_rng(window)
     time = 30
@@ -55,13 +55,13 @@ def test_local_attention_in_tiles_is_attention_over_the_whole_row(x64, monkeypat
         return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
 
     found, of_whole = outputs_and_gradients(in_pieces), outputs_and_gradients(expected)
-    for ours, whole in zip(found, of_whole, strict=True):  # over one key, q has no gradient
+    for ours, whole in zip(found, of_whole, strict=True):  # with a single key, q has no gradient
         assert_same(ravel_pytree(ours)[0], ravel_pytree(whole)[0], "gradients, then outputs")
 
 
 @pytest.mark.parametrize(("platform", "tile"), [("cpu", 120), ("tpu", 352)])
 def test_the_tile_is_that_of_the_platform_that_a_program_is_lowered_for(platform, tile):
-    """And not that of the machine that lowers it."""
+    """The machine that lowers the program does not matter."""
     x = jax.ShapeDtypeStruct((2, 700, 1, 16), jnp.float32)
     state = ops.LocalAttentionState(jnp.zeros(2, jnp.int32), *jnp.zeros((2, 2, 255, 1, 16)))
     program = jax.jit(ops.local_attention).trace(x, x, x, state)
@@ -72,7 +72,7 @@ def test_the_tile_is_that_of_the_platform_that_a_program_is_lowered_for(platform
 
 @pytest.mark.parametrize(("faulty", "number"), [("q", np.nan), ("k", np.inf), ("v", -np.inf)])
 def test_only_the_steps_that_see_a_number_that_is_not_finite_know_it(monkeypatch, faulty, number):
-    """Their heads are NaN; they pass no gradient on."""
+    """In these steps, the head's outputs are NaN and pass on no gradient."""
     monkeypatch.setattr(import_module("jax_models.ops.causal_attention"), "TILE", 8)
     time, window, step = 30, 6, 11
     rng = np.random.default_rng(0)
@@ -99,7 +99,7 @@ def test_only_the_steps_that_see_a_number_that_is_not_finite_know_it(monkeypatch
 
 
 def test_tiles_vary_over_the_devices_of_a_mesh():
-    """From the state of zeros, which does not."""
+    """The initial state of zeros does not vary."""
     layer = LocalAttention(8, 2, window=3, rngs=nnx.Rngs(0))
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     run = jax.shard_map(lambda x: layer(x)[0], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -109,7 +109,7 @@ def test_tiles_vary_over_the_devices_of_a_mesh():
 
 @pytest.mark.slow
 def test_the_memory_of_training_grows_with_time_alone():
-    """Not with its square, nor with the window times the time."""
+    """It grows neither with the square of the time nor with the window times the time."""
     window, heads, size = 512, 4, 8
 
     def temporary_bytes(time: int) -> int:
@@ -177,7 +177,7 @@ def test_a_config_json_of_another_model_is_refused(change, message):
 
 @pytest.mark.parametrize("name", ["attention", "local_attention"])
 def test_scores_that_overflow_show_no_later_step(name):
-    """A query that sees nothing but scores of −∞ has no softmax."""
+    """A query whose visible scores are all −∞ has no softmax."""
     q = jnp.full((1, 3, 1, 1), 1e30)
     v = jnp.arange(3.0).reshape(q.shape)
     if name == "attention":

@@ -1,4 +1,4 @@
-"""Language models and generation as a user calls them."""
+"""Language models and text generation, as users call them."""
 
 import contextlib
 from functools import partial
@@ -39,7 +39,7 @@ def tokens(*shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("context_length", [8, None])
 def test_generation_equals_recomputing_the_whole_text(context_length):
-    """Past the context length the model sees the last tokens alone, at the first positions."""
+    """Beyond the context length, the model reads only the last tokens, from position 0 on."""
     lm = model(context_length=context_length, cell="gru")
     prompt = tokens(2, 5)
     size = context_length or 17
@@ -73,7 +73,7 @@ def test_sampling_follows_the_distribution(dtype):
 
 
 def test_sampling_keeps_the_tail_in_bfloat16():
-    """Gumbel noise in bfloat16 would give the last token a thirtieth of its share."""
+    """With Gumbel noise in bfloat16, the last token would have a thirtieth of its probability."""
     logits = jnp.log(jnp.array([0.999, 0.001])).astype(jnp.bfloat16)
     drawn = np.asarray(sample(jnp.broadcast_to(logits, (400_000, 2)), KEY))
     assert 0.0007 < drawn.mean() < 0.0013
@@ -104,7 +104,7 @@ def test_a_text_in_one_call_is_the_streamed_one(context_length, num_tokens, step
     [(1e-9, [1, 2, 4, 8, 16, 32, 64, 64]), (1e-3, [1, 2, 4, 8, 9, 9, 9]), (9e-3, [1, 1, 1])],
 )
 def test_a_call_takes_the_steps_that_make_ten_milliseconds(step_seconds, counts, monkeypatch):
-    """By a clock on which the call before is what takes time."""
+    """The fake clock advances by the duration of the previous call."""
     made, steps, now = [1], Decoder.steps, [0.0]
 
     def timed_steps(*args):
@@ -128,7 +128,7 @@ def test_a_call_takes_the_steps_that_it_is_told(monkeypatch):
 
 @contextlib.contextmanager
 def compilations():
-    """The list of XLA's compilations in this context."""
+    """Collects the compilations of XLA inside the context."""
     compiled = []
 
     def listen(event: str, seconds: float, **_):
@@ -145,7 +145,7 @@ def compilations():
 @pytest.mark.slow
 @pytest.mark.parametrize("context_length", [None, 100])
 def test_fifty_prompts_share_few_programs(context_length):
-    """Of all lengths and options, operations outside of the programs and keys included."""
+    """Counts prompts of all lengths and options, including operations outside the programs."""
     random = np.random.default_rng(0)
     lm = model(context_length=context_length, hidden_features=22)
     with compilations() as compiled:
@@ -165,7 +165,7 @@ def test_fifty_prompts_share_few_programs(context_length):
 
 
 def test_the_largest_are_kept():
-    """As sorting finds them, ties and rows with infinities included."""
+    """Sorting gives the same, also for ties and for rows with infinities."""
     logits = np.random.default_rng(0).normal(size=(4, 50)).round(1).astype(np.float32)
     logits[1, :40] = -np.inf
     logits[2] = 0
@@ -184,7 +184,7 @@ def test_the_key_decides_the_text():
 
 
 def test_generation_under_jit_is_the_same():
-    """Past the context too, of a traced prompt, key and model; −1 in the place of an error."""
+    """Prompt, key and model may be traced, also beyond the context. Errors become tokens of −1."""
     lm = model()
     prompt = tokens(2, 5)
     graphdef, weights = nnx.split(lm)
@@ -292,7 +292,7 @@ def test_a_replaced_block_of_another_width_is_named(call):
 
 
 def test_a_model_of_any_parts():
-    """Blocks of two kinds, a tied head and no layouts."""
+    """A model with two kinds of blocks, a tied head and no layouts."""
     rngs = nnx.Rngs(0)
     lm = LanguageModel(
         LanguageModelConfig(vocab_size=20),

@@ -1,4 +1,4 @@
-"""Griffin beside transformers' RecurrentGemma and DeepMind's recurrentgemma."""
+"""Compares Griffin with transformers' RecurrentGemma and DeepMind's recurrentgemma."""
 
 import dataclasses
 import inspect
@@ -48,7 +48,7 @@ TOKENS = np.random.default_rng(0).integers(1, 50, (2, TIME))
 
 
 def randomise(module: torch.nn.Module) -> None:
-    """Matrices that keep the scale of what they are multiplied by, and biases that matter."""
+    """Draws matrices that keep the scale of their inputs, and biases that are not negligible."""
     rng = np.random.default_rng(0)
     for name, parameter in module.named_parameters():
         fan_in = parameter.shape[-2] if "_gate_weight" in name else parameter.shape[-1]
@@ -86,7 +86,7 @@ def hf_config(config: GriffinLanguageModelConfig) -> Any:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def hf(request) -> tuple[GriffinLanguageModelConfig, torch.nn.Module]:
-    """A random RecurrentGemma in float64, the angles' frequencies, too."""
+    """A random RecurrentGemma in float64, including the frequencies of the angles."""
     transformers = pytest.importorskip("transformers")
     config = CONFIGS[request.param]
     with InFloat64():
@@ -96,7 +96,7 @@ def hf(request) -> tuple[GriffinLanguageModelConfig, torch.nn.Module]:
 
 
 def logits_of(model: torch.nn.Module, tokens: np.ndarray, **options: Any) -> np.ndarray:
-    """Of transformers' model in float64, in the places where it computes in float32, too."""
+    """The logits of transformers' model, in float64 even where it would cast to float32."""
     with InFloat64(), torch.no_grad():
         return model(torch.as_tensor(tokens), **{"use_cache": False, **options}).logits.numpy()
 
@@ -106,7 +106,7 @@ def ours(model: torch.nn.Module, config: GriffinLanguageModelConfig):
 
 
 def assert_near_each_other(what: str, ours, original, exact) -> None:
-    """Of two computations in float32, neither errs by more than the bound that the other gives."""
+    """Asserts that neither of two float32 results exceeds the bound from the other's error."""
     exact = np.asarray(exact)
     errors = [rms(np.asarray(a, np.float64) - exact) / rms(exact) for a in (ours, original)]
     bound = max(floor(np.float32), K * min(errors))
@@ -121,7 +121,7 @@ def test_logits_and_gradients_are_those_of_transformers(hf):
 
 
 def test_states_are_those_of_transformers(hf):
-    """After a prompt: the recurrences, the convolutions' inputs, and the keys of the window."""
+    """Compares recurrent states, inputs of convolutions and keys of the window after a prompt."""
     from transformers import DynamicCache
 
     config, model = hf
@@ -144,7 +144,7 @@ def test_states_are_those_of_transformers(hf):
 
 
 def test_a_folder_of_transformers_is_read(hf, tmp_path):
-    """In several files, without the tied head; its config.json tells all."""
+    """The folder has several files, no tied head, and a config.json that determines the model."""
     config, model = hf
     model.float().save_pretrained(tmp_path, max_shard_size="20KB")
     model.double()
@@ -159,7 +159,7 @@ def test_a_folder_of_transformers_is_read(hf, tmp_path):
 
 @pytest.fixture(scope="module")
 def deepminds() -> Any:
-    """recurrentgemma; its annotations, which only an old typeguard can check, are not checked."""
+    """Imports recurrentgemma without its type checks, which need an old typeguard."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("typeguard.typechecked", lambda function: function)
         package = pytest.importorskip("recurrentgemma", exc_type=ImportError)
@@ -189,7 +189,7 @@ POSITIONS = np.stack([np.r_[:9, :12], np.r_[:2, :13, :6]])
 
 
 def test_recurrentgemma_in_torch_agrees_on_packed_documents(deepminds):
-    """Logits and gradients, under the keys of its PyTorch checkpoints."""
+    """Compares logits and gradients, with the keys of its PyTorch checkpoints."""
     model = deepminds.torch.Griffin(deepminds_config(deepminds), gradient_checkpointing=False)
     randomise(model.double())
     assert_same_logits_and_gradients(
@@ -203,7 +203,7 @@ def test_recurrentgemma_in_torch_agrees_on_packed_documents(deepminds):
 
 
 def test_recurrentgemma_in_flax_agrees(deepminds):
-    """From the tree of its parameters; it computes its softmax in float32."""
+    """Loads the tree of its parameters. Its softmax is in float32."""
     model = deepminds.jax.Griffin(deepminds_config(deepminds), gradient_checkpointing=False)
     positions = np.broadcast_to(np.arange(TIME), TOKENS.shape)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

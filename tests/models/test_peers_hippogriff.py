@@ -1,7 +1,7 @@
-"""hippogriff's language model beside the package's own.
+"""Compares hippogriff's language model with the package.
 
-The package takes its scan, its attention and its rotary positions from CUDA extensions. Here these
-are written out, as their documentation has them.
+The package imports its scan, attention and rotary positions from CUDA extensions. This file defines
+them as their documentation describes them.
 """
 
 import importlib
@@ -41,7 +41,7 @@ TOKENS = np.random.default_rng(0).integers(0, 23, (2, 40))
 
 
 def scan(gates: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`h_t = gates_t h_{t−1} + tokens_t`, of (batch, features, time)."""
+    """Computes `h_t = gates_t h_{t−1} + tokens_t` on arrays (batch, features, time)."""
     h, states = torch.zeros_like(tokens[..., 0]), []
     for gate, token in zip(gates.unbind(-1), tokens.unbind(-1), strict=True):
         h = gate * h + token
@@ -50,7 +50,7 @@ def scan(gates: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def flash_attn_func(q, k, v, *, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
-    """Softmax attention of (batch, time, heads, size); a negative window is no window."""
+    """Softmax attention of (batch, time, heads, size). A negative window means none."""
     assert (causal, window_size[1]) == (True, 0)
     k, v = (each.repeat_interleave(q.shape[2] // each.shape[2], dim=2) for each in (k, v))
     step = torch.arange(q.shape[1])
@@ -64,12 +64,12 @@ def flash_attn_func(q, k, v, *, causal: bool, window_size: tuple[int, int]) -> t
 
 
 def as_meant(q, k, v, *, causal: bool, window_size: tuple[int, int]) -> torch.Tensor:
-    """With the window that hippogriff means, which it gives with the wrong sign."""
+    """Attention with the window that hippogriff intends, but passes with the wrong sign."""
     return flash_attn_func(q, k, v, causal=causal, window_size=(-window_size[0], window_size[1]))
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Turns the first and the second half of each head, of q and of the keys in kv."""
+    """Rotates the two halves of each head, in q and in the keys of kv."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -89,7 +89,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 @pytest.fixture(params=[flash_attn_func, as_meant])
 def package(request, monkeypatch):
-    """The package's file, and the window that its attention has."""
+    """The module of the package, with one of two windows for its attention."""
     for name, contents in {
         "accelerated_scan": {},
         "accelerated_scan.warp": {"scan": scan},
@@ -108,7 +108,7 @@ def package(request, monkeypatch):
 
 
 def built(module: Any, **options: Any) -> torch.nn.Module:
-    """A model as its users build it, with random weights and biases."""
+    """A model that is built as its users do, with random weights and biases."""
     torch.manual_seed(0)
     model = module.GriffinLM(module.GriffinConfig(**SIZES | options)).double()
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""HyenaDNA beside its standalone file, which the package `helical` has."""
+"""Compares HyenaDNA with its standalone file, which is part of the package `helical`."""
 
 import importlib.util
 import sys
@@ -31,7 +31,7 @@ TOKENS = np.random.default_rng(0).integers(0, 12, (2, TIME))
 
 @pytest.fixture(scope="module")
 def standalone() -> Any:
-    """The one file of `helical`, with none of the package's other modules."""
+    """Imports the single file from `helical`, without the other modules of the package."""
     package = importlib.util.find_spec("helical")
     if package is None or not package.submodule_search_locations:
         pytest.skip("helical is not installed")
@@ -53,7 +53,7 @@ def standalone() -> Any:
 
 
 class NoDepth(torch.nn.Identity):
-    """`StochasticDepth`, which HyenaDNA has at probability 0."""
+    """Stands in for `StochasticDepth`, whose probability is 0 in HyenaDNA."""
 
     def __init__(self, p: float, mode: str):
         super().__init__()
@@ -61,7 +61,7 @@ class NoDepth(torch.nn.Identity):
 
 
 def built(standalone: Any, config: HyenaDNALanguageModelConfig) -> torch.nn.Module:
-    """HyenaDNA's model, as its users build it, in float64."""
+    """HyenaDNA's model in float64, built as its users do."""
     model = standalone.HyenaDNAModel(
         d_model=config.features,
         n_layer=config.num_layers,
@@ -82,9 +82,9 @@ def built(standalone: Any, config: HyenaDNALanguageModelConfig) -> torch.nn.Modu
 
 
 def randomise(module: torch.nn.Module) -> None:
-    """Matrices that keep the scale of what they are multiplied by, and biases that matter.
+    """Draws matrices that keep the scale of their inputs, and biases that are not negligible.
 
-    The positions, times and decays are moved a little from what the sizes would make them.
+    Positions, times and decays are changed a little from their computed values.
     """
     rng = np.random.default_rng(1)
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -107,7 +107,7 @@ def original(request, standalone) -> tuple[HyenaDNALanguageModelConfig, torch.nn
 
 
 def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """HyenaDNA is trained with its embedding as the head, which the file leaves away."""
+    """The logits with the embedding as the head, which the file omits but training uses."""
     return F.linear(model(tokens), model.backbone.embeddings.word_embeddings.weight)
 
 

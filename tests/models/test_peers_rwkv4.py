@@ -1,4 +1,4 @@
-"""RWKV-4 beside transformers' RwkvForCausalLM."""
+"""Compares RWKV-4 with transformers' RwkvForCausalLM."""
 
 import re
 
@@ -20,7 +20,7 @@ TOKENS = np.random.default_rng(0).integers(0, 50, (2, 17))
 
 @pytest.fixture
 def model():
-    """A random model in float64 that has not run."""
+    """A random model in float64 that has not been called yet."""
     transformers = pytest.importorskip("transformers")
     config = transformers.RwkvConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=5, intermediate_size=40,
@@ -38,12 +38,12 @@ def model():
 
 
 def copied(model):
-    """Its weights as they are now: transformers changes them in place."""
+    """A copy of the current weights, because transformers changes them in place."""
     return {key: tensor.clone() for key, tensor in model.state_dict().items()}
 
 
 def logits_of(model, tokens, **options):
-    """Of transformers' model in evaluation, with what it returns beside them."""
+    """The logits of transformers' model in evaluation mode, and its other results."""
     with torch.no_grad():
         return model.eval()(torch.tensor(tokens), **options)
 

@@ -1,4 +1,4 @@
-"""RWKV-4 beyond parity: its checkpoints, its initialisation, its extremes."""
+"""RWKV-4 beyond parity: its checkpoints, its initialization, and extreme values."""
 
 import io
 import pickle
@@ -20,16 +20,16 @@ SIZES = {"vocab_size": 11, "features": 6, "num_layers": 3, "hidden_features": 24
 
 
 def checkpoint() -> dict[str, torch.Tensor]:
-    """A random RWKV-4's state_dict in bfloat16, as BlinkDL's are."""
+    """The state_dict of a random RWKV-4 in bfloat16, like BlinkDL's checkpoints."""
     twin = torch_ref.RWKVLanguageModel(*SIZES.values())
     return {key: torch.randn_like(value).bfloat16() for key, value in twin.state_dict().items()}
 
 
 class Trap:
-    """A pickle that would run something."""
+    """An object whose pickle would run code."""
 
     def __reduce__(self):
-        """Print instead of an object."""
+        """Makes unpickling call `print`."""
         return print, ("the pickle ran",)
 
 
@@ -118,7 +118,7 @@ def test_a_decay_beyond_float32_forgets_at_once(build):
 
 
 def blinkdl_start(features: int, layer: int, num_layers: int) -> dict[str, np.ndarray]:
-    """How RWKV-LM's code starts decays, bonuses and mixtures, channel by channel."""
+    """The initial decays, bonuses and mixtures of RWKV-LM's code, channel by channel."""
     up, down = layer / (num_layers - 1), 1 - layer / num_layers
     channels, power = range(features), 0.7 + 1.3 * up
     return {

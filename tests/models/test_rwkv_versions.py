@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7 beyond parity: their checkpoints, layouts and initialisation."""
+"""RWKV-6 and RWKV-7 beyond parity: their checkpoints, layouts and initialization."""
 
 import itertools
 
@@ -27,13 +27,13 @@ ATT = "blocks.0.att"
 
 
 def checkpoint(version: str, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
-    """A random model's state_dict under BlinkDL's keys."""
+    """The state_dict of a random model, with BlinkDL's keys."""
     weights = to_torch(MODELS[version].build(rngs=nnx.Rngs(0)))
     return {key: 0.4 * torch.randn(value.shape).to(dtype) for key, value in weights.items()}
 
 
 def test_what_fla_makes_of_rwkv6():
-    """By the words of fla's converter, key by key."""
+    """The expected keys are those of fla's converter."""
     weights = {k: v.numpy() for k, v in checkpoint("RWKV-6", torch.float32).items()}
     fla = to_torch(rwkv_from_torch(weights), "fla")
     of = lambda name: weights[f"{ATT}.time_{name}"]  # noqa: E731
@@ -154,7 +154,7 @@ def test_rwkv7_starts_as_the_official_code():
     np.testing.assert_allclose(singular_values(model.head.kernel[...]), 0.5, rtol=1e-4)
     emb = np.asarray(model.embedding.embedding[...])
     assert 0.9e-4 < np.abs(emb).max() <= 1e-4
-    assert RWKV7TimeMix(64, rngs=nnx.Rngs(0)).w0[...].shape == (64,)  # one layer: no 0 / 0
+    assert RWKV7TimeMix(64, rngs=nnx.Rngs(0)).w0[...].shape == (64,)  # no 0 / 0 with a single layer
 
 
 def test_rwkv6_starts_as_the_official_code():

@@ -1,4 +1,4 @@
-"""silero-VAD with the published weights, beside the TorchScript that its package ships."""
+"""Compares silero-VAD with the TorchScript of its package, with the published weights."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ from parity_tests.engine.references.torch_reference import TorchReference
 from parity_tests.subject import assert_same_tree
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = find_spec("silero_vad")  # which is not imported: that takes torch's threads away
+PACKAGE = find_spec("silero_vad")  # not imported, because that reduces torch's threads
 if PACKAGE is None:
     pytest.skip("silero-vad is not installed", allow_module_level=True)
 DATA = Path(PACKAGE.origin).parent / "data"
@@ -56,7 +56,7 @@ def model_of(weights, sample_rate=16000, dtype=jnp.float32) -> SileroVAD:
 
 
 def recordings(sample_rate: int, frames: int = 24, dtype=np.float32) -> np.ndarray:
-    """Voiced syllables after silence, noise, and both."""
+    """Recordings of voiced syllables after silence, of noise, and of both."""
     rng = np.random.default_rng(0)
     samples = frames * sample_rate * 32 // 1000
     t = np.arange(samples) / sample_rate
@@ -68,7 +68,7 @@ def recordings(sample_rate: int, frames: int = 24, dtype=np.float32) -> np.ndarr
 
 
 def by_torchscript(weights: Mapping[str, Any], sample_rate: int, audio: np.ndarray):
-    """The results of the shipped code with these weights, chunk after chunk."""
+    """The results of the published TorchScript with these weights, chunk by chunk."""
     module = RATES[sample_rate]
     own = {key: value.clone() for key, value in module.state_dict().items()}
     model = model_of(weights, sample_rate)
@@ -133,7 +133,7 @@ def vad(request, x64) -> SileroVAD:
 
 
 def test_rows_of_several_lengths_are_each_alone(vad):
-    """Lengths count samples: the last frame of a row is filled up with zeros."""
+    """Lengths are in samples. The last frame of a row is padded with zeros."""
     audio = recordings(vad.sample_rate, 9, float)
     samples = audio.shape[1]
     lengths = np.array([samples - 1, samples // 2 + 7, 0])
@@ -167,7 +167,7 @@ def test_a_length_outside_under_jit_is_nan(vad):
 
 
 def test_digital_silence_has_a_gradient(vad):
-    """Upstream's √ gives NaN there."""
+    """The square root of the original has the gradient NaN there."""
     gradient = jax.jit(jax.grad(lambda audio: vad(audio)[0].sum()))
     assert (gradient(jnp.zeros((1, 2 * vad.frame_length))) == 0).all()
 
@@ -195,14 +195,15 @@ def test_refuses(argument, call):
 
 @pytest.mark.slow
 def test_the_example_fine_tunes_and_writes_what_the_package_loads(tmp_path):
-    """On noise that counts as speech, and voices that do not."""
+    """Trains on noise that is labeled as speech, and on voices that are not."""
     audio = recordings(16000)[:2]
     labels = np.zeros((2, 24))
     labels[1] = 1
     np.savez(tmp_path / "recordings.npz", audio=audio, labels=labels)
     example = ROOT / "examples" / "finetune_silero_vad.py"
     command = [sys.executable, str(example), "recordings.npz", "tuned.jit"]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}  # a user's
+    # Run it as a user would, with JAX's default promotion.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_NUMPY")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""LSTMs through cuDNN. Where there is no GPU, JAX's reference of cuDNN's LSTM stands in for it."""
+"""LSTMs through cuDNN. Without a GPU, JAX's reference of cuDNN's LSTM takes its place."""
 
 import sys
 import types
@@ -24,7 +24,7 @@ LENGTHS = np.array([TIME, 0, 1, 4])
 def stand_in_forward(
     *operands, input_size, hidden_size, num_layers, dropout, bidirectional, cudnn_allow_tf32
 ):
-    """CuDNN's results; no numbers if a row has no step."""
+    """Computes cuDNN's results, but NaN if a row has no step."""
     *primals, weights, ends = operands
     sizes = (input_size, hidden_size, num_layers)
     unpacked = rnn.unpack_lstm_weights(weights, *sizes, bidirectional)
@@ -33,7 +33,7 @@ def stand_in_forward(
 
 
 def stand_in_backward(dy, dh, dc, x, h, c, weights, y, reserve, ends, **options):
-    """CuDNN's gradients; in the padding no numbers."""
+    """Computes cuDNN's gradients, but NaN in the padding."""
 
     def forward(*primals):
         return stand_in_forward(*primals, ends, **options)[:3]
@@ -45,7 +45,7 @@ def stand_in_backward(dy, dh, dc, x, h, c, weights, y, reserve, ends, **options)
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in():
-    """A CPU runs cuDNN's calls; a program for CUDA shows where they are."""
+    """Lowers cuDNN's calls to the stand-ins, for the CPU and in programs for CUDA."""
     library = types.SimpleNamespace(compute_rnn_workspace_reserve_space_sizes=lambda *_: (8, 8))
     functions = {rnn.rnn_fwd_p: stand_in_forward, rnn.rnn_bwd_p: stand_in_backward}
     for primitive, function in functions.items():
@@ -61,15 +61,15 @@ def stand_in():
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """JAX seems to find a GPU."""
+    """Makes JAX seem to have a GPU."""
     devices = jax.devices
     monkeypatch.setattr(jax, "devices", lambda name=None: [0] if name == "cuda" else devices(name))
 
 
 @pytest.fixture
 def in_float64(monkeypatch, x64):
-    """The stand-in for cuDNN computes in every dtype."""
-    module = sys.modules["jax_models.ops.recurrent_stack"]  # the package has a function so named
+    """Allows cuDNN for every dtype, because the stand-in computes in all of them."""
+    module = sys.modules["jax_models.ops.recurrent_stack"]  # `ops` has a function of this name
     monkeypatch.setattr(module, "cudnn_refusal", lambda *_: None)
 
 
@@ -89,7 +89,7 @@ def arguments(layer: LSTM):
 
 
 def pulled_back(layer: LSTM, lengths=None):
-    """The function of weights, arguments and gradients to the results and all gradients."""
+    """A function of weights, arguments and gradients that returns results and all gradients."""
     graphdef, weights, rest = nnx.split(layer, nnx.Param, ...)
 
     def function(weights, primals, gradients):
@@ -112,7 +112,7 @@ def assert_cudnn_equals_xla(transform, lengths, **options):
 
 
 def program(layer: LSTM, x=None, **kwargs) -> str:
-    """The layer's jaxpr, in which a call of cuDNN is named."""
+    """The layer's jaxpr, in which calls of cuDNN can be found by name."""
     x = jnp.ones((BATCH, TIME, FEATURES)) if x is None else x
     return str(jax.make_jaxpr(lambda x: layer(x, **kwargs)[0])(x))
 
@@ -180,7 +180,7 @@ def test_auto_leaves_what_cudnn_cannot_or_should_not_do_to_xla(one_gpu, monkeypa
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_device_of_a_shard_map_has_its_cudnn(check_vma, one_gpu, monkeypatch):
-    """But not where JAX checks what varies over the devices: cuDNN's call cannot tell."""
+    """With check_vma, cuDNN is not used, because its call does not declare what varies."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     monkeypatch.setattr(jax, "devices", lambda name: [0, 1])
     cells, served = [cell.arrays() for cell in build("auto").cells], []
@@ -197,7 +197,7 @@ def test_each_device_of_a_shard_map_has_its_cudnn(check_vma, one_gpu, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [None, "tensorfloat32", "bfloat16", "highest", "float32"])
 def test_products_are_as_precise_as_was_asked_for(setting, one_gpu):
-    """Also in a backward pass that is traced after the setting has ended."""
+    """The backward pass keeps the precision, even if it is traced after the setting has ended."""
     layer = build("cudnn")
     primals, gradients = arguments(layer)
     with jax.default_matmul_precision(setting):

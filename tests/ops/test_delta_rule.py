@@ -1,4 +1,4 @@
-"""The delta rule by itself: every form of it, masks, extremes, derivatives and memory."""
+"""The delta rule on its own: all its forms, masks, extreme values, derivatives and memory."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ LEAST_LOG_DECAY = -0.6
 
 
 def inputs(kind: str, time: int) -> tuple[dict, dict]:
-    """Arrays of a layer that is a case of the delta rule, by name, and its options."""
+    """Named arrays of a layer that is a special case of the delta rule, and its options."""
     rng = np.random.default_rng(time)
     r, k, log_w = rng.standard_normal((3, BATCH, time, HEADS, KEY))
     v = rng.standard_normal((BATCH, time, HEADS, VALUE))
@@ -36,7 +36,7 @@ KINDS = ("rwkv7", "any decay", "rwkv6", "gated linear attention")
 
 
 def loop(r, log_w, k, v, state, a=None, b=None, u=None, lengths=None, reset=None):
-    """The equation, a row and a step at a time: numpy, in the dtype of what is given."""
+    """Computes the equation step by step in NumPy, in the dtype of the arrays."""
     y, last = np.zeros_like(v), state.copy()
     for row, t in np.ndindex(v.shape[:2]):
         if lengths is not None and t >= lengths[row]:
@@ -94,7 +94,7 @@ def test_all_forms_have_the_same_gradients(x64, kind):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["rwkv6", "any decay"])
 def test_decays_of_every_size_are_exact_and_finite(x64, method, kind):
-    """Where a state is gone at one step, later steps lose no digits."""
+    """Later steps lose no digits after a step at which the state decays to zero."""
     arrays, _ = inputs(kind, 64)
     sizes = np.array([-np.inf, -1e30, -1e5, -800.0, -20.0, -1.0, -1e-3, -1e-9, 0.0])
     shape = arrays["log_w"].shape
@@ -138,7 +138,7 @@ def test_no_keys_are_no_output(method):
 
 @pytest.mark.parametrize("kind", ["rwkv7", "any decay"])
 def test_float32_errs_as_the_loop_does(kind):
-    """Also where the decay is at its bound."""
+    """The decays of rwkv7 are at their lower bound."""
     arrays, options = inputs(kind, 256)
     if kind == "rwkv7":
         arrays["log_w"] = np.full_like(arrays["log_w"], LEAST_LOG_DECAY)
@@ -152,7 +152,7 @@ def test_float32_errs_as_the_loop_does(kind):
 
 
 def test_one_key_again_and_again():
-    """The powers of the scores grow there to 6,435, although their alternating sum is 1 at most."""
+    """Powers of the scores grow to 6,435 here, although their alternating sum is at most 1."""
     rng = np.random.default_rng(0)
     k = np.zeros((1, 64, 1, 4))
     k[..., 0] = 1
@@ -198,7 +198,7 @@ def test_bfloat16_is_computed_in_float32(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("min_log_w", [LEAST_LOG_DECAY, None])
 def test_memory_of_65536_steps(method, min_log_w):
-    """Forward and backward need at most 6 times the inputs' size."""
+    """Forward and backward together need at most 6 times the memory of the inputs."""
     shape = jax.ShapeDtypeStruct((1, 65536, 4, 64), jnp.float32)
 
     def loss(*arrays):

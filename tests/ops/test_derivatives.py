@@ -1,4 +1,4 @@
-"""Forward mode, reverse mode and second derivatives of the operators that bring their own."""
+"""Forward mode, reverse mode and second derivatives of operators with their own derivatives."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def of_real_numbers(a, b, h0, **options):
 
 
 def of_complex_numbers(a, b, h0, **options):
-    """Of pairs of real numbers, the last axis."""
+    """The recurrence on complex numbers, which are pairs of real ones in the last axis."""
     h, last = linear_recurrence(
         *(jax.lax.complex(x[..., 0], x[..., 1]) for x in (a, b, h0)), **options
     )
@@ -56,14 +56,14 @@ def delta_rule(r, log_w, k, v, a, b, state, **options):
 
 
 def local_attention(q, k, v, keys, values):
-    """After five steps and after one; a document ends."""
+    """Attention of rows that have read five steps or one. A document ends in between."""
     state = ops.LocalAttentionState(jnp.array([5, 1]), keys, values)
     y, last = ops.local_attention(q, k, v, state, lengths=LENGTHS, reset=RESET)
     return jnp.where(REAL[..., None], y, 0), last.keys, last.values
 
 
 def online_conv(v, inputs, taps):
-    """A step that ends a block, after all inputs but the last of that block."""
+    """The step that ends a block of inputs, after all other inputs of the block."""
     options = {"taps": lambda h, length: h[:, :length], "max_length": MAX_LENGTH}
     state = ops.long_conv_state(inputs, params=taps, **options)
     y, state = ops.online_conv(v, state, params=taps, **options)

@@ -1,4 +1,4 @@
-"""The operators' own kernels, on a machine that has neither TPU nor GPU."""
+"""The operators' own kernels, on a machine without a TPU or a GPU."""
 
 import itertools
 import sys
@@ -27,7 +27,7 @@ needs_no_plugin = pytest.mark.skipif(
 
 
 def numbers(batch: int, time: int, features: int) -> dict[str, np.ndarray]:
-    """Inputs of both operators, exact in bfloat16; some factors are 0."""
+    """Inputs of both operators that are exact in bfloat16. Some factors are 0."""
     rng = np.random.default_rng(0)
     sequences = {name: rng.standard_normal((batch, time, features)) for name in ("b", "k", "v")}
     a = rng.uniform(0, 1, (batch, time, features))
@@ -64,7 +64,7 @@ DELTA_RULES = {
 
 
 def delta_numbers(batch: int, time: int, heads: int, key: int, value: int) -> dict[str, np.ndarray]:
-    """Inputs of the delta rule, exact in bfloat16; corrections of keys of length 1."""
+    """Inputs of the delta rule that are exact in bfloat16, with correction keys of length 1."""
     rng = np.random.default_rng(0)
     of_key = {name: rng.standard_normal((batch, time, heads, key)) for name in ("r", "k", "a")}
     a = of_key["a"] / np.linalg.norm(of_key["a"], axis=-1, keepdims=True)
@@ -80,7 +80,7 @@ def delta_numbers(batch: int, time: int, heads: int, key: int, value: int) -> di
 
 
 def results_and_gradients(operator, x, dtype, **options):
-    """All results and, for random gradients of them, those of the inputs, in float64."""
+    """All results, and the gradients of the inputs for random cotangents, in float64."""
     names = (OPERATORS | DELTA_RULES)[getattr(operator, "func", operator)]
     x = {name: jnp.asarray(x[name], dtype) for name in names}
 
@@ -100,10 +100,12 @@ def results_and_gradients(operator, x, dtype, **options):
 
 
 ROW_SCANS = [(1, 1, 5, 0), (3, 2, 130, 0), (1, 127, 130, 0), (3, 127, 5, 256), (1, 70, 130, 128)]
-"""Of batch, time, features and, if not 0, a width. The last two are cut into blocks of 32 steps:
-the first of 2 rows by all features, the second of 1 by 128."""
+"""Batch, time, features and, if not 0, the width of a block.
+
+The last two are cut into blocks of 32 steps: one into blocks of 2 rows with all features, the other
+into blocks of 1 row with 128 features."""
 DELTA_SIZES = [(1, 1, 1, 5, 5), (3, 37, 2, 5, 4), (1, 32, 1, 3, 20)]
-"""Of batch, time, heads, keys and values: in blocks of 4 rows, so that the second one is ragged."""
+"""Batch, time, heads, keys and values. Blocks have 4 rows, so the second size needs padding."""
 
 
 @pytest.mark.slow
@@ -118,9 +120,10 @@ DELTA_SIZES = [(1, 1, 1, 5, 5), (3, 37, 2, 5, 4), (1, 32, 1, 3, 20)]
     ],
 )
 def test_tpu_kernel_in_poisoned_memory(operator, size, masked, monkeypatch, capfd):
-    """In float32, forward and backward, from a state, it errs as step by step, and races nowhere.
+    """It is as exact in float32 as the sequential method, and has no race conditions.
 
-    Masked: with resets and with lengths, one of them 0.
+    Results, gradients and a first state are included. With `masked`, there are resets and lengths,
+    one of which is 0.
     """
     batch, time, *_, last = size
     if (is_row_scan := operator in OPERATORS) and last:
@@ -146,7 +149,7 @@ def test_tpu_kernel_in_poisoned_memory(operator, size, masked, monkeypatch, capf
 
 
 def total_and_product(state, x, y):
-    """A recurrence of two states that puts out one thing."""
+    """A recurrence with two states and one output."""
     total, product = state
     total, product = total + x * y, product * x
     return (total, product), (total - product,)
@@ -174,7 +177,7 @@ def test_gpu_kernel_interpreted(x64, time, reverse):
 
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_gpu_scans_few_rows_in_chunks(x64, reverse, monkeypatch):
-    """Forward and backward, with steps left over; Triton's kernel is interpreted."""
+    """Runs forward and backward with a remainder of steps. Triton's kernel is interpreted."""
     x = numbers(2, 75, 5)
     module = sys.modules["jax_models.ops.linear_scan"]
     interpreted = partial(row_scan_gpu.row_scan, interpret=True)
@@ -209,13 +212,13 @@ def test_gpu_kernel_is_lowered(operator):
     ("shape", "divided", "kernels"),
     [
         ((32, 64, 1024), False, 1),
-        ((4, 256, 1024), False, 2),  # in chunks, by two scans
+        ((4, 256, 1024), False, 2),  # two scans, in chunks
         ((1, 64, 64), False, 0),
         ((32, 64, 1024), True, 0),
     ],
 )
 def test_auto_on_a_gpu(shape, divided, kernels):
-    """Many rows are one kernel. None serves if the rows are few, or if XLA divides the program."""
+    """Many rows take one kernel. Few rows, or a program that XLA divides, take none."""
     mesh = AbstractMesh((2,), ("data",))
     sharding = NamedSharding(mesh, P("data")) if divided else None
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
@@ -227,7 +230,7 @@ def test_auto_on_a_gpu(shape, divided, kernels):
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_auto_without_a_kernel_is_associative(x64, operator, monkeypatch):
-    """The fallback, with masks, and by `vmap`: all of it lowered as for a TPU, run on a CPU."""
+    """Tests the fallback with masks and `vmap`: the program for a TPU, run on a CPU."""
     x = numbers(2, 40, 5)
     options = {"lengths": jnp.array([40, 11]), "reset": jnp.arange(80).reshape(2, 40) % 17 == 0}
     expected = results_and_gradients(operator, x, jnp.float64, method="associative", **options)
@@ -261,7 +264,7 @@ def test_an_export_for_all_platforms_has_the_kernel_for_known_sizes(operator, ro
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_auto_traces_no_form_that_does_not_run(operator, monkeypatch):
-    """The trees of the associative form take longer to trace than the CPU's loop to compile."""
+    """Tracing the associative form would take longer than compiling the CPU's loop."""
     traced = []
     scan = jax.lax.associative_scan
     monkeypatch.setattr(
@@ -278,7 +281,7 @@ def test_auto_traces_no_form_that_does_not_run(operator, monkeypatch):
 
 @pytest.mark.slow
 def test_mapped_delta_rules_are_one_kernel():
-    """Some arrays have the mapped axis, anywhere, others have none."""
+    """Some arrays have the mapped axis, at any place, and others do not."""
     x = {name: jnp.asarray(v, jnp.float32) for name, v in delta_numbers(2, 20, 3, 5, 4).items()}
     several = x | {"v": jnp.stack(2 * [x["v"]], axis=2), "log_w": jnp.stack(2 * [x["log_w"]])}
     axes = dict.fromkeys(x) | {"v": 2, "log_w": 0}

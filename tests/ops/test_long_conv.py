@@ -1,4 +1,4 @@
-"""The long convolution, whole and step by step, against its definitions."""
+"""The long convolution, in parallel and step by step, compared with its definitions."""
 
 import functools
 import re
@@ -25,7 +25,7 @@ def signals(batch: int, features: int, time: int):
 
 
 def direct(v, h, skip):
-    """The sum, term by term of the filter."""
+    """Computes the sum over the taps of the filter."""
     y = skip[:, None] * v
     for lag in range(v.shape[-1]):
         y[..., lag:] += h[:, lag, None] * v[..., : v.shape[-1] - lag]
@@ -38,7 +38,7 @@ def direct(v, h, skip):
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_the_fft_is_the_direct_sum(x64, method, sizes):
-    """The last two sizes are computed in parts, which do not divide the features."""
+    """The last two sizes are computed in parts that do not divide the features evenly."""
     v, h, skip, cotangent = signals(*sizes)
     y, pullback = jax.vjp(jax.jit(functools.partial(long_conv, method=method)), v, h, skip)
     assert_same(y, direct(v, h, skip), "the direct sum")
@@ -63,7 +63,7 @@ def first_taps(h, length: int):
 
 
 def online_step(max_length: int):
-    """One step as a compiled function of the filter, the state, which it uses up, and v_t."""
+    """A compiled step, as a function of the filter, the state, which it donates, and v_t."""
 
     def step(h, state, v):
         return ops.online_conv(
@@ -89,7 +89,7 @@ def test_steps_are_the_whole_convolution_and_compile_once(x64, max_length):
 
 @pytest.mark.slow
 def test_a_step_copies_no_buffer_and_costs_the_same_at_every_length():
-    """A step would cost more with the length if XLA copied the inputs or the tiles whole."""
+    """The cost would grow with the length if XLA copied the whole inputs or tiles."""
     operations = []
     for max_length in (1024, 8192):
         state = jax.eval_shape(functools.partial(empty_long_conv_state, 1, 8, max_length))
@@ -149,5 +149,5 @@ for _ in range(5):
 
 @pytest.mark.optimized
 def test_long_convolutions_at_once_do_not_hang():
-    """XLA's CPU backend has hung (PyAutoFit issue 1530): in a process, which can be interrupted."""
+    """XLA's CPU backend has hung (PyAutoFit issue 1530), so a process with a timeout runs them."""
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=240)

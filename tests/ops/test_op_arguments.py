@@ -1,4 +1,4 @@
-"""Every operator with one wrong argument at a time: an error of one line that says which."""
+"""Every operator with one wrong argument at a time raises a one-line error that names it."""
 
 import re
 from functools import partial
@@ -23,7 +23,7 @@ def array(*shape: int) -> jax.Array:
 
 
 def arrays(**shapes: str) -> dict[str, jax.Array]:
-    """By name; an axis is a letter of `SIZES` or several of them."""
+    """Arrays by name. A letter of `SIZES` stands for an axis."""
     return {
         name: array(*(eval(axis, {}, SIZES) for axis in shape.split()))
         for name, shape in shapes.items()
@@ -134,7 +134,7 @@ ALLOWED = {
     ("delayed", "state.inputs", "one more along the last axis"),
     ("delayed", "state.inputs", "one along the last axis"),
 }  # fmt: skip
-"""No faults: the sizes are free, or there may be more axes."""
+"""Cases that are allowed, because a size is free or more axes are possible."""
 ONE_LINE = r"[\w.]+: expected .+, got .+"
 
 
@@ -291,7 +291,7 @@ def test_a_size_of_0(shape, method):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_attention_without_a_key_is_zero(dtype):
     q, k, v = (array(1, 3, 2, 4).astype(dtype) for _ in range(3))
-    mask = jnp.tri(3, k=-1, dtype=bool)[None]  # the first step sees nothing
+    mask = jnp.tri(3, k=-1, dtype=bool)[None]  # the first query sees no key
     attend = jax.jit(lambda q, k, v: ops.attention(q, k, v, mask))
     y, gradients = attend(q, k, v), jax.grad(lambda *a: attend(*a).sum(), (0, 1, 2))(q, k, v)
     assert jnp.all(y[:, 0] == 0)

@@ -1,4 +1,4 @@
-"""The operators by themselves: every method, every length, every extreme."""
+"""The operators on their own: all methods, many lengths and extreme values."""
 
 from functools import partial
 
@@ -16,11 +16,11 @@ METHODS = ("sequential", "associative", "chunked")
 WKV_METHODS = ("sequential", "associative")
 COMPLEX_METHODS = ("auto", *METHODS)
 KERNEL = "pallas_interpreted"
-"""Slow where the steps are many."""
+"""The interpreted kernel, which is slow for many steps."""
 
 
 def recurrence_inputs(batch: int, time: int, features: int):
-    """Factors of 0, 1, next to 1, and in between; inputs; an initial state."""
+    """Factors of 0, of 1, close to 1 and in between, with inputs and an initial state."""
     rng = np.random.default_rng(0)
     a = rng.uniform(0, 1, (batch, time, features))
     kinds = rng.integers(0, 4, a.shape)
@@ -29,7 +29,7 @@ def recurrence_inputs(batch: int, time: int, features: int):
 
 
 def loop(a, b, h0, *, reverse=False):
-    """The recurrence in numpy; `test_derivatives.py` has its gradients."""
+    """Computes the recurrence in NumPy. `test_derivatives.py` tests its gradients."""
     h, last = np.empty_like(b), h0
     for t in range(a.shape[1])[:: -1 if reverse else 1]:
         last = h[:, t] = a[:, t] * last + b[:, t]
@@ -62,7 +62,7 @@ def test_linear_recurrence_of_bfloat16_is_computed_in_float32(method):
 
 
 def turning(a, b, h0):
-    """Factors turned by random angles, and complex inputs and states."""
+    """Factors that are rotated by random angles, with complex inputs and states."""
     rng = np.random.default_rng(2)
     b, h0 = (x + 1j * rng.standard_normal(x.shape) for x in (b, h0))
     return a * np.exp(1j * rng.uniform(-np.pi, np.pi, a.shape)), b, h0
@@ -105,7 +105,7 @@ def test_complex_numbers_meet_others():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_linear_recurrence_over_65536_steps(method):
-    """In float32, where memories last for a million steps: as exact as the plain loop is."""
+    """Float32 is as exact as the plain loop, although states decay over a million steps."""
     rng = np.random.default_rng(0)
     a = np.float32(1 - 10 ** rng.uniform(-6, -1, (1, 65536, 8)))
     b, h0 = np.float32(rng.standard_normal(a.shape)), np.ones((1, 8), np.float32)
@@ -118,7 +118,7 @@ def test_linear_recurrence_over_65536_steps(method):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "chunked"])
 def test_memory_of_65536_steps(method):
-    """Forward and backward need at most 8 times the inputs' size."""
+    """Forward and backward together need at most 8 times the memory of the inputs."""
     shape = jax.ShapeDtypeStruct((1, 65536, 256), jnp.float32)
 
     def gradients(a, b, cotangent):
@@ -145,7 +145,7 @@ def test_auto_is_sequential_on_a_cpu_a_kernel_on_a_tpu_and_associative_elsewhere
 
 
 def direct_wkv(k, v, w, u):
-    """RWKV's formula as it is printed: a sum over the past at every step."""
+    """Computes RWKV's formula as published: a sum over all past steps for every step."""
     y = np.empty_like(v)
     for t in range(k.shape[1]):
         age = np.arange(t - 1, -1, -1)[None, :, None]
@@ -169,7 +169,7 @@ def wkv_inputs(batch: int, time: int, features: int, scale: float = 1.0):
 @pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):
-    """One step outweighs all others, so y is its v, however k + u and the aged sums overflow."""
+    """One step outweighs the others, so y is its v even if k + u or the aged sums overflow."""
     with jax.enable_x64(dtype == "float64"):
         largest = float(jnp.finfo(dtype).max)
         k = largest * np.array([-0.99, -0.5, -0.9, -1, -0.2, 0.1, 1, 0.9, -1])
@@ -202,7 +202,7 @@ def test_wkv_of_the_largest_and_the_smallest_exponents(method, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", WKV_METHODS)
 def test_wkv_gradients_stay_small_over_4000_growing_steps(method):
-    """Exponents of 10⁷ are known to ±1 only in float32: rounding must not be raised to a power."""
+    """Float32 has exponents of 10⁷ only to ±1. Gradients must not multiply such errors."""
     rng = np.random.default_rng(0)
     k, v = (np.float32(rng.uniform(-1, 1, (1, 4000, 4))) for _ in range(2))
     w, u = np.full(4, -9999.7, np.float32), np.zeros(4, np.float32)
@@ -216,7 +216,7 @@ def test_wkv_gradients_stay_small_over_4000_growing_steps(method):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [*WKV_METHODS, KERNEL])
 def test_a_step_that_outweighs_all_keeps_its_whole_gradient(method):
-    """Each y is the first v, to the last bit: so is the gradient, however its max ages by w."""
+    """Each y is exactly the first v, so the gradients add up to 33 for every decay w."""
     k, v = jnp.full((1, 33, 8), -200.0).at[:, 0].set(200.3), jnp.ones((1, 33, 8))
 
     def total(v, log_w):
@@ -270,7 +270,7 @@ def test_decay_outside_is_the_nearest_end():
 
 @pytest.mark.parametrize("function", [ops.l2_normalize, RMSNorm(8, rngs=nnx.Rngs(0))])
 def test_zero_vectors_have_finite_values_and_gradients(function):
-    """Beside one that is not zero. The registry's checks have the norms of its layers."""
+    """A nonzero vector stands beside them. The registry tests the norms of its layers."""
     y, pullback = jax.vjp(function, jnp.zeros((3, 8)).at[1].set(1))
     assert jnp.isfinite(pullback(jnp.ones_like(y))[0]).all()
     np.testing.assert_array_equal(y[0], 0)
@@ -283,7 +283,7 @@ def test_l2_normalize_is_the_equation(x64):
 
 
 def test_l2_normalize_sums_in_float32():
-    x = jnp.full((1, 4096), 300, "float16")  # the sum of squares is beyond float16
+    x = jnp.full((1, 4096), 300, "float16")  # the sum of squares overflows in float16
     y = ops.l2_normalize(x)
     assert y.dtype == jnp.float16
     np.testing.assert_allclose(y, 1 / 64, rtol=1e-3)

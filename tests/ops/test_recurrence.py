@@ -1,4 +1,4 @@
-"""Gated recurrences against a plain loop that JAX differentiates."""
+"""Gated recurrences compared with a plain loop that JAX differentiates."""
 
 import chex
 import jax
@@ -16,11 +16,11 @@ CELLS = {
     "gru": (ops.gru, ops.GRUState, 3),
 }
 MERGED = ("projected lstm", "gru")
-"""One has a product after the state, the other has two biases that cannot be added."""
+"""One has a matrix product after the state, the other two biases that cannot be added."""
 
 
 def one_by_one(name, x, state, weights, lengths, reset, *, reverse):
-    """The equations of `ops.rnn`, `lstm` and `gru`, a step at a time."""
+    """Computes the equations of `ops.rnn`, `lstm` and `gru` step by step."""
 
     def affine(a, which):
         return a @ weights[f"kernel_{which}"] + weights[f"bias_{which}"][None]
@@ -53,7 +53,7 @@ def one_by_one(name, x, state, weights, lengths, reset, *, reverse):
 
 
 def problem(name, batch, time, hidden, seed=0):
-    """A function of (weights, x, state) for the operator and for the plain loop; and arguments."""
+    """Functions of (weights, x, state) for the operator and the plain loop, and arguments."""
     op, state_type, gates = CELLS[name]
     rng = np.random.default_rng(seed)
     out = hidden - 2 if "projected" in name else hidden
@@ -93,7 +93,7 @@ def problem(name, batch, time, hidden, seed=0):
 
 
 def with_gradients(function):
-    """The results, and the gradients of a sum of them in which none cancels another."""
+    """The results, and the gradients of a sum of them in which no terms cancel."""
 
     def run(*args):
         result, pull_back = jax.vjp(function, *args)
@@ -144,14 +144,14 @@ def test_forward_mode_and_second_derivatives(x64, name):
 
 @pytest.mark.parametrize("name", ["rnn", "lstm", "gru"])
 def test_the_loops_have_one_product_each(name):
-    """The gradients of kernels, of biases and of x are taken after the backward loop."""
+    """Gradients of kernels, biases and x are computed after the backward loop."""
     ours, _, args = problem(name, batch=3, time=6, hidden=5)
     jaxpr = jax.make_jaxpr(with_gradients(ours(False)))(*args)
     assert list(products_in_loops(jaxpr.jaxpr)) == [1, 1]
 
 
 def products_in_loops(jaxpr):
-    """How many `dot_general` the body of each scan has."""
+    """The number of `dot_general` in the body of each scan."""
     for equation in jaxpr.eqns:
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             if equation.primitive.name == "scan":
@@ -165,7 +165,7 @@ def products_in_loops(jaxpr):
     [
         lambda now, h: now.product("a", h) + now.product("a", h),
         lambda now, h: h,
-        lambda now, h: sum(now.products(["a", "b"], h)),  # of which one has a bias
+        lambda now, h: sum(now.products(["a", "b"], h)),  # one of them has a bias
     ],
 )
 def test_a_step_asks_for_each_product_once(ask):

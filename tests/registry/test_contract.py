@@ -1,4 +1,4 @@
-"""Shapes and dtypes of every layer, traced without computing anything."""
+"""The shapes and dtypes of every layer, which are traced without computing anything."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ names = pytest.mark.parametrize(
 
 
 def traced(name: str, dtype, *shapes: tuple[int, ...]):
-    """The shapes and dtypes of its results on inputs of these shapes."""
+    """The shapes and dtypes of a layer's results, for inputs of these shapes."""
     graphdef, arrays = nnx.split(CASES[name].abstract(dtype))
     kind = CASES[name].inputs().dtype
     inputs = [jax.ShapeDtypeStruct(shape, kind) for shape in shapes]
@@ -24,7 +24,7 @@ def traced(name: str, dtype, *shapes: tuple[int, ...]):
 
 @names
 def test_a_bfloat16_layer_has_a_float32_state(name):
-    """A state rounded to bfloat16 at each step would lose much of a long sequence."""
+    """Rounding a state to bfloat16 at each step would lose much of a long sequence."""
     [(y, state)] = traced(name, jnp.bfloat16, CASES[name].inputs().shape)
     assert y.dtype == jnp.bfloat16
     floating = {s.dtype for s in jax.tree.leaves(state) if jnp.issubdtype(s.dtype, jnp.floating)}

@@ -1,4 +1,4 @@
-"""A call outside of `jax.jit` compiles nothing that an equal call before it has compiled."""
+"""A second, equal call outside `jax.jit` compiles nothing."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @contextlib.contextmanager
 def compiles_nothing() -> Iterator[None]:
-    """Assert that XLA compiles nothing in this context."""
+    """Asserts that XLA compiles nothing inside the context."""
     before = len(compiled)
     yield
     assert len(compiled) == before, f"compiled {len(compiled) - before} programs again"
 
 
 def calls(name: str):
-    """The eager calls of a user: the layer, its step, and gradients."""
+    """The eager calls of a user: the layer, its step, and its gradients."""
     case = ALL[name]
     layer = case.build_layer(case.build_twin())
     graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
@@ -73,6 +73,6 @@ def test_a_thousand_eager_calls_keep_no_memory(name):
 
 
 def resident_bytes() -> int:
-    """The memory of this process (its pages, by Linux's count)."""
+    """The resident memory of this process, as counted by Linux."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096

@@ -1,4 +1,4 @@
-"""Every planted fault is found by the check that is there to find it."""
+"""Every planted fault is found by the check that should find it."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ from parity_tests.checks import is_caught
 from parity_tests.registry import CASES, MUTATIONS
 
 
-# those with a culprit depart in `test_locate_verdicts.py`
+# `test_locate_verdicts.py` tests the faults that have a culprit
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.culprit is None], ids=str)
 def test_is_caught(mutation):

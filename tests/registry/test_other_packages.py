@@ -1,4 +1,4 @@
-"""An architecture of another package, in four files, is found wherever one of ours would be."""
+"""An architecture of another package, in four files, is found everywhere that ours are."""
 
 import os
 import subprocess
@@ -170,7 +170,7 @@ MESH = ["--mesh.data", "2", "--mesh.fully-sharded"]
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs Python beside the package, which is installed in a temporary folder."""
+    """Runs Python with the package installed in a temporary folder."""
     monkeypatch.chdir(tmp_path)
     files = {"layer": LAYER, "model": MODEL, "twin": TWIN, "registry": REGISTRY, "__init__": ""}
     Path("plain").mkdir()

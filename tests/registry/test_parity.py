@@ -1,4 +1,4 @@
-"""Every check over every row of the registry, the costliest left to `make test-all`."""
+"""Every check on every case of the registry. The slowest run only in `make test-all`."""
 
 import functools
 
@@ -25,14 +25,14 @@ def assert_within_bounds(report: Report) -> None:
 
 
 def rows(names):
-    """A test parameter for each row; the tests of one row share a process, and what it compiled."""
+    """A test parameter for each case. The tests of a case share a process and its programs."""
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
     )
 
 
 def platform_here(name) -> str:
-    """The first of the row's platforms that this machine has."""
+    """The first platform of the case that this machine has."""
     platforms = CASES[name].platforms
     here = [platform for platform in platforms if platform in available_platforms()]
     return here[0] if here else pytest.skip(f"no {' or '.join(platforms)} on this machine")
@@ -40,8 +40,8 @@ def platform_here(name) -> str:
 
 FIRST = {case.architecture: name for name, case in reversed(CASES.items())}
 QUICK = {name for name in FIRST.values() if CASES[name].config is None}
-"""The first row of each architecture that is not a language model. `make test` compares it in
-float32, too, and runs the checks on it."""
+"""The first case of each architecture that is not a language model. `make test` also compares these
+in float32, and runs the checks on them."""
 
 
 @rows(CASES)
@@ -76,11 +76,11 @@ LATE = (
     "vmap equals loop",
     "optimizer follows the same trajectory",
 )
-"""Those that compile most."""
+"""The checks that compile most."""
 
 
 def checks():
-    """A test parameter for each row and check."""
+    """A test parameter for each case and check."""
     for name, case in CASES.items():
         for check in CHECKS if "float64" in case.dtypes else ():
             group = pytest.mark.xdist_group(name)
@@ -98,10 +98,10 @@ LANGUAGE_MODELS = [name for name in CASES if "LanguageModel" in name or "GPModel
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_the_twins_text_goes_on_from_the_state(name):
-    """As if the whole text, or as much as the model knows, were read for each token."""
+    """The expected text reads the whole text, or its longest context, again for each token."""
     twin = CASES[name].build_twin().eval()
     prompt = text = torch.tensor(CASES[name].inputs(time=4))
-    for _ in range(14):  # beyond every context
+    for _ in range(14):  # longer than every context
         window = text if twin.context_length is None else text[:, -twin.context_length :]
         text = torch.cat([text, twin(window)[0][:, -1:].argmax(-1)], dim=1)
     found = torch_ref.generate(twin, prompt, 14, temperature=0)

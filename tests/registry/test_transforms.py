@@ -1,4 +1,4 @@
-"""Exported programs, and programs divided over devices."""
+"""Exported programs, and programs that are divided over devices."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ rows = pytest.mark.parametrize("name", NAMES)
 
 
 def functions(name: str):
-    """The outputs, the gradient of the weights, and what both take."""
+    """The outputs and the gradient of the weights as functions, and their arguments."""
     case = CASES[name]
     graphdef, params, rest = nnx.split(case.build_layer(case.build_twin()), nnx.Param, ...)
     x = jnp.asarray(case.inputs(batch=BATCH))
@@ -42,7 +42,7 @@ def functions(name: str):
 
 
 def symbolic(name: str, x, batch, time):
-    """The shape of x with these sizes, of which "b" and "t" are any numbers."""
+    """The shape of x with these sizes. "b" and "t" stand for any number."""
     limit = CASES[name].max_length
     constraints = [f"t <= {limit}"] if limit and time == "t" else []
     sizes = export.symbolic_shape(f"{batch}, {time}", constraints=constraints)
@@ -64,7 +64,7 @@ def test_is_exported_for_all_platforms_together(batch, time, name):
 
 @rows
 def test_a_stored_program_runs_with_states_at_any_size(name):
-    """Nothing of ours has to be registered before."""
+    """No class of ours has to be registered before."""
     pytest.importorskip("flatbuffers")
     case = CASES[name]
     layer, x = case.build_layer(case.build_twin()), jnp.asarray(case.inputs(batch=3))
@@ -79,7 +79,7 @@ def test_a_stored_program_runs_with_states_at_any_size(name):
 
 @rows
 def test_is_checked_inside_shard_map(name):
-    """Traced only: which arrays vary over the devices is a matter of types."""
+    """Only traces, because the types say which arrays vary over the devices."""
     outputs, gradient, params, x = functions(name)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     lengths = jnp.arange(BATCH) % x.shape[1]
@@ -91,7 +91,7 @@ def test_is_checked_inside_shard_map(name):
 
 @rows
 def test_runs_with_sharded_weights_and_inputs_under_explicit_axes(name):
-    """Traced only: how arrays are sharded is a matter of types."""
+    """Only traces, because the types include the sharding."""
     case = CASES[name]
     mesh = jax.make_mesh((1, 1), ("data", "model"))
 

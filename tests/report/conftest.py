@@ -1,4 +1,4 @@
-"""These tests run as those of the engine do."""
+"""Uses the fixtures of the engine's tests."""
 
 from tests.engine.conftest import one_torch_thread, x64
 

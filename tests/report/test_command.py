@@ -1,4 +1,4 @@
-"""`twinscan parity`: reports of cases, of pairs that a file defines, and in pieces."""
+"""`twinscan parity`: reports of cases, of pairs that a file defines, and of runs in pieces."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def file(tmp_path):
 
 @pytest.fixture(autouse=True)
 def paths(monkeypatch):
-    """The folder that the command adds to the path of modules is taken away again."""
+    """Restores the path of modules, to which the command adds a folder."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
@@ -155,7 +155,7 @@ A_MOMENT = ["--minutes", "0.0001"]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The record of one run."""
+    """The record of a run that was not interrupted."""
     path = tmp_path_factory.mktemp("whole") / "whole.json"
     assert main([*ASKED, "--json", str(path)]) == 0
     return json.loads(path.read_text())

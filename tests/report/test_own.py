@@ -1,4 +1,4 @@
-"""A person's own reports, as JSON and as a page."""
+"""Reports on a user's own models, as JSON and as a page."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The pytest plugin, in a folder of somebody else."""
+"""The pytest plugin, in the folder of another project."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ CASES = {
 
 @pytest.fixture
 def run(tmp_path):
-    """Run pytest in the folder; its exit code and lines."""
+    """Runs pytest in the folder, and returns its exit code and lines."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_NUMPY", "PYTEST"))}
 
     def run(*args: str) -> tuple[int, list[str]]:
@@ -110,7 +110,7 @@ def test_workers_send_their_reports(run, tmp_path):
 
 
 def test_who_does_not_compare_pays_nothing(run, tmp_path):
-    """The plugin of jaxtyping, which imports NumPy, is left out."""
+    """The plugin of jaxtyping is disabled, because it imports NumPy."""
     (tmp_path / "test_port.py").write_text(
         """
 import sys

@@ -1,4 +1,4 @@
-"""Errors of coarser matrix products, whose operands alone are rounded, and errors over time."""
+"""Errors of coarser matrix products, which round only their operands, and errors over time."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ def in_a_loop(product, w, x):
 
 
 def differentiated(product, w, x):
-    """Of a sum of squares: the cotangents are operands, too."""
+    """The gradient of a sum of squares, whose product rounds the cotangents, too."""
     y = product(w, x)
     return product(w.T, 2 * y)
 
@@ -77,7 +77,7 @@ def test_a_kernel_is_left_as_it_is():
 
 
 def test_errors_are_those_of_the_operands():
-    """About half an ulp of 2⁻⁷ or 2⁻¹⁰, and none where there is no product."""
+    """About half an ulp of 2⁻⁷ or 2⁻¹⁰ is expected, and no error without a product."""
     errors = [*precision_errors("", CASES["torch.nn.LSTM, 1 layer"].problem(), "cpu")]
     assert {e.group for e in errors} == {
         "outputs",

@@ -1,4 +1,4 @@
-"""The record of a report, its page, and the changes between two records."""
+"""The record of a report, its page, and the differences between two records."""
 
 import dataclasses
 import importlib.metadata

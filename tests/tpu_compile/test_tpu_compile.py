@@ -1,4 +1,4 @@
-"""The programs of the TPU compiler, and what is read from them."""
+"""The programs that the TPU compiler gets, and the facts that are read from its output."""
 
 import importlib.metadata
 import json
@@ -87,7 +87,7 @@ def test_what_a_program_says():
 
 
 def test_what_a_program_exchanges():
-    """A chain of fusions has one collective. Groups have three forms."""
+    """A chain of fusions counts as one collective. Groups have three notations."""
     bf16, f32 = partial(Array, "bf16"), partial(Array, "f32")
     of_4 = ((0, 1, 2, 3), (4, 5, 6, 7))
     of_2 = ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -160,7 +160,7 @@ def test_libtpu_that_cannot_be_loaded(tmp_path):
 
 
 def pretend(folder, version):
-    """A libtpu that is none."""
+    """Installs a fake libtpu."""
     (folder / "libtpu").mkdir(parents=True)
     (folder / "libtpu" / "libtpu.so").touch()
     information = folder / f"libtpu-{version}.dist-info"
@@ -169,7 +169,7 @@ def pretend(folder, version):
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code beside the command in a process of its own, which may load libtpu."""
+    """Runs code next to the command in another process, which may load libtpu."""
     head = "import sys\nfrom tpu_compile import __main__ as command\n"
     return subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True)
 
@@ -178,13 +178,13 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 @with_libtpu
 @pytest.mark.xdist_group("libtpu")
 class TestCompiled:
-    """Each in a process of its own."""
+    """Each test runs the compiler in another process."""
 
     layer = ("--case", "LSTM, 1 layer")
     step = ("--case", "train step", "--preset", "all-work")
 
     def compile(self, path, *args, change=""):
-        """The lines of a command, its exit code, and its programs by title."""
+        """Runs the command. Returns its lines, its exit code, and its programs by title."""
         args = ["--chip", "v5e", "--json", str(path), *args]
         done = run(f"{change}\nraise SystemExit(command.main({args}))")
         assert done.returncode in (0, 1), done.stderr

@@ -1,4 +1,4 @@
-"""What the tests of training share."""
+"""Fixtures that the tests of training share."""
 
 import os
 import signal
@@ -11,13 +11,13 @@ from train.step import Trainer
 
 @pytest.fixture
 def unreported(monkeypatch):
-    """Training without the sample, the plot and the export at its end."""
+    """Trains without the sample, the plot and the export at the end."""
     monkeypatch.setattr(train_command, "report", lambda *_: None)
 
 
 @pytest.fixture
 def interrupted_at(monkeypatch):
-    """Sends this process a signal, once, before the call that makes a step."""
+    """Sends this process a signal, once, before the call that does a given step."""
 
     def interrupt(step: int, number: signal.Signals) -> None:
         steps = Trainer.steps

@@ -1,4 +1,4 @@
-"""Checkpoints against what happens to disks: every damage is named, and the one before is used."""
+"""Checkpoints on faulty disks: all damage is named, and the previous checkpoint is used."""
 
 import random
 import re
@@ -26,7 +26,7 @@ def state(step: int) -> dict:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """Three checkpoints; the first has the least loss."""
+    """A folder with three checkpoints, of which the first has the lowest loss."""
     folder = tmp_path_factory.mktemp("written")
     checkpoints = Checkpoints(folder)
     for step in range(NEWEST + 1):
@@ -75,7 +75,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(damage, folde
 
 
 def test_another_checkpoint_under_its_name_is_noticed(folder, tmp_path):
-    """An earlier one of the same run, and one of another run."""
+    """The other one is an earlier checkpoint of the run, or one of another run."""
     (tmp_path / "another").mkdir()
     another = Checkpoints(tmp_path / "another", "another")
     another.save(NEWEST, state(NEWEST), loss=0.5)
@@ -92,7 +92,7 @@ def test_another_checkpoint_under_its_name_is_noticed(folder, tmp_path):
 
 
 def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
-    """It takes the newer ones that came instead, and calls nothing damaged."""
+    """It reads the newer checkpoints instead, and does not call any of them damaged."""
     reader, restore, compare = Checkpoints(folder), ocp.StandardCheckpointer.restore, _compare
 
     def save(*steps: int) -> None:
@@ -102,7 +102,7 @@ def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
             writer.save(step, state(step), loss=0.0)
         writer.close()
 
-    def save_and_compare(*args):  # the manifest, before the files
+    def save_and_compare(*args):  # after the manifest is read, and before the files are
         save(4, 5, 6)
         monkeypatch.setattr(reader._orbax, "restore", save_and_restore)
         return compare(*args)
@@ -117,7 +117,7 @@ def test_a_reader_while_older_ones_are_removed(folder, monkeypatch):
 
 
 def test_arrays_that_orbax_reads_otherwise_are_noticed(folder, monkeypatch):
-    """As it lost those of paths with brackets, and casts those of another dtype."""
+    """Orbax has lost arrays of paths with brackets, and it casts arrays to another dtype."""
     checkpoints = Checkpoints(folder)
     restore = checkpoints._orbax.restore
 
@@ -179,7 +179,7 @@ def test_what_is_no_checkpoint_is_named_and_replaced(stranger, folder):
 
 
 def test_a_write_that_ends_after_orbax_gave_up_is_not_told(folder, monkeypatch):
-    """Of a full disk: orbax raises the first fault, the others find its event loop closed."""
+    """On a full disk, orbax raises the first error, and later writes find its event loop closed."""
     told = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     Checkpoints(folder).restore(state(0))
@@ -190,7 +190,7 @@ def test_a_write_that_ends_after_orbax_gave_up_is_not_told(folder, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "float32", "float64"])
 def test_the_digest_of_every_bit(dtype, x64):
-    """Each single bit changes both sums; so do two elements that change their places."""
+    """Flipping any single bit changes both sums, and so does swapping two elements."""
     rng = np.random.default_rng(0)
     size = jnp.dtype(dtype).itemsize
     content = rng.integers(0, 2 if dtype == "bool" else 256, 6 * size, np.uint8)

@@ -1,4 +1,4 @@
-"""`twinscan convert`: another layout, another dtype, whole or not at all."""
+"""`twinscan convert` writes another layout or dtype, completely or not at all."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ RWKV = RWKVLanguageModelConfig(vocab_size=12, features=8, num_layers=3, hidden_f
 
 
 def random_weights(config, layout):
-    """Of all parameters, tied ones the same."""
+    """Sets all parameters to random values. Tied ones stay equal."""
     rng = np.random.default_rng(0)
     weights = to_torch(config.build(rngs=nnx.Rngs(0)), layout)
     return {k: rng.standard_normal(w.shape).astype(w.dtype) for k, w in weights.items()}
@@ -38,7 +38,7 @@ def random_weights(config, layout):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A RecurrentGemma of transformers, with a tokenizer and a field that is not ours."""
+    """A RecurrentGemma of transformers, with a tokenizer and a config field that we do not know."""
     monkeypatch.chdir(tmp_path)
     folder = Path("griffin")
     folder.mkdir()
@@ -54,7 +54,7 @@ def convert(*args):
 
 
 def test_there_and_back_bit_for_bit(folder, capsys):
-    """With the commands of docs/weights.md."""
+    """Uses the commands in docs/weights.md."""
     convert("--from", folder, "--to", "d.safetensors", "--layout", "deepmind")
     assert (
         capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_large_weights_are_written_in_parts(folder, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [GRIFFIN, RWKV], ids=["Griffin", "RWKV-4"])
 def test_transformers_loads_what_is_written(config, tmp_path, monkeypatch):
-    """Strictly, by its own `from_pretrained`, with equal logits."""
+    """Its own `from_pretrained` loads it strictly, and the logits are equal."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     source = "deepmind" if config is GRIFFIN else "blinkdl"
@@ -131,7 +131,7 @@ def test_what_cannot_be_written_is_refused(folder):
 
 @contextlib.contextmanager
 def full_disk():
-    """No file may become longer than 1000 bytes. JAX writes no compiled programs meanwhile."""
+    """Limits files to 1000 bytes. Meanwhile, JAX does not write compiled programs."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     shortest = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", np.inf)

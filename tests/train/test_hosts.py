@@ -1,4 +1,4 @@
-"""Two processes on one machine make the run that one process makes on as many devices."""
+"""Two processes on one machine train the same run as one process with as many devices."""
 
 import os
 import re
@@ -19,7 +19,7 @@ ARGS = "--num-steps 40 --eval-every 10 --eval-batches 2 --model.hidden-features 
 
 
 def start(folder: Path, *args: str, processes: int = 2, config: tuple[str, ...] = ()) -> list:
-    """The processes of a run, with one device each; `config` is the last one's own."""
+    """Starts the processes of a run, with one device each. Only the last one gets `config`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -35,7 +35,7 @@ def start(folder: Path, *args: str, processes: int = 2, config: tuple[str, ...] 
 
 
 def ended(processes: list) -> list[tuple[int, str, str]]:
-    """Exit codes and outputs, or a failure where a process hangs."""
+    """The exit codes and outputs of the processes. The test fails if one hangs."""
     try:
         outputs = [process.communicate(timeout=SECONDS) for process in processes]
     finally:
@@ -45,7 +45,7 @@ def ended(processes: list) -> list[tuple[int, str, str]]:
 
 
 def wait_for_checkpoint(folder: Path, step: int) -> None:
-    """Waits until the run has a checkpoint of the step."""
+    """Waits until the run has a checkpoint of this step."""
     deadline = time.monotonic() + SECONDS
     while not any((folder / "checkpoints").glob(f"{step}/manifest.json")):
         assert time.monotonic() < deadline
@@ -58,7 +58,7 @@ def val_losses(folder: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The run of two processes, without interruption."""
+    """The run of two processes without an interruption."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     (first, second) = ended(start(folder))
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
@@ -78,7 +78,7 @@ def test_two_processes_make_the_run_of_one(whole, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_signal_to_one_process_ends_both_and_both_go_on(number, whole, tmp_path):
-    """In good order, unless it is killed."""
+    """Both save the run before they end, unless the process is killed."""
     folder = tmp_path / "run"
     processes = start(folder)
     wait_for_checkpoint(folder, 0)
@@ -114,5 +114,5 @@ def test_processes_that_differ_are_refused(config, first, last, tmp_path):
         assert code == 2, error
         assert message in error
         assert error.count("\n") == 1
-    assert time.monotonic() - began < 60  # far below JAX's time-outs
+    assert time.monotonic() - began < 60  # JAX's timeouts are much longer
     assert not (tmp_path / "run" / "config.json").exists()

@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed, started twice or found damaged go on to the same weights."""
+"""Runs that are stopped, killed, started twice or damaged resume and reach the same weights."""
 
 import json
 import os
@@ -32,14 +32,14 @@ def command(folder: Path, *args: str) -> None:
 
 
 def stopped(folder: Path, *args: str) -> int:
-    """The exit code of a run that ends with one line."""
+    """The exit code of a run, which must end with one line."""
     with pytest.raises(SystemExit) as stop, one_line_errors("prog"):
         command(folder, *args)
     return stop.value.code
 
 
 def results(folder: Path) -> tuple[nnx.State, dict[int, float]]:
-    """The weights, and the losses that were logged, by their steps."""
+    """The weights and the logged losses, by their steps."""
     run = Run.open(folder)
     assert run.checkpoints.latest_step == STEPS
     losses = {line["step"]: line["loss"] for line in run.metrics("training")}
@@ -48,7 +48,7 @@ def results(folder: Path) -> tuple[nnx.State, dict[int, float]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The results of a run that nothing interrupts."""
+    """The results of a run without an interruption."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train_command, "report", lambda *_: None)
@@ -78,7 +78,7 @@ def test_a_signal_leaves_a_checkpoint_and_one_line(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_run_goes_on_by_the_same_command(seed, whole, tmp_path):
-    """Killed at another moment each time, from before its config to a save, until it is done."""
+    """Kills it at ever later moments, from before its config to a save, until it finishes."""
     folder = tmp_path / "run"
     args = [sys.executable, "-m", "train", "--out", str(folder), *ARGS]
     delays = iter([4.5 + 1.5 * seed + 0.15 * i for i in range(5)])
@@ -86,7 +86,7 @@ def test_a_killed_run_goes_on_by_the_same_command(seed, whole, tmp_path):
         try:
             subprocess.run(args, check=True, timeout=next(delays, 300), capture_output=True)
             break
-        except subprocess.TimeoutExpired:  # subprocess.run kills it with SIGKILL
+        except subprocess.TimeoutExpired:  # subprocess.run has killed it with SIGKILL
             pass
     chex.assert_trees_all_equal(results(folder), whole)
     assert not [*(folder / "checkpoints").glob("*.partial")]
@@ -139,14 +139,14 @@ def test_a_text_that_changed_is_accepted_by_its_flag(tmp_path):
         command(folder, *constant)
     command(folder, *constant, "--allow-changed-text")
     command(folder, *constant)
-    text.write_text("abcdefghik" * 30)  # as many characters, but another one
+    text.write_text("abcdefghik" * 30)  # equally many characters, one of them different
     with pytest.raises(CommandLineError, match=r"^--tokenizer: .* has another vocabulary"):
         command(folder, *constant, "--allow-changed-text")
 
 
 @pytest.mark.slow
 def test_a_finished_run_is_left_alone(tmp_path, monkeypatch, capsys):
-    """Its path is shown as it is, where rich would draw a picture, or break it."""
+    """Its path is printed unchanged, although rich would replace :smile: and break long lines."""
     folder = tmp_path / ":smile:" / ("long" * 30)
     monkeypatch.undo()
     command(folder)
@@ -166,7 +166,7 @@ def times(folder: Path) -> dict[Path, int]:
 
 
 def test_the_default_folder(tmp_path, monkeypatch):
-    """A run that never began in it, an unfinished run of the same config, or a new folder."""
+    """It is that of a run that never began or is unfinished with the same config, or a new one."""
     first, second = tmp_path / "all-work", tmp_path / "all-work-2"
     config, another = TrainConfig(), TrainConfig(seed=7)
     first.mkdir()
@@ -185,7 +185,7 @@ def test_the_default_folder(tmp_path, monkeypatch):
     [("train", signal.SIGINT, 0.2), ("twinscan", signal.SIGINT, 0.8), ("train", signal.SIGTERM, 2)],
 )
 def test_a_signal_before_the_first_step_is_one_line(module, number, seconds, tmp_path):
-    """While it imports, reads, or compiles."""
+    """The signal comes while it imports, reads or compiles."""
     args = [*([] if module == "train" else ["train"]), "--out", str(tmp_path / "run")]
     process = subprocess.Popen(
         [sys.executable, "-m", module, *args, "--num-steps", "1000000"],
@@ -214,7 +214,7 @@ def test_a_config_that_was_changed_by_hand_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("name", ["config.json", "vocabulary.json"])
 def test_a_flipped_bit_of_a_runs_files_is_noticed(name, tmp_path):
-    """Or it says the same still: `\u00e9` as `\u00e9`."""
+    """A flip may keep the meaning, such as that of a letter's case in a JSON escape."""
     config = TrainConfig(model=RNNLanguageModelConfig(vocab_size=3))
     run = Run.create(tmp_path / "run", config, Characters.of("aé\n"), "digest")
     path = run.folder / name
@@ -234,7 +234,7 @@ def test_a_flipped_bit_of_a_runs_files_is_noticed(name, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_report_is_made_again(tmp_path, monkeypatch):
-    """Also of a run that was longer than before, whose first end left its weights."""
+    """The run may have been extended, and its folder may have the weights of the shorter run."""
     monkeypatch.undo()
     folder = tmp_path / "run"
     command(folder)
@@ -256,7 +256,7 @@ def test_a_killed_report_is_made_again(tmp_path, monkeypatch):
 
 
 def test_a_signal_in_the_last_save_is_not_lost(tmp_path, monkeypatch, capsys):
-    """The run is whole then, and the same command makes its report."""
+    """The run is then complete, and the same command writes its report."""
     close = Checkpoints.close
     monkeypatch.setattr(
         Checkpoints, "close", lambda c: [os.kill(os.getpid(), signal.SIGTERM), close(c)][1]

@@ -1,4 +1,4 @@
-"""Runs that become longer or get other options, and runs that begin with another's weights."""
+"""Runs that are extended or get other options, and runs that start from another run's weights."""
 
 import re
 import shutil
@@ -47,7 +47,7 @@ def restored(run: Run) -> TrainState:
 
 
 def continued(state: TrainState, run: Run, num_steps: int) -> TrainState:
-    """What the steps of a run's config make of a state."""
+    """The state after the remaining steps of a run's config."""
     trainer = build_trainer(run.config)
     part = split(run.vocabulary.encode(ALL_WORK), 8)["train"]
     source = Batches(part, batch_size=4, seed=run.config.seed)
@@ -69,7 +69,7 @@ def test_a_longer_run_stretches_its_schedule(tmp_path, capsys):
 
 
 def test_a_resumed_run_keeps_its_warmup(tmp_path):
-    """Even if the run becomes no longer than its warm-up, unless another warm-up is given."""
+    """The warm-up is kept even if it is too long for the run, unless another one is given."""
     config = changed(TrainConfig(), {"optimizer.warmup_steps": 6, "num_steps": 10})
     folder = Run.create(tmp_path / "run", config, Characters.of(ALL_WORK), "").folder
     args = ["--resume", str(folder), "--num-steps", "6"]
@@ -81,7 +81,7 @@ def test_a_resumed_run_keeps_its_warmup(tmp_path):
 
 
 def inner(optimizer_state):
-    """The state without the average."""
+    """The state of the optimizer without the average."""
     is_averaged = isinstance(optimizer_state, AveragedState)
     return optimizer_state.optimizer_state if is_averaged else optimizer_state
 
@@ -104,7 +104,7 @@ WITHOUT = ["--optimizer.clip-norm", "None", "--optimizer.ema-decay", "None"]
     ],
 )
 def test_the_optimiser_may_change(options, shown, tmp_path, capsys):
-    """With its moments kept, both ways, and wherever the process ends in between."""
+    """The moments are kept in both directions, even if a process is killed in between."""
     run = command(tmp_path / "run", "--num-steps", "10", *COSINE)
     before = restored(run)
     resume(run, "--num-steps", "20", *options.split())
@@ -151,7 +151,7 @@ HYENA_DNA = HyenaDNALanguageModelConfig(
     ],
 )
 def test_a_run_of_an_earlier_version_is_resumed(model, old_head, paths, tmp_path):
-    """Its checkpoint has other paths of the parameters, their moments and their averages."""
+    """Its checkpoint has other paths for parameters, their moments and their averages."""
     config = changed(TrainConfig(), {"model": model, "optimizer.ema_decay": 0.9})
     run = Run.create(tmp_path / "run", config, Characters.of(ALL_WORK), "")
     state = build_trainer(config).initial_state()
@@ -190,7 +190,7 @@ def test_a_run_begins_with_the_weights_of_another(kind, source, tmp_path):
 
 @pytest.mark.slow
 def test_the_same_command_goes_on_with_a_tuned_run(source, tmp_path):
-    """Also where it was killed before its first checkpoint."""
+    """The run may have been killed before its first checkpoint."""
     args = ["--init", str(source.folder), "--seed", "3"]
     for name in ("whole", "cut"):
         train_command.main(["--out", str(tmp_path / name), *args])

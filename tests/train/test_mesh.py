@@ -1,4 +1,4 @@
-"""A run on a mesh of devices is the run of one device, to rounding; what a mesh divides."""
+"""A run on a mesh of devices equals the run on one device up to rounding, or is refused."""
 
 import dataclasses
 import os
@@ -43,7 +43,7 @@ MESHES = {
 }
 LOOPS = {"RNNLanguageModel", "RNNLanguageModel of LSTM", "RNNLanguageModel of GRU"}
 REFUSED = {"model": {"GPModel of hyena", *LOOPS}, "sequence": {"GPModel of attention", *LOOPS}}
-"""By mesh axis: the models that it cannot divide."""
+"""The models that a mesh axis cannot divide, by axis."""
 ON_EIGHT_DEVICES = """
 import jax
 from train.mesh import MeshConfig, provide_devices
@@ -55,13 +55,13 @@ compare({model!r}, {meshes!r})
 
 
 def config_of(name: str, scale: int, **options):
-    """The config of a model of the registry, with more features, and those options that it has."""
+    """The config of a registered model, with more features, and with the options that it has."""
     config = MODELS[name].config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     wide = {
         field: scale * size
         for field, size in fields.items()
-        # Of the positions that a filter reads there is an odd number.
+        # The number of position features of a filter must stay odd.
         if field.endswith("features") and field != "embed_features" and size
     }
     known = {field: value for field, value in options.items() if fields.get(field) is not None}
@@ -69,7 +69,7 @@ def config_of(name: str, scale: int, **options):
 
 
 def run(name: str, config: MeshConfig, devices):
-    """Losses, weights and evaluated losses of some steps in float64; the share of a device."""
+    """The losses, weights and evaluated losses of some float64 steps, and a device's share."""
     mesh = build_mesh(config, rows=ROWS, window=WINDOW, devices=devices)
     rates = dict.fromkeys(("dropout_rate", "block_dropout_rate", "embedding_dropout_rate"), 0.2)
     remat = "full" if config.fully_sharded else "none"
@@ -95,7 +95,7 @@ def run(name: str, config: MeshConfig, devices):
 
 
 def compare(name: str, meshes: list[str]) -> None:
-    """Assert that the results on each mesh are those of one device, or that it is `REFUSED`."""
+    """Asserts that the results on each mesh are those of one device, or that it is `REFUSED`."""
     expected, _ = run(name, MeshConfig(), jax.devices()[:1])
     for config in map(MESHES.__getitem__, meshes):
         axes = [axis for axis in REFUSED if getattr(config, axis) > 1 and name in REFUSED[axis]]
@@ -117,7 +117,7 @@ def compare(name: str, meshes: list[str]) -> None:
     ],
 )
 def test_runs_as_on_one_device(model, meshes):
-    """Some steps of Adam, with dropout where there is any, on documents where states are reset."""
+    """Takes some steps of Adam with dropout, if the model has it, on documents with resets."""
     script = ON_EIGHT_DEVICES.format(model=model, meshes=meshes)
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
@@ -126,7 +126,7 @@ def test_runs_as_on_one_device(model, meshes):
 
 @pytest.mark.slow
 def test_one_cpu_becomes_the_devices_of_the_mesh(tmp_path):
-    """Of a new run, of one that is resumed, whose config says how many, and not where told."""
+    """A new or resumed run takes the number from its config, unless the environment sets it."""
 
     def start(*args: str, **env: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "train", "--eval-batches", "1", *args]
@@ -143,7 +143,7 @@ def test_one_cpu_becomes_the_devices_of_the_mesh(tmp_path):
 
 @pytest.mark.optimized
 def test_more_devices_than_cores_do_not_wait_for_each_other_forever(tmp_path):
-    """As compiled for users: many collectives of a device at once."""
+    """Compiled as for users, a device starts many collectives at once."""
     text = tmp_path / "text"
     text.write_text("To be, or not to be, that is the question.\n" * 200)
     options = "--preset hawk --optimizer.warmup-steps 0 --batch-size 8 --eval-batches 1"
@@ -195,15 +195,15 @@ MESH = AbstractMesh((1, 1, 2), ("data", "sequence", "model"))
 
 
 def specs(model):
-    """Where a mesh of two devices has each parameter."""
+    """The sharding of each parameter on a mesh of two devices."""
     found = places(model, MESH, fully_sharded=False)
     return {path.removesuffix(".value"): spec for path, spec in found.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_large_parameter_is_declared_and_divided(name):
-    """Large: more than half of a matrix from features to features."""
-    config = config_of(name, 32)  # beside which heads, ranks and taps are small
+    """Large means more than half the size of a (features, features) matrix."""
+    config = config_of(name, 32)  # so that heads, ranks and taps are small
     model = nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0)))
     declared, features = declared_mesh_axes(model), model.embedding.features
     params = by_path(nnx.state(model, nnx.Param))

@@ -1,4 +1,4 @@
-"""What a run shows of itself, and what it does where a step is not finite."""
+"""The output of a run, and its response to steps whose loss or gradient is not finite."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def command(folder: Path, *args: str) -> Run:
 
 
 def lines(folder: Path) -> list[dict]:
-    """Those of the metrics, strictly JSON."""
+    """The lines of the metrics, which must be strict JSON."""
 
     def refuse(constant):
         raise AssertionError(constant)
@@ -43,7 +43,7 @@ def lines(folder: Path) -> list[dict]:
 
 @pytest.fixture
 def fails_at(monkeypatch):
-    """Gives the batches of some steps a gradient of NaN; their losses are as before."""
+    """Makes the gradients of some steps NaN, without changing their losses."""
     token_losses = train.step.token_losses
 
     def fail(*steps: int) -> None:
@@ -114,7 +114,7 @@ def test_skipped_steps_are_told_with_their_rows(fails_at, tmp_path, capsys):
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(fails_at, tmp_path, capsys):
-    """A step that is applied begins a new count."""
+    """A step that is applied restarts the count."""
     fails_at(8, 9, 11, 12, 13)
     folder = tmp_path / "run"
     with pytest.raises(SystemExit) as stop, one_line_errors("prog"):

@@ -1,4 +1,4 @@
-"""What the optimiser of a run can do, against torch and against its definition."""
+"""The options of the optimizer, compared with torch and with their definitions."""
 
 import dataclasses
 import math
@@ -49,7 +49,7 @@ def trained(config: OptimizerConfig, num_steps: int = 9) -> tuple[dict, optax.Op
     ("schedule", "last"), [("constant", 0.0), ("linear", 0.0), ("linear", 0.02), ("cosine", 0.02)]
 )
 def test_schedules(schedule, last):
-    """Up from zero, then down to the last rate at the last step."""
+    """The rate rises from zero, and then falls to the final rate at the last step."""
     config = dataclasses.replace(CONFIG, schedule=schedule, final_learning_rate=last)
     rates = [float(build_schedule(config, 9)(step)) for step in range(10)]
     share = {
@@ -84,7 +84,7 @@ def test_decay_is_that_of_torchs_parameter_groups(mask):
 
 
 def test_matrices_are_what_multiplies():
-    """By name, of all layers and models of the registry."""
+    """Lists the names for all layers and models of the registry."""
     found = set()
     params = [nnx.state(case.abstract(jnp.float32), nnx.Param) for case in CASES.values()]
     for path, param in jax.tree_util.tree_leaves_with_path(params):
@@ -125,7 +125,7 @@ ARGS = ["--num-steps", "10", "--eval-every", "5", "--eval-batches", "4", "--batc
 
 
 def test_a_run_evaluates_and_exports_the_average(tmp_path, monkeypatch):
-    """And goes on to the same one; its training goes on from the last weights."""
+    """The training itself equals that without an average."""
     reported = []
     monkeypatch.setattr(train_command, "report", lambda run, model, console: reported.append(model))
     for name, args in {"with": ["--optimizer.ema-decay", "0.9"], "without": []}.items():
@@ -169,7 +169,7 @@ def test_a_run_in_parts_is_the_whole_one_to_rounding(tmp_path):
 
 
 def torch_losses(twin, rows, *, learning_rate: float, clip_norm: float | None) -> list[float]:
-    """The losses of the seed's loop."""
+    """The losses of the seed's training loop."""
     optimizer = torch.optim.AdamW(twin.parameters(), lr=learning_rate)
     losses = []
     for batch in rows:
@@ -210,7 +210,7 @@ def jax_losses(model, rows, *, learning_rate: float, clip_norm: float | None):
     ],
 )
 def test_seed_experiment_follows_torch(num_steps, clip_norm, tolerance, x64):
-    """The same weights and batches in both frameworks give the same losses."""
+    """The same weights and batches give the same losses in both frameworks."""
     vocabulary = Characters.of(ALL_WORK)
     part = split(vocabulary.encode(ALL_WORK), window=8)["train"]
     loader = Batches(part, batch_size=4, seed=7)

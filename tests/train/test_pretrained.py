@@ -1,4 +1,4 @@
-"""`twinscan generate --weights`: checkpoints of others, and what their tokens stand for."""
+"""`twinscan generate --weights`: published checkpoints and their vocabularies."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def world() -> World:
 
 
 def random_model(config, **options) -> LanguageModel:
-    """Of weights other than those that a model starts from, many of which are zero."""
+    """A model with random weights, because many initial weights are zero."""
     model = config.build(**options, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
 
@@ -57,7 +57,7 @@ def save_pth(model: LanguageModel, name: str) -> None:
 
 
 def test_the_pieces_of_the_world_vocabulary(world):
-    """A token is some bytes: a character of several is written when it is whole."""
+    """A token is a sequence of bytes. A character of several tokens is printed once complete."""
     tokens = world.encode(TEXT, "text")
     assert "".join(world.pieces(tokens[:, None])) == TEXT
     tokens = [byte + 1 for byte in "é🎉".encode()]
@@ -69,7 +69,7 @@ def test_the_pieces_of_the_world_vocabulary(world):
 
 
 def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
-    """The command of docs/weights.md."""
+    """Runs the command in docs/weights.md."""
     monkeypatch.chdir(tmp_path)
     model = random_model(RWKV7LanguageModelConfig(World.size, **SIZES))
     save_pth(model, "RWKV-x070-World-0.1B.pth")
@@ -80,7 +80,7 @@ def test_the_text_of_a_checkpoint_goes_on(world, tmp_path, monkeypatch, capsys):
 
 
 def test_tokens_go_on_as_tokens(tmp_path, capsys):
-    """Of a safetensors file, by its suffix."""
+    """The suffix identifies a safetensors file."""
     model = random_model(RWKV6LanguageModelConfig(30, **SIZES))
     save_file(to_torch(model, "fla"), tmp_path / "a.safetensors")
     arguments = ["--weights", str(tmp_path / "a.safetensors"), "--prompt-tokens", "3 1 4"]
@@ -92,7 +92,7 @@ def test_tokens_go_on_as_tokens(tmp_path, capsys):
 
 
 def test_a_sequence_of_nucleotides_goes_on(tmp_path, monkeypatch, capsys):
-    """The command of docs/weights.md."""
+    """Runs the command in docs/weights.md."""
     monkeypatch.chdir(tmp_path)
     model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
     save_pth(model, "hyenadna.pth")
@@ -134,10 +134,10 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def recurrent_gemma(tmp_path, monkeypatch) -> LanguageModel:
-    """In a folder as transformers writes it: in two files, with a tokenizer that begins a text.
+    """A model in a folder as transformers writes it, in two files, with a tokenizer.
 
-    As in Gemma's vocabulary, "</s>" is a word and "<eos>" ends a text; its generation_config.json
-    has a token that ends it, too.
+    The tokenizer adds a token before a text. As in Gemma's vocabulary, "</s>" is a word and "<eos>"
+    ends a text. The generation_config.json has another token that ends a text.
     """
     monkeypatch.chdir(tmp_path)
     folder = Path("recurrentgemma-2b")
@@ -166,7 +166,7 @@ def recurrent_gemma(tmp_path, monkeypatch) -> LanguageModel:
 
 
 def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
-    """The command of docs/weights.md, up to the first token that ends a text."""
+    """Runs the command in docs/weights.md, which stops at the first token that ends a text."""
     read = read_model(Path("recurrentgemma-2b"))
     assert {x.dtype for x in jax.tree.leaves(nnx.state(read, nnx.Param))} == {jnp.dtype("bfloat16")}
     assert [*tokens_of(read, Path("recurrentgemma-2b")).encode("a b")] == [2, 4, 5]
@@ -190,7 +190,7 @@ def test_the_text_of_a_recurrent_gemma_goes_on(recurrent_gemma, capsys):
     ],
 )
 def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, message):
-    """In one line. `test_load_pretrained.py` has more damages."""
+    """The error has one line. `test_load_pretrained.py` tests more kinds of damage."""
     path = Path("recurrentgemma-2b", name)
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(CommandLineError, match=message) as refused:
@@ -200,7 +200,7 @@ def test_a_folder_that_is_damaged_is_refused(recurrent_gemma, name, content, mes
 
 @pytest.mark.slow
 def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
-    """Its model and its tokenizer are the default's; without steps, the weights stay."""
+    """Model and tokenizer default to the checkpoint's. A tiny learning rate keeps the weights."""
     Path("text").write_text("a b c d e f g " * 200)
     train_command.main([
         *["--init", "recurrentgemma-2b", "--text", "text", "--out", "run", "--num-steps", "2"],
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_others_is_tuned(recurrent_gemma, unreported):
 
 @pytest.mark.slow
 def test_a_model_of_nucleotides_is_trained_on(tmp_path, monkeypatch, capsys):
-    """On a text of lines; its vocabulary has tokens that stand for nothing."""
+    """The text has several lines, and some tokens of the vocabulary have no meaning."""
     monkeypatch.chdir(tmp_path)
     model = random_model(HyenaDNALanguageModelConfig(context_length=32, features=8, mlp_features=9))
     save_pth(model, "hyenadna.pth")

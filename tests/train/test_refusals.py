@@ -1,4 +1,4 @@
-"""What commands, configs and functions refuse, each in one line that names the argument."""
+"""Commands, configs and functions reject wrong arguments in one line that names the argument."""
 
 import dataclasses
 import inspect
@@ -47,7 +47,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def folder(finished, tmp_path_factory) -> Path:
-    """Files and runs that a command cannot use."""
+    """A folder with files and runs that commands cannot use."""
     folder = tmp_path_factory.mktemp("refused")
     os.mkfifo(folder / "pipe")
     for name, content in {
@@ -155,7 +155,7 @@ def test_refuses_in_one_line(line, finished, folder, capsys):
 
 
 def in_ascii(*args: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments where only ASCII can be printed."""
+    """Runs Python with these arguments, and with an output that accepts only ASCII."""
     return subprocess.run(
         [sys.executable, *args],
         capture_output=True,
@@ -166,7 +166,7 @@ def in_ascii(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ascii_takes_the_place_of_what_cannot_be_printed():
-    """Of every command: what they print goes through `one_line_errors`."""
+    """All commands print through `one_line_errors`."""
     code = """
 import sys
 from twinscan.command_line import CommandLineError, one_line_errors

@@ -1,4 +1,4 @@
-"""Texts of many files and documents, the files of their tokens, and batches of them."""
+"""Texts with many files and documents, their token files, and batches."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def sentence(length: int) -> str:
 
 
 def tokenizer(end: str | None = "<|endoftext|>") -> str:
-    """One of the package `tokenizers`, as GPT-2's: byte-level pairs."""
+    """A byte-level tokenizer of the package `tokenizers`, like GPT-2's."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -60,7 +60,7 @@ def documents(text: Text) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Files of text, one of lines, and a hidden one."""
+    """A folder with text files, a file of JSON lines, and a hidden file."""
     (tmp_path / "texts" / "more").mkdir(parents=True)
     (tmp_path / "texts" / ".hidden").write_text("no")
     (tmp_path / "texts" / "b.txt").write_bytes(b"eins\r\nzwei")
@@ -92,7 +92,7 @@ def test_documents_however_they_are_read(block, separator, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("kind", ["characters", "bytes", "tokenizer", "world"])
 def test_tokens_of_documents(kind, folder, tmp_path):
-    """Each ends with the vocabulary's end; a second look reads the file that the first wrote."""
+    """The end-of-text token ends each document. The second call reads the cached file."""
     if kind == "world":
         pytest.importorskip("rwkv")
     (tmp_path / "tokenizer.json").write_text(tokenizer())
@@ -113,7 +113,7 @@ def test_tokens_of_documents(kind, folder, tmp_path):
 
 
 def test_a_tokenizer_sees_a_long_text_as_a_short_one(tmp_path, monkeypatch):
-    """Cut at its lines."""
+    """The text is divided at its line ends."""
     vocabulary = Subwords(tokenizer())
     content = "".join(sentence(30) for _ in range(50))
     (tmp_path / "text").write_text(content)
@@ -216,7 +216,7 @@ def test_several_documents_need_an_end(folder, tmp_path):
 
 @pytest.mark.slow
 def test_documents_do_not_see_each_other():
-    """A token's loss depends on its own document alone, which begins with the end of another."""
+    """The loss depends only on the token's own document, which begins with the last one's end."""
     vocabulary = Characters(Characters.of(ALL_WORK).characters, has_end=True)
     config = TrainConfig(model=RNNLanguageModelConfig(vocab_size=len(vocabulary)))
     trainer = build_trainer(config, vocabulary, jax.devices()[:1])
@@ -233,7 +233,7 @@ def test_documents_do_not_see_each_other():
 
 @pytest.mark.slow
 def test_a_run_on_a_folder_with_a_tokenizer(folder, tmp_path, monkeypatch, capsys):
-    """Trains, goes on, is evaluated and continued, without the tokenizer's file."""
+    """It trains, resumes, is evaluated and generates text without the tokenizer's file."""
     (folder / "long.txt").write_text(20 * ALL_WORK)
     (tmp_path / "t.json").write_text(tokenizer())
     monkeypatch.setattr(train_command, "report", lambda *_: None)
@@ -283,7 +283,7 @@ def test_parts_predict_different_tokens(val_rows, lengths, rows):
 
 
 def test_rows_to_validate_on_are_drawn_from_the_whole_text():
-    """All rows, also one that ends with the text; the same rows each time."""
+    """They include the row at the end of the text, and are the same each time."""
     parts = split(TOKENS, 4, 9)
     starts = np.concatenate([parts["val"][:][:, 0], parts["train"][:][:, 0]])
     assert sorted(starts) == list(range(0, 100, 4))

@@ -1,4 +1,4 @@
-"""Runs from the command line to the folder and back."""
+"""Runs from the command line to the files in the folder."""
 
 import dataclasses
 import itertools
@@ -42,7 +42,7 @@ def text_file(tmp_path_factory) -> Path:
 
 
 def small(text: Path, *args: str, length: str = "--num-steps 10") -> list[str]:
-    """A small LSTM on a text."""
+    """The options for a small LSTM on a text."""
     options = "--preset lstm --model.hidden-features 16 --window 12 --batch-size 8 --eval-every 5"
     return [*options.split(), *length.split(), "--text", str(text), *args]
 
@@ -53,7 +53,7 @@ CONSTANT = ["--optimizer.schedule", "constant"]
 
 @pytest.fixture(scope="session")
 def by_rows(text_file, tmp_path_factory) -> Path:
-    """The folder of half an epoch over rows drawn from the whole text, with dropout."""
+    """The folder of a run of half an epoch, with dropout and with random rows for validation."""
     folder = tmp_path_factory.mktemp("by_rows") / "run"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train_command, "report", lambda *_: None)
@@ -62,7 +62,7 @@ def by_rows(text_file, tmp_path_factory) -> Path:
 
 
 def test_a_run_shorter_than_its_presets_warmup(text_file, tmp_path, capsys, unreported):
-    """The warm-up is shortened, unless somebody asked for it; the same command goes on."""
+    """The warm-up is shortened unless an option sets it. The same command finds the same run."""
     options = "--preset hawk --model.features 8 --model.num-layers 1 --window 12 --batch-size 8"
     args = [*options.split(), "--num-epochs", "0.1", "--text", str(text_file)]
     run = start(tmp_path / "run", *args)
@@ -109,7 +109,7 @@ def test_evaluates_on_the_whole_text(finished, capsys):
 
 @pytest.mark.slow
 def test_evaluates_as_the_seed_does(by_rows, text_file, capsys):
-    """Token by token from each prefix, over the first 29 tokens of the rows that it drew."""
+    """Predicts the first 29 tokens of the validation rows, each from its own prefix."""
     evaluate.main(["--run", str(by_rows), "--num-tokens", "29"])
     line = capsys.readouterr().out.splitlines()[1]
     found = re.fullmatch(r"val: (.*) nats .*, mean probability (.*), over 29 characters", line)
@@ -150,7 +150,7 @@ def test_exported_weights_are_the_twins(finished, tmp_path, capsys):
 
 
 def assert_errs_as_the_twin(printed: str) -> None:
-    """Assert what the tolerance asks of float32, by the errors that are printed."""
+    """Asserts that the printed errors are within the tolerance of float32."""
     jax_error, twin_error = map(
         float, re.findall(r"JAX (\S+), the torch twin itself (\S+)", printed)[0]
     )
@@ -158,7 +158,7 @@ def assert_errs_as_the_twin(printed: str) -> None:
 
 
 def small_sizes(model: LanguageModelConfig) -> list[str]:
-    """The sizes that a model of this class has in the registry, as options."""
+    """The sizes that a model of this class has in the registry, as command-line options."""
     small = next(case.config for case in CASES.values() if type(case.config) is type(model))
     sizes = {name: size for name, size in vars(small).items() if type(size) is int}
     kept = {"vocab_size", "context_length"}
@@ -181,7 +181,7 @@ def test_every_preset_trains_exports_and_generates(text_file, tmp_path, capsys, 
 
 
 def test_steps_in_one_call_are_the_single_ones():
-    """Bit for bit, masks of dropout included; batches from `count` on are not read."""
+    """They are bitwise equal, including dropout masks. Batches from `count` on are not read."""
     rnn = dataclasses.replace(TrainConfig().model, num_layers=2, dropout_rate=0.5)
     trainer = build_trainer(dataclasses.replace(TrainConfig(), model=rnn))
     batches = np.random.default_rng(0).integers(0, 20, (4, 4, 9))
@@ -197,7 +197,7 @@ def test_steps_in_one_call_are_the_single_ones():
 
 
 def explodes_at(step: int):
-    """An optimiser whose weights are NaN after so many steps."""
+    """An optimizer that makes the weights NaN after this many steps."""
 
     def build(config, num_steps):
         return optax.sgd(lambda count: jnp.where(count == step - 1, jnp.nan, 1e-3))
@@ -215,7 +215,7 @@ def explodes_at(step: int):
 def test_a_run_ends_where_its_numbers_are_not_finite(
     nan_after, failed, latest, text_file, tmp_path, monkeypatch, capsys
 ):
-    """Weights of NaN: at the first loss, or before they become a checkpoint."""
+    """It notices weights of NaN at the next logged loss, or before it saves them."""
     folder = tmp_path / "run"
     args = small(text_file, *CONSTANT, length="--num-steps 30")
     with monkeypatch.context() as patched:
@@ -239,7 +239,7 @@ def test_a_run_ends_where_its_numbers_are_not_finite(
 
 @pytest.mark.usefixtures("unreported")
 def test_resuming_gives_the_run_of_as_many_epochs(by_rows, text_file, tmp_path):
-    """169 of 199 rows are to train on: half of them, eight a step, are 11 steps."""
+    """Training has 169 of 199 rows, so half an epoch takes 11 steps of 8 rows."""
     whole = Run.open(by_rows)
     assert (whole.config.num_steps, whole.config.num_epochs) == (11, None)
     start(tmp_path / "cut", *small(text_file, *BY_ROWS, *CONSTANT, length="--num-steps 6"))
@@ -262,7 +262,7 @@ def test_bfloat16_trains_with_the_seeds_optimizer(text_file, tmp_path):
 
 
 def test_every_row_has_a_dropout_mask_of_its_own():
-    """`test_mesh.py` shows that the number of devices changes no mask."""
+    """`test_mesh.py` tests that masks do not depend on the number of devices."""
     model = dataclasses.replace(TrainConfig().model, num_layers=2, dropout_rate=0.5)
 
     def loss(rows: int) -> float:

@@ -1,4 +1,4 @@
-"""The registry's language models, for the tests of loading."""
+"""The language models of the registry, for the tests that load weights."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def build(config):
 
 
 def fields_without_shape(config):
-    """The fields that no shape tells."""
+    """The fields of a config that no weight's shape determines."""
     layout = next(iter(config.layouts.values()))
     told = {name for name, size in layout.sizes.items() if isinstance(size, tuple | Callable)}
     told |= {"vocab_size", "features", "num_layers"}

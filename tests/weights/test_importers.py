@@ -1,4 +1,4 @@
-"""Recurrent layers of ONNX and Keras, beside ONNX's evaluator and Keras."""
+"""Recurrent layers of ONNX and Keras, compared with ONNX's evaluator and with Keras."""
 
 import os
 from functools import partial
@@ -42,7 +42,7 @@ TIME, BATCH, IN, HIDDEN = 7, 3, 4, 5
 
 
 def run(model: Any, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A model of one node by our layer, in ONNX's shapes."""
+    """Runs a model with a single node in our layer, with ONNX's names and shapes."""
     [node] = model.graph.node
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     batch_first = attributes.get("layout", 0) == 1
@@ -72,7 +72,7 @@ DIRECTIONS = ("forward", "reverse", "bidirectional")
 
 
 def random_node(op: str, direction: str, *, bias: bool = True, peepholes: bool = False, **options):
-    """A model of one node with random weights and states in float64, and its inputs."""
+    """A model with a single node and random weights and states in float64, and its inputs."""
     rng = np.random.default_rng(0)
     directions = 2 if direction == "bidirectional" else 1
     layout = options.get("layout", 0)
@@ -110,7 +110,7 @@ def random_node(op: str, direction: str, *, bias: bool = True, peepholes: bool =
 @pytest.mark.parametrize(("op", "options"), VARIANTS)
 @pytest.mark.parametrize("layout", [0, 1])
 def test_random_nodes_are_those_of_onnx_reference_evaluator(op, direction, options, layout, x64):
-    """The weights go back bit for bit, too."""
+    """The exported weights are bitwise equal, too."""
     for bias in (True, False):
         model, inputs = random_node(op, direction, bias=bias, layout=layout, **options)
         evaluator = ReferenceEvaluator(model)
@@ -127,7 +127,7 @@ def test_random_nodes_are_those_of_onnx_reference_evaluator(op, direction, optio
 
 @pytest.mark.parametrize("layout", [0, 1])
 def test_sequence_lens_make_each_row_as_alone(layout, x64):
-    """A bidirectional LSTM. ONNX's reference evaluator ignores the lengths."""
+    """Tests a bidirectional LSTM. ONNX's reference evaluator ignores the lengths."""
     model, inputs = random_node("LSTM", "bidirectional")
     evaluator = ReferenceEvaluator(model)
     lengths = np.array([TIME, 4, 1], np.int32)
@@ -167,7 +167,7 @@ def test_a_node_is_found_by_name_in_a_branch_with_weights_in_the_graph():
 
 
 def test_other_weights_of_the_graph_are_not_read():
-    """Here they are in a file that is not there."""
+    """The other weights are in a file that does not exist."""
     model, inputs = random_node("GRU", "forward")
     elsewhere = onnx.TensorProto(name="huge", data_type=onnx.TensorProto.FLOAT, dims=[2**40])
     elsewhere.data_location = onnx.TensorProto.EXTERNAL
@@ -190,7 +190,7 @@ def attribute(**values):
 
 
 def test_a_node_with_relu(x64):
-    """ONNX's evaluator has no RNN with relu."""
+    """ONNX's evaluator does not support an RNN with relu."""
     model, inputs = random_node("RNN", "bidirectional")
     attribute(activations=["Relu", "Relu"])(model, inputs)
     layer = from_onnx(model, weights=inputs)
@@ -219,7 +219,7 @@ def test_a_node_is_refused(message, spoil, x64):
 
 @pytest.fixture
 def keras64(x64, monkeypatch):
-    """Keras in float64, even its tanh, which it takes in float32; JAX as users have it."""
+    """Runs Keras in float64, even its tanh, which it casts to float32, and JAX as users do."""
     narrowed = import_module("keras.src.backend.common.dtypes").BIT64_TO_BIT32_DTYPE
     monkeypatch.setitem(narrowed, "float64", "float64")
     set_float = (keras.config.set_floatx, keras.config.set_dtype_policy)
@@ -232,7 +232,7 @@ def keras64(x64, monkeypatch):
 
 
 def random_weights(layer: Any, shape=(BATCH, TIME, IN)) -> Any:
-    """The layer of Keras with random weights, biases too."""
+    """Sets all weights of a Keras layer, including biases, to random values."""
     layer.build(shape)
     rng = np.random.default_rng(0)
     layer.set_weights([0.5 * rng.standard_normal(w.shape) for w in layer.get_weights()])
@@ -244,7 +244,7 @@ def drawn(*shape: int) -> np.ndarray:
 
 
 def several_cells():
-    """Of different kinds and sizes."""
+    """Cells of different kinds and sizes."""
     kinds = keras.layers.LSTMCell, keras.layers.GRUCell, keras.layers.SimpleRNNCell
     return [kind(HIDDEN + i) for i, kind in enumerate(kinds)]
 
@@ -264,7 +264,7 @@ KERAS = {
 @pytest.mark.parametrize("wrapper", ["", ", go_backwards", ", Bidirectional"])
 @pytest.mark.parametrize("name", KERAS)
 def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64):
-    """The weights go back, too."""
+    """The exported weights are those of Keras, too."""
     name += wrapper
     options = {"return_sequences": True, "return_state": True}
     options |= {"go_backwards": True} if wrapper == ", go_backwards" else {}
@@ -281,10 +281,10 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
     mask = np.arange(TIME) < lengths[:, None]
     for given, masked in ((leaves, None), (None, mask)):
         if given and "RNN of" in name and "Bidirectional" in name:
-            continue  # Keras takes no states of its cells
+            continue  # Keras does not accept initial states here
         initial = [leaf[0] for leaf in leaves] if given else None
         if given and "RNN of cells" in name:
-            initial = [initial[:2], *initial[2:]]  # by cell: an LSTM's has two arrays
+            initial = [initial[:2], *initial[2:]]  # an LSTM cell's state has two arrays
         y, *last = original(x, initial_state=initial, mask=masked)
         state = jax.tree.unflatten(structure, leaves) if given else None
         y_ours, last_ours = ours(x, state, lengths=None if masked is None else lengths)
@@ -304,7 +304,7 @@ def test_layers_are_those_of_keras_with_masks_and_states(name, wrapper, keras64)
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_each_layer_of_ours_is_one_of_keras(bidirectional, keras64):
-    """One after the other, import and export leave the rest alone."""
+    """Importing and exporting one layer does not change the others."""
     sizes = {"bidirectional": bidirectional, "param_dtype": jnp.float64}
     layer = LSTM(IN, HIDDEN, num_layers=2, **sizes, rngs=nnx.Rngs(0))
     x = y = drawn(BATCH, TIME, IN)

@@ -1,4 +1,4 @@
-"""The layouts of each language model, and what is no checkpoint of it."""
+"""The layouts of each language model, and files that are not checkpoints of it."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -40,7 +40,7 @@ CONFIGS = MODELS | {
     ),
     "HyenaDNA with a head of its own": replace(HYENA_DNA, tied_head=False, order=3),
     "RWKV-6 of one layer": replace(PUBLISHED["RWKV6LanguageModel"], num_layers=1),
-    "RWKV-7 of one layer": replace(RWKV7, num_layers=1, value_rank=32),  # has no values to mix
+    "RWKV-7 of one layer": replace(RWKV7, num_layers=1, value_rank=32),  # mixes no values
 }
 
 

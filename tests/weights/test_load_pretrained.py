@@ -1,4 +1,4 @@
-"""Files and folders of weights: read a tensor at a time, whatever their format, or refused."""
+"""Files and folders of weights in all formats are read one tensor at a time, or rejected."""
 
 import collections
 import json
@@ -54,12 +54,12 @@ def old_torch_file(weights, folder):
 
 
 def turned(tensor):
-    """Its axes in the other order."""
+    """Reverses the axes of a tensor."""
     return tensor.permute(*reversed(range(tensor.ndim)))
 
 
 def views_in_a_torch_file(weights, folder):
-    """Transposed, and parts of others' storages."""
+    """Writes tensors that are transposed views of parts of larger storages."""
     odd = {}
     for key, tensor in tensors(weights).items():
         storage = torch.cat([torch.full((3,), 7.0), turned(tensor).flatten(), torch.zeros(2)])
@@ -90,7 +90,7 @@ def folder_of_orbax(weights, folder):
 
 
 def file_of_lightning(weights, folder):
-    """With what a training program has beside weights; the package of its settings is not there."""
+    """Writes a training checkpoint, whose settings need a package that is not installed."""
     settings = types.ModuleType("omegaconf")
     settings.DictConfig = type("DictConfig", (), {"__module__": settings.__name__})
     of_program = settings.DictConfig()
@@ -120,7 +120,7 @@ FORMATS = (
 
 @pytest.fixture(params=[*PUBLISHED, "silero_vad"])
 def model(request):
-    """With the weights that it draws, in which zeros and ones are not rare."""
+    """A model with its initial weights, many of which are zeros and ones."""
     if request.param == "silero_vad":
         return SileroVAD(rngs=nnx.Rngs(0))
     return build(PUBLISHED[request.param])
@@ -129,7 +129,7 @@ def model(request):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_of_every_family_is_read(model, form, tmp_path):
-    """Bit for bit; and no weights are drawn."""
+    """The weights are bitwise equal, and no random weights are drawn."""
     weights, config = to_torch(model), getattr(model, "config", None)
     read = load_pretrained(
         form(weights, tmp_path), **fields_without_shape(config) if config else {}
@@ -172,7 +172,7 @@ def test_each_parameter_goes_to_its_sharding(tmp_path):
 
 @pytest.mark.parametrize("blocks", ["", "-checkpointed"])
 def test_a_published_folder_of_hyena_dna_is_read(blocks, tmp_path):
-    """As its training program saved it; the vocabulary of its config.json is rounded up."""
+    """It is as the training program saved it, with a config.json whose vocabulary is rounded up."""
     model = build(replace(HYENA_DNA, vocab_size=16))
     file_of_lightning(to_torch(model, f"safari-lightning{blocks}"), tmp_path)
     fields = {"d_model": 6, "n_layer": 2, "vocab_size": 12, "pad_vocab_size_multiple": 8}
@@ -187,7 +187,7 @@ def test_a_published_folder_of_hyena_dna_is_read(blocks, tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """An RWKV-4 under transformers' keys."""
+    """A folder with an RWKV-4 under transformers' keys."""
     save_file(to_torch(build(RWKV), "hf"), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv", "hidden_size": 6}))
     return tmp_path
@@ -213,7 +213,7 @@ def with_a_larger_shape(folder):
 
 
 def that_expands(folder):
-    """A gigabyte of zeros, in a megabyte."""
+    """A compressed file of a megabyte that expands to a gigabyte of zeros."""
     torch.save({"weight": torch.zeros(2)}, folder / "a.pth")
     with (
         zipfile.ZipFile(folder / "a.pth") as source,
@@ -283,7 +283,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [safetensors_file, torch_file])
 def test_little_more_than_the_model_is_in_memory(form, tmp_path):
-    """Its size and its largest tensor, and 16 MiB for whatever Python keeps."""
+    """It needs the model's size, its largest tensor, and up to 16 MiB for Python."""
     paths, sizes = [], []
     large = {"vocab_size": 16_000, "features": 1024, "num_layers": 3, "hidden_features": 4096}
     for name, config in {"small": RWKV, "large": replace(RWKV, **large)}.items():
@@ -314,7 +314,7 @@ def test_what_no_file_tells_is_given_by_name(config, tmp_path):
     told = vars(load_pretrained(path).config)
     options = {name: value for name, value in vars(config).items() if told[name] != value}
     assert options
-    assert "kernel_size" not in options  # a shape tells it
+    assert "kernel_size" not in options  # a shape determines it
     model = load_pretrained(path, **options)
     assert model.config == config
     assert_same_weights(to_torch(model), to_torch(build(config)))

@@ -1,4 +1,4 @@
-"""Loading under `jax.set_mesh`: each parameter is where its names say, or whole on all devices."""
+"""Loading under `jax.set_mesh` shards each parameter by its axis names, or replicates it."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ EIGHT = {"JAX_NUM_CPU_DEVICES": "8"}
 
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)
 def mesh(request):
-    """Of all devices: one, or the eight of `test_on_eight_devices`."""
+    """A mesh of all devices: one, or eight in `test_on_eight_devices`."""
     return jax.make_mesh((jax.device_count(),), ("model",), axis_types=(request.param,))
 
 
@@ -62,7 +62,7 @@ def test_a_layer_is_placed(mesh, options, build, mesh_set_for):
     def context(step):
         if mesh_set_for in (step, "both"):
             return jax.set_mesh(mesh)
-        return nnx.use_eager_sharding(False)  # the names stay
+        return nnx.use_eager_sharding(False)  # keeps the names
 
     weights = torch.nn.LSTM(8, 16).state_dict()
     with context("build"):
@@ -76,7 +76,7 @@ def test_a_layer_is_placed(mesh, options, build, mesh_set_for):
 
 @pytest.mark.parametrize("options", [{}, {"time_major": True, "dropout_rate": 0.5}], ids=str)
 def test_a_placed_layer_runs(mesh, options):
-    """Eagerly and compiled, with the numbers of one device. Dropout draws new masks."""
+    """It computes as on one device, eagerly and compiled. Dropout draws new masks."""
     rows = P(None, "model") if options else P("model")
     x = np.random.default_rng(0).standard_normal((8, 8, 8), np.float32)
     weights = torch.nn.LSTM(8, 16, num_layers=2).state_dict()
@@ -193,7 +193,7 @@ def test_a_command_builds_its_own_mesh(tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(EIGHT.items() <= os.environ.items(), reason="there are eight")
 def test_on_eight_devices():
-    """In a process of its own: the number of devices is set before JAX starts."""
+    """Runs in another process, because the number of devices must be set before JAX starts."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__]
     done = subprocess.run(command, env=os.environ | EIGHT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""The weight tables of the layers that both frameworks have: same function, same bits back."""
+"""Weight tables for layers that both frameworks have: equal results, and bitwise equal exports."""
 
 import inspect
 from functools import partial
@@ -47,7 +47,7 @@ def image(*size: int) -> np.ndarray:
 
 
 def channels_last(module, x):
-    """The torch module on an image whose channels come last."""
+    """Calls the torch module on an image whose channels are the last axis."""
     return module(x.movedim(-1, 1)).movedim(1, -1)
 
 
@@ -57,13 +57,13 @@ def attended(module, x, y=None):
 
 
 def attention(q, k, v, **_):
-    """Flax's own has its softmax in float32."""
+    """Attention without Flax's float32 softmax."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
 class Grouped(nnx.Module):
-    """A transposed convolution in two groups."""
+    """A transposed convolution with two groups."""
 
     def __init__(self, rngs):
         self.kernel = nnx.Param(jnp.zeros((3, 2, 2, 6)))
@@ -85,7 +85,7 @@ OF_IMAGES = (nn.modules.conv._ConvNd, nn.GroupNorm, nn.BatchNorm2d)
 
 
 def entry(module, build, table, *inputs, call=lambda module, *inputs: module(*inputs)):
-    """A layer of both frameworks, and how a test calls it."""
+    """A layer in both frameworks, and the calls that a test compares."""
     return module, build, table, inputs, channels_last if isinstance(module, OF_IMAGES) else call
 
 
@@ -219,7 +219,7 @@ def test_gradients_go_by_a_table(name):
 
 
 class Cell(nnx.Module):
-    """torch's LSTMCell with one bias, as in Flax's and Equinox's cells."""
+    """torch's LSTMCell with a single bias, like the cells of Flax and Equinox."""
 
     def __init__(self, rngs):
         self.cell = nnx.OptimizedLSTMCell(3, 4, rngs=rngs)
@@ -237,7 +237,7 @@ CELL = [
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
 def test_a_key_that_no_parameter_holds_has_no_gradient(dtype):
-    """It fails if PyTorch's results depend on the key. The key's dtype does not matter."""
+    """The comparison fails if torch's results depend on the key, whatever its dtype."""
     twin = torch.nn.Module()
     twin.linear, twin.scale = torch.nn.Linear(3, 4), torch.nn.Parameter(torch.ones(4))
     port = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
@@ -256,7 +256,7 @@ def test_a_key_that_no_parameter_holds_has_no_gradient(dtype):
 
 
 def test_two_biases_in_one():
-    """Their gradients are equal, and each step of torch moves their sum twice."""
+    """Their gradients are equal, so each step of torch changes their sum twice as much."""
     cell, inputs = nn.LSTMCell(3, 4), (image(2, 3), image(2, 4), image(2, 4))
 
     def call(cell, x, h, c):

@@ -1,4 +1,4 @@
-"""Weights that do not fit, and the errors that say so."""
+"""Weights that do not fit, and the error messages for them."""
 
 from dataclasses import replace
 
@@ -145,7 +145,7 @@ def test_a_row_whose_transforms_do_not_fit(slip):
 @pytest.mark.parametrize("given", ["", "model.", "head"])
 @pytest.mark.parametrize("entry", [None, "state_dict"])
 def test_weights_in_another_place_are_found(prefix, given, entry):
-    """The arguments that the error names are the ones to give."""
+    """The error names the arguments that make the call work."""
     weights = torch.nn.LSTM(5, 6).state_dict()
     found = {"head.weight": torch.zeros(2, 6)} | {prefix + k: value for k, value in weights.items()}
     with pytest.raises(ValueError, match="^prefix:" if given else "^state_dict:") as error:
@@ -198,7 +198,7 @@ def test_a_layer_of_a_larger_model_is_loaded_and_put_back(prefix):
 
 
 def test_an_error_of_many_keys_can_be_read():
-    """Keys that differ in one number share a line."""
+    """Keys that differ only in one number share a line."""
     larger, smaller = (build(replace(RWKV, num_layers=n)) for n in (12, 10))
     weights = to_torch(smaller)
     del weights["blocks.3.ln1.bias"]
