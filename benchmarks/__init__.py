@@ -1,1 +1,1 @@
-"""How fast, how exact and how large: measured side by side with peers."""
+"""Benchmarks of speed, exactness and memory against other packages."""

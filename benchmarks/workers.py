@@ -1,8 +1,8 @@
-"""Contenders timed by turns, each framework in a process of its own.
+"""Times contenders in turn, with a separate process for each framework.
 
-Both have as many threads as there are cores and the same allocator, and the run ends where they
-have not. Bursts of calls alternate between the contenders (A B C A B C …). A burst during which
-other processes ran does not count; a time is the median of the others.
+Both processes must have as many threads as there are cores and the same allocator; otherwise, the
+run ends with an error. Bursts of calls alternate between the contenders (A B C A B C …). A burst
+during which other processes ran does not count. The time is the median of the other bursts.
 """
 
 import contextlib
@@ -29,26 +29,28 @@ ENVIRONMENT = {
     "JAX_NUMPY_RANK_PROMOTION": "allow",
 }
 EXPS = 16
-"""By which threads are counted: so many that one which wakes late still finds its part to do."""
+"""Number of exponentials in the computation by which threads are counted.
+
+It is long enough that a thread that wakes up late still finds work to do."""
 QUIET = 0.05
-"""Share of the cores that other processes may take."""
+"""The share of the cores that other processes may use in a burst that counts."""
 SLOW = 2.5
-"""Times the fastest, beyond which two bursts are enough."""
+"""The ratio to the fastest contender above which two bursts are enough."""
 TICK = 0.02
-"""Seconds that the system's clocks of processor time may be off."""
+"""The error of the system's clocks of processor time, in seconds."""
 
 
 class Burst(NamedTuple):
-    """Some calls in a row."""
+    """A burst of consecutive calls."""
 
     times: list[float]
-    """Seconds of each."""
+    """The seconds of each call."""
     others: float
-    """Share of the cores that other processes took meanwhile."""
+    """The share of the cores that other processes used in the meantime."""
 
 
 class Timing(NamedTuple):
-    """What comes of a contender's bursts."""
+    """The time of a contender, computed from its bursts."""
 
     seconds: float
     calls: int
@@ -56,7 +58,7 @@ class Timing(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A contender that is ready to be timed, as its worker describes it."""
+    """A worker's description of a contender that is ready to be timed."""
 
     compile_s: float | None
     memory: int | None
@@ -64,14 +66,14 @@ class Prepared(NamedTuple):
 
 
 class Unsuitable(Exception):  # noqa: N818
-    """A worker in which nothing can be measured, and why."""
+    """Raised if a worker cannot measure anything; the message says why."""
 
 
 class Workers:
-    """A process a framework, started when it is first needed.
+    """A process for each framework, started on first use.
 
     Args:
-        platform: of JAX, which otherwise chooses; torch then takes the same.
+        platform: the platform of JAX, by default the one that JAX chooses. torch uses the same.
         allocator: `default` leaves malloc as users have it, `tuned` calls `tune_allocator`.
 
     """
@@ -81,7 +83,7 @@ class Workers:
         if platform:  # the variable does not accept "gpu", which is only a name for devices
             self.environment["JAX_PLATFORMS"] = "cuda" if platform == "gpu" else platform
         self.platform, self.allocator = platform, allocator
-        self.cores = len(os.sched_getaffinity(0))  # importing torch can make it less
+        self.cores = len(os.sched_getaffinity(0))  # before importing torch, which can reduce it
         self.context = multiprocessing.get_context("spawn")
         self.processes: dict[Framework, tuple[Any, Any]] = {}
         self.devices: dict[Framework, str] = {}
@@ -96,7 +98,7 @@ class Workers:
             process.join(timeout=10)
 
     def call(self, framework: Framework, function: Callable, *args) -> Any:
-        """What a function of a module returns in the framework's process.
+        """Calls a function in the process of a framework, and returns its result.
 
         Raises:
             Unsuitable: the process has ended.
@@ -135,12 +137,12 @@ class Workers:
         return process, mine
 
     def device(self, framework: Framework) -> str:
-        """Where a framework computes, `platform: device`.
+        """The platform and the device of a framework, as `platform: device`.
 
         Raises:
-            LeftOut: torch has no such platform.
+            LeftOut: torch does not have JAX's platform.
             ImportError: the framework is not installed.
-            Unsuitable: it has other threads or another allocator than it should have.
+            Unsuitable: the worker does not have the threads or the allocator that it should have.
 
         """
         if framework not in self.devices:
@@ -160,16 +162,21 @@ class Workers:
             raise Unsuitable(f"{expected}: {str(error).splitlines()[0]}") from None
 
     def environments(self) -> dict[Framework, Environment]:
-        """What each framework that has a device computes with, found anew.
+        """Determines the environment of each framework that was used.
 
         Raises:
-            Unsuitable: other threads or another allocator than there should be.
+            Unsuitable: a worker does not have the threads or the allocator that it should have.
 
         """
         return {framework: self.find_environment(framework) for framework in self.devices}
 
     def find_environment(self, framework: Framework) -> Environment:
-        """That of one framework."""
+        """Determines and checks the environment of one framework.
+
+        Raises:
+            Unsuitable: the worker does not have the threads or the allocator that it should have.
+
+        """
         compute = _jax_exp if framework == "jax" else _torch_exp
         found = self.call(framework, find, compute, self.allocator)
         if self.devices[framework].startswith("cpu"):
@@ -180,13 +187,13 @@ class Workers:
     def prepare(
         self, framework: Framework, module: str, name: str, problem: Problem, part: str
     ) -> Prepared:
-        """Have a contender of a module compiled, and its result."""
+        """Compiles a contender in its worker, and returns its result."""
         return self.call(framework, _prepare, module, name, problem, part)
 
     def time(
         self, contenders: list[tuple[Framework, str]], *, rounds: int, most: int
     ) -> dict[tuple[Framework, str], Timing]:
-        """The times of contenders that are prepared; up to `most` rounds, if disturbed."""
+        """Times prepared contenders, with up to `most` rounds if other processes disturb them."""
         bursts: dict[tuple[Framework, str], list[Burst]] = {key: [] for key in contenders}
         for turn in range(most):
             fastest = min((median(b) for b in bursts.values() if b), default=np.inf)
@@ -201,12 +208,12 @@ class Workers:
 
 
 def median(bursts: list[Burst]) -> float:
-    """Seconds a call."""
+    """The median seconds of a call."""
     return float(np.median([t for burst in bursts for t in burst.times]))
 
 
 def timing(bursts: list[Burst]) -> Timing:
-    """The median over the quiet bursts; if there are fewer than two, over the quietest half."""
+    """The median over the quiet bursts, or over the quietest half if fewer than two are quiet."""
     kept = [burst for burst in bursts if burst.others <= QUIET]
     disturbed = len(kept) < 2
     if disturbed:
@@ -215,7 +222,7 @@ def timing(bursts: list[Burst]) -> Timing:
 
 
 def busy_seconds() -> float:
-    """Processor time of all on our cores so far; of this process where that is not told."""
+    """The processor time of all processes on our cores, or of this one if that is unknown."""
     ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     ticks = 0
     try:
@@ -230,12 +237,12 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
-    """Processor time of this process so far."""
+    """The processor time of this process."""
     used = os.times()
     return used.user + used.system
 
 
-# In a worker.
+# The functions below run in a worker.
 
 _PREPARED: dict[str, tuple[Callable[[], Any], int]] = {}
 
@@ -262,7 +269,10 @@ def _prepare(module: str, name: str, problem: Problem, part: str) -> Prepared:
 
 
 def _burst(name: str, seconds: float = 0.3) -> Burst:
-    """Calls for a while. The first warms the caches, and counts only if it is the only one."""
+    """Calls a contender for a while.
+
+    The first call warms the caches, and counts only if it is the only one.
+    """
     call, count = _PREPARED[name]
     times = []
     busy, own, start = busy_seconds(), own_seconds(), time.perf_counter()
@@ -285,7 +295,7 @@ def _jax_device() -> str:
     import jax
 
     jax.config.update("jax_default_matmul_precision", "highest")
-    jax.block_until_ready(jax.jit(lambda x: x + 1)(0.0))  # the compiler is loaded
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(0.0))  # loads the compiler
     return f"{jax.default_backend()}: {jax.devices()[0].device_kind}"
 
 
@@ -297,7 +307,7 @@ def _jax_exp(x: np.ndarray) -> None:
 
 @cache
 def _jax_exps(size: int) -> Callable:
-    """Of an array that is on the device already: to copy one is work of the main thread."""
+    """Computes on an array on the device, because copying it would keep the main thread busy."""
     import jax
 
     exps = jax.jit(lambda x: jax.lax.fori_loop(0, EXPS, lambda _, x: jax.numpy.exp(-x), x))

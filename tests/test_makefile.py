@@ -1,4 +1,4 @@
-"""Which Python `make` uses, and what it does if there is none that fits."""
+"""`make` rejects unsuitable Pythons, and renews an environment of another Python."""
 
 import re
 import subprocess

@@ -27,7 +27,7 @@ STATE = "state"
 PARTIAL = ".partial"
 """The suffix of a checkpoint that is being written or removed."""
 NEWEST = 2
-"""How many of the newest checkpoints are kept, besides the best one."""
+"""The number of newest checkpoints that are kept, besides the best one."""
 SPACE_BESIDE_ARRAYS = 2**20
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 """Errors that orbax reports in many lines."""

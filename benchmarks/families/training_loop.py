@@ -30,7 +30,7 @@ PART = "training step"
 PRESET_STEPS = {"lstm": (20, 120), "all-work": (1000, 11_000)}
 """The numbers of steps of the shorter and the longer run."""
 CHECKPOINT_EVERY = 50
-"""Number of steps between checkpoints; the preset lstm takes a few seconds for them."""
+"""Number of steps between checkpoints. The preset lstm takes a few seconds for so many."""
 VOCABULARY = Characters("".join(map(chr, range(32, 97))))
 TOKENS = 200_000
 

@@ -1,1 +1,1 @@
-"""The figures as a table, a plot, a file and a page."""
+"""Shows the figures in tables, plots, files and a page."""

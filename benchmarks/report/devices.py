@@ -1,4 +1,4 @@
-"""What has a record on which device."""
+"""Lists the records of each device."""
 
 import json
 from collections import defaultdict
@@ -7,11 +7,11 @@ from pathlib import Path
 from benchmarks.report.store import Record
 
 Device = tuple[str, str]
-"""A platform, and what JAX calls the device."""
+"""A platform, and JAX's name of the device."""
 
 
 def devices(folder: Path, records: list[Record]) -> str:
-    """A line for each device: the registry's parity, and the families of benchmarks."""
+    """A table with a row for each device: the parity report and the families of benchmarks."""
     found: defaultdict[Device, list[str]] = defaultdict(list)
     for file in sorted(folder.glob("parity-*.json")):
         device, text = _parity(file)
@@ -29,7 +29,7 @@ def devices(folder: Path, records: list[Record]) -> str:
 
 
 def _parity(file: Path) -> tuple[Device, str]:
-    """The device of a record of `python -m parity_tests --json`, and how many pairs agree."""
+    """The device of a record of `python -m parity_tests --json`, and the number of equal pairs."""
     fields = json.loads(file.read_text(encoding="utf-8"))
     (platform,) = (name for name, state in fields["platforms"].items() if state == "ran")
     failing = {m["case"] for m in fields["measurements"] if m["verdict"] != "pass"}

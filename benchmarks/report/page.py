@@ -1,4 +1,4 @@
-"""`results/README.md`: all families that have been measured."""
+"""Writes `results/README.md`, with all families that have been measured."""
 
 from collections import Counter
 from itertools import groupby
@@ -27,7 +27,7 @@ largest of all inputs' and weights'.
 
 
 def write_page(folder: Path, order: list[str]) -> None:
-    """From the records that are there."""
+    """Writes the page from all records in the folder."""
     records = [record for record in read_all(folder) if record.family in order]
     records.sort(key=lambda record: (record.platform, order.index(record.family)))
     groups = groupby(records, key=lambda record: (record.platform, record.family))
@@ -39,7 +39,7 @@ def write_page(folder: Path, order: list[str]) -> None:
 
 
 def verdicts(records: list[Record]) -> str:
-    """How many targets each family reaches and misses."""
+    """A table of the numbers of targets that each family reaches and misses."""
     lines = ["## Targets\n", "| | allocator | pass | tie | MISS |", "|---|---|--:|--:|--:|"]
     for record in records:
         count = Counter(check.verdict for check in record.outcome.checks)
@@ -51,7 +51,7 @@ def verdicts(records: list[Record]) -> str:
 
 
 def section(folder: Path, records: list[Record]) -> str:
-    """A family on a platform, its allocators beside each other."""
+    """The section of a family on a platform, with its allocators side by side."""
     first = records[0]
     lines = [f"## {first.title} ({first.platform})\n", *_measured_with(records)]
     if plot_path(folder, first).exists():

@@ -1,4 +1,4 @@
-"""A family as a picture."""
+"""Draws a family."""
 
 from pathlib import Path
 
@@ -12,15 +12,15 @@ from benchmarks.report.table import milliseconds
 matplotlib.use("Agg")
 
 LONGEST = 4
-"""Times our time: longer bars end there."""
+"""The longest bar, as a multiple of our time. Longer bars are cut off."""
 OPACITIES = (1.0, 0.5)
-"""Of the allocators, in their order."""
+"""The opacities of the allocators, in their order."""
 
 RowsByAllocator = dict[str, list[Row]]
 
 
 def bars(found: RowsByAllocator, title: str) -> Figure:
-    """A panel for each part of each problem: bars a contender, and a line where the limit is."""
+    """Draws a panel for each part of each problem: a bar for each contender, and the limit."""
     rows = [row for rows in found.values() for row in rows]
     panels = list(dict.fromkeys((row.problem, row.part) for row in rows))
     parts = list(dict.fromkeys(part for _, part in panels))
@@ -70,5 +70,5 @@ def _bars(panel, found: RowsByAllocator) -> None:
 
 
 def draw(figure: Figure, path: Path) -> None:
-    """Into a file."""
+    """Writes a figure to a file."""
     figure.savefig(path, dpi=110)

@@ -1,4 +1,4 @@
-"""A family's figures in a file."""
+"""Reads and writes the record of a family."""
 
 import contextlib
 import dataclasses
@@ -21,12 +21,12 @@ PACKAGES = (
 
 
 class BrokenRecord(ValueError):  # noqa: N818
-    """A file that cannot be read, and why."""
+    """Raised for a file that cannot be read; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A family on a platform with an allocator, as it was measured last."""
+    """The last measurement of a family on a platform with an allocator."""
 
     family: str
     title: str
@@ -40,7 +40,7 @@ class Record:
 
 
 def versions() -> dict[str, str | int]:
-    """What the figures were measured with."""
+    """The processor, the number of cores, and the versions of Python and of packages."""
     found: dict[str, str | int] = {"processor": processor(), "cores": len(os.sched_getaffinity(0))}
     found["python"] = platform.python_version()
     for package in PACKAGES:
@@ -50,30 +50,30 @@ def versions() -> dict[str, str | int]:
 
 
 def path(folder: Path, record: Record) -> Path:
-    """Its file."""
+    """The file of a record."""
     return folder / f"{record.family}-{record.platform}-{record.allocator}.json"
 
 
 def plot_path(folder: Path, record: Record) -> Path:
-    """The picture of the family on the platform, with all allocators."""
+    """The file of the plot for a family on a platform, with all allocators."""
     return folder / f"{record.family}-{record.platform}.png"
 
 
 def write(folder: Path, record: Record) -> None:
-    """As JSON, in place of what the family had on this platform with this allocator."""
+    """Writes a record as JSON, in place of the last one for the same platform and allocator."""
     fields = dataclasses.asdict(record)
     fields["outcome"] = outcome_fields(record.outcome)
     write_whole(path(folder, record), json.dumps(fields, indent=1) + "\n")
 
 
 def outcome_fields(outcome: Outcome) -> dict[str, Any]:
-    """An outcome for JSON."""
+    """The fields of an outcome, for JSON."""
     checks = [{**dataclasses.asdict(c), "verdict": c.verdict} for c in outcome.checks]
     return dataclasses.asdict(outcome) | {"checks": checks}
 
 
 def outcome_from(fields: dict[str, Any]) -> Outcome:
-    """The outcome that `outcome_fields` described."""
+    """The outcome with the fields from `outcome_fields`."""
     checks = [{key: c[key] for key in c if key != "verdict"} for c in fields["checks"]]
     return Outcome(
         rows=[Row(**row) for row in fields["rows"]],
@@ -84,10 +84,10 @@ def outcome_from(fields: dict[str, Any]) -> Outcome:
 
 
 def read_all(folder: Path) -> list[Record]:
-    """The records in a folder, the default allocator's first; other files are passed over.
+    """The records in a folder, those of the default allocator first. Other files are ignored.
 
     Raises:
-        BrokenRecord: a file is none, or was written by another version.
+        BrokenRecord: a file is damaged, or was written by another version.
 
     """
     found = []

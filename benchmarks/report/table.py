@@ -1,4 +1,4 @@
-"""Tables in the terminal."""
+"""Prints tables in the terminal."""
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +11,7 @@ STYLES = {"pass": "green", "tie": "yellow", "MISS": "bold red"}
 
 
 def show(console: Console, outcome: Outcome) -> None:
-    """The rows, a table for each problem, and the checks beneath."""
+    """Prints a table for each problem, then the checks, the notes and the missing contenders."""
     for problem in dict.fromkeys(row.problem for row in outcome.rows):
         console.print(table(problem, [row for row in outcome.rows if row.problem == problem]))
     for check in outcome.checks:
@@ -24,13 +24,13 @@ def show(console: Console, outcome: Outcome) -> None:
 
 
 def line(check: Check) -> Text:
-    """A check and its verdict, in its colour."""
+    """A check, and its verdict in color."""
     text = Text(f"  {check.problem}, {check.part}, {check} ")
     return text.append(check.verdict, STYLES[check.verdict])
 
 
 def table(problem: str, rows: list[Row]) -> Table:
-    """The contenders of a problem by its parts, ours first; `ratio` is our time over theirs."""
+    """A table with a row for each contender. `ratio` is our time divided by the contender's."""
     parts = list(dict.fromkeys(row.part for row in rows))
     result = Table(title=problem, title_justify="left")
     result.add_column()
@@ -50,7 +50,7 @@ def table(problem: str, rows: list[Row]) -> Table:
 
 
 def time_cells(row: Row | None, rows: list[Row]) -> list[str]:
-    """Time, ratio, share of the limit."""
+    """The cells for the time, the ratio and the share of the limit."""
     if row is None:
         return ["–"] * 3
     key = (row.problem, row.part, OURS)
@@ -63,12 +63,12 @@ def time_cells(row: Row | None, rows: list[Row]) -> list[str]:
 
 
 def compile_cell(row: Row | None) -> str:
-    """Seconds to compile."""
+    """The cell for the seconds to compile."""
     return "–" if row is None or row.compile_s is None else f"{row.compile_s:.1f} s"
 
 
 def other_cells(row: Row) -> list[str]:
-    """Memory, and both errors."""
+    """The cells for the memory and both errors."""
     return [
         f"{row.memory / 2**20:,.0f} MiB" if row.memory else "–",
         error(row.error, row.comparable),
@@ -77,12 +77,12 @@ def other_cells(row: Row) -> list[str]:
 
 
 def milliseconds(ms: float) -> str:
-    """Three digits, with a unit."""
+    """A time with three digits and a unit."""
     value, unit = (1e3 * ms, "µs") if ms < 1 else (ms, "ms") if ms < 10_000 else (ms / 1e3, "s")
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:,.{digits}f} {unit}"
 
 
 def error(value: float | None, comparable: bool) -> str:
-    """A relative error; with a mark where another thing was computed."""
+    """A relative error, with a mark if the contender computed something different."""
     return "–" if value is None else f"{value:.0e}" + ("" if comparable else " differs")

@@ -66,7 +66,7 @@ FAULTS = {
     "gelu's gradient": ("blocks.1.act", "backward"),
     "stopped gradient": ("blocks.1", "backward"),
 }
-"""By fault: the submodule that has it, and the pass in which it first shows."""
+"""The submodule that has a fault, and the pass in which it first shows."""
 
 
 def epsilon(fault):

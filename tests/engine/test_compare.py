@@ -128,7 +128,7 @@ class SquareCNN(nnx.Module):
 
 @pytest.mark.parametrize("what", ["outputs", "inputs", "inputs and outputs"])
 def test_channels_that_are_elsewhere_are_named_though_the_shapes_agree(what):
-    """With equally many channels, rows and columns, only the values show the difference."""
+    """The images have equally many channels, rows and columns, so only their values differ."""
     table = [conv2d("conv.kernel", "weight"), same("conv.bias", "bias")]
     module, model = torch.nn.Conv2d(5, 5, 3, padding=1), SquareCNN("in" in what, "out" in what)
     x = np.random.default_rng(0).standard_normal((2, 5, 5, 5))

@@ -85,7 +85,7 @@ def test_dropout_is_applied_in_training_only(x64, block):
 
 @pytest.mark.slow
 def test_filters_are_computed_once_for_inference(x64, monkeypatch):
-    """`generate` computes them once, too. Filters that are not fixed are computed in each call."""
+    """Changes of the parameters have no effect on fixed filters. `generate` fixes them, too."""
     config = GPModelConfig(
         vocab_size=11, context_length=40, features=8, num_layers=2, block="authentic-hyena"
     )

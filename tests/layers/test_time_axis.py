@@ -29,7 +29,7 @@ def wide_attention() -> SequenceLayer:
 
 
 def divisible_cases() -> dict[str, Case]:
-    """By layer that can divide its time axis: the case whose outputs depend on the most steps."""
+    """The case whose outputs depend on the most steps, for each layer that can divide time."""
     cases: dict[str, Case] = {}
     for case in sorted(reversed(CASES.values()), key=lambda case: case.reach or inf):
         layer = case.abstract(jnp.float32)

@@ -191,7 +191,7 @@ def test_all_of_a_folder_is_read_or_refused(folder, monkeypatch):
     (folder / "z").unlink()
     scandir = os.scandir
 
-    def refused(path):  # as for anyone but root
+    def refused(path):  # the tests may run as root, who could read it
         if Path(path).name in ("more", ".git"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return scandir(path)
