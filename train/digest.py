@@ -19,8 +19,7 @@ def bytes_digest(data: bytes = b"") -> "hashlib.blake2b":
 
 @jax.jit
 def array_digest(x: Array) -> UInt32[Array, "2"]:
-    """Two sums modulo 2³² over the elements. The bits of each element are first mixed with its
-    index.
+    """Two sums modulo 2³² over the elements, after mixing the bits of each with its index.
 
     A flipped bit changes the mixture of its element, and therefore both sums. A sum of integers
     depends neither on the order nor on how the array is divided over devices.

@@ -36,7 +36,7 @@ def train(run: Run, trainer: Trainer, parts: dict[str, Windows], console: Consol
     Raises:
         NonFiniteError: too many steps in a row, or the weights, are not finite. The newest
             checkpoint is from an earlier step.
-        StoppedError: SIGTERM or Ctrl-C stopped the run, after it saved a checkpoint.
+        StoppedError: SIGTERM or Ctrl-C stopped the run, after it saved its last step.
 
     """
     # Batches depend on the step alone, so a resumed run continues with the same ones.

@@ -98,7 +98,7 @@ def apply_gradient(
 def clip_by_global_norm(max_norm: float, epsilon: float = 1e-6) -> optax.GradientTransformation:
     """`g · min(1, max_norm / (‖g‖ + ε))`, as `torch.nn.utils.clip_grad_norm_` clips.
 
-    `optax.clip_by_global_norm` has no ε, which makes a relative difference of about 1e-6.
+    `optax.clip_by_global_norm` has no ε; the relative difference is about 1e-6.
     """
 
     def clip(updates, params=None):
@@ -113,8 +113,8 @@ def scale_by_amsgrad(
 ) -> optax.GradientTransformation:
     """AMSGrad as in `torch.optim.Adam(amsgrad=True)`.
 
-    It takes the largest second moment and then corrects its bias, whereas `optax.amsgrad` takes the
-    largest of the corrected second moments.
+    torch takes the largest second moment and then corrects its bias, whereas `optax.amsgrad` takes
+    the largest of the corrected second moments.
     """
 
     def init(params):

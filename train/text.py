@@ -222,7 +222,7 @@ def _with_end(data: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _divided(texts: Iterable[str], separator: str | None) -> Iterator[str | None]:
-    """Divides a text into documents and those into pieces. None ends a document."""
+    """Divides a text at the separator into documents, in pieces. None ends a document."""
     rest, is_open = "", False
     for text in texts:
         *ended, rest = (rest + text).split(separator) if separator else [rest + text]

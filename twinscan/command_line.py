@@ -109,7 +109,7 @@ def _unknown_flags(args: Sequence[str], options: str) -> str:
 
 
 def did_you_mean(name: str, names: Mapping[str, str]) -> str:
-    """A hint at the most similar name; "" if none is similar. `names` maps names to hints."""
+    """A hint at the most similar name; "" if none is similar. `names` maps to printed forms."""
     similar = difflib.get_close_matches(name, names, 1)
     return f" (did you mean {names[similar[0]]}?)" if similar else ""
 

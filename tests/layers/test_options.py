@@ -77,7 +77,7 @@ def build(name: str, **options):
 
 
 def wrong_values(annotation):
-    return WRONG.get(annotation, ("foo", np.array(["a", "b"])))  # a Literal, or an unsuitable type
+    return WRONG.get(annotation, ("foo", np.array(["a", "b"])))  # for a Literal and other types
 
 
 @pytest.mark.parametrize("name", [*SIZES, *CONFIGS])

@@ -192,7 +192,7 @@ class Peer(torch.nn.Module):
     def __init__(self, model: str, name: str):
         super().__init__()
         module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
-        self.function = inspect.unwrap(getattr(module, name))  # without kernels installed
+        self.function = inspect.unwrap(getattr(module, name))  # not an installed kernel
 
     def forward(self, q, k, v, log_decay, rate, state=None):
         arguments = {"initial_state": state, "output_final_state": True}
