@@ -5,7 +5,7 @@ import signal
 
 
 def exit_at_once(prog: str) -> None:
-    """Makes Ctrl-C and SIGTERM end the process with one line, until other handlers are installed."""
+    """Makes Ctrl-C and SIGTERM end the process with one line, until other handlers are set."""
 
     def end(number: int, _: object) -> None:
         os.write(2, f"{prog}: interrupted\n".encode())

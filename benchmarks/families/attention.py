@@ -35,7 +35,7 @@ class Attention(Problem):
         return {"q": q, "k": k, "v": v}
 
     def cotangent(self):
-        """The gradient of y."""
+        """A random gradient of y."""
         return np.random.default_rng(1).standard_normal(self.shape, np.float32)
 
     def oracle(self):

@@ -56,7 +56,7 @@ def delta_rule(r, log_w, k, v, a, b, state, **options):
 
 
 def local_attention(q, k, v, keys, values):
-    """Attention of rows that have read five steps or one. A document ends in between."""
+    """Attention of rows that have read five steps or one. A document ends among the new steps."""
     state = ops.LocalAttentionState(jnp.array([5, 1]), keys, values)
     y, last = ops.local_attention(q, k, v, state, lengths=LENGTHS, reset=RESET)
     return jnp.where(REAL[..., None], y, 0), last.keys, last.values
