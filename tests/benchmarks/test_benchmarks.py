@@ -80,7 +80,7 @@ def test_a_run_in_pieces_measures_each_once(tmp_path, monkeypatch, capsys):
 
 
 def test_the_page_lists_the_devices_that_have_a_record():
-    """The stored page is the one that `python -m benchmarks --page` would write."""
+    """If the page is out of date, `python -m benchmarks --page` writes it again."""
     assert devices(RESULTS, read_all(RESULTS)) in (RESULTS / "README.md").read_text()
 
 
