@@ -1,4 +1,4 @@
-"""The checks that every layer must pass, besides agreeing with its twin. All run in float64."""
+"""The checks that every layer must pass besides agreeing with its twin. All run in float64."""
 
 import io
 import itertools
@@ -26,7 +26,7 @@ PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
 
 
 def check(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-    """Makes a function of a `Subject` one of the checks."""
+    """Register a function of a `Subject` as a check, under its name with spaces."""
     CHECKS[function.__name__.replace("_", " ")] = function
     return function
 
@@ -161,7 +161,10 @@ def padding_has_no_influence(subject: Subject):
 
 @check
 def zeros_have_finite_outputs_and_gradients(subject: Subject):
-    """Padding, dead channels and zero weights give zeros. A parameter with bounds is not zeroed."""
+    """Inputs and weights of zero, as in padding and dead channels, must not cause NaN or infinity.
+
+    A parameter with bounds is not set to zero.
+    """
     x, start = np.zeros_like(subject.x), subject.layer.init_state(BATCH)
     zeros = jax.tree.map(
         lambda p: p if "bounds" in p.get_metadata() else p.replace(jnp.zeros_like(p[...])),
@@ -203,7 +206,7 @@ def documents_in_a_row_stay_apart(subject: Subject):
 
 @check
 def a_document_is_the_same_wherever_it_is(subject: Subject):
-    """It may follow another document or padding, or be followed by padding."""
+    """A document may follow another document or padding, or precede padding."""
     case, (x, length) = subject.case, subject.documents
     if not case.causal:
         return
@@ -267,15 +270,16 @@ def vmap_equals_loop(subject: Subject):
 
 @check
 def nan_stays_where_it_is(subject: Subject):
-    """A NaN changes its own row, document or padding: no other output, state or gradient.
+    """A NaN changes only its own row, document or padding, and no other output, state or gradient.
 
-    The gradient of the padding is zero, NaN or not.
+    The gradient of the padding is zero, whether it contains NaN or not.
     """
     if subject.is_language_model:
         return
     row, step = np.indices((BATCH, TIME))
     cut = (row == 1) & (step == 3)
-    # where the NaN is, what it may reach, and whether it may reach the last state of row 1
+    # Plant NaN in each kind of place. An entry holds the steps that are NaN, the steps that NaN may
+    # reach, whether it may reach the last state of row 1, and the masks.
     plants = {
         "another row": ((row == 1) & (step == 2), row == 1, True, ALL_STEPS, NO_RESET),
         "the padding": (PADDING, PADDING, False, LENGTHS, NO_RESET),
@@ -284,6 +288,8 @@ def nan_stays_where_it_is(subject: Subject):
         before, after = (row == 1) & (step < 3), (row == 1) & (step >= 3)
         plants["an earlier document"] = (before, before, not subject.case.causal, ALL_STEPS, cut)
         plants["a later document"] = (after, after, True, ALL_STEPS, cut)
+
+    # Everything that the NaN may not reach must be the same as without it.
     for name, (where, reached, reaches_state, lengths, reset) in plants.items():
         y, last, gradient = subject.masked(subject.x, lengths, reset)
         planted = np.where(where[..., None], np.nan, subject.x)
@@ -304,7 +310,7 @@ check(optimizer_follows_the_same_trajectory)
 
 
 def is_caught(mutation: Mutation) -> bool:
-    """Whether the check that must find the fault fails, on a CPU."""
+    """True if the check that must find the fault fails when it runs on a CPU."""
     case = CASES[mutation.case]
     with mutation.plant(), jax.default_device(jax.devices("cpu")[0]):
         if mutation.check is None:

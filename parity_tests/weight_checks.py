@@ -42,8 +42,8 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
 def optimizer_follows_the_same_trajectory(subject: Subject):
     """Ten steps of AdamW towards random targets, in optax and in torch.optim.
 
-    A gradient that is zero but for rounding errors, such as that of attention's key bias, would
-    give a step its direction. So AdamW's epsilon is larger than rounding errors.
+    AdamW's epsilon is larger than rounding errors. Otherwise a gradient that consists of rounding
+    errors alone, such as that of attention's key bias, would decide the direction of a step.
     """
     case, twin = subject.case, subject.case.build_twin()
     x = torch.tensor(subject.x)
