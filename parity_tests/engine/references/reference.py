@@ -197,7 +197,7 @@ class Reference(abc.ABC):
         return names_of(self.constants)
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by 1 + its move."""
+        """The float64 results if each constant is scaled by 1 + its move."""
         raise NotImplementedError(f"{self.name} cannot run with other constants")
 
     def moved_results(
