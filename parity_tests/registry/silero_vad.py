@@ -29,7 +29,7 @@ class SileroVADFrames(SileroVAD):
 
     @property
     def in_features(self) -> int:
-        """Samples of a frame."""
+        """The number of samples in a frame."""
         return self.frame_length
 
     def __call__(self, audio: Any, state=None, *, lengths: Any = None, reset=None):
@@ -41,13 +41,13 @@ class SileroVADFrames(SileroVAD):
 
 
 def call(twin, x, state=None):
-    """The twin by the same contract."""
+    """Call the twin with frames, as `SileroVADFrames` is called."""
     y, last = twin(x.flatten(1), state)
     return y[..., None], last
 
 
 def case(sample_rate: Literal[16000, 8000]) -> Case:
-    """The model of a sample rate."""
+    """The case of the model for a sample rate in Hz."""
     return Case(
         f"SileroVAD, {sample_rate // 1000} kHz",
         partial(torch_ref.SileroVAD, sample_rate),
@@ -62,14 +62,14 @@ CASES = [case(16000), case(8000)]
 
 
 def taps_reversed(layer):
-    """A convolution for torch's correlation."""
+    """Reverses the taps of a convolution, which is a cross-correlation in torch."""
     kernel = layer.convolutions[0].kernel
     taps = kernel[...].reshape(3, -1, kernel.shape[-1])
     kernel[...] = taps[::-1].reshape(kernel.shape)
 
 
 def from_silence(contexts):
-    """The samples of the state are forgotten."""
+    """Replaces the previous samples, which the state holds, by zeros."""
     return lambda tails, context, **masks: contexts(tails, jnp.zeros_like(context), **masks)
 
 
