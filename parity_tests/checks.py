@@ -184,12 +184,16 @@ def documents_in_a_row_stay_apart(subject: Subject):
         with np.testing.assert_raises(NotImplementedError):
             subject.layer(subject.x, reset=NO_RESET)
         return
+    # Run rows with several documents in a single call.
     starts = {0: [3], 1: [0, 4], 2: [4]}
     reset = NO_RESET.copy()
     for row, steps in starts.items():
         reset[row, steps] = True
     lengths = np.array([TIME, TIME, 4])  # row 2's second document is padding
     y, last, _ = subject.masked(subject.x, lengths, reset)
+
+    # Each document must have the same results as if it were alone. The first document continues
+    # from the given state, unless it begins with a reset; for a backward layer, the last one does.
     given, zero = subject.state, jax.device_get(subject.layer.init_state(BATCH))
     for row, length in enumerate(lengths):
         edges = sorted({0, *starts[row], length})
@@ -210,6 +214,8 @@ def a_document_is_the_same_wherever_it_is(subject: Subject):
     case, (x, length) = subject.case, subject.documents
     if not case.causal:
         return
+
+    # Put the same document in several places, one in each row.
     document, other, longest = x[:1, :length], x[1:2, length:], x.shape[1]
     expected = subject.call(document, None)
     behind = np.concatenate([other, document], axis=1)
@@ -217,6 +223,8 @@ def a_document_is_the_same_wherever_it_is(subject: Subject):
     if case.resettable:
         places["behind another document"] = (behind, [0, longest - length], longest)
         places["behind padding"] = (behind, [longest - length], longest)
+
+    # Run all rows in one call, with a reset at the start of each document.
     rows, starts, ends = zip(*places.values(), strict=True)
     masks, state = {"lengths": np.array(ends)}, None
     if case.resettable:
@@ -243,6 +251,8 @@ def a_document_goes_on_in_another_row_and_from_a_file(subject: Subject):
     y, last = subject.call(rest, state)
     found = y[1:2], subject.rows([1], last)
     assert_same_tree(found, (expected[:, cut:], expected_last), "the second part, in another row")
+
+    # A state that was saved to a file and loaded again gives the same results bit for bit.
     file = io.BytesIO()
     np.savez(file, *jax.tree.leaves(state))
     file.seek(0)

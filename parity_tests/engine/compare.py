@@ -183,7 +183,8 @@ def compare(
                 say("where the two sides part")
                 location = _departure(problem, reference, report, names)
 
-    # Add what was found outside of the measurements, and pass the report on, to pytest for example.
+    # Add the faults, notes and location that were found outside of `measure`, and pass the report
+    # to the hooks, such as that of the pytest plugin.
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )

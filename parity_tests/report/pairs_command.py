@@ -25,8 +25,8 @@ EXPECTED = "expected a parity_tests.Pair at module level, or a function `-> Pair
 class Arguments(Files):
     """Compare the pairs that FILE.py defines.
 
-    A pair is a `parity_tests.Pair` at module level, or what a function `-> Pair` without arguments
-    returns. Names that begin with an underscore are ignored.
+    A pair is a `parity_tests.Pair` at module level, or the result of a function without arguments
+    that is annotated with `-> Pair`. Names that begin with an underscore are ignored.
     """
 
     file: tyro.conf.Positional[Path]

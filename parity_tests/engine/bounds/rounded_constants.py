@@ -3,8 +3,8 @@
 Rotary frequencies are an example: torch keeps them in a float32 buffer that is in no `state_dict`,
 and a port computes them. In float64, the two sides then differ by the rounding of the constants. To
 find out whether they also differ in something else, the reference runs again with JAX's digits. If
-JAX does not have the digits of a constant either, the constant is instead moved by as much as its
-rounding. Results that move may then differ as far as they move; all others must agree.
+no further digits of a constant are known, the constant is instead moved by as much as its rounding.
+Results that move may then differ as far as they move; all others must agree.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ def is_rounded(values: Any) -> np.ndarray:
 
 
 def rounded_count(values: Iterable[np.ndarray]) -> int:
-    """How many numbers of constants are rounded to float32."""
+    """The number of entries of these constants that are rounded to float32."""
     return int(sum(is_rounded(value).sum() for value in values))
 
 

@@ -5,10 +5,10 @@ error of a tensor is the root mean square of its difference from y64, relative t
 square of y64.
 
 - float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
-  dtypes. If one side holds a constant rounded to float32, it is replaced by the float64 constant of
-  the other side (`rounded_constants.py`). If the other side does not have it either, a tensor may
-  err by K times as much as it moves when such constants are off by `CONSTANT_ULPS`, but by no more
-  than its bound in float32.
+  dtypes. If one side holds a constant rounded to float32, the float64 digits of the other side
+  replace it (`rounded_constants.py`). If no float64 digits are known, a tensor may err by K times
+  as much as it moves when such constants are off by `CONSTANT_ULPS`, but by no more than its bound
+  in float32.
 - float32 and bfloat16: JAX errs by at most K times as much as torch errs in that dtype, or by K ·
   `FLOOR_ULPS` ulp if torch happens to err by less than `FLOOR_ULPS`.
 - If JAX errs by more, torch's single run may have been lucky: in an ill-conditioned computation, a
@@ -66,7 +66,7 @@ Such a constant is assumed to be a decimal that a person wrote, and float64 uses
 UNSTABLE = 1e-2
 """The error in float32 above which a reference is reported as unstable."""
 UNDETERMINED = 0.5
-"""The largest bound."""
+"""The largest bound. If an error exceeds it, the verdict is `undetermined`."""
 LONG_TRAJECTORY = 1e-10
 """The bound for 2,000 steps of training in float64, whose rounding errors grow with the steps."""
 

@@ -28,7 +28,7 @@ def wanted_values(trace: Trace) -> dict[bytes, Wanted]:
 
 
 def telling(call: Call, slot: str) -> Arrays:
-    """The arrays of a slot that JAX can only have if it computes the same, and not by chance."""
+    """The arrays of a slot that JAX cannot have by chance, but only if it computes the same."""
     return {label: array for label, array in call.slots[slot].items() if is_telling(array)}
 
 
@@ -105,7 +105,7 @@ class Evidence:
         return MATCHED if MATCHED in states.values() else UNKNOWN
 
     def is_right(self, call: Call) -> bool:
-        """True if JAX computes what the call gives."""
+        """True if JAX computes the arrays that the call gives."""
         return self.state(call, self.direction.given) == MATCHED
 
     def tells(self, call: Call, slot: str) -> list[str]:

@@ -47,8 +47,8 @@ class Substitution:
 
         self._run_jax(keep)
 
-        # Run each call on each of these arrays. Only results that no call of torch's has prove
-        # that JAX applies the call to another array, so search for these among JAX's arrays.
+        # Run each call on each of these arrays. If JAX has a result that no call of torch's has, it
+        # applies the call to another array.
         results: list[tuple[Call, str, Wanted]] = []
         for call, taken in asked.items():
             for labels, array in taken:
@@ -65,6 +65,8 @@ class Substitution:
                     if label in telling(call, self.direction.given)
                     and not (result.size == other.size and (result.ravel() == other.ravel()).all())
                 ]
+
+        # Leave out results that a call of torch's has, and look for the others among JAX's arrays.
         of_torch = Search([Wanted(each.array) for *_, each in results])
         for call in self.calls:
             for slot in (self.direction.taken, self.direction.given):

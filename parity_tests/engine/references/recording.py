@@ -58,6 +58,7 @@ def record(
         OSError: the file cannot be written.
 
     """
+    # Check the arguments, run the reference in float64, and collect its own errors.
     path, activations = Path(path), checked_bool("activations", activations)
     check_writable(path)
     with jax.enable_x64(True), open_reference(twin) as reference, progress("recording") as say:

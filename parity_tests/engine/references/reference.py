@@ -188,7 +188,7 @@ class Reference(abc.ABC):
 
     @functools.cached_property
     def constant_count(self) -> int:
-        """How many numbers of the constants are rounded to float32."""
+        """The number of entries of the constants that are rounded to float32."""
         return rounded_count(self.constants.values())
 
     @functools.cached_property

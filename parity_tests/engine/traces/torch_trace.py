@@ -1,4 +1,4 @@
-"""Run a torch module so that each call of a submodule is recorded, or run one call again."""
+"""Run a torch module and record each call of its submodules, or run a single call again."""
 
 import contextlib
 import itertools

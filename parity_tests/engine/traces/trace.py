@@ -117,6 +117,7 @@ class Trace:
 
     def finish(self, problem: Problem, results: Results) -> "Trace":
         """Keep the results, and assign each weight's gradient to a call."""
+        # The call of the whole run gets the problem's inputs and the results.
         self.results = results
         self.whole.slots["inputs"] = {
             jax.tree_util.keystr(path): np.asarray(leaf)
@@ -131,6 +132,8 @@ class Trace:
             self.whole.slots[slot] |= {
                 f"{group} {name}": np.array(array) for name, array in results.get(group, {}).items()
             }
+
+        # A weight's gradient goes to the first call of the innermost called module around it.
         called = {"": self.whole} | {
             call.name: call for call in reversed(self.calls[1:]) if call.kind != "tap"
         }

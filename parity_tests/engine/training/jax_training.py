@@ -36,6 +36,7 @@ class JaxTraining:
         average: Callable[..., Any] | None,
         accumulate: int,
     ):
+        # Split the weights, and initialize the optimizer and the average.
         self._dtype, self._names, self._accumulate = dtype, names, accumulate
         self._parts = parts = Parts(built, dtype, names.trained)
         self._params, self._statistics = parts.params, parts.statistics
@@ -49,6 +50,7 @@ class JaxTraining:
         self.returns_statistics = isinstance(built, nnx.Module)
         """Whether the loss updates or returns statistics; for a function, known after a batch."""
 
+        # A user's loss takes the whole model, but only its parameters are differentiated.
         def loss_of(params, statistics, batch, masks):
             weights = parts.merged(params, statistics)
             with jax_masks(masks):
@@ -63,6 +65,8 @@ class JaxTraining:
         lifted = lifted_dtypes(set()) if dtype == "float64" else {}
         loss_and_gradient = rewritten(jax.value_and_grad(loss_of, has_aux=True), lifted, Found())
 
+        # The optimizer sees each batch, because `optax.MultiSteps` accumulates; the mean gradient
+        # is kept only to compare it.
         @jax.jit
         def train_step(params, statistics, state, gradient, batch, masks):
             (value, statistics), new = loss_and_gradient(params, statistics, batch, masks)

@@ -46,11 +46,14 @@ class TorchTraining:
         accumulate: int,
         training: bool,
     ):
+        # Under an arithmetic mode, the weights are rounded to the dtype but stored in float64.
         self._twin = twin_in(twin, dtype).train(training)
         if arithmetic is not None:
             self._twin = twin_in(self._twin, "float64")
         self._dtype, self._arithmetic = dtype, arithmetic
         self._loss, self._clip, self._accumulate = loss, clip, accumulate
+
+        # The user's functions make the optimizer and the rest for this copy of the twin.
         self._optimizer = made("optimizer_twin", optimizer(self._twin), torch.optim.Optimizer)
         self._scheduler = self._average = None
         if scheduler is not None:
