@@ -38,7 +38,7 @@ def state_goes_back_in(subject: Subject):
     for a, b in zip(jax.tree.leaves(results[1]), jax.tree.leaves(fresh), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
     assert_same_tree(results, subject.call(subject.x, fresh), "no state and the initial state")
-    # a buffer that two leaves share cannot be donated
+    # Donate the initial state, which fails if two leaves share a buffer.
     jax.jit(lambda state: state, donate_argnums=0)(subject.layer.init_state(BATCH))
 
 

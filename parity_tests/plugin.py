@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the mark and, if files are requested, the collector of reports."""
     config.addinivalue_line("markers", "parity: compares a JAX port with its torch module")
     files = {form: Path(name) for form in FORMS if (name := config.getoption(f"parity_{form}"))}
-    is_worker = hasattr(config, "workerinput")  # of pytest-xdist
+    is_worker = hasattr(config, "workerinput")  # set in the workers of pytest-xdist
     for form, path in files.items() if not is_worker else ():
         try:
             check_writable(path)

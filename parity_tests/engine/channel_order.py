@@ -71,7 +71,7 @@ def faults_of_axes(
 
 
 def with_channels_last(problem: Problem, which: Callable[[Any], bool]) -> Problem:
-    """The problem with the second axis of some inputs moved to the end."""
+    """The problem if the second axis of the inputs that `which` chooses is moved to the end."""
     inputs = jax.tree.map(lambda x: np.moveaxis(x, 1, -1) if which(x) else x, problem.inputs)
     return dataclasses.replace(problem, inputs=inputs)
 

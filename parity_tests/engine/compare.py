@@ -73,25 +73,25 @@ def compare(
 
     Copies of both models run in evaluation mode in each dtype, and their results are measured
     against those of the torch module in float64. For the gradients, both sides backpropagate the
-    same random cotangents. In float64, JAX may err by 1e-12. In other dtypes it may err by 4 times
-    as much as torch, or by as much as the conditioning of the computation explains
+    same random cotangents. In float64, JAX may err by at most 1e-12. In other dtypes it may err by
+    4 times as much as torch, or by as much as the conditioning of the computation explains
     (`docs/bound.md`).
 
     Args:
         twin: the torch module, with its weights; or the path of a file that `record` wrote, which
             brings its own inputs, dtypes and seed; or another JAX model, which runs on the CPU.
-            Random biases reveal more faults than zeros.
+            Give it random biases, because they reveal more faults than zeros.
         model: an `nnx.Module`; a function of weights and inputs (then `weights` is a loader); or a
             model of Linen, Equinox, haiku or Keras, or a function, alone or as (model, weights).
         inputs: arrays, or trees of arrays, for both sides. Floating arrays are cast to each dtype.
             Both sides receive a bool, a Python number, a string or None unchanged.
-        weights: how the twin's weights become the model's: a weight table (`jax_models.weights`),
-            the name of one of the model's own layouts, or a loader. A loader is a function of a
-            `state_dict` of arrays; it returns what the function `model` takes, or the weights of a
-            model of another framework. The default is the model's own layout. A model that
-            has no layout must already have the twin's weights, and its weight gradients are not
-            compared. If the twin is a JAX model, the model keeps its own weights, and gradients are
-            compared by name.
+        weights: the conversion of the twin's weights to the model's: a weight table
+            (`jax_models.weights`), the name of one of the model's own layouts, or a loader. A
+            loader is a function of a `state_dict` of arrays. It returns the weights that the
+            function `model` takes, or those of a model of another framework. By default, the
+            model's own layout is used. A model without a layout must already have the twin's
+            weights, and its weight gradients are not compared. If the twin is a JAX model, the
+            model keeps its own weights, and gradients are compared by name.
         call: how to call the JAX side; by default `model(*inputs)`, or `model(weights, *inputs)` if
             it is a function. `call` and `call_twin` return an array or a tree of arrays. Leaves are
             compared by name if both sides have the same names, otherwise in order. In a tuple,

@@ -96,7 +96,7 @@ def measure(
             group, name = place
             error = logits_error(ours[group][name], oracle[group][name])
             logits[dtype] = dict(zip(sides, (own_run.logits, error), strict=True))
-        del ours, expected  # so that they are not in memory beside the next dtype's results
+        del ours, expected  # before the next dtype's results need memory
     if not reference.faults:
         notes += [*reference.notes, *notes_on(jax_side.found, sides)]
     return Report(

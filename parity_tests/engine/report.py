@@ -34,7 +34,7 @@ class Report:
 
     @functools.cached_property
     def errors(self) -> dict[str, dict[str, Error]]:
-        """By dtype and group: the error of the tensor whose error takes the most of its bound."""
+        """By dtype and group: the error that is the largest relative to its bound."""
         return {
             dtype: {group: worst(named) for group, named in groups.items()}
             for dtype, groups in self.tensors.items()
@@ -67,7 +67,7 @@ class Report:
 
     @checked_options
     def table(self, worst: Index = 20) -> str:
-        """The `worst` tensors whose errors take the most of their bounds, one on each line."""
+        """A table of the `worst` tensors, whose errors are the largest relative to their bounds."""
         errors = [
             (dtype, group, error)
             for dtype, groups in self.tensors.items()

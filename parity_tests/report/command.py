@@ -194,7 +194,7 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
     arguments = parse(Arguments, args, prog=prog)
     names, platforms = chosen(arguments)
     old = arguments.before()
-    torch.set_num_threads(1)  # the tensors are small
+    torch.set_num_threads(1)  # the tensors are too small to share among threads
     record = measured(arguments, names, platforms)
     if record.done:
         total = len(dict(works(arguments, names, platforms)))

@@ -47,7 +47,7 @@ def _verdict(record: Record) -> str:
 
 
 def _tensor_table(measurements: Iterable[Measurement]) -> Table:
-    """A table with a row for each tensor. Errors that take the most of their bounds come first."""
+    """A table with a row for each tensor, the largest errors relative to their bounds first."""
     table = Table(title="errors of every tensor", title_justify="left")
     for column in ("case", "on", "dtype", "group", "torch", "JAX", "bound", "verdict", "tensor"):
         table.add_column(column, overflow="fold")

@@ -93,7 +93,7 @@ def pairs_of(module: ModuleType) -> dict[str, Callable[[], Any]]:
 
 def _makes_a_pair(function: Callable[..., Any]) -> bool:
     signature = inspect.signature(function)
-    returned = signature.return_annotation  # text, under `from __future__ import annotations`
+    returned = signature.return_annotation  # a string under `from __future__ import annotations`
     needed = (p for p in signature.parameters.values() if p.default is p.empty)
     return (returned is Pair or str(returned).rpartition(".")[2] == "Pair") and not any(needed)
 

@@ -22,8 +22,8 @@ square of y64.
 So the bound grows with the conditioning of the computation, as rounding errors do, and with nothing
 else. `benchmarks/bound.py` measures how close to their bounds the errors of random configurations
 come. A twin that errs by more than `UNSTABLE` in float32 is reported as unstable. A group of
-tensors, such as all weight gradients, is judged by the tensor whose error takes the largest share
-of its bound.
+tensors, such as all weight gradients, is judged by the error that is the largest relative to its
+bound.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ that rounding can cause. So rounding explains a plainly too large error less tha
 times.
 """
 FLOAT64 = 1e-12
-"""The relative error that float64 allows."""
+"""The largest relative error of JAX that is accepted in float64."""
 CONSTANT_ULPS = 8.0
 """How far a constant computed in float32 may be off, in ulp of float32.
 
@@ -100,7 +100,7 @@ class Error:
     bound: float
     unstable: bool
     tensor: str
-    """The tensor's name. For a group, the tensor whose error takes the most of its bound."""
+    """The tensor's name. For a group, the tensor with the largest error relative to its bound."""
 
     @property
     def ratio(self) -> float | None:
@@ -236,7 +236,7 @@ def tensor_errors(
 
 
 def worst(errors: Mapping[str, Error]) -> Error:
-    """The error of a group: that of the tensor whose error takes the most of its bound."""
+    """The error of a group: the one that is the largest relative to its bound."""
     return max(errors.values(), key=lambda error: error.share)
 
 

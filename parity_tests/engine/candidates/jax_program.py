@@ -101,7 +101,7 @@ def look_into(closed: ClosedJaxpr, found: Found) -> None:
 def equations_in(
     jaxpr: Any, inputs_vary: Sequence[bool], place: str = ""
 ) -> Iterator[tuple[Any, bool, str]]:
-    """Each equation of a body and its inner bodies, if it depends on an argument, and its place.
+    """Each equation of a body and its inner bodies, its dependence on an argument, and its place.
 
     A body that JAX has cached from an earlier trace has no line numbers, so its caller's place is
     used.

@@ -54,7 +54,7 @@ class Arguments:
         tree = *problem.build(problem.state_dict, dtype), arrays(problem.inputs, dtype)
         leaves, self._structure = jax.tree.flatten(tree)
         weights, self.model_size = (len(jax.tree.leaves(tree[:count])) for count in (1, 2))
-        if problem.to_torch is None:  # no gradient of a weight has a name
+        if problem.to_torch is None:  # the gradients of weights would have no names
             weights = 0
         self.differentiated: Leaves = {}
         self.others: Leaves = {}
@@ -89,7 +89,7 @@ class JaxSide:
     that nothing is promoted further than in a user's program.
 
     Args:
-        problem: the problem.
+        problem: the problem, or one that differs from it only in weights, inputs and seed.
         platform: where JAX runs.
         precision: the precision of matrix products.
         evaluator: evaluates the program of the whole forward and backward pass.
@@ -157,7 +157,7 @@ class JaxSide:
         if problem.to_torch is not None:
             weights, rest, _ = args.joined(gradient, args.others)
             by_key = problem.to_torch(weights, rest)
-            # A key that no parameter holds has no influence on the results.
+            # A weight that no parameter holds has no influence on the results: its gradient is 0.
             results["weight gradients"] = {
                 name: by_key.get(name, np.zeros_like(like))
                 for name, like in oracle["weight gradients"].items()

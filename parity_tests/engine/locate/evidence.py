@@ -95,7 +95,7 @@ class Evidence:
         if DEPARTS in states.values():
             return DEPARTS
         tells = self.tells(call, slot)
-        lacks_first = tells and states[tells[0]] == UNKNOWN  # its counterpart has other results
+        lacks_first = tells and states[tells[0]] == UNKNOWN  # the counterpart returns other arrays
         if slot == self.direction.given and (call not in self.compared or lacks_first):
             used = [label for label in tells if self._is_used(call, slot, label)]
             if self.direction is FORWARD or not used:

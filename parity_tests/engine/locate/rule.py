@@ -141,7 +141,7 @@ class Rule:
             idle = [user for user in users if found.get(user) is False]
             return self._unsure(here, leaf, *idle) if idle and self.is_forward else alone
 
-        # The layer could not be run again: it is the culprit unless the code around it may be.
+        # The layer could not be tested. It is the culprit unless the code around it may be.
         if leaf.weights and not self.substitution.is_possible:
             return self._unsure(here, leaf)
         if self.is_forward:  # if the layer takes only integers, those that JAX's takes are unknown

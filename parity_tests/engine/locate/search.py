@@ -98,7 +98,8 @@ class Search:
         if not np.isfinite(norm):
             return
         for wanted, form, its_norm in candidates:
-            # the norms of two arrays differ by no more than the arrays
+            # Two norms differ by at most the norm of the difference, so skip arrays that cannot be
+            # closer than the closest one so far.
             if abs(norm - its_norm) < wanted.error * its_norm and not (
                 is_summand and wanted.is_total
             ):

@@ -1,4 +1,4 @@
-"""A JAX model, run on the CPU, serves as the reference for another JAX model."""
+"""Use a JAX model, which runs on the CPU, as the reference for another JAX model."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A file that `record` wrote serves as the reference."""
+"""Use a file that `record` wrote as the reference."""
 
 import math
 import os

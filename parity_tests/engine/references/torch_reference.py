@@ -1,4 +1,4 @@
-"""A torch module serves as the reference."""
+"""Use a torch module as the reference."""
 
 import dataclasses
 import functools

@@ -230,7 +230,7 @@ def fitting(part: Part, place: Part) -> Draft | None:
         is_gru = isinstance(part.module, GRUS) and all("bias" in name for name in left)
         if not draft.table or not draft.names <= arrays.keys() or (left and not is_gru):
             continue
-        with contextlib.suppress(ValueError):  # of shapes that cannot be rearranged this way
+        with contextlib.suppress(ValueError):  # the shapes cannot be rearranged this way
             for rearranged in (each for each in draft.table if each.params):
                 made = rearranged.to_jax(*(arrays[key] for key in rearranged.keys))
                 if [a.shape for a in made] != [arrays[path].shape for path in rearranged.params]:
@@ -279,7 +279,7 @@ def one_by_one(part: Part, place: Part) -> Iterator[Draft]:
     }
     keys = {last(key).removesuffix("_l0"): key for key in part.arrays}
     if len(paths) == len(keys) == 1 and not {*keys} & {*NAMES.values(), "weight_ih"}:
-        paths = dict(zip(keys, paths.values(), strict=True))  # a parameter with a name of its own
+        paths = dict(zip(keys, paths.values(), strict=True))  # both are alone, so names may differ
     drafts: list[Draft] = []
     if "bias" in paths and "bias_ih" in keys and not isinstance(part.module, GRUS):
         drafts.append(row("added", paths["bias"], (keys.pop("bias_ih"), keys.pop("bias_hh"))))

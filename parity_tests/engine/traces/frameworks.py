@@ -35,7 +35,7 @@ class Recorder:
         self.trace, self.on_weights = trace, on_weights
         self._running: set[tuple[int, str]] = set()
         self.names: dict[int, str] = {}
-        self._known: list[Any] = []  # so that no other module gets its id
+        self._known: list[Any] = []  # kept alive, so that no other module gets the same id
 
     def call(
         self,

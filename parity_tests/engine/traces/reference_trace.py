@@ -57,7 +57,7 @@ class ReferenceTrace:
             return least
         place = call.index, slot, label
         errors, bounds, plain = {place: error}, {place: least}, {place: np.inf}
-        if self.dtype == "float64":  # its own run has casts that this one ignores
+        if self.dtype == "float64":  # the own run does not count: it casts to float32
             bounds = raised(bounds, errors, self.moved(), plain)
             plain = {place: ulp(np.float32)}
         else:

@@ -50,7 +50,7 @@ def hook(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None
         def after(module, args, kwargs, result):
             return observed(trace.open.pop(), "outputs", "output gradients", result)
 
-        with contextlib.suppress(RuntimeError):  # a scripted submodule is not called from Python
+        with contextlib.suppress(RuntimeError):  # a scripted submodule takes no Python hooks
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after, with_kwargs=True)
 

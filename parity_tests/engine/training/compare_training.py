@@ -55,19 +55,19 @@ def compare_training(
 ) -> TrainingReport:
     """Train both sides from the same weights on the same batches, and compare them at each step.
 
-    The oracle is torch's training in float64. In float64, JAX may err by 1e-12. In other dtypes it
-    may err by 4 times as much as torch at that step, or by as much as the conditioning of the
-    training explains (`docs/bound.md`): Adam, for example, enlarges gradients that are only
-    rounding. The verdict depends on the loss, the weights, the running statistics and the averaged
-    weights. Gradients and the optimizer's moments are shown for the first step that differs. JAX
-    runs float32 and bfloat16 with x64 off.
+    The oracle is torch's training in float64. In float64, JAX may err by at most 1e-12. In other
+    dtypes it may err by 4 times as much as torch at that step, or by as much as the conditioning of
+    the training explains (`docs/bound.md`): Adam, for example, enlarges gradients that consist of
+    rounding errors alone. The verdict depends on the loss, the weights, the running statistics and
+    the averaged weights. Gradients and the optimizer's moments are shown for the first step that
+    differs. JAX runs float32 and bfloat16 with x64 off.
 
     Args:
         twin: the torch module, with its weights.
         model: as in `compare`.
         batches: arrays, or trees of arrays; the floating ones are cast to each dtype.
         loss: `loss(model, batch)`, or `loss(weights, batch)` if the model is a function of weights;
-            the weights are what the loader makes. If statistics change, such a loss returns
+            the loader makes these weights. If statistics change, such a loss returns
             `(loss, weights)` with the new weights. If the weights are a dict, the changed entries
             suffice, such as those that Linen's `apply(…, mutable=["batch_stats"])` returns. Arrays
             that the loader makes from torch's buffers alone are not trained.
