@@ -209,8 +209,8 @@ def _departure(
     """The submodule where a pair first departs, in the dtype of its first failure."""
     dtype, group, error = next(report.failures, (problem.dtypes[0], "", None))
 
-    # In float64, constants that are rounded to float32 excuse the errors of some results. Values
-    # inside the model may be off by as much as these results.
+    # In float64, constants that are rounded to float32 widen the bounds of some results. Allow
+    # errors of that size for the values inside the model, too.
     bound = 0.0
     if error is not None and dtype == "float64":
         named = [e for tensors in report.tensors[dtype].values() for e in tensors.values()]

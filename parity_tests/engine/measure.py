@@ -145,7 +145,7 @@ def explained_by_constants(
         return expected, {}, [f"{note} with {model}'s digits in their place"]
 
     # The float64 digits of the other constants are unknown, so change these constants by as much as
-    # their rounding, on the side that has them. A result that does not move has no excuse.
+    # their rounding, on the side that has them. A result that does not move gets no allowance.
     runs = [reference.moved_results(moves, unknown, expected)]
     if any(each.any() for each in lacking):
         digits = digits_of(held, moved_by_rounding(lacking))

@@ -138,7 +138,7 @@ class JaxSide:
         with self._context(dtype):
             args = Arguments(problem, dtype)
             given = [jnp.asarray(in_dtype(c, dtype)) for c in cotangents(problem.seed, oracle)]
-            # Another program also has facts of its own.
+            # A new program gets a `Found` of its own.
             if (key := (settings, args.key)) not in self._programs:
                 found = Found()
                 program = partial(self._forward_and_backward, settings, args.joined, found)

@@ -85,11 +85,11 @@ class Evidence:
     def state(self, call: Call, slot: str) -> str:
         """The state of all arrays of a slot together.
 
-        If a call has no counterpart, not every array that it gives must be matched, but only the
-        first one and those that another call takes or that have a gradient. One match is not
-        enough: if JAX computes a layer's attention weights somewhere, for example, that says
-        nothing about the layer's output. An input gradient that is only a part of a sum need not be
-        matched if the gradients of the weights are.
+        If a call has no counterpart, the arrays that it gives count as matched if the first one is
+        matched, and each one that another call takes or that has a gradient. Fewer matches would
+        prove too little: if JAX computes a layer's attention weights somewhere, for example, that
+        says nothing about the layer's output. An input gradient that is only a part of a sum need
+        not be matched if the gradients of the weights are.
         """
         states = self.states[call, slot]
         if DEPARTS in states.values():

@@ -4,10 +4,10 @@ In the forward pass, a call of a module takes inputs and gives outputs. In the b
 takes the gradients of its outputs and gives those of its inputs and weights. An array of torch's is
 right if JAX computes it, too; `evidence.py` says how that is decided.
 
-JAX need not compute everything that torch computes inside. So if JAX does not have the output of a
-call, the call is excused if JAX has the outputs of all calls that take this output. If JAX has the
-outputs of only some of these calls, the culprit is either the call itself or one of the others,
-and nothing tells which.
+JAX need not compute every array that torch computes. So a call whose output JAX does not have is
+still not the culprit if JAX has the outputs of all calls that take this output. If JAX has the
+outputs of only some of these calls, the culprit is either the call itself or one of the others, and
+nothing tells which.
 """
 
 import dataclasses

@@ -119,7 +119,7 @@ class RecordedReference(Reference):
     def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
         """How far the results move if all constants change by as much as their rounding.
 
-        An older record does not have this, so infinitely far is assumed.
+        An older record lacks these numbers, so infinity is assumed.
         """
         return self._moved if self.constant_count else {}
 

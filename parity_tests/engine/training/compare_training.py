@@ -133,7 +133,7 @@ def compare_training(
     )
     with x64(True), jax.default_matmul_precision("highest"):
         # In training mode, a norm uses the statistics of the batch, so a port need not read the
-        # running statistics. If it does not, that is no fault, but they are not compared.
+        # running statistics. If it does not read them, they are not compared, which is no fault.
         known, unread = TorchReference(checked).weights, []
 
         def matters(problem: Problem, key: str) -> bool:
