@@ -181,7 +181,7 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        """True if the JAX layer has a `step`, because no output depends on later steps."""
+        """True if no output depends on later steps, so that the JAX layer has a `step`."""
         return self._sequence_layer.causal
 
     @property

@@ -99,7 +99,7 @@ def zeroed(path: str) -> Plant:
 
 
 def transposed(path: str) -> Plant:
-    """Transposes a square matrix, or the first square of a wide one."""
+    """Transposes a square matrix, or the first square of a wide one, as a wrong loader may."""
 
     def edit(layer):
         kernel = at(layer, path)

@@ -31,9 +31,9 @@ relu = torch_nn_cases("RNN relu", partial(nn.RNN, nonlinearity="relu"), RNN, non
 
 
 def language_model(name: str, layout: str, **options: Any) -> Case:
-    """The case of a language model with these options, and by default with 8 learned positions.
+    """The case of a language model with these options.
 
-    The original has positions, too.
+    By default it has learned positions, as the original does.
     """
     config = RNNLanguageModelConfig(**{"context_length": 8, **options})
     twin = partial(torch_ref.RNNLanguageModel.from_config, config)
@@ -93,7 +93,7 @@ def adamw_with(**option):
 
 
 def off_by_an_ulp(to_torch):
-    """Moves each weight to the next floating number."""
+    """Moves each weight to the next floating number in the direction of 1."""
     return lambda *args: {
         key: np.nextafter(a, a.dtype.type(1)) for key, a in to_torch(*args).items()
     }

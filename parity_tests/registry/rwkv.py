@@ -21,7 +21,7 @@ from parity_tests.registry.mutation import (
 
 
 def with_positive_weights(state):
-    """A state whose denominators, which are sums of positive weights, are positive."""
+    """A state with positive denominators, because they are sums of positive weights."""
     return jax.tree.map(
         lambda s: s._replace(den=np.abs(s.den) + 1) if isinstance(s, WKVState) else s,
         state,

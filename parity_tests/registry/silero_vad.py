@@ -23,7 +23,7 @@ from parity_tests.registry.mutation import (
 
 
 class SileroVADFrames(SileroVAD):
-    """The model as a sequence layer, whose step is a frame, (batch, frame_length)."""
+    """The model as a sequence layer; each step is a frame of shape (batch, frame_length)."""
 
     causal = resettable = True
 
@@ -33,7 +33,10 @@ class SileroVADFrames(SileroVAD):
         return self.frame_length
 
     def __call__(self, audio: Any, state=None, *, lengths: Any = None, reset=None):
-        """(batch, frames, frame_length) → (batch, frames, 1); `lengths` count frames."""
+        """Run on audio (batch, frames, frame_length); the outputs are (batch, frames, 1).
+
+        `lengths` counts frames.
+        """
         samples = None if lengths is None else lengths * self.frame_length
         audio = audio.reshape(audio.shape[0], -1)
         y, state = super().__call__(audio, state, lengths=samples, reset=reset)
