@@ -1,10 +1,10 @@
 """Proof that JAX models equal their PyTorch twins.
 
-`python -m parity_tests` reports on the models of this package; `compare`, `assert_parity` and
-`compare_training` take any pair. `record` writes a torch side to a file, so that it can be compared
-where torch is not installed. `draft_table` drafts a weight table, and `tap` names values in a
-function. Each name is imported when it is first used, because pytest loads `parity_tests.plugin`
-wherever this package is installed.
+`python -m parity_tests` compares the models of this package; `compare`, `assert_parity` and
+`compare_training` compare any pair. `record` writes the torch side of a comparison to a file, so
+that the comparison can run where torch is not installed. `draft_table` drafts a weight table, and
+`tap` names values in a function. Each name is imported when it is first used, because pytest loads
+`parity_tests.plugin` wherever this package is installed, and should not import JAX and torch.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""`python -m parity_tests`: the report on this package's twins."""
+"""`python -m parity_tests`: compare every model of this package with its PyTorch twin."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The checks that every layer must pass, besides agreeing with its twin. All run in float64."""
+"""The checks that every layer must pass besides agreeing with its twin. All run in float64."""
 
 import io
 import itertools
@@ -26,7 +26,7 @@ PADDING = np.arange(TIME)[None, :] >= LENGTHS[:, None]
 
 
 def check(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
-    """Makes a function of a `Subject` one of the checks."""
+    """Register a function of a `Subject` as a check, under its name with spaces."""
     CHECKS[function.__name__.replace("_", " ")] = function
     return function
 
@@ -38,7 +38,7 @@ def state_goes_back_in(subject: Subject):
     for a, b in zip(jax.tree.leaves(results[1]), jax.tree.leaves(fresh), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
     assert_same_tree(results, subject.call(subject.x, fresh), "no state and the initial state")
-    # a buffer that two leaves share cannot be donated
+    # Donate the initial state, which fails if two leaves share a buffer.
     jax.jit(lambda state: state, donate_argnums=0)(subject.layer.init_state(BATCH))
 
 
@@ -161,7 +161,10 @@ def padding_has_no_influence(subject: Subject):
 
 @check
 def zeros_have_finite_outputs_and_gradients(subject: Subject):
-    """Padding, dead channels and zero weights give zeros. A parameter with bounds is not zeroed."""
+    """Inputs and weights of zero, as in padding and dead channels, must not cause NaN or infinity.
+
+    A parameter with bounds is not set to zero.
+    """
     x, start = np.zeros_like(subject.x), subject.layer.init_state(BATCH)
     zeros = jax.tree.map(
         lambda p: p if "bounds" in p.get_metadata() else p.replace(jnp.zeros_like(p[...])),
@@ -181,12 +184,16 @@ def documents_in_a_row_stay_apart(subject: Subject):
         with np.testing.assert_raises(NotImplementedError):
             subject.layer(subject.x, reset=NO_RESET)
         return
+    # Run rows with several documents in a single call.
     starts = {0: [3], 1: [0, 4], 2: [4]}
     reset = NO_RESET.copy()
     for row, steps in starts.items():
         reset[row, steps] = True
     lengths = np.array([TIME, TIME, 4])  # row 2's second document is padding
     y, last, _ = subject.masked(subject.x, lengths, reset)
+
+    # Each document must have the same results as if it were alone. The first document continues
+    # from the given state, unless it begins with a reset; for a backward layer, the last one does.
     given, zero = subject.state, jax.device_get(subject.layer.init_state(BATCH))
     for row, length in enumerate(lengths):
         edges = sorted({0, *starts[row], length})
@@ -203,10 +210,12 @@ def documents_in_a_row_stay_apart(subject: Subject):
 
 @check
 def a_document_is_the_same_wherever_it_is(subject: Subject):
-    """It may follow another document or padding, or be followed by padding."""
+    """A document may follow another document or padding, or precede padding."""
     case, (x, length) = subject.case, subject.documents
     if not case.causal:
         return
+
+    # Put the same document in several places, one in each row.
     document, other, longest = x[:1, :length], x[1:2, length:], x.shape[1]
     expected = subject.call(document, None)
     behind = np.concatenate([other, document], axis=1)
@@ -214,6 +223,8 @@ def a_document_is_the_same_wherever_it_is(subject: Subject):
     if case.resettable:
         places["behind another document"] = (behind, [0, longest - length], longest)
         places["behind padding"] = (behind, [longest - length], longest)
+
+    # Run all rows in one call, with a reset at the start of each document.
     rows, starts, ends = zip(*places.values(), strict=True)
     masks, state = {"lengths": np.array(ends)}, None
     if case.resettable:
@@ -240,6 +251,8 @@ def a_document_goes_on_in_another_row_and_from_a_file(subject: Subject):
     y, last = subject.call(rest, state)
     found = y[1:2], subject.rows([1], last)
     assert_same_tree(found, (expected[:, cut:], expected_last), "the second part, in another row")
+
+    # A state that was saved to a file and loaded again gives the same results bit for bit.
     file = io.BytesIO()
     np.savez(file, *jax.tree.leaves(state))
     file.seek(0)
@@ -267,15 +280,16 @@ def vmap_equals_loop(subject: Subject):
 
 @check
 def nan_stays_where_it_is(subject: Subject):
-    """A NaN changes its own row, document or padding: no other output, state or gradient.
+    """A NaN changes only its own row, document or padding, and no other output, state or gradient.
 
-    The gradient of the padding is zero, NaN or not.
+    The gradient of the padding is zero, whether it contains NaN or not.
     """
     if subject.is_language_model:
         return
     row, step = np.indices((BATCH, TIME))
     cut = (row == 1) & (step == 3)
-    # where the NaN is, what it may reach, and whether it may reach the last state of row 1
+    # Plant NaN in each kind of place. An entry holds the steps that are NaN, the steps that NaN may
+    # reach, whether it may reach the last state of row 1, and the masks.
     plants = {
         "another row": ((row == 1) & (step == 2), row == 1, True, ALL_STEPS, NO_RESET),
         "the padding": (PADDING, PADDING, False, LENGTHS, NO_RESET),
@@ -284,6 +298,8 @@ def nan_stays_where_it_is(subject: Subject):
         before, after = (row == 1) & (step < 3), (row == 1) & (step >= 3)
         plants["an earlier document"] = (before, before, not subject.case.causal, ALL_STEPS, cut)
         plants["a later document"] = (after, after, True, ALL_STEPS, cut)
+
+    # Everything that the NaN may not reach must be the same as without it.
     for name, (where, reached, reaches_state, lengths, reset) in plants.items():
         y, last, gradient = subject.masked(subject.x, lengths, reset)
         planted = np.where(where[..., None], np.nan, subject.x)
@@ -304,7 +320,7 @@ check(optimizer_follows_the_same_trajectory)
 
 
 def is_caught(mutation: Mutation) -> bool:
-    """Whether the check that must find the fault fails, on a CPU."""
+    """True if the check that must find the fault fails when it runs on a CPU."""
     case = CASES[mutation.case]
     with mutation.plant(), jax.default_device(jax.devices("cpu")[0]):
         if mutation.check is None:

@@ -24,7 +24,7 @@ FORMS = {"json": "JSON", "html": "a page"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--parity-json` and `--parity-html`."""
+    """Add the options `--parity-json` and `--parity-html`."""
     group = parser.getgroup("parity", "parity of JAX with PyTorch (twinscan)")
     for form, what in FORMS.items():
         group.addoption(
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the mark and, if files are requested, the collector of reports."""
     config.addinivalue_line("markers", "parity: compares a JAX port with its torch module")
     files = {form: Path(name) for form in FORMS if (name := config.getoption(f"parity_{form}"))}
-    is_worker = hasattr(config, "workerinput")  # of pytest-xdist
+    is_worker = hasattr(config, "workerinput")  # set in the workers of pytest-xdist
     for form, path in files.items() if not is_worker else ():
         try:
             check_writable(path)
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Collector:
-    """Collects the reports of a session and writes them at its end; a worker has no files."""
+    """Collects the reports of a session and writes them at its end; a worker writes no files."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = files
@@ -59,7 +59,7 @@ class Collector:
         """The records of all tests so far, as JSON."""
 
     def pytest_sessionstart(self) -> None:
-        """Register for all reports."""
+        """Receive all reports from now on."""
         REPORT_HOOKS.append(self.reports.append)
 
     @pytest.hookimpl(tryfirst=True)
@@ -71,7 +71,7 @@ class Collector:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Attach the reports to pytest's report, under the test's name and, from 2 on, a number."""
+        """Attach the reports to pytest's report under the test's name, and a number from 2 on."""
         report = yield
         if self.reports:
             from parity_tests.report.own import record_of
@@ -87,12 +87,12 @@ class Collector:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a test's record, from whichever process it comes."""
+        """Keep a test's record, whether it comes from this process or from a worker."""
         if self.files and hasattr(report, ATTRIBUTE):
             self.records.append(getattr(report, ATTRIBUTE))
 
     def pytest_sessionfinish(self) -> None:
-        """Write the files."""
+        """Write the files, and receive no more reports."""
         REPORT_HOOKS.remove(self.reports.append)
         if self.files:
             from parity_tests.report.files import FORMS

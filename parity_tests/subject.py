@@ -21,8 +21,8 @@ LONG = 60
 class Subject:
     """A case's layer in float64, with inputs, a state, and the layer as jitted functions.
 
-    Compiling takes most of a check's time. So the checks share the programs of a few shapes: whole
-    batches of TIME, 4, 3 and 0 steps without masks, and of TIME steps with both.
+    Compiling takes most of a check's time, so the checks share the programs of a few shapes: whole
+    batches of TIME, 4, 3 and 0 steps without masks, and of TIME steps with both masks.
     """
 
     def __init__(self, case: Case):
@@ -46,14 +46,20 @@ class Subject:
         return jax.device_get(self._call(x, state))
 
     def masked(self, x, lengths=ALL_STEPS, reset=NO_RESET):
-        """The outputs, the last state, and the gradient of a loss over both for x (floating)."""
+        """The outputs, the last state, and the gradient of a loss over both with respect to x.
+
+        For a language model, whose inputs are tokens, the gradient is None.
+        """
         y, last, (_, gradient) = self.results_and_gradients(
             self.params, self.state, x, lengths, reset
         )
         return y, last, gradient
 
     def results_and_gradients(self, params, state, x, lengths=ALL_STEPS, reset=NO_RESET):
-        """The outputs, the last state, and the gradients for the parameters and x (floating)."""
+        """The outputs, the last state, and the gradients with respect to the parameters and x.
+
+        For a language model, whose inputs are tokens, the gradient with respect to x is None.
+        """
         reset = reset if self.case.resettable else None
         return jax.device_get(self._masked(params, state, x, lengths, reset))
 
@@ -69,7 +75,7 @@ class Subject:
         return y, last, (*gradients, None)[:2]
 
     def part(self, start: int, stop: int, state):
-        """The steps from `start` to `stop` of all rows, each from its row of the state."""
+        """The results for the steps from `start` to `stop` of all rows."""
         return self.call(self.x[:, start:stop], state)
 
     def disturbed(self, where: np.ndarray) -> np.ndarray:
@@ -79,7 +85,7 @@ class Subject:
         return np.where(where[..., None], self.x + np.linspace(0.5, 1.5, self.x.shape[-1]), self.x)
 
     def assert_unchanged(self, actual, expected, what: str):
-        """Assert equality; up to rounding if an FFT mixes all steps."""
+        """Assert exact equality, or equality up to rounding if an FFT mixes all steps."""
         if self.case.mixes_steps:
             assert_same(actual, expected, what)
         else:

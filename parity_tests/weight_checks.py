@@ -42,9 +42,10 @@ def weights_make_the_round_trip_bit_for_bit(subject: Subject):
 def optimizer_follows_the_same_trajectory(subject: Subject):
     """Ten steps of AdamW towards random targets, in optax and in torch.optim.
 
-    A gradient that is zero but for rounding errors, such as that of attention's key bias, would
-    give a step its direction. So AdamW's epsilon is larger than rounding errors.
+    AdamW's epsilon is larger than rounding errors. Otherwise a gradient that consists of rounding
+    errors alone, such as that of attention's key bias, would decide the direction of a step.
     """
+    # Both sides start from the same weights. In JAX, the parameters are a flat vector.
     case, twin = subject.case, subject.case.build_twin()
     x = torch.tensor(subject.x)
     target = np.random.default_rng(5).standard_normal(case.call(twin, x)[0].shape)
@@ -64,6 +65,7 @@ def optimizer_follows_the_same_trajectory(subject: Subject):
             stepped: Any = optax.apply_updates(params, updates)
         return ravel_pytree(project(unravel(stepped)))[0], optimizer_state, loss
 
+    # Take the same steps on both sides. After each step, bounded parameters are clipped.
     torch_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01, eps=1e-5)
     optimizer_state = optimizer.init(params)
     for step in range(10):

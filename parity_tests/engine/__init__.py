@@ -1,4 +1,4 @@
-"""Measures any pair of a torch module and its JAX port. It knows no architecture.
+"""Compare any torch module with its JAX port. Nothing here depends on an architecture.
 
 Start with `compare.py`.
 """

@@ -18,7 +18,7 @@ from parity_tests.engine.results import Results, only_floating
 
 
 def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
-    """The note for a JAX side that raises, if it runs on inputs with the channels last."""
+    """A note for a JAX side that raises an error, if it would run on inputs with channels last."""
     shapes = [tuple(x.shape) for x in jax.tree.leaves(problem.inputs) if _is_image(x)]
     if not shapes or _outputs(problem) is not None:
         return None
@@ -37,7 +37,7 @@ def note_on_inputs(problem: Problem, oracle: Results) -> str | None:
 def faults_of_axes(
     problem: Problem, reference: Reference, report: Report, jax_side: JaxSide
 ) -> list[str]:
-    """Which axes to move, if results that differ agree with the channels on the other axis.
+    """A fault that names the axes to move, if differing results agree in the other channel order.
 
     Only arrays that have the same shape in both orders are moved. For others, the shapes would
     differ, or JAX would have raised an error.
@@ -46,6 +46,8 @@ def faults_of_axes(
     expected = only_floating(reference.oracle.get("outputs", {}))
     if error is None or group != "outputs" or not expected:
         return []
+
+    # Try to move the axes of the outputs, of the inputs, and of both.
     for what, among in (
         ("outputs", [expected]),
         ("inputs", [problem.inputs]),
@@ -69,7 +71,7 @@ def faults_of_axes(
 
 
 def with_channels_last(problem: Problem, which: Callable[[Any], bool]) -> Problem:
-    """The problem with the second axis of some inputs as their last."""
+    """The problem if the second axis of the inputs that `which` chooses is moved to the end."""
     inputs = jax.tree.map(lambda x: np.moveaxis(x, 1, -1) if which(x) else x, problem.inputs)
     return dataclasses.replace(problem, inputs=inputs)
 

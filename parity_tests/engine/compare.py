@@ -2,9 +2,10 @@
 
 `compare` goes from the arguments to the verdict in one function, stage by stage. Each stage has a
 folder: `references` holds what a model can be measured against, `candidates` loads and runs a JAX
-model, `bounds` says how large an error rounding explains, `traces` records the calls of both sides,
-and `locate` finds where the two sides part. `problem.py` defines what both sides run, `measure.py`
-compares their results, and `results.py` and `report.py` hold what comes out.
+model, `bounds` decides how large an error rounding can explain, `traces` records the calls of both
+sides, and `locate` finds the submodule where the two sides first differ. `problem.py` defines what
+both sides run, `measure.py` compares their results, `results.py` holds the results of one side, and
+`report.py` holds the verdict.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     import torch
 
 JaxModel = nnx.Module | Callable[..., Any] | tuple[Any, Any]
-"""A model of NNX or another framework, or a function; alone or as (model, weights)."""
+"""A model of NNX or another framework, or a function, given alone or as (model, weights)."""
 Loader = Callable[[Mapping[str, Any]], Any]
 """Turns a `state_dict` into the JAX side's weights: an `nnx.Module` or any tree of arrays."""
 
@@ -70,26 +71,27 @@ def compare(
 ) -> Report:
     """Compare a torch module with its JAX port: outputs, states and gradients, in each dtype.
 
-    Both sides run in evaluation mode, on copies in each dtype, and are measured against the torch
-    module in float64. The gradients are those of random cotangents. In float64, JAX may err by
-    1e-12. In other dtypes it may err by 4 times as much as torch, or by as much as the conditioning
-    of the computation explains (`docs/bound.md`).
+    Copies of both models run in evaluation mode in each dtype, and their results are measured
+    against those of the torch module in float64. For the gradients, both sides backpropagate the
+    same random cotangents. In float64, JAX may err by at most 1e-12. In other dtypes it may err by
+    4 times as much as torch, or by as much as the conditioning of the computation explains
+    (`docs/bound.md`).
 
     Args:
         twin: the torch module, with its weights; or the path of a file that `record` wrote, which
             brings its own inputs, dtypes and seed; or another JAX model, which runs on the CPU.
-            Random biases reveal more faults than zeros.
+            Give it random biases, because they reveal more faults than zeros.
         model: an `nnx.Module`; a function of weights and inputs (then `weights` is a loader); or a
             model of Linen, Equinox, haiku or Keras, or a function, alone or as (model, weights).
         inputs: arrays, or trees of arrays, for both sides. Floating arrays are cast to each dtype.
             Both sides receive a bool, a Python number, a string or None unchanged.
-        weights: how the twin's weights become the model's: a weight table (`jax_models.weights`),
-            the name of one of the model's own layouts, or a loader. A loader is a function of a
-            `state_dict` of arrays; it returns what the function `model` takes, or the weights of a
-            model of another framework. The default is the model's own layout. A model that
-            has no layout must already have the twin's weights, and its weight gradients are not
-            compared. If the twin is a JAX model, the model keeps its own weights, and gradients are
-            compared by name.
+        weights: the conversion of the twin's weights to the model's: a weight table
+            (`jax_models.weights`), the name of one of the model's own layouts, or a loader. A
+            loader is a function of a `state_dict` of arrays. It returns the weights that the
+            function `model` takes, or those of a model of another framework. By default, the
+            model's own layout is used. A model without a layout must already have the twin's
+            weights, and its weight gradients are not compared. If the twin is a JAX model, the
+            model keeps its own weights, and gradients are compared by name.
         call: how to call the JAX side; by default `model(*inputs)`, or `model(weights, *inputs)` if
             it is a function. `call` and `call_twin` return an array or a tree of arrays. Leaves are
             compared by name if both sides have the same names, otherwise in order. In a tuple,
@@ -100,23 +102,25 @@ def compare(
         precision: the precision of the model's matrix products: "highest", "high" or "default", as
             in `jax.default_matmul_precision`.
         seed: the seed of the random cotangents; by default 0, or that of the record.
-        locate: whether to name the submodule where a failing pair first departs, forward or else
-            backward. Modules of NNX, Linen, Equinox, haiku and Keras are compared with the torch
-            submodules that have the same weights, name or place. A value that `tap` names is
-            compared with the output of the torch submodule of that name. Other outputs are searched
-            for among all numbers that JAX computes. None means True unless the reference is a
-            record without activations.
-        names: the JAX path of each torch submodule that is not paired otherwise, by the name of the
-            torch submodule.
+        locate: whether to name the submodule in which a failing pair first departs: in the forward
+            pass or, if the forward pass agrees, in the backward pass. Modules of NNX, Linen,
+            Equinox, haiku and Keras are compared with the torch submodules that have the same
+            weights, name or place. A value that `tap` names is compared with the output of the
+            torch submodule of that name. The outputs of all other torch submodules are searched for
+            among all arrays that JAX computes. None means True unless the reference is a record
+            without activations.
+        names: a dict from names of torch submodules to the paths of their JAX counterparts, for
+            submodules that are not paired automatically.
         logits: True, or the name of an output as the report gives it (`y['logits']`), if its last
-            axis is a vocabulary. The report then shows KL, |Δ log p| and agreements, too.
-        kwargs: further inputs, which both sides take by name.
-        edge_inputs: whether to compare in float64, too, at exact zeros, ties and extremes, and with
-            masks that hide all or nothing.
+            axis is a vocabulary. The report then also shows the KL divergence, |Δ log p|, and how
+            often the likeliest tokens agree.
+        kwargs: further inputs, which both sides receive as keyword arguments.
+        edge_inputs: whether to compare, in float64, also on exact zeros, ties and extreme values,
+            and with masks that hide everything or nothing.
 
     Raises:
-        ValueError: the weights do not fit the model (the error lists all faults), or a model
-            without `weights` has other weights than the twin.
+        ValueError: the weights do not fit the model (the error lists all faults), or the model
+            was given without `weights` and does not have the twin's weights.
         TypeError: a function comes without a loader, or a result is not a tree of arrays.
 
     """
@@ -128,7 +132,7 @@ def compare(
     if edge_inputs and not is_torch_module(twin):
         raise ValueError("edge_inputs: expected a torch module as `twin`")
 
-    # JAX has float64 only under x64. `say` shows on the terminal what runs.
+    # JAX computes in float64 only with x64 on. `say` shows the progress on the terminal.
     with jax.enable_x64(True), open_reference(twin) as reference, progress("comparing") as say:
         # Check the inputs. A recorded file has inputs, dtypes and a seed of its own.
         make_problem = reference.start(inputs, kwargs, dtypes, seed, call_twin, logits)
@@ -165,8 +169,8 @@ def compare(
             edge_faults, edge_notes = measure_edges(problem, platform, jax_side)
             faults, notes = [*faults, *edge_faults], [*notes, *edge_notes]
 
-        # If height, width and channels are equal, images with the axes in another order raise no
-        # error, so try whether the results agree in the other order.
+        # If the height, width and channels of an image are equal, the wrong order of axes raises no
+        # error, so check whether the results agree in the other order.
         faults = [*faults, *faults_of_axes(problem, reference, report, jax_side)]
 
         # If the pair fails, make sure that a model without `weights` has the reference's weights.
@@ -179,7 +183,8 @@ def compare(
                 say("where the two sides part")
                 location = _departure(problem, reference, report, names)
 
-    # Add what was found outside of the measurements, and pass the report on, to pytest for example.
+    # Add the faults, notes and location that were found outside of `measure`, and pass the report
+    # to the hooks, such as that of the pytest plugin.
     report = dataclasses.replace(
         report, faults=(*faults, *report.faults), notes=(*notes, *report.notes), location=location
     )
@@ -189,7 +194,7 @@ def compare(
 
 
 def _add_notes(error: Exception, problem: Problem, reference: Reference, *, locate: bool) -> None:
-    """Add to an error of the JAX side which order of axes runs, and which module raised it."""
+    """Add hints to an error of the JAX side: an order of axes that runs, and the failing module."""
     if (note := note_on_inputs(problem, reference.oracle)) is not None:
         error.add_note(note)
     if locate:
@@ -204,7 +209,8 @@ def _departure(
     """The submodule where a pair first departs, in the dtype of its first failure."""
     dtype, group, error = next(report.failures, (problem.dtypes[0], "", None))
 
-    # In float64, rounded constants may move some results. Inside, they may move values as far.
+    # In float64, constants that are rounded to float32 widen the bounds of some results. Allow
+    # errors of that size for the values inside the model, too.
     bound = 0.0
     if error is not None and dtype == "float64":
         named = [e for tensors in report.tensors[dtype].values() for e in tensors.values()]
@@ -221,7 +227,8 @@ def _departure(
 def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: Any) -> None:
     """Assert that `compare(…)` passes; the message says what fails, and where the sides part.
 
-    By default, `locate` is on unless the reference is a record without activations.
+    The arguments are those of `compare`, but by default `locate` is on unless the reference is a
+    record without activations.
     """
     __tracebackhide__ = True
     report = compare(twin, *args, locate=locate, **kwargs)
@@ -232,8 +239,9 @@ def assert_parity(twin: Any, *args: Any, locate: bool | None = None, **kwargs: A
 class Pair:
     """A torch module and its JAX port, for `twinscan parity FILE.py`.
 
-    The arguments are those of `compare`. FILE.py has pairs at module level, or functions `-> Pair`
-    without arguments, which are called when their pair is compared.
+    The arguments are those of `compare`. FILE.py defines pairs at module level, or functions
+    without arguments that are annotated with `-> Pair`. Such a function is called when its pair is
+    compared.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Compare where functions have kinks: at zeros, ties and extremes, and with full or empty masks."""
+"""Compare on inputs where functions have kinks: zeros, ties, extremes, and full or empty masks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -23,18 +23,18 @@ from parity_tests.engine.references.torch_reference import TorchReference
 LARGE = 2.0 ** np.ceil(np.log2(np.log(np.finfo(np.float64).max)))
 """The first power of two whose exponential overflows even in float64."""
 NUDGE = ulp(np.float64) ** 0.5
-"""Far above the rounding of equal numbers, and far below the distance of others."""
+"""A change far above the rounding of equal numbers, and far below the distance of other numbers."""
 LOOKUPS = ("aten::embedding", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
-"""The operations of torch that read rows of an embedding; the last one, of a frozen embedding."""
+"""The operations of torch that read rows of an embedding; the last one is for frozen embeddings."""
 
 
 class Edge(NamedTuple):
-    """A problem with edge inputs of the same shapes."""
+    """A problem whose inputs are replaced by edge inputs of the same shapes."""
 
     name: str
     problem: Problem
     is_defined: bool = True
-    """False if everything is masked, so that a difference is a note and no fault."""
+    """False if everything is masked, so that a difference is only a note, and not a fault."""
 
 
 class Lookup(NamedTuple):
@@ -59,7 +59,8 @@ def edges(problem: Problem) -> Iterator[Edge]:
         ]
         return dataclasses.replace(problem, inputs=jax.tree.unflatten(structure, inputs))
 
-    # Numbers hit the kinks of relu, max and sort, or make exponentials overflow.
+    # Replace floating numbers by ones that hit the kinks of relu, max and sort, or that make
+    # exponentials overflow.
     if "floating" in kinds:
         zeros = changed(floating=lambda x, *_: np.zeros_like(x))
         yield Edge("zeros", zeros)
@@ -73,7 +74,8 @@ def edges(problem: Problem) -> Iterator[Edge]:
     if not {"integer", "mask"} & {*kinds}:
         return
 
-    # Integers are the first and the last row of an embedding, and masks hide nothing or everything.
+    # Replace integers by the first and the last row of an embedding, and let masks hide nothing or
+    # everything.
     largest = changed(
         integer=lambda n, lookup, _: np.full_like(n, largest_of(n, lookup)),
         mask=lambda n, *_: np.ones_like(n),
@@ -88,7 +90,7 @@ def edges(problem: Problem) -> Iterator[Edge]:
         hidden = changed(mask=lambda n, *_: np.zeros_like(n))
         yield Edge("masks all false", hidden, is_defined=False)
 
-    # Torch drops the gradient of an embedding's padding row.
+    # Torch drops the gradient of an embedding's padding row, so check whether JAX does, too.
     def padded(n: np.ndarray, lookup: Lookup | None, rng: np.random.Generator) -> np.ndarray:
         if lookup is None or lookup.padding < 0:
             return n
@@ -100,14 +102,14 @@ def edges(problem: Problem) -> Iterator[Edge]:
 
 
 def largest_of(integers: np.ndarray, lookup: Lookup | None) -> int:
-    """The last row of the embedding that the dtype can index, or the largest of the integers."""
+    """The largest of the integers or, for an embedding, its last row that the dtype can index."""
     if lookup is None:
         return integers.max(initial=0)
     return min(lookup.size - 1, np.iinfo(integers.dtype).max)
 
 
 def input_kind(leaf: Any, lookup: Lookup | None) -> str:
-    """Whether an input is a flag, floating numbers, integers, or a mask of 0 and 1."""
+    """The kind of an input: "flag", "floating", "integer", or "mask" if all numbers are 0 or 1."""
     if is_flag(leaf) or is_inexact(leaf):
         return "flag" if is_flag(leaf) else "floating"
     is_mask = leaf.dtype == bool or bool(np.isin(leaf, (0, 1)).all())
@@ -159,7 +161,10 @@ def embedding_lookups(problem: Problem) -> list[Lookup | None]:
 
 
 def is_picked(problem: Problem) -> bool:
-    """True if torch picks one of several equals, by a sort, say, and a tiny nudge changes which."""
+    """True if torch picks one of several equal numbers, as a sort does, so that no pick is right.
+
+    That is so if tiny changes of the inputs change torch's indices.
+    """
 
     def picks(inputs: Any) -> list[torch.Tensor]:
         _, mode = run_oracle(dataclasses.replace(problem, inputs=inputs))
@@ -187,7 +192,7 @@ def without_biases(twin: torch.nn.Module) -> torch.nn.Module:
 def measure_edges(
     problem: Problem, platform: str, jax_side: JaxSide
 ) -> tuple[list[str], list[str]]:
-    """Faults for what differs at edge inputs in float64, and notes on what was compared."""
+    """Faults for results that differ on edge inputs in float64, and notes on the comparisons."""
     faults, compared, notes = [], [], []
     for name, edge, is_defined in edges(problem):
         try:

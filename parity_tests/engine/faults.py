@@ -16,7 +16,7 @@ ORDERS = {
     4: ("(N, C, H, W)", "(N, H, W, C)"),
     5: ("(N, C, D, H, W)", "(N, D, H, W, C)"),
 }
-"""The axes by rank, channels first and last."""
+"""The names of the axes by rank, with the channels first (as in torch) and with them last."""
 Shape = tuple[int, ...]
 
 
@@ -26,7 +26,10 @@ def channels_last(shape: Shape) -> Shape:
 
 
 def other_order(first_shape: Shape, last_shape: Shape) -> str:
-    """How to move the channels if the second shape is the first with its channels last, or ""."""
+    """Advice on moving the channels if the second shape is the first with its channels last.
+
+    Empty if it is not.
+    """
     if len(first_shape) not in ORDERS or channels_last(first_shape) != last_shape:
         return ""
     first, last = ORDERS[len(first_shape)]
@@ -37,7 +40,7 @@ def other_order(first_shape: Shape, last_shape: Shape) -> str:
 
 
 def not_a_number(results: Results, side: str) -> list[str]:
-    """Faults for NaN in the reference's results."""
+    """Faults for results of the reference that contain NaN."""
     return [
         f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
         for group, named in results.items()
@@ -47,7 +50,7 @@ def not_a_number(results: Results, side: str) -> list[str]:
 
 
 def overflows(oracle: Results, results: Results, side: str) -> list[str]:
-    """Faults for numbers of the reference that are finite in float64 but not in another dtype."""
+    """Faults for results of the reference that are finite in float64 but not in another dtype."""
     return [
         f"{group}, {name}: {count} of {array.size} numbers of the {side} side are not finite"
         for group, named in results.items()
@@ -57,7 +60,10 @@ def overflows(oracle: Results, results: Results, side: str) -> list[str]:
 
 
 def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[str]:
-    """Faults in names, shapes, kinds and integers of JAX's results; `sides` names both sides."""
+    """Faults for results of JAX whose names, shapes, kinds or integers differ from the oracle's.
+
+    `sides` names the reference and the JAX side.
+    """
     reference, model = sides
     faults = []
     if not any(like.size for like in oracle.get("outputs", {}).values()):
@@ -83,7 +89,7 @@ def mismatches(oracle: Results, ours: Results, sides: tuple[str, str]) -> list[s
 
 
 def kind(array: np.ndarray) -> str:
-    """The kind of numbers: complex, real or integer. Booleans count as integers."""
+    """The kind of the array's numbers: complex, real or integer. Booleans count as integers."""
     kinds = {"complex": jnp.complexfloating, "real": jnp.floating}
     return next((k for k, t in kinds.items() if jnp.issubdtype(array.dtype, t)), "integer")
 
@@ -91,11 +97,11 @@ def kind(array: np.ndarray) -> str:
 def other_dtypes(
     of_reference: Mapping[Any, Any], found: Found, dtype: str, sides: tuple[str, str]
 ) -> list[str]:
-    """Faults for results in another dtype than requested, unless the reference has it, too.
+    """Faults for results in another dtype than requested, unless the reference has the same dtype.
 
-    In float64, a layer of a framework, such as `nnx.Embed`, may compute in another dtype, and so
-    may everything after it. A program that is traced without x64 may, too. A final state may have
-    more digits.
+    Three cases are no fault. In float64, a layer of a framework, such as `nnx.Embed`, may compute
+    in another dtype, and so may everything after it. A program that had to be traced without x64
+    may do the same. A final state may have more digits than requested.
     """
     requested = {dtype, COMPLEX[dtype]}
     if dtype == "float64" and (found.x64_error or any(map(is_library, found.casts))):
@@ -111,7 +117,7 @@ def other_dtypes(
 
 
 def notes_on(found_in: Mapping[str, Found], sides: tuple[str, str]) -> Iterator[str]:
-    """Notes on casts that float64 ignores, on operations that stay in less, and on gaps."""
+    """Notes on casts that float64 ignores, on operations without float64, and on omitted parts."""
     reference, model = sides
     found = found_in.get("float64")
     if found is not None and found.casts:

@@ -9,27 +9,27 @@ from parity_tests.engine.results import GROUPS, Results, only_floating
 
 TOP = 5
 BLOCK = 2**22
-"""How many logits are converted to float64 at a time."""
+"""The number of logits that are converted to float64 at a time, to save memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitsError:
     """How far the next token's distribution is from the float64 torch side's.
 
-    p are the probabilities of the float64 torch side and q those that are measured, over the last
-    axis. Each number is a token's, over all tokens.
+    p are the probabilities over the last axis on the float64 torch side, and q those on the side
+    that is measured. Each field is the mean or the maximum of a quantity over all tokens.
     """
 
     kl_mean: float
     """KL(p ‖ q), in nats."""
     kl_max: float
     log_prob_mean: float
-    """The largest |log p − log q| of the vocabulary."""
+    """The largest |log p − log q| over the vocabulary."""
     log_prob_max: float
     top_1: float
-    """The share of the tokens whose likeliest one is also q's."""
+    """How often the likeliest next token under p is also the likeliest under q."""
     top_k: float
-    """The share of the `TOP` likeliest ones that are also among q's."""
+    """The share of the `TOP` likeliest next tokens under p that are also among those under q."""
 
 
 def checked_logits(logits: str | bool) -> str | bool:
@@ -69,7 +69,7 @@ def logits_error(logits: np.ndarray, oracle: np.ndarray) -> LogitsError:
 
 
 def _by_token(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """KL, largest |Δ log p| and both agreements of each token, (4, tokens)."""
+    """KL, the largest |Δ log p|, and both agreements of each token, of shape (4, tokens)."""
     log_p, log_q = _log_softmax(expected), _log_softmax(actual)
     with np.errstate(invalid="ignore", over="ignore"):
         off = np.where(log_p == log_q, 0.0, log_p - log_q)  # −∞ on both sides is equal
@@ -101,11 +101,11 @@ COLUMNS = {
     "top-1": ("top_1", ".2%"),
     f"top-{TOP}": ("top_k", ".2%"),
 }
-"""A table of `LogitsError`s: what a column shows, and how."""
+"""The columns of a table of `LogitsError`s: the field that a column shows, and its format."""
 
 
 def logits_lines(logits: Mapping[str, Mapping[str, LogitsError]]) -> Iterator[str]:
-    """A table of the errors by dtype and side; no line where there are none."""
+    """The lines of a table of the errors by dtype and side; none if there are no errors."""
     if logits:
         yield f"\n{'logits':15}" + "".join(f"{column:>16}" for column in COLUMNS)
     for dtype, sides in logits.items():

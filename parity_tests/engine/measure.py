@@ -44,10 +44,11 @@ def measure(
     jax_side: JaxSide | None = None,
     say: Say = silent,
 ) -> Report:
-    """Measure the errors in each of these dtypes that the problem has.
+    """Measure the errors of both sides in each dtype, and compare JAX's errors with their bounds.
 
-    `jax_side` may have been compiled for a problem with other weights and inputs of the same
-    shapes. `say` receives a line about what runs.
+    Dtypes that the problem does not have are skipped. A given `jax_side` is reused, even if it was
+    compiled for other weights and inputs, which must have the same shapes. `say` is called with a
+    few words about each run, to show the progress.
     """
     jax_side = jax_side or JaxSide(problem, platform)
     tensors, faults, notes, logits = {}, [*reference.faults], [], {}
@@ -59,14 +60,15 @@ def measure(
         ours = jax_side.run(problem, dtype, oracle, reference.cast_to)
         found = jax_side.found[dtype]
 
-        # Errors have a meaning only if both sides return the same kind of results.
+        # Errors can be computed only if both sides return results of the same names and shapes.
         if in_kind := own_run.overflows or mismatches(oracle, ours, sides):
             faults += in_kind
             continue
         faults += other_dtypes(own_run.dtypes, found, dtype, sides)
 
-        # Float64 leaves no room for float32's digits, so allow for what has only these: operations
-        # that stay in float32, and constants.
+        # The bound in float64 is far below the rounding of float32, so make an allowance for the
+        # parts of a model that have only float32's precision: operations that cannot run in
+        # float64, and rounded constants.
         say(f"the errors in {dtype}")
         bound_of = "float32" if dtype == "float64" and found.stays else dtype
         expected, moved = oracle, {}
@@ -88,11 +90,13 @@ def measure(
             for group in GROUPS
             if only_floating(oracle.get(group, {})) and group in ours
         }
+
+        # For logits, add errors in the units of language models.
         if place and own_run.logits:
             group, name = place
             error = logits_error(ours[group][name], oracle[group][name])
             logits[dtype] = dict(zip(sides, (own_run.logits, error), strict=True))
-        del ours, expected  # so that they are not in memory beside the next dtype's results
+        del ours, expected  # before the next dtype's results need memory
     if not reference.faults:
         notes += [*reference.notes, *notes_on(jax_side.found, sides)]
     return Report(
@@ -109,15 +113,17 @@ def measure(
 def explained_by_constants(
     problem: Problem, jax_side: JaxSide, reference: Reference, ours: Results, platform: str
 ) -> tuple[Results, ErrorsByGroup, list[str]]:
-    """Compare float64 in spite of constants that are rounded to float32.
+    """Find results to compare float64 with although some constants are rounded to float32.
 
-    Returns what to compare with, how far each tensor moves with constants of which one side has
-    only float32's digits, and a note.
+    Returns these results; how far each tensor moves if the constants whose float64 digits are
+    unknown change by as much as their rounding; and a note for the report.
     """
     oracle, held = reference.oracle, jax_side.constants_of(problem)
     count = reference.constant_count + rounded_count(held)
     if not count:
         return oracle, {}, []
+
+    # Name the constants in the note, so that a user can find them in the code.
     other, model = reference.sides
     names = [f"{other}'s {name}" for name in reference.constant_names]
     names += [f"{model}'s {name}" for name in names_of(numbered(held))]
@@ -126,7 +132,7 @@ def explained_by_constants(
     of_names = f" ({', '.join(names[:MOST_NAMES])}{more})" if names else ""
     note = f"{numbers} in float32{of_names}: float64 is compared"
 
-    # The reference runs again with JAX's digits, wherever JAX computes any.
+    # Run the reference again with JAX's float64 digits of its constants, where JAX computes them.
     constants = [*reference.constants.values()]
     moves, unknown = moves_to(constants, jax_side.argument_free(problem))
     expected = oracle
@@ -138,8 +144,8 @@ def explained_by_constants(
     if are_known or are_equal(ours, expected, GROUPS[:2]):
         return expected, {}, [f"{note} with {model}'s digits in their place"]
 
-    # The other constants are moved by their rounding, on the side that has them. A result that does
-    # not move with them has no excuse.
+    # The float64 digits of the other constants are unknown, so change these constants by as much as
+    # their rounding, on the side that has them. A result that does not move gets no allowance.
     runs = [reference.moved_results(moves, unknown, expected)]
     if any(each.any() for each in lacking):
         digits = digits_of(held, moved_by_rounding(lacking))
@@ -150,6 +156,6 @@ def explained_by_constants(
 
 
 def are_equal(ours: Results, oracle: Results, groups: Iterable[str] = GROUPS) -> bool:
-    """True if all tensors of these groups agree as float64 must."""
+    """True if all tensors of these groups agree within the bound of float64."""
     errors = errors_of(ours, oracle)
     return all(error <= FLOAT64 for group in groups for error in errors.get(group, {}).values())

@@ -1,4 +1,4 @@
-"""A comparison's problem: a torch module, its JAX port, and their inputs."""
+"""The problem of a comparison: a torch module, its JAX port, and their inputs."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jax_models.weights.stored import as_numpy
 
 DTYPES = ("float64", "float32", "bfloat16")
 COMPLEX = {"float64": "complex128", "float32": "complex64", "bfloat16": "complex64"}
-"""The dtype of complex numbers in a comparison; there are none of bfloat16."""
+"""The complex dtype for each dtype of a comparison; a complex bfloat16 does not exist."""
 PLATFORMS = ("cpu", "gpu", "tpu")
 PRECISIONS = ("highest", "high", "default")
 Arrays = dict[str, np.ndarray]
@@ -29,25 +29,28 @@ Arrays = dict[str, np.ndarray]
 class Problem:
     """A torch module, its JAX port, and the inputs of both.
 
-    A result is an array or a tree of arrays. In a tuple, the first entry is the outputs, and the
-    rest is the final state. The leaves of both sides come in the same order.
+    The result of a side is an array or a tree of arrays. In a tuple, the first entry is the
+    outputs, and the rest is the final state. The leaves of both sides have the same order.
     """
 
     twin: Any
     """The torch module, or another object with a `state_dict()`."""
     build: Callable[[Arrays, str], tuple[Any, Any]]
-    """`build(state_dict, dtype)` makes the JAX side's weights, and what else its model holds."""
+    """`build(state_dict, dtype)` makes the JAX side's weights, and the rest of its model."""
     call: Callable[..., Any]
     """`call(model, *inputs)` returns the JAX side's result."""
     to_torch: Callable[[Any, Any], Arrays] | None
-    """`to_torch(gradient, rest)` gives the weights' gradients the twin's names; None if unknown."""
-    load: Callable[[Any, Any], Any] = lambda weights, rest: weights
-    """`load(weights, rest)` makes the model of what `build` returned.
+    """`to_torch(gradient, rest)` returns the weights' gradients under the twin's names.
 
-    JAX differentiates through it.
+    None if it is unknown how the weights correspond, so that their gradients are not compared.
+    """
+    load: Callable[[Any, Any], Any] = lambda weights, rest: weights
+    """`load(weights, rest)` makes the model from the results of `build`.
+
+    JAX differentiates through this function.
     """
     constants: frozenset[str] = frozenset()
-    """The twin's buffers that the JAX side does not read, because it has these numbers itself."""
+    """The twin's buffers that the JAX side does not read because it has these numbers itself."""
     call_twin: Callable[..., Any] = lambda twin, *inputs: twin(*inputs)
     """`call_twin(twin, *inputs)` returns the torch side's result."""
     inputs: tuple[Any, ...] = ()
@@ -56,7 +59,7 @@ class Problem:
     table: Table | None = None
     """The weight table, if there is one."""
     logits: str | bool = False
-    """The name of the output that holds logits; True if there is only one output."""
+    """The name of the output that holds logits. True means the only output; False means none."""
     has_padding_gradients: bool = False
     """Whether the gradients of an embedding's `padding_idx` row are compared, too."""
 
@@ -87,7 +90,7 @@ def is_torch_module(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """The name of a value's class; for a class, its name and that it is a class."""
+    """The name of a value's class, for error messages; for a class, "the class" and its name."""
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     return f"the class {name}" if isinstance(value, type) else name
@@ -99,7 +102,7 @@ def called(model: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def with_kwargs(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call whose last input is a dict, which is passed as keyword arguments."""
+    """Wraps a call so that its last input, a dict, is passed as keyword arguments."""
     return lambda model, *inputs: call(model, *inputs[:-1], **inputs[-1])
 
 
@@ -113,7 +116,7 @@ def checked_dtypes(dtypes: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def available_platforms() -> list[str]:
-    """The platforms of this machine."""
+    """The platforms on which JAX can run on this machine."""
 
     def has(platform: str) -> bool:
         try:
@@ -125,7 +128,7 @@ def available_platforms() -> list[str]:
 
 
 def checked_platform(platform: str) -> str:
-    """A platform that this machine has."""
+    """The platform, which this machine must have."""
     here = available_platforms()
     if checked_choice("platform", platform, PLATFORMS) not in here:
         raise ValueError(f"platform: this machine has no {platform}, only {', '.join(here)}")
@@ -149,9 +152,10 @@ def check_functions(needed: Mapping[str, Any], optional: Mapping[str, Any]) -> N
 
 
 def checked_arrays(name: str, tree: Any, *, flags: bool = False) -> Any:
-    """The tree as NumPy arrays, the floating ones in float64. A list of numbers counts as an array.
+    """The tree with NumPy arrays as leaves. Floating arrays are cast to float64.
 
-    With `flags`, a bool, a Python number and a string are kept unchanged.
+    A list of numbers counts as an array. With `flags`, bools, Python numbers and strings are kept
+    unchanged.
     """
 
     def array(path: Any, value: Any) -> Any:
@@ -178,7 +182,7 @@ def is_list_of_numbers(node: Any) -> bool:
 
 
 def plain(tree: Any) -> Any:
-    """The tree with mappings of other classes, such as a tokenizer's output, turned into dicts."""
+    """The tree with other mappings, such as a tokenizer's output, converted to dicts."""
     if isinstance(tree, Mapping) and type(tree) is not OrderedDict:
         return {key: plain(value) for key, value in tree.items()}
     if type(tree) is tuple:
@@ -208,7 +212,7 @@ def arrays(tree: Any, dtype: str) -> Any:
 
 
 def in_dtype(array: Any, dtype: str) -> Any:
-    """The array, cast to a dtype if it is floating; a complex one to the matching complex dtype."""
+    """The array, cast to a dtype if it is floating, or to the matching complex dtype if complex."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return array.astype(COMPLEX[dtype])
     return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array

@@ -15,7 +15,10 @@ def silent(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Say]:
-    """A line on a terminal's stderr that says what runs."""
+    """A context that shows a line on a terminal's stderr, and yields a function that updates it.
+
+    The line begins with the title. Without a terminal, nothing is shown.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield silent

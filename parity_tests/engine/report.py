@@ -14,27 +14,27 @@ from parity_tests.engine.logits import LogitsError, logits_lines
 class Report:
     """How far the JAX port and the torch module are from the torch module in float64.
 
-    `tensors` are the errors by dtype, group and tensor; `faults` are failures other than
-    numerical errors; `notes` say what was not compared.
+    `tensors` holds the errors by dtype, group and tensor; `faults` are failures other than
+    numerical errors; `notes` are remarks, such as those on parts that were not compared.
     """
 
     tensors: dict[str, dict[str, dict[str, Error]]]
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     location: Location | None = None
-    """Where a failing pair first departs, if that was asked for."""
+    """The submodule where a failing pair first departs, if that was requested."""
     logits: dict[str, dict[str, LogitsError]] = dataclasses.field(default_factory=dict)
-    """By dtype and side, if that was asked for."""
+    """The errors of logits by dtype and side, if they were requested."""
     twin: str = ""
     """The class of the torch module."""
     platform: str = "cpu"
-    """Where JAX ran."""
+    """The platform on which JAX ran."""
     sides: tuple[str, str] = ("torch", "JAX")
     """The names of the reference and of the side that is measured."""
 
     @functools.cached_property
     def errors(self) -> dict[str, dict[str, Error]]:
-        """By dtype and group: the error of the tensor that takes most of its bound."""
+        """By dtype and group: the error that is the largest relative to its bound."""
         return {
             dtype: {group: worst(named) for group, named in groups.items()}
             for dtype, groups in self.tensors.items()
@@ -42,7 +42,7 @@ class Report:
 
     @property
     def failures(self) -> Iterator[tuple[str, str, Error]]:
-        """The dtype, group and error of each that is over its bound."""
+        """The dtype, group and error of each group whose error is above its bound."""
         for dtype, groups in self.errors.items():
             yield from ((dtype, group, e) for group, e in groups.items() if not e.passed)
 
@@ -52,7 +52,7 @@ class Report:
         return bool(self.errors) and not self.faults and not any(self.failures)
 
     def __str__(self) -> str:
-        """A table, and what is wrong."""
+        """A table of the errors, the faults and notes, and where the pair first departs."""
         lines = [*self._rows(failing=False), *self._faults, *(f"note: {n}" for n in self.notes)]
         lines += logits_lines(self.logits)
         lines += [] if self.location is None else [f"\n{self.location}"]
@@ -60,14 +60,14 @@ class Report:
 
     @property
     def short(self) -> str:
-        """The rows that fail, what else is wrong, and where the pair first departs."""
+        """The rows that fail, the faults, and where the pair first departs."""
         lines = [*(self._rows(failing=True) if any(self.failures) else ()), *self._faults]
         lines += [] if self.location is None else [f"\n{self.location}"]
         return "\n".join(lines)
 
     @checked_options
     def table(self, worst: Index = 20) -> str:
-        """The tensors that take most of their bounds, a line each."""
+        """A table of the `worst` tensors, whose errors are the largest relative to their bounds."""
         errors = [
             (dtype, group, error)
             for dtype, groups in self.tensors.items()

@@ -1,4 +1,4 @@
-"""Functions that receive every report of `compare`. Imports neither JAX nor torch."""
+"""The functions that receive every report of `compare`. This file imports neither JAX nor torch."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The results of a side: arrays by group and name."""
+"""The results of one side: arrays by group ("outputs", …) and name."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ class Results(dict[str, Arrays]):
     without_gradient: frozenset[tuple[str, str]] = frozenset()
     """Group and name of each result that torch does not differentiate."""
     padding: Mapping[str, Collection[int]] = MappingProxyType({})
-    """The rows of embeddings whose gradient torch drops, by the weights' names."""
+    """The rows of each embedding weight whose gradients torch drops, by the weight's name."""
 
     @property
     def forward(self) -> "Results":
@@ -40,7 +40,7 @@ class Results(dict[str, Arrays]):
 def aligned(
     groups: dict[str, dict[str, Any]], names: Sequence[tuple[str, str]]
 ) -> dict[str, dict[str, Any]]:
-    """The leaves under the other side's names, if both sides have as many leaves.
+    """The leaves under the other side's names, if both sides have equally many leaves.
 
     Leaves correspond by name if both sides have the same names, otherwise by order.
     """
@@ -59,12 +59,12 @@ def aligned(
 
 
 def route(name: str) -> tuple[str, ...]:
-    """The keys, fields and indices that lead to a leaf, whichever brackets or dots they have."""
+    """The keys, fields and indices that lead to a leaf, without brackets and dots."""
     return tuple("".join(word) for word in re.findall(r"\.(\w+)|\['([^']*)'\]|\[(\d+)\]", name))
 
 
 def grouped(result: Any, side: str, as_array: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
-    """A result's arrays by group and name; `as_array` gives None for a leaf that is no array."""
+    """A result's arrays by group and name; `as_array` returns None for a leaf that is not one."""
     first, *rest = result if type(result) is tuple else (result,)
     groups = {
         "outputs": leaves_of(first, "y"),
@@ -88,7 +88,7 @@ def grouped(result: Any, side: str, as_array: Callable[[Any], Any]) -> dict[str,
 
 
 def leaves_of(tree: Any, name: str) -> dict[str, Any]:
-    """The leaves by name, in the order in which their dicts and classes have them."""
+    """The leaves by name, in the order of their dicts and classes (JAX would sort the keys)."""
     if tree is None:
         return {}
     if isinstance(tree, Mapping):
@@ -147,7 +147,7 @@ def replayed(runs: Iterable[T]) -> Callable[[], Iterator[T]]:
 
 
 def largest_by_group(runs: Iterable[ErrorsByGroup]) -> ErrorsByGroup:
-    """The largest error of each tensor in some runs."""
+    """The largest error of each tensor in any of the runs."""
     largest: ErrorsByGroup = {}
     for run in runs:
         for group, errors in run.items():
@@ -157,7 +157,7 @@ def largest_by_group(runs: Iterable[ErrorsByGroup]) -> ErrorsByGroup:
 
 
 def cotangents(seed: int, results: Results) -> list[np.ndarray]:
-    """Random gradients with respect to each floating array of the result."""
+    """Random cotangents for the floating arrays of a result; zeros for one without a gradient."""
     rng = np.random.default_rng(seed)
 
     def draw(array: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""The registry: one file an architecture, its cases and its planted faults.
+"""The registry: a file for each architecture, with its cases and its planted faults.
 
-Every check and the report run over every case. The registry is made of the `CASES` and `MUTATIONS`
-of the files in this folder, and of the modules that other packages name in the entry point group
+The report, and every check, run on every case. The registry collects the `CASES` and `MUTATIONS` of
+the files in this folder, and of the modules that other packages name in the entry point group
 `twinscan.registry`.
 """
 

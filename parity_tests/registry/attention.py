@@ -21,7 +21,7 @@ CASES = [
 
 
 def keys_for_queries(attention):
-    """Scores of the wrong side."""
+    """Swaps queries and keys in the attention scores."""
     return lambda q, k, *args, **options: attention(k, q, *args, **options)
 
 

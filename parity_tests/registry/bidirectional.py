@@ -1,4 +1,4 @@
-"""Two whole stacks, one on reversed time."""
+"""Bidirectional RNNs of two whole stacks, one of which runs from the last step to the first."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from parity_tests.registry.mutation import (
 
 
 def two_stacks(num_layers: int, **options) -> Bidirectional:
-    """RNNBidirectional's layer."""
+    """The JAX layer of an `RNNBidirectional`: one stack for each direction."""
     return Bidirectional(*(RNN(5, 6, num_layers=num_layers, **options) for _ in range(2)))
 
 
@@ -36,7 +36,7 @@ CASES = [
 
 
 def reversing_padding(_):
-    """Each row from its last column, whatever its length."""
+    """Reverses each row from its last column, whatever its length."""
     return lambda x, lengths: jnp.flip(x, axis=1)
 
 

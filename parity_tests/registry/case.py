@@ -1,4 +1,4 @@
-"""A case: a torch twin, its JAX layer, and what the checks must know of them."""
+"""A case: a torch twin, its JAX layer, and the facts about them that the checks need."""
 
 import dataclasses
 import functools
@@ -34,46 +34,50 @@ TorchState = tuple[Tensor, ...]
 
 
 def inside(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Numbers well inside (0, 1), exact in bfloat16."""
+    """Random numbers well inside (0, 1), exact in bfloat16."""
     return in_every_dtype(rng.uniform(0.2, 0.9, shape))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A torch twin, its JAX layer, and what a check has to know of them."""
+    """A torch twin, its JAX layer, and the facts about them that the checks need."""
 
     name: str
     twin: Callable[[], nn.Module]
+    """Makes the twin."""
     layer: Callable[..., Any]
+    """Makes the JAX layer from `dtype`, `param_dtype` and `rngs`."""
     layout: str
+    """The name of the layer's layout that has the twin's keys."""
     architecture: str
     """The heading of the case in the report."""
     call: Callable[..., tuple[Tensor, TorchState]] = run_recurrence
-    """`call(twin, x, state=None) -> (y, state)`, and `lengths` if the twin packs."""
+    """`call(twin, x, state=None) -> (y, state)`; it also takes `lengths` if the twin `packs`."""
     twin_state: bool = True
     """Whether the twin's state has the same leaves as the JAX layer's."""
     packs: bool = False
-    """Whether `call` takes `lengths`."""
+    """Whether `call` takes `lengths`, for which it packs the rows."""
     bounded: Callable[[nn.Module], list[Tensor]] = lambda twin: []
-    """The twin's parameters that must stay in [0, 1], to be written to."""
+    """Returns the twin's parameters that must stay in [0, 1], as tensors to write to."""
     draw_bounded: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = inside
     """Draws values for these parameters."""
     valid_state: Callable[[Any], Any] = lambda state: state
-    """Makes a state that a layer may be in from random numbers."""
+    """Changes a state of random numbers into one that the layer can reach."""
     dtypes: tuple[str, ...] = DTYPES
     """The dtypes of the comparison with the twin."""
     platforms: tuple[str, ...] = PLATFORMS
     """The platforms that the JAX layer runs on."""
     reach: int | None = None
-    """How many steps an output depends on, including its own; None means all before it."""
+    """How many steps an output depends on, including its own; None means all earlier ones, too."""
     prefix: int = 0
-    """How many steps compute the JAX layer's states, if a state cannot be arbitrary numbers. The
-    rows then have different lengths. 0 means that states are random."""
+    """The number of steps that the JAX layer runs to compute an initial state, for layers whose
+    states cannot be arbitrary numbers. Its rows then have different lengths. 0 means that states
+    are random."""
     mixes_steps: bool = False
-    """Whether rounding errors mix all steps, as in an FFT."""
+    """Whether the rounding errors of a step reach all other steps, as in an FFT."""
 
     def build_twin(self, seed: int = 0) -> nn.Module:
-        """The twin in float64, every weight and bias random and exact in bfloat16."""
+        """The twin in float64, with random weights and biases that are exact in bfloat16."""
         rng = np.random.default_rng(seed)
         twin = self.twin().double()
         convolved = {id(m.weight) for m in twin.modules() if isinstance(m, nn.Conv1d)}
@@ -106,7 +110,10 @@ class Case:
         return in_every_dtype(rng.standard_normal((batch, time, layer.in_features)))
 
     def state(self, seed: int = 2, batch: int = BATCH):
-        """A state: after `prefix` steps, or random, exact in bfloat16, at position 0."""
+        """An initial state: the one after `prefix` steps, or random numbers, exact in bfloat16.
+
+        A random state is at position 0.
+        """
         if self.prefix:
             x = self.inputs(seed, batch, self.prefix)
             lengths = np.maximum(self.prefix - 3 * np.arange(batch), 1)
@@ -155,18 +162,18 @@ class Case:
         )
 
     def abstract(self, dtype=jnp.float64):
-        """The JAX layer without its weights, a new one at each call."""
+        """The JAX layer with shapes in place of its weights; each call returns a new one."""
         return nnx.merge(*_abstract(self, jnp.dtype(dtype)), copy=True)
 
     @property
     def config(self) -> LanguageModelConfig | None:
-        """The config of a language model; None for a layer."""
+        """The config of a language model; None for any other layer."""
         config = getattr(self.layer, "__self__", None)
         return config if isinstance(config, LanguageModelConfig) else None
 
     @property
     def max_length(self) -> int | None:
-        """Steps that the JAX layer can take; None: any number."""
+        """The largest number of steps that the JAX layer can take; None means any number."""
         layer = self.abstract()
         if isinstance(layer, LanguageModel):
             return layer.context_length
@@ -174,12 +181,12 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        """Does the JAX layer have a `step`?"""
+        """True if no output depends on later steps, so that the JAX layer has a `step`."""
         return self._sequence_layer.causal
 
     @property
     def resettable(self) -> bool:
-        """Does the JAX layer take `reset`?"""
+        """True if the JAX layer takes `reset`."""
         return self._sequence_layer.resettable
 
     @property
@@ -191,9 +198,9 @@ class Case:
 def paired(
     name: str, layer: Callable[..., Any], twin: Callable[[], nn.Module] | None = None, **fields: Any
 ) -> Case:
-    """A case whose twin, unless given, has the class name and the arguments of its layer.
+    """A case whose twin, unless given, has the same class name and arguments as its layer.
 
-    The layer is a `partial` of its class, or the `build` of a language model's config.
+    The layer is a `partial` of its class, or the method `build` of a language model's config.
     """
     made: Any = layer
     if twin is None and isinstance(layer, functools.partial):

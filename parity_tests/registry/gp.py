@@ -16,7 +16,7 @@ from parity_tests.registry.mutation import (
 
 
 def language_model(block: Block) -> Case:
-    """A model of such blocks."""
+    """The case of a language model with this kind of block."""
     config = GPModelConfig(
         vocab_size=11, context_length=13, features=6, num_layers=2, block=block, num_heads=2
     )
@@ -35,7 +35,7 @@ CASES = [language_model("hyena"), language_model("attention")]
 
 
 def head_of_positions(self, x):
-    """Tied to the embedding of the positions."""
+    """A head that is tied to the embedding of positions instead of tokens."""
     return x @ self.pos_embedding.embedding[: self.config.vocab_size].T
 
 

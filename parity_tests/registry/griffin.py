@@ -44,7 +44,7 @@ config = GriffinLanguageModelConfig(
 
 
 def begun(state):
-    """A state after some steps."""
+    """A state at position 5 instead of 0, as if some steps had been taken."""
     return state._replace(position=state.position + 5)
 
 
@@ -73,7 +73,7 @@ CASES = [
 
 
 def without_1(_):
-    """`x / rms · scale`."""
+    """A norm that computes `x / rms · scale` instead of `x / rms · (1 + scale)`."""
 
     def wrong(layer, x):
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + layer.epsilon)
@@ -83,18 +83,18 @@ def without_1(_):
 
 
 def all_steps_scaled(rg_lru):
-    """√(1 − a²) at the first step of a document, too."""
+    """Scales the input by √(1 − a²) at the first step of a document, too."""
     return lambda *args, first=None, **options: rg_lru(*args, **options)
 
 
 def gates_of_transposed_blocks(layer):
-    """Blocks for their transposes."""
+    """Transposes the blocks of the input gate's kernel."""
     kernel = layer.temporal_block.rglru.input_gate.kernel
     kernel[...] = kernel[...].mT
 
 
 def of_pairs_side_by_side(rotary):
-    """Features 2i and 2i + 1 are turned together, as in other models."""
+    """Rotates features 2i and 2i + 1 together, as some other models do."""
 
     def wrong(x, positions, *, rotated, theta):
         index = jnp.arange(rotated).reshape(rotated // 2, 2).T.reshape(-1)
@@ -107,14 +107,14 @@ def of_pairs_side_by_side(rotary):
 
 
 def of_whole_heads(rotary):
-    """All features of a head are turned."""
+    """Rotates all features of a head instead of a part of them."""
     return lambda x, positions, *, rotated, theta: rotary(
         x, positions, rotated=x.shape[-1], theta=theta
     )
 
 
 def heads_in_turns(local_attention):
-    """Key heads serve the query heads in turns, not neighbours."""
+    """Assigns the key heads to query heads in turns, instead of to neighboring query heads."""
 
     def wrong(q, k, v, state, **masks):
         order = jnp.arange(q.shape[2]).reshape(k.shape[2], -1).T.reshape(-1)
@@ -125,7 +125,7 @@ def heads_in_turns(local_attention):
 
 
 def one_step_further(causal_attention):
-    """The window counts the steps before the current one."""
+    """Makes the window one step longer, as if it did not include the current step."""
 
     def wrong(q, k, v, first, past, *, window):
         return causal_attention(
@@ -136,7 +136,7 @@ def one_step_further(causal_attention):
 
 
 def written_from_slot_0(written):
-    """A piece begins at the first slot."""
+    """Writes the keys and values of each call from the first slot of the cache on."""
 
     def wrong(state, k, v, reset, lengths):
         after = written(state._replace(position=state.position * 0), k, v, reset, lengths)
@@ -146,17 +146,17 @@ def written_from_slot_0(written):
 
 
 def positions_that_go_on(positions):
-    """Positions of a row, not of its documents."""
+    """Counts positions from the beginning of a row instead of that of each document."""
     return lambda rows, *args: positions(dataclasses.replace(rows, reset=None), *args)
 
 
 def with_exact_gelu(layer):
-    """The gelu with erf, where the twin's has tanh."""
+    """Computes GELU with erf, whereas the twin uses the approximation with tanh."""
     layer.activation = "gelu"
 
 
 def scale_not_rounded(layer):
-    """√features in full."""
+    """Scales embeddings by √features in full precision, whereas the twin rounds it to bfloat16."""
     layer.embedding_scale = layer.config.features**0.5
 
 

@@ -37,14 +37,14 @@ CASES = [
 
 
 def merge_biases(layer):
-    """It makes no difference, but in a GRU's candidate."""
+    """Merges both biases into one, which makes a difference only in a GRU's candidate state."""
     cell = layer.cells[0]
     cell.bias_ih[...] = cell.bias_ih[...] + cell.bias_hh[...]
     cell.bias_hh[...] = jnp.zeros_like(cell.bias_hh[...])
 
 
 def resetting_after(gru):
-    """The reset gate where torch has it."""
+    """Applies the reset gate after the product, as torch does."""
     return lambda *args, reset_after, **options: gru(*args, **options)
 
 

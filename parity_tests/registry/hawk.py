@@ -29,16 +29,16 @@ OTHER_METHODS: dict[LinearRecurrenceMethod, str] = {
     "chunked": "in chunks",
     "pallas_interpreted": "by kernel, interpreted",
 }
-"""Methods that `auto` chooses on other platforms than a CPU, or never."""
+"""Methods that `auto` never chooses on a CPU."""
 
 
 def decays(twin: nn.Module) -> list[Tensor]:
-    """The `a` of every RG-LRU."""
+    """The parameter `a` of every RG-LRU."""
     return [m.a.detach() for m in twin.modules() if isinstance(m, torch_ref.RGLRU)]
 
 
 def close_to_1(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Within 2⁻¹⁰ to 2⁻²³ of 1, exact in float32."""
+    """Random numbers below 1 by 2⁻²³ to 2⁻¹⁰, exact in float32."""
     return 1 - 2.0 ** -rng.integers(10, 24, shape)
 
 
@@ -46,7 +46,7 @@ hawk = partial(paired, layout="hawk", architecture="hawk", bounded=decays)
 softplus = partial(paired, layout="hawk", architecture="hawk")
 BY_SOFTPLUS: dict[str, Any] = {"parameterization": "softplus"}
 AT_THE_BOUND = BY_SOFTPLUS | {"c": 5e-7}
-"""√(1 − a²) is around 1/2000, where its derivative reaches the bound."""
+"""With this `c`, √(1 − a²) is around 1/2000, where its derivative reaches the layer's limit."""
 config = HawkLanguageModelConfig(vocab_size=11, features=6, num_layers=2, mlp_features=8)
 softplus_config = dataclasses.replace(config, **BY_SOFTPLUS)
 
@@ -87,23 +87,23 @@ CASES = [
 
 
 def reverse_taps(layer):
-    """As if torch's convolution were no correlation."""
+    """Reverses the taps, as if torch's convolution were not a cross-correlation."""
     layer.kernel[...] = layer.kernel[...][::-1]
 
 
 def halve_c(layer):
-    """An RG-LRU that forgets half as fast."""
+    """Halves `c`, so that the RG-LRU forgets half as fast."""
     layer.c /= 2
 
 
 def decay_as_printed(a, exponent):
-    """Its digits are lost in float32."""
+    """Computes √(1 − a²) as it is printed in the paper, which loses digits in float32."""
     p = jnp.broadcast_to(a, exponent.shape) ** exponent
     return p, jnp.sqrt(1 - p**2)
 
 
 def of_the_logit(softplus_decay):
-    """As if a_param were the logit of a, not of 1 − a."""
+    """Reads a_param as the logit of a instead of 1 − a."""
     return lambda a_param, *args: softplus_decay(-a_param, *args)
 
 

@@ -55,13 +55,13 @@ CASES = [
 
 
 def gates_swapped(layer):
-    """The input's gate for the recurrence's, and the other way round."""
+    """Swaps the kernels of the input gate and the recurrence gate."""
     of_input, of_recurrence = layer.rglru.input_gate.kernel, layer.rglru.recurrence_gate.kernel
     of_input[...], of_recurrence[...] = of_recurrence[...], of_input[...]
 
 
 def first_step_whole(rg_lru):
-    """At the first step h = i ⊙ u, as in RecurrentGemma."""
+    """Computes h = i ⊙ u at the first step, as RecurrentGemma does."""
 
     def wrong(x, state, **options):
         first = jnp.zeros(x.shape[:2], bool).at[:, 0].set(True)
@@ -71,29 +71,29 @@ def first_step_whole(rg_lru):
 
 
 def without_epsilon(rg_lru):
-    """√(1 − a²)."""
+    """Scales the input by √(1 − a²), without adding the epsilon under the root."""
     return lambda *args, epsilon, **options: rg_lru(*args, **options)
 
 
 def scale_fixed(layer):
-    """Always 8, as in 0.0.2."""
+    """Sets `c` to 8, as in version 0.0.2."""
     layer.log_c[...] = jnp.full_like(layer.log_c[...], jnp.log(8.0))
 
 
 def recurrence_first(layer):
-    """The order of 0.0.2."""
+    """Runs the recurrence before the attention, as in version 0.0.2."""
     layer.version = "0.0.2"
 
 
 def half_of_a_head(rotary):
-    """Half of each head is turned, as in RecurrentGemma."""
+    """Rotates only half of each head, as RecurrentGemma does."""
     return lambda x, positions, *, rotated, theta: rotary(
         x, positions, rotated=rotated // 2, theta=theta
     )
 
 
 def with_epsilon(_):
-    """`x / √(mean(x²) + 1e-6) · scale`."""
+    """A norm that computes `x / √(mean(x²) + 1e-6) · scale`, although it should have no epsilon."""
 
     def wrong(norm, x):
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
@@ -103,7 +103,7 @@ def with_epsilon(_):
 
 
 def pieces_without_keys(local_attention):
-    """No piece sees the keys of the one before."""
+    """Forgets the keys of the previous call."""
     return lambda q, k, v, state, **masks: local_attention(
         q, k, v, state._replace(position=state.position * 0), **masks
     )

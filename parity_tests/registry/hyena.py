@@ -19,7 +19,7 @@ from parity_tests.registry.mutation import (
 )
 
 MAX_LENGTH = 32
-"""Longer than a block of the online convolution, so that states have a tile."""
+"""Longer than a block of the online convolution, so that a state includes a tile."""
 
 hyena = partial(
     paired,
@@ -50,29 +50,29 @@ CASES = [
 
 
 def over_the_features(fft_conv):
-    """Along the wrong axis: no step sees another."""
+    """Convolves along the features, so that no step sees another one."""
     return lambda method, v, h: jnp.swapaxes(
         fft_conv(method, jnp.swapaxes(v, 1, 2), jnp.swapaxes(h, 0, 1)), 1, 2
     )
 
 
 def around_a_circle(_):
-    """Without room for what wraps around: the end reaches the beginning."""
+    """Does not pad the FFT, so that the convolution is circular: the end reaches the beginning."""
     return lambda method, v, h: jnp.fft.irfft(jnp.fft.rfft(v) * jnp.fft.rfft(h)[None], v.shape[-1])
 
 
 def over_the_rows(fft_conv):
-    """Each row's outputs with a little of another's."""
+    """Adds a little of another row to each row."""
     return lambda method, v, h: fft_conv(method, v + 1e-6 * jnp.roll(v, 1, axis=0), h)
 
 
 def silenced(function):
-    """It returns zeros."""
+    """Multiplies the results of a function by zero."""
     return lambda *args: 0 * function(*args)
 
 
 def train_times(layer):
-    """The times of a filter, which torch does not train."""
+    """Trains the times of a filter, which torch does not train."""
     layer.filter.t = nnx.Param(layer.filter.t[...])
 
 

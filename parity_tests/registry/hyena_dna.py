@@ -69,14 +69,14 @@ CASES = [
 
 
 def gates_in_order(operator):
-    """The gates from the first on."""
+    """Applies the gates in order, instead of the last one first."""
     return lambda layer, u, gates, v, convolve: operator(
         layer, u, [gates[0], *reversed(gates[1:])], v, convolve
     )
 
 
 def product_after(operator):
-    """`x ⊙ (h ∗ v)`, as in the Annotated Hyena."""
+    """Computes `x ⊙ (h ∗ v)`, as the Annotated Hyena does."""
 
     def wrong(layer, u, gates, v, convolve):
         first, *others = gates
@@ -88,38 +88,38 @@ def product_after(operator):
 
 
 def without_activation(layer):
-    """The product goes straight to the output projection."""
+    """Passes the product to the output projection without an activation."""
     layer.activation = "identity"
 
 
 def not_normalized(layer):
-    """The network's outputs as they are."""
+    """Does not normalize the outputs of the filter network."""
     layer.filter.normalized = False
 
 
 def bias_used(layer):
-    """B is added although it should not be."""
+    """Adds the bias B although this layer should not."""
     layer.filter_bias = True
 
 
 def signed_decay(absolute):
-    """δ itself."""
+    """Uses δ instead of |δ|."""
     return lambda x: x
 
 
 def no_shift(layer):
-    """A window that falls to 0."""
+    """Removes the shift of the window, which then decays to 0."""
     layer.mixer.filter.shift = 0.0
 
 
 def another_sine(layer):
-    """The initial frequency of the sines."""
+    """Resets the frequency of the sines to its initial value."""
     freq = layer.mixer.filter.freq
     freq[...] = jnp.full_like(freq[...], 10)
 
 
 def train_decay(layer):
-    """The decays of a filter, which are buffers in torch."""
+    """Trains the decays of a filter, which are buffers in torch."""
     layer.mixer.filter.deltas = nnx.Param(layer.mixer.filter.deltas[...])
 
 

@@ -21,7 +21,7 @@ CASES = [
 
 
 def with_hyper_kernel(wrong):
-    """A HyperLSTM whose hyper network has another kernel."""
+    """A HyperLSTM in which `wrong` changes the kernel of the hyper network."""
 
     def faulty(hyper_lstm):
         def hyper_lstm_with_kernel(x, state, *, hyper_kernel_ih, **options):
@@ -33,12 +33,12 @@ def with_hyper_kernel(wrong):
 
 
 def x_before_h(x, kernel):
-    """As if the hyper network read [x, h]."""
+    """Moves the rows of the kernel, as if the hyper network read [x, h] instead of [h, x]."""
     return jnp.roll(kernel, -x.shape[-1], axis=0)
 
 
 def f_before_i(x, kernel):
-    """The first two gates in each other's place."""
+    """Swaps the first two gates."""
     i, f, g, o = jnp.split(kernel, 4, axis=1)
     return jnp.concatenate([f, i, g, o], axis=1)
 

@@ -18,7 +18,7 @@ CASES = [
 
 
 def carrying_normalised(layer_norm_cell):
-    """C is carried as h sees it."""
+    """Carries the normalized cell state to the next step, although only h should use it."""
 
     def cell(gates, c, norms):
         state = layer_norm_cell(gates, c, norms)

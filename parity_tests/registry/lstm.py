@@ -80,33 +80,33 @@ CASES = [
 
 
 def from_swapped_state(sequence):
-    """The hidden state for the cell, and the cell for the hidden state."""
+    """Swaps the hidden state and the cell state."""
     return lambda self, x, state, *masks: sequence(self, x, LSTMState(*reversed(state)), *masks)
 
 
 def from_zero(recurrence):
-    """No step sees the state that is given."""
+    """Starts from a state of zeros instead of the given state."""
     return lambda step, state, products, x, **masks: recurrence(
         step, jax.tree.map(jnp.zeros_like, state), products, x, **masks
     )
 
 
 def mixing_rows(recurrence):
-    """Each row reads a little of the row above."""
+    """Adds a little of the row above to each row."""
     return lambda *args, **masks: recurrence(
         *args[:-1], args[-1] + 1e-6 * jnp.roll(args[-1], 1, axis=0), **masks
     )
 
 
 def leaking_future(recurrence):
-    """Each step reads a little of the next."""
+    """Adds a little of the next step to each step."""
     return lambda *args, **masks: recurrence(
         *args[:-1], args[-1] + 1e-6 * jnp.roll(args[-1], -1, axis=1), **masks
     )
 
 
 def forgetting(recurrence):
-    """No step sees another."""
+    """Starts each step from a state of zeros."""
 
     def short_recurrence(step, *args, **masks):
         return recurrence(
@@ -117,7 +117,7 @@ def forgetting(recurrence):
 
 
 def one_step_longer(recurrence):
-    """Each row that has padding takes one step of it."""
+    """Takes one step of the padding in each row that has any."""
 
     def long_recurrence(step, state, products, x, *, rows, **options):
         if rows.lengths is not None:

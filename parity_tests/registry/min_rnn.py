@@ -22,7 +22,7 @@ CASES = [
 
 
 def swap_gates(layer):
-    """The first two gates of the first layer are in each other's place."""
+    """Swaps the first two gates of the first layer."""
     linear = layer.gates[0]
     for weight in (linear.kernel, linear.bias):
         first, second, *rest = jnp.split(weight[...], len(layer.gate_names), axis=-1)

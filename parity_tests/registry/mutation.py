@@ -1,4 +1,4 @@
-"""A planted fault: what it says, and the ways to plant one."""
+"""A planted fault, which a check must find, and functions that plant one."""
 
 import contextlib
 import dataclasses
@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
-"""The fault is there as long as the context lasts."""
+"""Makes a context in which the fault is planted."""
 
-# checks that find them
+# The names of checks that must find faults.
 STEPS = "steps equal sequence"
 ROLLOUT = "steps with reset equal replay"
 CUT = "cut equals uncut"
@@ -27,9 +27,9 @@ TRAJECTORY = "optimizer follows the same trajectory"
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A fault in a case of the registry, and what must find it.
+    """A fault in a case of the registry, and the check that must find it.
 
-    What is built and computed under `plant()` has the fault: the layer, its problem, its results.
+    A layer that is built under `plant()`, its problem and its results have the fault.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Mutation:
     """The twin's submodule that `locate` must name; "" is the whole module."""
 
     def __str__(self) -> str:
-        """The case, what is wrong, and what must find it."""
+        """The case, the fault, and the check that must find it."""
         return f"{self.case}: {self.name} ({self.check or 'agrees with twin'})"
 
 
 def replaced(targets: str | Sequence[str], wrong: Callable[[Any], Any]) -> Plant:
-    """Replaces what is at `module.attribute`, or at `module.Class.attribute`, by `wrong` of it.
+    """Replaces the object at `module.attribute` or `module.Class.attribute` by `wrong(object)`.
 
-    JAX's caches are cleared before and afterwards, so that everything is compiled anew.
+    JAX's caches are cleared before and afterwards, so that everything is compiled again.
     """
 
     @contextlib.contextmanager
@@ -69,7 +69,7 @@ def replaced(targets: str | Sequence[str], wrong: Callable[[Any], Any]) -> Plant
 
 
 def edited(edit: Callable[[Any], None]) -> Plant:
-    """Every layer is edited as soon as it has its weights."""
+    """Edits every layer of a case as soon as its weights are loaded."""
 
     def wrong(load):
         def load_edited(*args):
@@ -90,7 +90,7 @@ def at(model: Any, path: str) -> Any:
 
 
 def zeroed(path: str) -> Plant:
-    """A weight of zeros."""
+    """Sets a weight to zeros."""
 
     def edit(layer):
         at(layer, path)[...] = jnp.zeros_like(at(layer, path)[...])
@@ -99,7 +99,7 @@ def zeroed(path: str) -> Plant:
 
 
 def transposed(path: str) -> Plant:
-    """A square matrix, or the first square of a wide one, not transposed or once too often."""
+    """Transposes a square matrix, or the first square of a wide one, as a wrong loader may."""
 
     def edit(layer):
         kernel = at(layer, path)
@@ -110,7 +110,7 @@ def transposed(path: str) -> Plant:
 
 
 def gates_swapped(path: str, count: int) -> Plant:
-    """The first two of `count` gates in each other's place."""
+    """Swaps the first two of `count` gates in all weights of a cell."""
 
     def edit(layer):
         cell = at(layer, path)
@@ -123,7 +123,7 @@ def gates_swapped(path: str, count: int) -> Plant:
 
 
 def two_swapped() -> Plant:
-    """The first two different weights of one shape come under each other's keys."""
+    """Swaps the first two different weights that have the same shape."""
 
     def wrong(from_torch):
         def from_swapped(layer, weights, layout):
@@ -141,7 +141,7 @@ def two_swapped() -> Plant:
 
 
 def epsilon_doubled(path: str) -> Plant:
-    """A norm with another epsilon."""
+    """Doubles the epsilon of a norm."""
 
     def edit(layer):
         at(layer, path).epsilon *= 2
@@ -150,7 +150,7 @@ def epsilon_doubled(path: str) -> Plant:
 
 
 def gelu_by_tanh() -> Plant:
-    """The approximation, which is jax's default."""
+    """Replaces the exact GELU by the approximation with tanh, which is JAX's default."""
     return replaced("jax_models.ops.gelu", lambda _: jax.nn.gelu)
 
 
@@ -167,7 +167,7 @@ def deaf_to(mask: str) -> Callable[[Any], Any]:
 
 
 def deaf(case: str, target: str) -> list[Mutation]:
-    """An operator of a case that minds neither mask."""
+    """Two faults of a case: an operator that ignores resets, and one that ignores lengths."""
     return [
         Mutation(name, case, "states and masks", replaced(target, deaf_to(mask)), check)
         for name, mask, check in (
@@ -178,5 +178,5 @@ def deaf(case: str, target: str) -> list[Mutation]:
 
 
 def identity(_: Any) -> Callable[..., Any]:
-    """A function whose first argument comes back."""
+    """Replaces a function by one that returns its first argument."""
     return lambda x, *args: x

@@ -1,4 +1,4 @@
-"""A stack that runs from the last step to the first."""
+"""Stacks that run from the last step to the first."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,12 +20,12 @@ from parity_tests.registry.mutation import (
 
 
 def twin(kind: Callable[..., nn.Module]) -> torch_ref.Reversed:
-    """Of torch.nn's recurrence in two layers."""
+    """The twin: a reversed recurrence of torch.nn with two layers."""
     return torch_ref.Reversed(kind(5, 6, num_layers=2, batch_first=True))
 
 
 def stack(kind: type[RecurrentStack], **options) -> Reversed:
-    """The same."""
+    """The JAX layer: a reversed stack with two layers."""
     return Reversed(kind(in_features=5, hidden_features=6, num_layers=2, **options))
 
 

@@ -31,7 +31,10 @@ relu = torch_nn_cases("RNN relu", partial(nn.RNN, nonlinearity="relu"), RNN, non
 
 
 def language_model(name: str, layout: str, **options: Any) -> Case:
-    """A language model of this config, by default with the positions that the original has."""
+    """The case of a language model with these options.
+
+    By default it has learned positions, as the original does.
+    """
     config = RNNLanguageModelConfig(**{"context_length": 8, **options})
     twin = partial(torch_ref.RNNLanguageModel.from_config, config)
     return Case(name, twin, config.build, layout, "rnn_language_model", twin_state=False)
@@ -79,7 +82,7 @@ CASES = [
 
 
 def adamw_with(**option):
-    """AdamW with another option than it is given."""
+    """Replaces an option of AdamW by another value."""
 
     def wrong(adamw):
         return lambda rate, b1, b2, **options: adamw(
@@ -90,19 +93,19 @@ def adamw_with(**option):
 
 
 def off_by_an_ulp(to_torch):
-    """Each weight is rounded to its neighbour."""
+    """Moves each weight to the next floating number in the direction of 1."""
     return lambda *args: {
         key: np.nextafter(a, a.dtype.type(1)) for key, a in to_torch(*args).items()
     }
 
 
 def positions_from_0(positions_after):
-    """Each call begins at position 0."""
+    """Starts each call at position 0."""
     return lambda start, *args: positions_after(jnp.zeros_like(start), *args)
 
 
 def positions_without_reset(positions_after):
-    """As if all documents were one."""
+    """Counts positions through resets, as if a row were a single document."""
     return lambda start, time, reset: positions_after(start, time, None)
 
 

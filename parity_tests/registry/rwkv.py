@@ -21,7 +21,7 @@ from parity_tests.registry.mutation import (
 
 
 def with_positive_weights(state):
-    """Sums whose weights are positive."""
+    """A state with positive denominators, because they are sums of positive weights."""
     return jax.tree.map(
         lambda s: s._replace(den=np.abs(s.den) + 1) if isinstance(s, WKVState) else s,
         state,
@@ -51,22 +51,22 @@ CASES = [
 
 
 def without_bonus(wkv):
-    """The current step has no weight of its own."""
+    """Sets the bonus u of the current step to zero."""
     return lambda k, v, state, *, u, **options: wkv(k, v, state, u=jnp.zeros_like(u), **options)
 
 
 def with_a_faster_decay(wkv):
-    """The past fades a little faster."""
+    """Makes the decay of the past a little faster."""
     return lambda k, v, state, *, w, **options: wkv(k, v, state, w=w + 1e-9, **options)
 
 
 def with_late_values(wkv):
-    """Each step with the value of the step before."""
+    """Gives each step the value of the previous step."""
     return lambda k, v, *args, **options: wkv(k, jnp.roll(v, 1, axis=1), *args, **options)
 
 
 def late_by_a_step(delayed):
-    """Each step with the input of two steps before."""
+    """Gives each step the input of two steps before instead of that of the previous step."""
 
     def late(*args, **options):
         (previous, current), state = delayed(*args, **options)

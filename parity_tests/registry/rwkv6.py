@@ -46,18 +46,18 @@ CASES = [
 
 
 def in_the_order_of_fla(layer):
-    """The five mixes of BlinkDL's file, read as r, w, k, v, g."""
+    """Reorders the five mixes w, k, v, r, g of BlinkDL's file to r, w, k, v, g, as fla has them."""
     w, k, v, r, g = jnp.split(layer.time_maa_w1[...], 5, axis=-1)
     layer.time_maa_w1[...] = jnp.concatenate([r, w, k, v, g], axis=-1)
 
 
 def read_after_the_step(delta_rule):
-    """The output sees the state that has learned the current step, without a bonus."""
+    """Reads the output from the state after its update by the current step, without a bonus."""
     return lambda *args, u, **options: delta_rule(*args, **options)
 
 
 def with_state_transposed(delta_rule):
-    """A matrix of keys and values for one of values and keys."""
+    """Transposes the state, a matrix of keys and values, before and after the operator."""
 
     def wrong(*args, state, **options):
         y, last = delta_rule(*args, state=state.mT, **options)
@@ -67,7 +67,7 @@ def with_state_transposed(delta_rule):
 
 
 def other_way_round(lerp_to_previous):
-    """μ for 1 − μ."""
+    """Swaps the current and the previous step, as if μ were 1 − μ."""
     return lambda x, previous, *mix: lerp_to_previous(previous, x, *mix)
 
 

@@ -64,12 +64,12 @@ CASES = [
 
 
 def without_the_lowest_values(layer):
-    """Each layer's values are its own alone."""
+    """Uses only the layer's own values, without a share of the lowest layer's."""
     layer.v0[...] = jnp.full_like(layer.v0[...], -1e3)
 
 
 def read_before_the_step(delta_rule):
-    """The output sees the state that has not learned the current step, as in RWKV-6."""
+    """Reads the output from the state before its update by the current step, as RWKV-6 does."""
 
     def wrong(r, log_w, k, v, a, b, state, **options):
         late = jnp.concatenate([jnp.zeros_like(r[:, :1]), r], axis=1)[:, :-1]
@@ -79,7 +79,7 @@ def read_before_the_step(delta_rule):
 
 
 def with_state_transposed(delta_rule):
-    """A matrix of keys and values for one of values and keys."""
+    """Transposes the state, a matrix of keys and values, before and after the operator."""
 
     def wrong(*args, **options):
         *others, state = args
@@ -90,7 +90,7 @@ def with_state_transposed(delta_rule):
 
 
 def of_the_changed_key(removal_and_key):
-    """κ̂ of the key as the state learns it."""
+    """Computes the removal key κ̂ from the changed key that is written to the state."""
 
     def wrong(layer, k, rate):
         _, changed = removal_and_key(layer, k, rate)
@@ -100,7 +100,7 @@ def of_the_changed_key(removal_and_key):
 
 
 def with_sigmoid_outside(low_rank):
-    """G = σ(x g_1 g_2)."""
+    """Computes the gate as g = σ(x g_1 g_2) instead of σ(x g_1) g_2."""
 
     def wrong(x, down, up, nonlinearity=lambda y: y, base=None):
         if nonlinearity is jax.nn.sigmoid:
@@ -111,7 +111,7 @@ def with_sigmoid_outside(low_rank):
 
 
 def with_bonus_before(normed):
-    """GroupNorm(o + bonus)."""
+    """Computes GroupNorm(o + bonus) instead of GroupNorm(o) + bonus."""
     return lambda layer, o, bonus: normed(layer, o + bonus, jnp.zeros_like(bonus))
 
 

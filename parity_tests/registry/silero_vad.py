@@ -23,17 +23,20 @@ from parity_tests.registry.mutation import (
 
 
 class SileroVADFrames(SileroVAD):
-    """The model as a sequence layer, whose step is a frame, (batch, frame_length)."""
+    """The model as a sequence layer; each step is a frame of shape (batch, frame_length)."""
 
     causal = resettable = True
 
     @property
     def in_features(self) -> int:
-        """Samples of a frame."""
+        """The number of samples in a frame."""
         return self.frame_length
 
     def __call__(self, audio: Any, state=None, *, lengths: Any = None, reset=None):
-        """(batch, frames, frame_length) → (batch, frames, 1); `lengths` count frames."""
+        """Run on audio (batch, frames, frame_length); the outputs are (batch, frames, 1).
+
+        `lengths` counts frames.
+        """
         samples = None if lengths is None else lengths * self.frame_length
         audio = audio.reshape(audio.shape[0], -1)
         y, state = super().__call__(audio, state, lengths=samples, reset=reset)
@@ -41,13 +44,13 @@ class SileroVADFrames(SileroVAD):
 
 
 def call(twin, x, state=None):
-    """The twin by the same contract."""
+    """Call the twin with frames, as `SileroVADFrames` is called."""
     y, last = twin(x.flatten(1), state)
     return y[..., None], last
 
 
 def case(sample_rate: Literal[16000, 8000]) -> Case:
-    """The model of a sample rate."""
+    """The case of the model for a sample rate in Hz."""
     return Case(
         f"SileroVAD, {sample_rate // 1000} kHz",
         partial(torch_ref.SileroVAD, sample_rate),
@@ -62,14 +65,14 @@ CASES = [case(16000), case(8000)]
 
 
 def taps_reversed(layer):
-    """A convolution for torch's correlation."""
+    """Reverses the taps of a convolution, which is a cross-correlation in torch."""
     kernel = layer.convolutions[0].kernel
     taps = kernel[...].reshape(3, -1, kernel.shape[-1])
     kernel[...] = taps[::-1].reshape(kernel.shape)
 
 
 def from_silence(contexts):
-    """The samples of the state are forgotten."""
+    """Replaces the previous samples, which the state holds, by zeros."""
     return lambda tails, context, **masks: contexts(tails, jnp.zeros_like(context), **masks)
 
 

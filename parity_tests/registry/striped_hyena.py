@@ -22,7 +22,7 @@ from parity_tests.registry.mutation import (
 
 
 def inside_the_circle(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Parts of poles of magnitudes below 0.85, exact in bfloat16."""
+    """Random real and imaginary parts of poles below 0.85 in magnitude, exact in bfloat16."""
     return in_every_dtype(rng.uniform(0.2, 0.6, shape))
 
 
@@ -49,7 +49,7 @@ CASES = [
 
 
 def of_real_parts(modal_conv):
-    """Re R ⊙ Re s instead of Re(R ⊙ s), as the package's `prefill_style` "recurrence" has it."""
+    """Computes Re R ⊙ Re s instead of Re(R ⊙ s), as stripedhyena's `prefill_style="recurrence"`."""
 
     def wrong(v, state, *, residues, **options):
         return modal_conv(v, state, residues=residues.at[..., 1].set(0), **options)
@@ -58,12 +58,12 @@ def of_real_parts(modal_conv):
 
 
 def in_thirds(layer):
-    """x_2, x_1 and v of all heads, one after the other."""
+    """Splits the projection into x_2, x_1 and v of all heads, instead of head by head."""
     layer.num_heads = 1
 
 
 def epsilon_inside(_):
-    """`x / √(mean(x²) + ε) · scale`."""
+    """A norm that adds ε to the mean square under the root, instead of outside of the root."""
 
     def wrong(norm, x):
         y = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm.epsilon)
@@ -73,7 +73,7 @@ def epsilon_inside(_):
 
 
 def state_without_the_rest(modal_conv):
-    """The state goes back as it came."""
+    """Returns the state unchanged."""
 
     def wrong(v, state, **options):
         return modal_conv(v, state, **options)[0], state
@@ -82,7 +82,7 @@ def state_without_the_rest(modal_conv):
 
 
 def conjugate(modal_conv):
-    """Poles that turn the other way."""
+    """Conjugates the poles, so that they rotate in the opposite direction."""
 
     def wrong(v, state, *, poles, **options):
         return modal_conv(v, state, poles=poles.at[..., 1].multiply(-1), **options)

@@ -18,7 +18,7 @@ STACKS: dict[str, dict[str, Any]] = {
 
 
 def run_packed(twin, x, state=None, lengths=None):
-    """A recurrence of torch.nn over rows of several lengths."""
+    """Run a recurrence of torch.nn, over packed rows if there are `lengths`."""
     if lengths is None:
         return run_recurrence(twin, x, state)
     x = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
@@ -31,9 +31,9 @@ def run_packed(twin, x, state=None, lengths=None):
 def torch_nn_cases(
     name: str, twin: Callable[..., nn.Module], layer: type[RecurrentStack], **options: Any
 ) -> list[Case]:
-    """torch.nn's module and its layer, with these options, in all `STACKS`.
+    """Cases of a torch.nn module and its JAX layer, with these options, one for each of `STACKS`.
 
-    `test_torch_nn.py` draws all other options together.
+    `test_torch_nn.py` tests random combinations of all options.
     """
     return [
         Case(

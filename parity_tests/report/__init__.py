@@ -1,1 +1,1 @@
-"""The command, and how its measurements are printed and written."""
+"""The command that compares all models, and the code that prints and writes its measurements."""

@@ -1,4 +1,4 @@
-"""The command that measures how far every JAX layer and its torch twin are from float64."""
+"""The command that measures the errors of every JAX layer and its torch twin against float64."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from twinscan.command_line import CommandLineError, parse
 
 PROG = "python -m parity_tests"
 UNFINISHED = 3
-"""The exit code if `--minutes` ran out."""
+"""The exit code if `--minutes` ran out before everything was measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +76,13 @@ def chosen(arguments: Arguments) -> tuple[list[str], list[str]]:
 
 
 Work = Callable[[Record], Record]
-"""Measures one thing, given the record of all measurements so far, and returns its record."""
+"""Makes one measurement, given the record of all earlier ones, and returns the record of it."""
 
 
 def works(
     arguments: Arguments, names: Sequence[str], platforms: Sequence[str]
 ) -> Iterator[tuple[str, Work]]:
-    """Everything that the arguments ask for in these cases on these platforms, by name."""
+    """The measurements that the arguments ask for in these cases on these platforms, by name."""
     places = [(name, p) for name in names for p in platforms if p in CASES[name].platforms]
     kinds: dict[str, Callable[[str, str, Record], Record]] = {"errors": errors}
     if arguments.precision:
@@ -98,7 +98,7 @@ def works(
 
 
 def errors(name: str, platform: str, so_far: Record) -> Record:
-    """How far both sides of a case are from float64."""
+    """Measure how far both sides of a case are from the float64 twin."""
     # TPUs have no float64.
     dtypes = [dtype for dtype in DTYPES if platform != "tpu" or dtype != "float64"]
     report = measure_twin(CASES[name].problem(), dtypes, platform)
@@ -108,7 +108,7 @@ def errors(name: str, platform: str, so_far: Record) -> Record:
 
 
 def precision(name: str, platform: str, so_far: Record) -> Record:
-    """The errors of coarser matrix products in a case that has no fault."""
+    """Measure the errors of coarser matrix products in a case, unless the case has a fault."""
     if name in so_far.faulty or "cpu" not in CASES[name].platforms:
         return so_far.only()
     found = precision_errors(name, CASES[name].problem(), platform)
@@ -116,20 +116,23 @@ def precision(name: str, platform: str, so_far: Record) -> Record:
 
 
 def over_time(name: str, platform: str, so_far: Record) -> Record:
-    """How the errors of a case that has no fault grow along a sequence."""
+    """Measure how the errors of a case grow along a sequence, unless the case has a fault."""
     if name in so_far.faulty:
         return so_far.only()
     return so_far.only(over_time=tuple(errors_over_time(CASES[name], platform)))
 
 
 def planted(m: Mutation, so_far: Record) -> Record:
-    """Whether a planted fault is caught."""
+    """Plant a fault, and record whether it is caught."""
     result = MutationResult(m.name, m.case, m.kind, m.check, is_caught(m))
     return so_far.only(mutations=(result,))
 
 
 def measured(arguments: Arguments, names: Sequence[str], platforms: Sequence[str]) -> Record:
-    """Measure everything that the arguments ask for, or as much as there is time for."""
+    """Measure everything that the arguments ask for, or as much as the time allows.
+
+    An unfinished record has the names of its measurements in `done`.
+    """
     todo = dict(works(arguments, names, platforms))
     record = begun(arguments, names, platforms, todo)
     deadline = time.monotonic() + 60 * (arguments.minutes or float("inf"))
@@ -173,13 +176,17 @@ def begun(
 
 
 def runs(arguments: Arguments, platforms: Sequence[str]) -> dict[str, str]:
-    """Whether each platform ran."""
+    """For each platform, "ran" or the reason why it did not run."""
     absent = "not on this machine" if arguments.platform is None else "not asked for"
     return {name: "ran" if name in platforms else absent for name in PLATFORMS}
 
 
 def main(args: Sequence[str], prog: str = PROG) -> int:
-    """Print the table; 1 if a row fails, or a planted fault is not caught."""
+    """Measure, print and write the report, and return the exit code.
+
+    The exit code is 1 if a row fails or a planted fault is not caught, and `UNFINISHED` if the time
+    ran out.
+    """
     if any(Path(arg).suffix == ".py" for arg in args):
         return pairs_command.main(args, prog)
     if args and Path(args[0]).is_dir():
@@ -187,7 +194,7 @@ def main(args: Sequence[str], prog: str = PROG) -> int:
     arguments = parse(Arguments, args, prog=prog)
     names, platforms = chosen(arguments)
     old = arguments.before()
-    torch.set_num_threads(1)  # the tensors are small
+    torch.set_num_threads(1)  # the tensors are too small to share among threads
     record = measured(arguments, names, platforms)
     if record.done:
         total = len(dict(works(arguments, names, platforms)))

@@ -1,4 +1,4 @@
-"""The options that the commands share: which cases run, and which files are read and written."""
+"""The options that the commands share: the cases to run, and the files to read and write."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,12 @@ from twinscan.files import check_writable, write_whole
 
 T = TypeVar("T")
 FORMS = {".html": page, ".json": Record.to_json}
-"""How a record is written, by the suffix of the file."""
+"""The function that formats a record, by the suffix of the file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The options of cases and files."""
+    """The options that choose cases and files."""
 
     case: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Run only the cases whose names contain this; may be given several times."""
@@ -53,7 +53,7 @@ class Files:
         return {flag: path for flag, path in files.items() if path is not None}
 
     def before(self) -> Record | None:
-        """Check all files before the work, and return the record to compare with.
+        """Check all files before anything runs, and return the record to compare with.
 
         Raises:
             CommandLineError: a file cannot be read or written.
@@ -72,7 +72,10 @@ class Files:
         return old
 
     def after(self, record: Record, old: Record | None) -> int:
-        """Print and write a record, and say what has moved; returns 1 if something fails."""
+        """Print and write a record, and print the changes since `old`. Returns the exit code.
+
+        The exit code is 1 if something fails.
+        """
         console = Console()
         if not console.is_terminal:
             console.width = 160
@@ -94,7 +97,7 @@ class Files:
 
 @contextlib.contextmanager
 def naming(flag: str, path: Path) -> Iterator[None]:
-    """Make an error of reading or writing a file name its flag."""
+    """A context in which an error of reading or writing a file names the flag of the file."""
     try:
         yield
     except (OSError, ValueError) as error:

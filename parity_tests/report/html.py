@@ -1,4 +1,4 @@
-"""The report as a page of HTML, which needs no network."""
+"""Format the report as an HTML page, which needs no network."""
 
 import io
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ body {{{{ color: {{foreground}}; background-color: {{background}}; }}}}
 
 
 def page(record: Record) -> str:
-    """The report of the terminal, every tensor, and where each failing pair departs."""
+    """A page with the terminal's report, every tensor, and where each failing pair departs."""
     console = Console(record=True, file=io.StringIO(), width=WIDTH, highlight=False)
     print_record(record, console)
     if record.tensors:
@@ -47,7 +47,7 @@ def _verdict(record: Record) -> str:
 
 
 def _tensor_table(measurements: Iterable[Measurement]) -> Table:
-    """A row for each tensor; those that take most of their bounds come first."""
+    """A table with a row for each tensor, the largest errors relative to their bounds first."""
     table = Table(title="errors of every tensor", title_justify="left")
     for column in ("case", "on", "dtype", "group", "torch", "JAX", "bound", "verdict", "tensor"):
         table.add_column(column, overflow="fold")

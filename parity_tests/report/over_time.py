@@ -1,8 +1,8 @@
-"""How the errors grow along a sequence.
+"""Measure how the errors grow along a sequence.
 
 The error of a step is the root mean square over batch and features, relative to that of the float64
-twin's output at the same step, as `tolerance` defines it for tensors. So outputs that grow do not
-hide the errors of earlier steps.
+twin's output at the same step, as `tolerance` defines it for tensors. Because each step has its own
+scale, outputs that grow do not hide the errors of earlier steps.
 """
 
 import dataclasses

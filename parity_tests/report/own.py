@@ -14,7 +14,7 @@ def save(reports: Report | Mapping[str, Report], path: str | Path) -> None:
 
     Raises:
         ValueError: `path` has another suffix, or there is no report.
-        TypeError: `reports` holds something else than reports.
+        TypeError: `reports` is neither a report nor a dict of reports.
 
     """
     named = {reports.twin: reports} if isinstance(reports, Report) else reports

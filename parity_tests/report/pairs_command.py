@@ -25,8 +25,8 @@ EXPECTED = "expected a parity_tests.Pair at module level, or a function `-> Pair
 class Arguments(Files):
     """Compare the pairs that FILE.py defines.
 
-    A pair is a `parity_tests.Pair` at module level, or what a function `-> Pair` without arguments
-    returns. Names that begin with an underscore are ignored.
+    A pair is a `parity_tests.Pair` at module level, or the result of a function without arguments
+    that is annotated with `-> Pair`. Names that begin with an underscore are ignored.
     """
 
     file: tyro.conf.Positional[Path]
@@ -46,7 +46,7 @@ class Arguments(Files):
 
 
 def load(file: Path) -> ModuleType:
-    """Import a file.
+    """Import a Python file as a module.
 
     Raises:
         OSError: the file cannot be read.
@@ -68,7 +68,7 @@ def load(file: Path) -> ModuleType:
 
 
 def described(error: BaseException, file: Path) -> str:
-    """An exception in one line: its type, its message and, if known, the line of the file."""
+    """An exception in one line: its type, its message and, if known, its line in the file."""
     lines = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
@@ -79,7 +79,7 @@ def described(error: BaseException, file: Path) -> str:
 
 
 def pairs_of(module: ModuleType) -> dict[str, Callable[[], Any]]:
-    """The function that makes each pair of a module, by name."""
+    """For each name of a pair in a module, a function that returns the pair."""
     found: dict[str, Callable[[], Any]] = {}
     for name, value in vars(module).items():
         if name.startswith("_"):
@@ -93,13 +93,13 @@ def pairs_of(module: ModuleType) -> dict[str, Callable[[], Any]]:
 
 def _makes_a_pair(function: Callable[..., Any]) -> bool:
     signature = inspect.signature(function)
-    returned = signature.return_annotation  # text, under `from __future__ import annotations`
+    returned = signature.return_annotation  # a string under `from __future__ import annotations`
     needed = (p for p in signature.parameters.values() if p.default is p.empty)
     return (returned is Pair or str(returned).rpartition(".")[2] == "Pair") and not any(needed)
 
 
 def compared(make: Callable[[], Any], arguments: Arguments) -> Report:
-    """The report of a pair; an exception while it is made or compared becomes a fault."""
+    """The report of a pair. An exception while the pair is made or compared becomes a fault."""
     try:
         pair = make()
         if not isinstance(pair, Pair):
@@ -110,7 +110,7 @@ def compared(make: Callable[[], Any], arguments: Arguments) -> Report:
 
 
 def main(args: Sequence[str], prog: str) -> int:
-    """Print a row for each pair and dtype; 1 if one fails."""
+    """Compare the pairs, print a row for each pair and dtype, and return 1 if one fails, else 0."""
     arguments = parse(Arguments, args, prog=prog)
     old = arguments.before()
     makers = pairs_of(load(arguments.file))

@@ -1,10 +1,11 @@
-"""Measure what coarser matrix products would cost, with operands rounded as on TPUs and GPUs.
+"""Measure the errors of coarser matrix products, whose operands are rounded as on TPUs and GPUs.
 
 Unless told otherwise (`jax.default_matmul_precision("highest")`), a TPU rounds the float32 operands
 of a matrix product to bfloat16, and a GPU may round them to TensorFloat-32; the sums are in
-float32. A CPU does neither, so the operands are rounded by `lax.reduce_precision`, forward and
-backward. The order of the sums, and a device's own FFT and elementary functions, are not imitated.
-The emulation runs on the CPU, because cuDNN's products cannot be rounded from outside.
+float32. A platform that does not round to a format by itself is emulated: the operands are rounded
+by `lax.reduce_precision`, forward and backward. The emulation does not imitate the order of the
+sums, nor a device's own FFT and elementary functions. It runs on the CPU, because cuDNN's products
+cannot be rounded from outside.
 """
 
 import copy
@@ -28,7 +29,7 @@ from parity_tests.engine.results import errors_of
 from parity_tests.report.record import PrecisionError
 
 BITS = {"bfloat16": (8, 7), "tensorfloat32": (8, 10)}
-"""Bits of the exponent and of the mantissa."""
+"""The numbers of bits of the exponent and of the mantissa, for each format."""
 DEFAULT = {"tpu": "bfloat16", "gpu": "tensorfloat32"}
 """The format to which a platform's own products round by default."""
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -37,7 +38,7 @@ FULL = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 def precision_errors(name: str, problem: Problem, platform: str) -> Iterator[PrecisionError]:
-    """The float32 errors with coarser products, beside those with products in full float32."""
+    """The float32 errors with coarser products, together with those in full float32."""
     problem = in_full_float32(problem)
     oracle, _ = run_oracle(problem)
 
@@ -62,7 +63,11 @@ def precision_errors(name: str, problem: Problem, platform: str) -> Iterator[Pre
 
 
 def in_full_float32(problem: Problem) -> Problem:
-    """The problem with numbers that the coarser formats do not have: up to 1/256 smaller."""
+    """The problem with weights and inputs that the coarser formats cannot represent.
+
+    The numbers of a case are exact in bfloat16, so rounding would not change them. Therefore they
+    are scaled by random factors between 1 − 1/256 and 1.
+    """
     rng = np.random.default_rng(problem.seed)
 
     def smaller(x: np.ndarray) -> np.ndarray:
@@ -82,7 +87,8 @@ def in_full_float32(problem: Problem) -> Problem:
 class RoundedProducts(Lift):
     """Evaluates a program with the float32 operands of its matrix products rounded to these bits.
 
-    The body of a kernel has a place in a grid, so it is left unchanged.
+    The body of a kernel is left unchanged, because it cannot be evaluated outside of its grid. So a
+    kernel whose products depend on the default precision raises an error.
     """
 
     def __init__(self, bits: tuple[int, int], *args: Any):

@@ -1,4 +1,4 @@
-"""The report as JSON, and the changes between two reports."""
+"""Convert the report to JSON and back, and find the changes between two reports."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from parity_tests.engine.bounds.tolerance import Error
 from parity_tests.engine.logits import LogitsError
 
 SCHEMA = 2
-"""The version of the JSON; `docs/parity-report.md` describes it."""
+"""The version of the JSON format, which `docs/parity-report.md` describes."""
 
 ERROR_KEYS = {
     "torch_error": "torch",
@@ -25,15 +25,15 @@ ERROR_KEYS = {
     "tensor": "tensor",
     "verdict": "verdict",
 }
-"""The attribute of an `Error` for each key of the JSON."""
+"""The attribute of an `Error` that each key of the JSON holds."""
 
 FACTOR = 2.0
-"""An error has moved if it grew or shrank by more than this factor and is near its bound."""
+"""An error counts as moved if it changed by more than this factor and came near its bound."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One group of one row of the table."""
+    """The error of one group of tensors: a cell of the report's table."""
 
     case: str
     platform: str
@@ -43,11 +43,11 @@ class Measurement:
 
     @property
     def key(self) -> str:
-        """Identifies the measurement."""
+        """A text that identifies the measurement."""
         return f"{self.case}, {self.platform}, {self.dtype}, {self.group}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement for JSON."""
+        """The measurement as a dict for JSON."""
         error = {key: getattr(self.error, name) for key, name in ERROR_KEYS.items()}
         return {name: value for name, value in vars(self).items() if name != "error"} | error
 
@@ -70,7 +70,7 @@ class PrecisionError:
     precision: str
     """The format to which operands are rounded: "bfloat16" or "tensorfloat32"."""
     emulated: bool
-    """Whether `lax.reduce_precision` rounds, because the platform's own products do not."""
+    """True if `lax.reduce_precision` rounds because the platform's own products do not."""
     group: str
     error: float
     highest: float
@@ -90,7 +90,7 @@ class ErrorOverTime:
 
 @dataclasses.dataclass(frozen=True)
 class LogitsMeasurement:
-    """How far one side's logits are in a dtype."""
+    """The error of one side's logits in a dtype."""
 
     case: str
     platform: str
@@ -100,7 +100,7 @@ class LogitsMeasurement:
     error: LogitsError
 
     def to_dict(self) -> dict[str, Any]:
-        """The measurement for JSON."""
+        """The measurement as a dict for JSON."""
         return {name: x for name, x in vars(self).items() if name != "error"} | vars(self.error)
 
     @classmethod
@@ -126,11 +126,11 @@ class MutationResult:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A whole report."""
+    """All measurements of a report."""
 
     versions: Mapping[str, str]
     platforms: Mapping[str, str]
-    """"ran", "not asked for" or "not on this machine", by name."""
+    """For each platform, "ran", "not asked for" or "not on this machine"."""
     measurements: tuple[Measurement, ...]
     faults: tuple[str, ...] = ()
     """Failures other than numerical errors."""
@@ -138,22 +138,22 @@ class Record:
     cases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Each case's architecture."""
     over_time: tuple[ErrorOverTime, ...] = ()
-    """Each case's errors over time; cases with a fault have none."""
+    """The errors of each case at each step; cases with a fault have none."""
     mutations: tuple[MutationResult, ...] = ()
     not_run: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """The platforms of each case that runs on none of those that were measured."""
+    """The platforms of each case that did not run, because no platform that was measured has it."""
     tensors: tuple[Measurement, ...] = ()
-    """Every tensor of a person's own pairs."""
+    """The errors of every tensor, for a user's own pairs."""
     logits: tuple[LogitsMeasurement, ...] = ()
     notes: tuple[str, ...] = ()
     """Remarks, such as those on results that were not compared."""
     locations: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Where failing cases first depart."""
+    """A description of where each failing case first departs."""
     done: tuple[str, ...] = ()
-    """The measurements so far, if the record is not finished."""
+    """The names of the measurements so far, if the record is unfinished."""
 
     def only(self, **fields: Any) -> "Record":
-        """A record of the same machine with nothing but these fields."""
+        """A record of the same versions and platforms that holds only these fields."""
         return Record(self.versions, self.platforms, **{"measurements": (), **fields})
 
     @property
@@ -182,7 +182,7 @@ class Record:
         return self.faulty | {m.case for m in self.measurements if not m.error.passed}
 
     def to_json(self) -> str:
-        """The record as text."""
+        """The record as JSON."""
         fields = {"schema": SCHEMA, **encoded(vars(self))}
         return json.dumps(fields, indent=1, allow_nan=False) + "\n"
 
@@ -204,7 +204,7 @@ class Record:
 
 
 def encoded(value: Any) -> Any:
-    """The value for JSON, which has no NaN and no infinity: they are null."""
+    """The value for JSON. JSON has no NaN and no infinity, so these become null."""
     if isinstance(value, Mapping):
         return {key: encoded(each) for key, each in value.items()}
     if isinstance(value, tuple):
@@ -217,7 +217,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(kind: Any, value: Any) -> Any:
-    """The value of this kind that `encoded` wrote; null is NaN."""
+    """The value of this type that `encoded` wrote; null becomes NaN."""
     of = get_args(kind)
     if kind is float:
         return math.nan if value is None else float(value)
@@ -236,7 +236,7 @@ def decoded(kind: Any, value: Any) -> Any:
 
 
 def merged(records: Sequence[Record]) -> Record:
-    """One record of several, in their order."""
+    """One record that joins several, in order."""
     first, *others = records or [Record(versions(), {}, ())]
     result: dict[str, Any] = dict(vars(first))
     for record in others:
@@ -257,6 +257,7 @@ def versions() -> dict[str, str]:
 
 def moved(old: Record, new: Record) -> list[str]:
     """A line for each change between two records in the cases that both have."""
+    # Versions and platforms that changed may explain the other changes, so they come first.
     lines = []
     for what in ("versions", "platforms"):
         a, b = getattr(old, what), getattr(new, what)

@@ -1,4 +1,4 @@
-"""The report on a terminal."""
+"""Print the report on a terminal."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ from parity_tests.report.record import LogitsMeasurement, PrecisionError, Record
 
 
 def print_record(record: Record, console: Console) -> None:
-    """Print the tables, the failures, and which platforms ran."""
+    """Print the tables, the failures, the notes, and the platforms that ran."""
     console.print(table(record, console.width))
     if record.precision:
         console.print(precision_table(record.precision))
@@ -41,7 +41,10 @@ def print_record(record: Record, console: Console) -> None:
 
 
 def table(record: Record, width: int) -> Table:
-    """A row for each case, platform and dtype; each has two lines if the width is small."""
+    """A table with a row for each case, platform and dtype.
+
+    A row has two lines if the width is below 150 columns.
+    """
     rows: dict[tuple[str, str, str], dict[str, Error]] = {}
     for m in record.measurements:
         rows.setdefault((m.case, m.platform, m.dtype), {})[m.group] = m.error
@@ -63,7 +66,7 @@ def table(record: Record, width: int) -> Table:
 
 
 def cell(error: Error | None, separator: str) -> str:
-    """A group's errors, torch's and JAX's, and their ratio."""
+    """The text of a cell: torch's error, JAX's error and their ratio; a dash if there is none."""
     if error is None:
         return "–"
     ratio = "    –" if error.ratio is None else f"{error.ratio:5.2f}"
@@ -72,14 +75,14 @@ def cell(error: Error | None, separator: str) -> str:
 
 
 def verdict(errors: Iterable[Error]) -> str:
-    """The verdict on all errors of a row; a row without errors failed before it was measured."""
+    """The worst verdict of a row. A row without errors failed before anything was measured."""
     verdicts = {e.verdict for e in errors}
     worst = next((v for v in ("FAIL", "undetermined", "pass") if v in verdicts), "FAIL")
     return f"[green]{worst}" if worst == "pass" else f"[red]{worst}"
 
 
 def precision_table(errors: Iterable[PrecisionError]) -> Table:
-    """A row for each case, platform and precision: the errors without and with rounding."""
+    """A table with a row for each case, platform and format: errors without and with rounding."""
     rows: dict[tuple[str, str, str, bool], dict[str, PrecisionError]] = {}
     for e in errors:
         rows.setdefault((e.case, e.platform, e.precision, e.emulated), {})[e.group] = e
@@ -101,7 +104,7 @@ def precision_table(errors: Iterable[PrecisionError]) -> Table:
 
 
 def logits_table(measurements: Iterable[LogitsMeasurement]) -> Table:
-    """A row for each case, platform, dtype and side."""
+    """A table of logits' errors, with a row for each case, platform, dtype and side."""
     result = Table(
         title="logits against the float64 torch twin's",
         caption="KL in nats, |Δ log p| the largest of the vocabulary, each of all tokens",

@@ -1,1 +1,1 @@
-"""How large an error rounding explains."""
+"""Decide how large an error rounding can explain."""

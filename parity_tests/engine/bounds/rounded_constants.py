@@ -1,10 +1,10 @@
-"""Constants that one side has rounded to float32, where the other has more digits of them.
+"""Constants that one side holds rounded to float32, while the other side has more digits.
 
 Rotary frequencies are an example: torch keeps them in a float32 buffer that is in no `state_dict`,
-and a port computes them. In float64 the sides then differ by the rounding of the constants. To find
-out whether they differ in nothing else, the reference runs once more with JAX's digits of them.
-Constants of which one side has no digits are moved by their rounding instead. The results that move
-with them may differ as far as they move; all others may not.
+and a port computes them. In float64, the two sides then differ by the rounding of the constants. To
+find out whether they also differ in something else, the reference runs again with JAX's digits. If
+no further digits of a constant are known, the constant is instead moved by as much as its rounding.
+Results that move may then differ as far as they move; all others must agree.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,11 +16,11 @@ import numpy as np
 from parity_tests.engine.bounds.tolerance import CONSTANT_ULPS, DECIMAL_DIGITS, ulp
 
 Digits = Callable[[np.ndarray], np.ndarray]
-"""Gives the numbers of an array other digits."""
+"""A function that replaces the constants among the numbers of an array by more exact ones."""
 
 
 def short_decimal(value: Any) -> float | None:
-    """The short decimal, such as 1e-5, whose rounding to float32 is this number, or None."""
+    """The short decimal, such as 1e-5, whose rounding to float32 is this number; None if none."""
     if np.ndim(value):
         return None
     with np.errstate(over="ignore"):
@@ -30,10 +30,10 @@ def short_decimal(value: Any) -> float | None:
 
 
 def is_rounded(values: Any) -> np.ndarray:
-    """Which numbers have float32's digits, so that they may have been rounded to it.
+    """A mask of the numbers that float32 represents, and that may thus have been rounded to it.
 
-    Integers, short decimals and numbers that bfloat16 has, such as 1/2, do not count. A float64
-    array may have such numbers, too, because NumPy promotes float32.
+    Integers, short decimals and numbers that bfloat16 represents, such as 1/2, do not count. The
+    array's dtype says nothing, because NumPy promotes float32 to float64.
     """
     values = np.asarray(values, np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -44,18 +44,19 @@ def is_rounded(values: Any) -> np.ndarray:
 
 
 def rounded_count(values: Iterable[np.ndarray]) -> int:
-    """How many numbers of constants are rounded to float32."""
+    """The number of entries of these constants that are rounded to float32."""
     return int(sum(is_rounded(value).sum() for value in values))
 
 
 def moves_to(
     values: Iterable[np.ndarray], arrays: Iterable[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The moves that give each constant the digits of one array, and where no array has digits.
+    """The moves that give each constant the digits of an array, and masks of what no array has.
 
-    Each constant takes the array that contains most of its numbers, of either sign. An array with
-    many other numbers does not count as a constant's own: the sines of small frequencies, for
-    example, are almost the frequencies themselves.
+    A move is a relative change of each number. Each constant gets the digits of the array that
+    contains most of its numbers, with either sign. The digits count as unknown if this array
+    contains many other numbers, because the array may be another one: the sines of small
+    frequencies, for example, are almost the frequencies themselves.
     """
     sizes = [np.unique(np.abs(array[np.isfinite(array)])) for array in arrays]
     known = sorted(filter(np.size, sizes), key=np.size)
@@ -70,7 +71,10 @@ def moves_to(
 
 
 def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The move of each number to the nearest of `numbers`; NaN if none is within its rounding."""
+    """The relative change of each number to the nearest of `numbers`, which are sorted.
+
+    NaN if none is as near as the rounding of a constant, or if the value is not rounded.
+    """
     size = np.where(value == 0, 1, np.abs(value))
     after = np.searchsorted(numbers, size)
     with np.errstate(over="ignore"):
@@ -81,9 +85,9 @@ def _move_to(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def unknown_in(values: Sequence[np.ndarray], others: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Which numbers of the constants are rounded to float32 and do not occur among the others.
+    """Masks of the numbers that are rounded to float32 and do not occur in the other arrays.
 
-    A number occurs if the others contain it with either sign.
+    A number occurs if another array contains it with either sign.
     """
     if not rounded_count(values):
         return []
@@ -92,7 +96,7 @@ def unknown_in(values: Sequence[np.ndarray], others: Iterable[np.ndarray]) -> li
 
 
 def moved_by_rounding(where: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Moves as large as the rounding of a constant to float32, in random directions."""
+    """Relative changes as large as a constant's rounding, with random signs, within the masks."""
     rng = np.random.default_rng(0)
     size = CONSTANT_ULPS * ulp(np.float32)
     return [size * each * rng.choice([-1.0, 1.0], each.shape) for each in where]
@@ -120,7 +124,7 @@ def numbered(values: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def names_of(constants: Mapping[str, np.ndarray]) -> list[str]:
-    """The names of constants, each with its number or its shape."""
+    """The names of constants, each with its value if it is a scalar, or else its shape."""
     return [
         f"{name} {value.shape}" if value.ndim else f"{name} = {value:.9g}"
         for name, value in constants.items()

@@ -1,26 +1,29 @@
-"""The tolerances: how large an error may be. No other file has any.
+"""The tolerances: how large an error may be. No other file defines one.
 
-The oracle is y64, the torch twin in float64 on the same weights and inputs. The error of a tensor
-is the root mean square of its difference from y64, relative to the root mean square of y64.
+The oracle is y64, the result of the torch twin in float64 with the same weights and inputs. The
+error of a tensor is the root mean square of its difference from y64, relative to the root mean
+square of y64.
 
 - float64: the relative error of JAX is at most `FLOAT64`. Both sides ignore casts to narrower
-  dtypes. Constants that one side has in float32 (`rounded_constants.py`) get the digits of the
-  other side. Where that is impossible, a tensor may err by K times as much as it moves when these
-  constants are off by `CONSTANT_ULPS`, but by no more than its bound in float32.
-- float32 and bfloat16: JAX errs by at most K times what torch errs in that dtype, or K ·
-  `FLOOR_ULPS` ulp where torch happens to err by less.
-- Where JAX errs by more, torch's one run may have been lucky: in an ill-conditioned computation a
-  few roundings make most of the error. The bound is then the largest error of up to `ROUNDED_RUNS`
-  runs of the twin in float64 with each operation off by up to `OPERATION_ULPS` at random
-  (`torch_rounding.py`, `candidates/jax_rounding.py`), if that is larger. The runs stop as soon as
-  they decide: see `raised`.
-- No bound is above `UNDETERMINED`: a dtype in which rounding alone makes such an error does not
-  determine the result, so the comparison shows nothing.
+  dtypes. If one side holds a constant rounded to float32, the float64 digits of the other side
+  replace it (`rounded_constants.py`). If no float64 digits are known, a tensor may err by K times
+  as much as it moves when such constants are off by `CONSTANT_ULPS`, but by no more than its bound
+  in float32.
+- float32 and bfloat16: JAX errs by at most K times as much as torch errs in that dtype, or by K ·
+  `FLOOR_ULPS` ulp if torch happens to err by less than `FLOOR_ULPS`.
+- If JAX errs by more, torch's single run may have been lucky: in an ill-conditioned computation, a
+  few roundings cause most of the error. So the twin runs up to `ROUNDED_RUNS` times in float64,
+  with the result of each operation off by up to `OPERATION_ULPS` at random (`torch_rounding.py`,
+  `candidates/jax_rounding.py`). The largest error of these runs is the bound, if it is larger. The
+  runs stop as soon as they settle the verdict: see `raised`.
+- No bound is above `UNDETERMINED`: if rounding alone causes such an error in a dtype, the dtype
+  does not determine the result, and the comparison shows nothing.
 
-So the bound grows with the conditioning of the computation, as rounding does, and with nothing
-else. `benchmarks/bound.py` measures how much of it random configurations take.
-A twin that errs by more than `UNSTABLE` in float32 is reported as unstable.
-A group of tensors (all weight gradients, say) is judged by the one that takes most of its bound.
+So the bound grows with the conditioning of the computation, as rounding errors do, and with nothing
+else. `benchmarks/bound.py` measures how close to their bounds the errors of random configurations
+come. A twin that errs by more than `UNSTABLE` in float32 is reported as unstable. A group of
+tensors, such as all weight gradients, is judged by the error that is the largest relative to its
+bound.
 """
 
 import dataclasses
@@ -33,27 +36,39 @@ import ml_dtypes
 import numpy as np
 
 K = 4.0
+"""How many times as much as torch JAX may err."""
 FLOOR_ULPS = 1.0
+"""The smallest error of torch that the bound assumes, in ulp of the dtype."""
 OPERATION_ULPS = 8.0
-"""XLA's tanh alone is off by up to 5.6 ulp on a CPU."""
+"""How far an operation may be off, in ulp. XLA's tanh alone is off by up to 5.6 ulp on a CPU."""
 ROUNDED_RUNS = 8
+"""The largest number of runs with random rounding."""
 PLAIN = 1e4
-"""An error is plain if it is more than `PLAIN` ** (1 / n) times the largest error of n runs.
+"""An error is plainly too large if it is more than `PLAIN` ** (1 / n) times that of each of n runs.
 
-All n runs err by less than a fraction p of what rounding can cause with a probability of about
-p ** n, so rounding explains a plain error less than once in `PLAIN` times.
+With a probability of about p ** n, all n runs err by less than a fraction p of the largest error
+that rounding can cause. So rounding explains a plainly too large error less than once in `PLAIN`
+times.
 """
 FLOAT64 = 1e-12
+"""The largest relative error of JAX that is accepted in float64."""
 CONSTANT_ULPS = 8.0
-"""In ulp of float32. The power in 10000^(-i/d), for example, enlarges the exponent's rounding."""
+"""How far a constant computed in float32 may be off, in ulp of float32.
+
+That is more than its own rounding: the power in 10000^(-i/d), for example, enlarges the rounding of
+the exponent.
+"""
 DECIMAL_DIGITS = 6
-"""A float32 constant of at most so many decimal digits, such as 1e-5, is taken for the decimal that
-a person wrote, and float64 uses that decimal.
+"""How many decimal digits a short float32 constant, such as 1e-5, may have.
+
+Such a constant is assumed to be a decimal that a person wrote, and float64 uses that decimal.
 """
 UNSTABLE = 1e-2
+"""The error in float32 above which a reference is reported as unstable."""
 UNDETERMINED = 0.5
+"""The largest bound. If an error exceeds it, the verdict is `undetermined`."""
 LONG_TRAJECTORY = 1e-10
-"""For 2,000 steps of training in float64, whose rounding errors grow with the steps."""
+"""The bound for 2,000 steps of training in float64, whose rounding errors grow with the steps."""
 
 
 def rms(x: np.ndarray) -> float:
@@ -72,24 +87,24 @@ def ulp(dtype) -> float:
 
 
 def floor(dtype) -> float:
-    """The least bound in the dtype."""
+    """The smallest bound in the dtype."""
     return FLOAT64 if dtype == np.float64 else K * FLOOR_ULPS * ulp(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Error:
-    """How far JAX and torch are from the oracle in a tensor, relative to its size."""
+    """The relative errors of JAX and torch in a tensor, and the bound on JAX's error."""
 
     jax: float
     torch: float
     bound: float
     unstable: bool
     tensor: str
-    """The tensor's name; for a group, the tensor that takes most of its bound."""
+    """The tensor's name. For a group, the tensor with the largest error relative to its bound."""
 
     @property
     def ratio(self) -> float | None:
-        """JAX's error over torch's; None where torch has none, as in float64, the oracle itself."""
+        """JAX's error over torch's; None if torch has no error, as in float64: it is the oracle."""
         return self.jax / self.torch if self.torch else None
 
     @property
@@ -104,7 +119,7 @@ class Error:
 
     @property
     def verdict(self) -> str:
-        """The verdict on the pair."""
+        """`pass`, `FAIL`, or `undetermined` if even the largest bound is exceeded."""
         if self.passed:
             return "pass"
         return "undetermined" if self.bound == UNDETERMINED else "FAIL"
@@ -118,8 +133,8 @@ def relative_errors(
 ) -> dict[str, float]:
     """Each tensor's relative error; the names and shapes must be the oracle's.
 
-    With `negligible`, a tensor that is only rounding beside the largest, such as the gradient of an
-    attention's key bias, is measured against the largest.
+    With `negligible`, a tensor so small that it is only rounding beside the largest one, such as
+    the gradient of an attention's key bias, is measured relative to the largest tensor.
     """
     if tensors.keys() != oracle.keys():
         raise ValueError(f"expected the tensors {sorted(oracle)}, got {sorted(tensors)}")
@@ -138,13 +153,13 @@ def relative_errors(
 
 
 def finite(x: np.ndarray) -> np.ndarray:
-    """The numbers, with zeros instead of those that are not finite."""
+    """The array, with zeros in place of NaN and infinity."""
     are_finite = np.isfinite(x)
     return x if are_finite.all() else np.where(are_finite, x, 0)
 
 
 def difference(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """The difference in float64; zero where both are the same infinity."""
+    """The difference in float64 (complex128 for complex arrays); ∞ − ∞ is zero."""
     wide = np.complex128 if np.iscomplexobj(expected) else np.float64
     actual, expected = (x.astype(wide, copy=False) for x in (actual, expected))
     both = np.isinf(expected) & (actual == expected)
@@ -161,8 +176,9 @@ def raised(
 ) -> Mapping[Any, float]:
     """The bounds, raised to the largest errors of runs with random rounding where these are larger.
 
-    The runs stop as soon as each error is within its bound or plainly above it. Before the first
-    run, an error above its number in `plain` counts as plain.
+    The runs stop as soon as each error is either within its bound or plainly too large. `plain`
+    says above which number an error is plainly too large before the first run; after n runs,
+    `PLAIN` decides.
     """
     for count, scatter in enumerate(itertools.chain([{}], runs)):
         bounds = {name: max(bound, scatter.get(name, 0.0)) for name, bound in bounds.items()}
@@ -184,17 +200,24 @@ def tensor_errors(
 ) -> dict[str, Error]:
     """The errors of a group's tensors in `dtype`, with their bounds.
 
-    `torch32` are the reference's errors in float32, which tell whether it is stable. `rounded` has
-    the errors of its runs with random rounding. `constants` says how far each tensor moves with
-    constants of which one side has only float32's digits. In float64 a tensor may differ by K times
-    as much, but by no more than its bound in float32.
+    Args:
+        dtype: the dtype of both runs.
+        torch: the reference's errors in that dtype.
+        jax: JAX's errors in that dtype.
+        torch32: the reference's errors in float32, which tell whether it is stable.
+        rounded: the errors of each of the reference's runs with random rounding.
+        constants: how far each tensor moves when the constants that are known only to float32's
+            precision change by as much as their rounding. In float64, a tensor may err by K times
+            as much, but by no more than its bound in float32. By default there are none.
+
     """
     single = {name: max(floor(np.float32), K * error) for name, error in torch32.items()}
     bounds = {
         name: max(floor(dtype), K * error, min(K * constants.get(name, 0.0), single[name]))
         for name, error in torch.items()
     }
-    # If rounding to float32 causes a small error, rounding to float64 causes a far smaller one.
+    # If rounding to float32 causes a small error, rounding to float64 causes a far smaller one, so
+    # an error of float32's size in float64 needs no run to be plainly too large.
     plain = {
         name: max(error, ulp(np.float32)) if dtype == np.float64 and error <= UNSTABLE else np.inf
         for name, error in torch32.items()
@@ -213,7 +236,7 @@ def tensor_errors(
 
 
 def worst(errors: Mapping[str, Error]) -> Error:
-    """The error of a group: that of the tensor which takes most of its bound."""
+    """The error of a group: the one that is the largest relative to its bound."""
     return max(errors.values(), key=lambda error: error.share)
 
 
@@ -236,7 +259,7 @@ def group_error(
 
 
 def assert_same(actual, expected, what: str) -> None:
-    """Assert that two ways to compute one thing in float64 agree to rounding."""
+    """Assert that two ways to compute the same result in float64 agree up to rounding."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
     difference, scale = np.abs(actual - expected).max(initial=0), np.abs(expected).max(initial=0)

@@ -1,8 +1,8 @@
-"""Monte Carlo arithmetic: how far a torch computation's own rounding errors could carry it.
+"""Monte Carlo arithmetic: how far rounding errors could carry a torch computation.
 
-Each operation, forward and backward, is computed in float64. A result that the dtype does not have
-is moved by up to 8 ulp at random, and then rounded. How far a few such runs scatter shows how
-well the computation is conditioned, where a single run in the dtype itself may be lucky.
+Each operation, forward and backward, is computed in float64. A number that the dtype cannot
+represent is moved by up to 8 ulp at random, and then rounded. The scatter of a few such runs shows
+how well the computation is conditioned, whereas a single run in the dtype itself may be lucky.
 
 Source: Parker, Pierce and Eggert, "Monte Carlo arithmetic: how to gamble with floating point and
 win" (2000).
@@ -38,7 +38,10 @@ FUSED = get_decompositions(
         aten.tanh_backward,
     ]
 )
-"""Operations that consist of several, each of which rounds: a GELU cancels far from zero."""
+"""Operations that consist of several steps, which are rounded one by one.
+
+Rounding their result alone would be too little: a GELU, for example, cancels far from zero.
+"""
 
 
 class Float64Mode(TorchDispatchMode):
@@ -49,13 +52,13 @@ class Float64Mode(TorchDispatchMode):
         self._before: list[torch.dtype] = []
 
     def __enter__(self):
-        """Begin."""
+        """Make float64 torch's default dtype."""
         self._before.append(torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
         return super().__enter__()
 
     def __exit__(self, *exception):
-        """End."""
+        """Restore torch's default dtype."""
         torch.set_default_dtype(self._before.pop())
         return super().__exit__(*exception)
 
@@ -63,7 +66,7 @@ class Float64Mode(TorchDispatchMode):
 def is_rounded_number(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """True if a single number, such as Gemma's √features, is cast to half precision.
 
-    The cast changes the number, and both sides need the changed one. JAX rounds its own numbers.
+    Such a cast is kept, because both sides need the rounded number. JAX's code rounds it, too.
     """
     is_half = kwargs.get("dtype") in (torch.bfloat16, torch.float16)
     is_cast = is_half and func is aten._to_copy.default
@@ -71,7 +74,10 @@ def is_rounded_number(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of an operation; if only some are in float64, the others are cast to it."""
+    """The arguments of an operation, all cast to float64 if some of them are in float64.
+
+    A tensor that the operation writes into is not cast.
+    """
     if is_rounded_number(func, args, kwargs):
         return args, kwargs
     if kwargs.get("dtype") in COARSER:
@@ -95,10 +101,10 @@ def widened(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str
 
 
 class InFloat64(Float64Mode):
-    """Within this mode, a float64 module ignores casts to a coarser dtype, which are counted.
+    """Within this mode, a float64 module ignores casts to a coarser dtype. The casts are counted.
 
-    So the oracle has float64's accuracy even if the module computes a norm, say, in float32. The
-    results of comparisons and the indices are kept, so that other runs can use the same ones.
+    So the oracle has float64's accuracy even if the module computes a norm, for example, in
+    float32. The results of comparisons, and indices, are kept so that other runs can reuse them.
     """
 
     def __init__(self):
@@ -128,9 +134,9 @@ class InFloat64(Float64Mode):
 class RandomRounding(Float64Mode):
     """Within this mode, results of operations on float64 tensors are rounded to a dtype at random.
 
-    Results that the dtype has count as exact. For float64 itself, results that bfloat16 has count
-    as exact if bfloat16 has the operands, too. Comparisons and indices are those of a run without
-    rounding, so that rounding does not send a computation down another branch.
+    Numbers that the dtype represents count as exact and are kept. For float64 itself, a number
+    counts as exact if bfloat16 represents it and all operands. Comparisons and indices are those of
+    a run without rounding, so that rounding does not send a computation down another branch.
     """
 
     def __init__(self, dtype: str, seed: int, decisions: Sequence[torch.Tensor] = ()):
@@ -140,7 +146,7 @@ class RandomRounding(Float64Mode):
         self._decisions = iter(decisions)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation and round what it writes; views are left alone."""
+        """Run an operation and round the tensors that it writes; views are left alone."""
         kwargs = kwargs or {}
         if func in FUSED:
             with self:
@@ -181,7 +187,7 @@ def decisions_in(args: Any, results: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments or results of an operation, ten times as fast as pytrees."""
+    """The tensors among arguments or results; ten times as fast as a traversal by pytree."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, tuple | list | dict):
@@ -195,6 +201,6 @@ def _floating(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_short(x: torch.Tensor) -> bool:
-    """True if bfloat16 has all numbers of the tensor."""
+    """True if bfloat16 represents all numbers of the tensor exactly."""
     real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return bool((real.bfloat16() == real).all())

@@ -1,1 +1,1 @@
-"""How each framework's model is loaded, called and run in float64."""
+"""Load, call and run the model of each framework, also in float64."""

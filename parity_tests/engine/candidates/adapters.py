@@ -1,7 +1,7 @@
-"""Models of other frameworks as weights, and a function of weights and inputs.
+"""Adapters that split the model of another framework into weights and a function of them.
 
 There is one adapter for each framework. A framework that has not been imported cannot have made the
-model, so none is imported here.
+model, so this file imports none of them.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ class ForeignModel:
     """A model of another framework."""
 
     weights: Any
-    """A tree of arrays and whatever else the model holds; None if it came without weights."""
+    """A tree of arrays and of whatever else the model holds; None if it came without weights."""
     run: Callable[..., Any]
-    """`run(call, weights, *inputs)`: what `call(model, *inputs)` returns with these weights."""
+    """`run(call, weights, *inputs)` returns `call(model, *inputs)` for a model of these weights."""
     loaded: Callable[[Any], Any] = lambda weights: weights
-    """Turns what a loader returned into `weights`."""
+    """Converts the result of a loader to a tree like `weights`."""
     name: Callable[[Any], str] = path_of
-    """What a weight table calls the leaf at a path."""
+    """The name in a weight table of the leaf at a path."""
     is_trained: Callable[[Any], bool] = lambda path: True
     """True if the leaf at a path is a parameter rather than a statistic."""
 
@@ -47,7 +47,7 @@ class ForeignModel:
 
 
 class HeldWeights(nnx.Module):
-    """The weights of a model of another framework, each under its name."""
+    """The weights of a model of another framework as an `nnx.Module`, each under its name."""
 
     def __init__(self, foreign: ForeignModel):
         for name, (path, value) in foreign.named().items():
@@ -59,7 +59,7 @@ HeldWeights.__name__ = "the model"  # in errors, because users do not know this 
 
 
 def weights_of(held: HeldWeights, foreign: ForeignModel) -> Any:
-    """The model's tree, filled with the weights that `held` has."""
+    """The model's tree of weights, with the values that `held` has."""
     values = {path: getattr(held, name).get_value() for name, (path, _) in foreign.named().items()}
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: values.get(path, leaf), foreign.weights
@@ -72,9 +72,9 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def foreign_model(model: Any) -> ForeignModel | None:
-    """The model, if it belongs to another framework than NNX; None otherwise.
+    """The model as a `ForeignModel`, if it belongs to another framework than NNX; None otherwise.
 
-    The model may come as a pair with its weights. A pair of a function and weights counts, too.
+    The model may come in a pair with its weights. A pair of a function and its weights counts, too.
     """
     if isinstance(model, nnx.Module | type):
         return None
@@ -95,7 +95,7 @@ def foreign_model(model: Any) -> ForeignModel | None:
 
 
 def _linen(linen: Any, model: Any, variables: Any) -> ForeignModel | None:
-    """`module.bind(variables)`, `(module, variables)`, or a module alone, beside a loader."""
+    """`module.bind(variables)`, `(module, variables)`, or a module alone if there is a loader."""
     if not isinstance(model, linen.Module):
         return None
     if variables is None and model.scope is not None:
@@ -118,7 +118,7 @@ def _linen(linen: Any, model: Any, variables: Any) -> ForeignModel | None:
 
 
 def _equinox(equinox: Any, model: Any, state: Any) -> ForeignModel | None:
-    """A module, or `(module, state)` for one that is called with a state and returns the next."""
+    """A module, or `(module, state)` for a module that takes a state and returns the next one."""
     if not isinstance(model, equinox.Module) or isinstance(model, equinox.nn.State):
         return None
 
@@ -155,7 +155,7 @@ def _haiku(haiku: Any, model: Any, params: Any) -> ForeignModel | None:
 
 
 def _keras(keras: Any, model: Any, weights: Any) -> ForeignModel | None:
-    """A layer or a model that is built, on Keras' JAX backend."""
+    """A built layer or model on Keras' JAX backend."""
     if not isinstance(model, keras.Layer) or weights is not None:
         return None
     if keras.backend.backend() != "jax":

@@ -1,7 +1,7 @@
 """Find casts to coarser dtypes, rounded constants and random numbers in a JAX program.
 
-`torch_rounding.InFloat64` does the same for torch. As neither side then casts to float32, a fault
-far below float32's rounding is found.
+`torch_rounding.InFloat64` does the same for torch. Because the float64 run then ignores casts to
+float32 on both sides, even a fault far below float32's rounding is found.
 """
 
 import dataclasses
@@ -32,14 +32,16 @@ CALLS = (
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 )
-"""Operations that only run a body. Derivatives are taken before a program is rewritten."""
+"""Operations that only run a body. Their custom derivatives are no longer needed, because
+derivatives are taken before a program is rewritten.
+"""
 DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 ENGINE = str(Path(__file__).parents[1])
 STANDARD = sysconfig.get_path("stdlib")
 
 
 def lifted_dtypes(casts_of_torch: set[str]) -> dict[str, str]:
-    """The replacement of each dtype. Half precision is replaced if the torch side casts to it."""
+    """The replacement for each dtype. Half precision is replaced if the torch side casts to it."""
     return DOUBLE | {half: to for half, to in DOUBLE_OF_HALF.items() if half in casts_of_torch}
 
 
@@ -48,11 +50,11 @@ class Found:
     """Facts about a traced computation that a report should mention."""
 
     casts: list[str] = dataclasses.field(default_factory=list)
-    """The lines that cast from float64 to a coarser dtype what depends on the arguments."""
+    """The lines that cast values which depend on the arguments from float64 to a coarser dtype."""
     draws: list[str] = dataclasses.field(default_factory=list)
-    """Where random numbers are drawn."""
+    """The lines that draw random numbers."""
     stays: list[str] = dataclasses.field(default_factory=list)
-    """Operations, such as kernels, that compute in a coarser dtype whatever their inputs are."""
+    """Operations, such as kernels, that stay in a coarser dtype whatever their inputs are."""
     dtypes: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
     """The dtypes of the results without rewriting, by group and name."""
     constants: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -60,7 +62,7 @@ class Found:
     padding: bool = False
     """Whether an embedding has a gradient in a row for which torch computes none."""
     x64_error: str = ""
-    """The error under JAX's x64, if the program had to be traced without x64."""
+    """The error that tracing with x64 raises, if the program had to be traced without x64."""
 
 
 def place_of(equation: Any) -> str:
@@ -75,13 +77,13 @@ def place_of(equation: Any) -> str:
 
 
 def is_library(place: str) -> bool:
-    """True if the code there belongs to an installed package or to this engine."""
+    """True if the line belongs to an installed package, the standard library or this engine."""
     place, *_ = place.partition(", from ")
     return any(part in place for part in ("site-packages", ENGINE, STANDARD))
 
 
 def look_into(closed: ClosedJaxpr, found: Found) -> None:
-    """Find casts and random numbers in a program, including all its bodies."""
+    """Add the casts and random draws of a program, including its inner bodies, to `found`."""
     for equation, varies, place in equations_in(closed.jaxpr, [True] * len(closed.jaxpr.invars)):
         name = equation.primitive.name
         if name == "convert_element_type" and varies:
@@ -99,9 +101,10 @@ def look_into(closed: ClosedJaxpr, found: Found) -> None:
 def equations_in(
     jaxpr: Any, inputs_vary: Sequence[bool], place: str = ""
 ) -> Iterator[tuple[Any, bool, str]]:
-    """Each equation of a body and its inner bodies, whether an argument reaches it, and its place.
+    """Each equation of a body and its inner bodies, its dependence on an argument, and its place.
 
-    A body that JAX has cached from an earlier trace has no places, so its caller's place counts.
+    A body that JAX has cached from an earlier trace has no line numbers, so its caller's place is
+    used.
     """
     vary = {v for v, varies in zip(jaxpr.invars, inputs_vary, strict=True) if varies}
     for equation in jaxpr.eqns:
@@ -139,7 +142,7 @@ def constants_in(jaxpr: Any, consts: Sequence[Any]) -> Iterator[tuple[Any, Any]]
 
 
 def is_real(dtype: Any) -> bool:
-    """Whether it is a dtype of real numbers."""
+    """True for a dtype of real floating numbers."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 

@@ -1,7 +1,7 @@
 """Monte Carlo arithmetic in JAX: the counterpart of `torch_rounding.RandomRounding`.
 
-Each number is carried twice, exact and rounded. Comparisons and indices use the exact numbers, so
-that rounding does not send a computation down another branch.
+Each number is computed twice, without and with rounding. Comparisons and indices use the numbers
+without rounding, so that rounding does not send a computation down another branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,14 +64,14 @@ def exact_and_rounded(x: Any) -> Any:
 
 
 class Rounded(Lift):
-    """Evaluates a computation whose results are rounded to a dtype at random."""
+    """Evaluates a program, and rounds the result of each operation to a dtype at random."""
 
     def __init__(self, dtype: str, seed: Any, *args: Any):
         super().__init__(*args)
         self._dtype, self._seed, self._count = dtype, seed, 0
 
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
-        """The results with rounding."""
+        """The program's results with rounding."""
         results = super().evaluate(args)
         return [x.rounded if isinstance(x, ExactAndRounded) else x for x in results]
 
@@ -123,17 +123,17 @@ def in_format(dtype: str, x: jax.Array) -> jax.Array:
 
 
 def all_short(arrays: Sequence[jax.Array]) -> Any:
-    """True if bfloat16 has all these numbers."""
+    """True if bfloat16 represents all these numbers exactly."""
     parts = [part for x in arrays for part in (x.real, x.imag)]
     return jnp.asarray([(in_format("bfloat16", part) == part).all() for part in parts]).all()
 
 
 @partial(jax.jit, static_argnums=0)
 def moved(dtype: str, x: jax.Array, are_short: Any, seed: Any, count: Any) -> jax.Array:
-    """The float64 numbers rounded to a dtype; those that it does not have are perturbed first.
+    """The float64 numbers rounded to a dtype; those that it cannot represent are perturbed first.
 
-    For float64 itself, a number is kept if bfloat16 has it and the operands `are_short`. The random
-    perturbation depends on the seed, the operation, the place and the number.
+    For float64 itself, a number is kept if bfloat16 represents it and the operands (`are_short`).
+    The random perturbation depends on the seed, the operation, the place and the number.
     """
     kept = in_format("bfloat16" if dtype == "float64" else dtype, x) == x
     place = lax.iota(jnp.uint64, x.size).reshape(x.shape)
@@ -145,7 +145,7 @@ def moved(dtype: str, x: jax.Array, are_short: Any, seed: Any, count: Any) -> ja
 
 
 def _mixed(bits: jax.Array) -> jax.Array:
-    """A hash (SplitMix64's finalizer)."""
+    """A hash of 64 bits (SplitMix64's finalizer)."""
     bits = bits + jnp.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> 30)) * jnp.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> 27)) * jnp.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Run a JAX side, forward and backward."""
+"""Run the JAX side of a problem, forward and backward."""
 
 import contextlib
 from collections import OrderedDict
@@ -33,17 +33,17 @@ from parity_tests.engine.results import (
 )
 
 Leaves = dict[int, Any]
-"""Leaves of a tree by their number."""
+"""Some leaves of a tree, by their index."""
 
 
 class Settings(NamedTuple):
-    """What a program is compiled for, beside the shapes of its arguments."""
+    """The settings for which a program is compiled, in addition to the shapes of its arguments."""
 
     dtype: str
     names: tuple[tuple[str, str], ...] = ()
     """The group and name of each of the oracle's results."""
     lifted: tuple[tuple[str, str], ...] = ()
-    """The dtypes that are replaced, and by what."""
+    """The dtypes that are replaced, and their replacements."""
     backward: bool = False
 
 
@@ -54,7 +54,7 @@ class Arguments:
         tree = *problem.build(problem.state_dict, dtype), arrays(problem.inputs, dtype)
         leaves, self._structure = jax.tree.flatten(tree)
         weights, self.model_size = (len(jax.tree.leaves(tree[:count])) for count in (1, 2))
-        if problem.to_torch is None:  # no gradient of a weight has a name
+        if problem.to_torch is None:  # the gradients of weights would have no names
             weights = 0
         self.differentiated: Leaves = {}
         self.others: Leaves = {}
@@ -69,11 +69,11 @@ class Arguments:
         flags = [(i, type(x), x if is_flag(x) else id(x)) for i, x in self._fixed.items()]
         shapes = [(i, x.shape, x.dtype) for i, x in (self.differentiated | self.others).items()]
         self.key = self._structure, len(self.differentiated), (*flags,), (*shapes,)
-        """Equal for arguments that the same program takes."""
+        """Equal for arguments for which the same program can run."""
 
     @property
     def joined(self) -> Callable[[Leaves, Leaves], tuple[Any, Any, Any]]:
-        """The function of `differentiated` and `others` that returns weights, rest and inputs."""
+        """A function that makes weights, rest and inputs from `differentiated` and `others`."""
         return partial(_joined, self._structure, self._fixed)
 
 
@@ -83,13 +83,19 @@ def _joined(structure: Any, fixed: Leaves, differentiated: Leaves, others: Leave
 
 
 class JaxSide:
-    """A problem's JAX side, compiled once per dtype for all weights and inputs of its shapes.
+    """The JAX side of a problem, compiled once per dtype for all weights and inputs of its shapes.
 
-    `evaluator` evaluates the program of the whole forward and backward pass. It is not used with
-    `rounding`, which has an evaluator of its own.
-    float64 runs under x64 and ignores casts to float32. The other dtypes run without x64, so that
-    nothing is promoted further than in a user's program. `rounding` is the dtype to which results
-    of float64 operations are rounded at random.
+    float64 runs with x64 on and ignores casts to float32. The other dtypes run with x64 off, so
+    that nothing is promoted further than in a user's program.
+
+    Args:
+        problem: the problem, or one that differs from it only in weights, inputs and seed.
+        platform: where JAX runs.
+        precision: the precision of matrix products.
+        evaluator: evaluates the program of the whole forward and backward pass.
+        rounding: the dtype to which the results of float64 operations are rounded at random. It
+            replaces `evaluator`. By default nothing is rounded.
+
     """
 
     def __init__(
@@ -105,7 +111,7 @@ class JaxSide:
         self._device, self._precision = jax.devices(platform)[0], precision
         self._programs: dict[Any, tuple[Callable[..., Any], Found]] = {}
         self.found: dict[str, Found] = {}
-        """What was found in the program of the last run in each dtype."""
+        """The facts that were found in the program of the last run in each dtype."""
 
     def run(
         self,
@@ -117,11 +123,12 @@ class JaxSide:
     ) -> Results:
         """The results under the oracle's names, and the gradients for the same random cotangents.
 
-        The problem is the one that was compiled, with any weights, inputs and seed. Gradients are
-        left out if the oracle has none, or if the results and the oracle differ in their shapes.
-        `casts_of_torch` are the dtypes that the torch side casts to in float64. `noise` is the seed
-        of random rounding.
+        The problem must be the one that this side was made for, except that weights, inputs and
+        seed may differ. Gradients are left out if the oracle has none, or if the shapes of the
+        results differ from the oracle's. `casts_of_torch` are the dtypes that the torch side casts
+        to in float64. `noise` is the seed of random rounding.
         """
+        # Run the program, which is compiled again for other settings or shapes.
         settings = Settings(
             dtype,
             tuple((group, name) for group in GROUPS[:2] for name in oracle.get(group, {})),
@@ -131,7 +138,7 @@ class JaxSide:
         with self._context(dtype):
             args = Arguments(problem, dtype)
             given = [jnp.asarray(in_dtype(c, dtype)) for c in cotangents(problem.seed, oracle)]
-            # Other settings or shapes make another program, and other things are found in it.
+            # A new program gets a `Found` of its own.
             if (key := (settings, args.key)) not in self._programs:
                 found = Found()
                 program = partial(self._forward_and_backward, settings, args.joined, found)
@@ -150,7 +157,7 @@ class JaxSide:
         if problem.to_torch is not None:
             weights, rest, _ = args.joined(gradient, args.others)
             by_key = problem.to_torch(weights, rest)
-            # A key that no parameter holds has no influence on the results.
+            # A weight that no parameter holds has no influence on the results: its gradient is 0.
             results["weight gradients"] = {
                 name: by_key.get(name, np.zeros_like(like))
                 for name, like in oracle["weight gradients"].items()
@@ -159,7 +166,7 @@ class JaxSide:
         return results
 
     def shapes(self, problem: Problem) -> tuple[Results, Found]:
-        """Zeros in the shapes of the float64 result, and what was found on the way."""
+        """Zeros in the shapes of the float64 result, and the facts found in the program."""
         with self._context("float64"):
             found = Found()
             closed, groups, _ = self._traced(problem, found)
@@ -188,7 +195,7 @@ class JaxSide:
             PartialLift(closed, {}, Found()).evaluate(given)
 
     def constants_of(self, problem: Problem) -> list[np.ndarray]:
-        """The constants that are rounded to float32: those of the module, then of its code."""
+        """The constants that are rounded to float32: the module's first, then those of its code."""
         with jax.enable_x64(True):
             _, rest = problem.build(problem.state_dict, "float64")
         leaves = jax.tree.leaves(rest)
@@ -215,7 +222,7 @@ class JaxSide:
     def _forward_and_backward(
         self, settings: Settings, joined: Callable[..., Any], found: Found, noise: Any, *args: Any
     ) -> tuple[Any, Leaves | None]:
-        """The results by group and name, and the gradients; `found` gets what the program does."""
+        """The results by group and name, and the gradients; facts are added to `found`."""
         evaluator = self._evaluator
         if self._rounding is not None:
             evaluator = partial(Rounded, self._rounding, noise)

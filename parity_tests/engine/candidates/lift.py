@@ -1,4 +1,4 @@
-"""Run a JAX program with some dtypes replaced, so that its casts to float32 have no effect."""
+"""Evaluate a JAX program with some dtypes replaced, so that its casts to float32 have no effect."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +92,7 @@ class Lift:
         name, params = equation.primitive.name, equation.params
         bodies = [body for body, _ in bodies_in(params)]
 
-        # Bodies of calls, loops and branches are evaluated in their turn.
+        # Evaluate the bodies of calls, loops and branches recursively.
         if (body := called_body(equation)) is not None:
             return self._body(body)(*operands)
         if name == "scan":
@@ -103,12 +103,12 @@ class Lift:
             index, *rest = operands
             return lax.switch(index, [self._body(branch) for branch in params["branches"]], *rest)
 
-        # An operation that touches no replaced dtype stays as it is.
+        # Leave an operation unchanged if it touches no dtype that is replaced.
         inner = (each for b in bodies for each, *_ in equations_in(b, [True] * len(b.invars)))
         if not any(map(self._is_touched, (equation, *inner))):
             return self._bind(equation, operands, params)
 
-        # Any other operation runs in the new dtypes, if it can.
+        # Run any other operation in the new dtypes or, if that is impossible, in its own.
         if name in SCATTERS and SCATTERS[name] is not None:
             keep = ("indices_are_sorted", "unique_indices", "mode")
             options = {key: params[key] for key in keep}
@@ -129,7 +129,7 @@ class Lift:
         return any(str(getattr(v.aval, "dtype", None)) in self._dtypes for v in variables)
 
     def _in_own_dtypes(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
-        """The results of an operation in the dtypes that the program gives it."""
+        """The results of an operation in the original dtypes of the program."""
         if equation.primitive.name not in BIT_PATTERNS:
             self._found.stays.append(f"{equation.primitive.name} at {place_of(equation)}")
         given = [
@@ -151,7 +151,7 @@ class Lift:
         return results if equation.primitive.multiple_results else [results]
 
     def _param(self, value: Any) -> Any:
-        """A parameter of an operation; a dtype is replaced."""
+        """A parameter of an operation, replaced if it is a dtype to replace."""
         is_dtype = isinstance(value, np.dtype | type) and str(np.dtype(value)) in self._dtypes
         return np.dtype(self._dtypes[str(np.dtype(value))]) if is_dtype else value
 
@@ -200,14 +200,14 @@ class PartialLift(Lift):
 
 
 class ArgumentFree(PartialLift):
-    """Computes only what depends on no argument, and collects its real numbers."""
+    """Computes only values that depend on no argument, and collects their real numbers."""
 
     def __init__(self, closed: ClosedJaxpr, dtypes: Mapping[str, str]):
         super().__init__(closed, dtypes, Found())
         self._arrays: list[np.ndarray] = []
 
     def arrays(self) -> list[np.ndarray]:
-        """The distinct numbers of each array."""
+        """The distinct numbers of each array that depends on no argument."""
         self.evaluate([None] * len(self._closed.jaxpr.invars))
         return self._arrays
 
@@ -222,7 +222,7 @@ class ArgumentFree(PartialLift):
 
 
 def _as_many_axes(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
-    """For each array of a scan, whether the body gets all of it rather than a slice."""
+    """For each array of a scan, whether the body takes or returns all of it rather than a slice."""
     return [len(v.aval.shape) == len(a.shape) for v, a in zip(outer, inner, strict=True)]
 
 
@@ -231,9 +231,9 @@ def traced(
 ) -> tuple[ClosedJaxpr, Any]:
     """The function's program and the shapes of its results.
 
-    A model that computes in float32 whatever its weights are may mix dtypes under x64: the carry of
-    `nnx.LSTMCell`, for example, starts in float32 and would continue in float64. Such a model is
-    traced without x64, as its users run it.
+    A model that computes in float32 whatever its weights are may mix dtypes with x64 on: the carry
+    of `nnx.LSTMCell`, for example, starts in float32 and would continue in float64. Such a model is
+    traced with x64 off, as its users run it.
     """
     make = partial(jax.make_jaxpr, return_shape=True)
     try:
@@ -256,7 +256,7 @@ def rewritten(
     found: Found,
     evaluator: Callable[..., Lift] = Lift,
 ) -> Callable[..., Any]:
-    """The function with some dtypes replaced; `found` gets what its program does."""
+    """The function with some dtypes replaced. Facts about its program are added to `found`."""
 
     def run(*args):
         closed, shapes = traced(function, args, found)

@@ -25,22 +25,22 @@ from parity_tests.engine.problem import (
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceWeights:
-    """The reference's weights, which a port is to have."""
+    """The reference's weights, with which a port is compared."""
 
     arrays: Arrays
     """The weights by key, in their own dtypes."""
     owners: Mapping[str, str]
-    """For the key of each floating weight, the first of the keys that share the weight."""
+    """For each key of a floating weight, the first of the keys that share this weight."""
     parameters: Collection[str]
-    """The keys that torch would train."""
+    """The keys of parameters, which torch would train, without buffers."""
     matters: Callable[[Problem, str], bool]
-    """`matters(problem, key)` says whether the result depends on the weight of a key."""
+    """`matters(problem, key)` tells whether the result depends on the weight with this key."""
     is_jax: bool = False
     """Whether the weights belong to a JAX model, under its own names."""
 
 
 def own_weights(model: Any) -> tuple[Arrays, list[str]]:
-    """The weights that a JAX model has, by path, and which of them are trained."""
+    """The weights of a JAX model, by path, and the paths of those that are trained."""
     foreign = foreign_model(model)
     if foreign is not None and foreign.weights is None:
         raise TypeError("twin: it has no weights: give it with them, as (model, weights)")
@@ -53,7 +53,7 @@ def own_weights(model: Any) -> tuple[Arrays, list[str]]:
 
 
 def named_table(names: Iterable[str]) -> Table:
-    """A table in which weights of the same name correspond."""
+    """A weight table that pairs weights of the same name."""
     return [same(name, name) for name in names]
 
 
@@ -64,7 +64,7 @@ def is_trivial(value: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class WeightsOnly:
-    """Weights that take the place of a torch module in a `Problem`."""
+    """Weights that replace the torch module in a `Problem`."""
 
     arrays: Arrays
 
@@ -74,7 +74,10 @@ class WeightsOnly:
 
 
 def evaluating(weights: Any) -> Any:
-    """The weights; an `nnx.Module` without dropout, its norms with their running statistics."""
+    """The weights; an `nnx.Module` is set to evaluation mode.
+
+    Its dropout is then off, and its norms use their running statistics.
+    """
     if not isinstance(weights, nnx.Module):
         return weights
     return nnx.view(weights, deterministic=True, use_running_average=True, raise_if_not_found=False)
@@ -99,7 +102,7 @@ def checked_loaded(weights: Any) -> Any:
 
 
 class TrackedStateDict(Mapping[str, np.ndarray]):
-    """A state_dict that knows which of its arrays have been read."""
+    """A `state_dict` that records which of its arrays have not been read."""
 
     def __init__(self, arrays: dict[str, np.ndarray]):
         self.arrays, self.unread = arrays, dict.fromkeys(arrays)
@@ -118,7 +121,7 @@ class TrackedStateDict(Mapping[str, np.ndarray]):
 
 
 def split(model: Any) -> tuple[Any, Any]:
-    """The weights and statistics of an NNX module, and its rest; any other model is all weights."""
+    """The weights and statistics of an NNX module, and its rest; another model is all weights."""
     if not isinstance(model, nnx.Module):
         return model, None
     graphdef, weights, rest = nnx.split(model, (nnx.Param, nnx.BatchStat, Constant), ...)
@@ -126,12 +129,12 @@ def split(model: Any) -> tuple[Any, Any]:
 
 
 def merged(weights: Any, rest: Any) -> Any:
-    """A new model of the parts that `split` returned."""
+    """A new model from the parts that `split` returned."""
     return weights if rest is None else nnx.merge(rest[0], weights, rest[1], copy=True)
 
 
 def weights_in(model: Any, dtype: str) -> Any:
-    """A copy of the model with floating arrays in a dtype; a module is set to evaluation."""
+    """A copy of the model with floating arrays in a dtype; a module is set to evaluation mode."""
 
     def cast(leaf: Any) -> Any:
         is_number = is_inexact(leaf) or type(leaf) is float

@@ -1,4 +1,4 @@
-"""Run a JAX side with other digits of its constants."""
+"""Run a JAX side whose constants have other digits, such as those that the reference has."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class OtherDigits(Lift):
 
 
 def with_digits(problem: Problem, digits: Digits) -> tuple[Problem, Callable[..., Lift]]:
-    """The problem and the `evaluator` of a `JaxSide` for a float64 run with these digits."""
+    """The problem, and the `evaluator` of a `JaxSide`, for a float64 run with these digits."""
     problem = dataclasses.replace(problem, build=partial(_built, problem, digits))
     return problem, partial(OtherDigits, digits)
 
@@ -41,13 +41,13 @@ def run_with_digits(
     cast_to: Sequence[str],
     platform: str = "cpu",
 ) -> Results:
-    """The results in float64 with other digits of the constants of the program and the model."""
+    """The float64 results if the constants of the program and of the model have these digits."""
     problem, evaluator = with_digits(problem, digits)
     return JaxSide(problem, platform, evaluator=evaluator).run(problem, "float64", oracle, cast_to)
 
 
 def _built(problem: Problem, digits: Digits, state_dict: Arrays, dtype: str) -> tuple[Any, Any]:
-    """What the problem builds, with other digits of the constants that the model holds."""
+    """The results of the problem's `build`, with other digits of the model's constants."""
     weights, rest = problem.build(state_dict, dtype)
 
     def changed(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Turn a JAX port of any framework into a problem."""
+"""Make a problem from a JAX port of any framework."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ from parity_tests.engine.problem import (
 )
 
 Start = Callable[..., Problem]
-"""Makes a `Problem` from the fields of its JAX side; the others are filled in."""
+"""Makes a `Problem` from the fields of its JAX side; the other fields are already filled in."""
 Ported = tuple[Problem, list[str], list[str]]
 """A problem, the faults of its weights, and notes on what cannot be compared."""
 
@@ -61,10 +61,18 @@ def port(
     *,
     has_kwargs: bool = False,
 ) -> Ported:
-    """The problem, the faults of the weights, and notes on what cannot be compared.
+    """The problem of a port, the faults of its weights, and notes on what cannot be compared.
 
-    With `has_kwargs`, the last input is a dict of inputs by name.
+    Args:
+        start: makes the problem from the fields of its JAX side.
+        known: the reference's weights.
+        model: the JAX model.
+        weights: a weight table, the name of a layout, or a loader, as in `compare`.
+        call: how to call the model; by default `model(*inputs)`.
+        has_kwargs: whether the last input is a dict of inputs by name.
+
     """
+    # Refuse a model of an unknown kind, or without numbers.
     foreign, is_nnx = foreign_model(model), isinstance(model, nnx.Module)
     is_function = callable(model) and not isinstance(model, type) and not is_torch_module(model)
     if foreign is None and not is_nnx and not is_function:
@@ -78,7 +86,7 @@ def port(
         raise ValueError("model: expected weights, got a module of nnx.eval_shape, which has none")
     apply = with_kwargs(call or called) if has_kwargs else call or called
 
-    # A model of another framework is run by its adapter.
+    # A model of another framework is run by its adapter; an NNX module is called directly.
     if foreign is not None:
         run = partial(foreign.run, apply)
         if callable(weights):
@@ -106,7 +114,7 @@ def port(
 
 
 def _of_module(start: Start, known: ReferenceWeights, model: nnx.Module, weights: Any) -> Ported:
-    """A module with a table, or with the weights that it has."""
+    """A module with weights from a table, or with its own weights."""
     if callable(weights):
         raise TypeError(
             "weights: a loader makes the weights itself: give it with a function as `model`, "
@@ -119,7 +127,8 @@ def _of_module(start: Start, known: ReferenceWeights, model: nnx.Module, weights
         name = type(model).__name__
         raise TypeError(f"weights: {name} has no layout {weights!r}: give a table (`draft_table`)")
 
-    # `from_torch` lists all keys and shapes that do not fit.
+    # Load the weights: `from_torch` raises an error that lists all keys and shapes that do not fit.
+    # Then export them again: a weight that comes back changed is lost in the port.
     state_dict = floating(all_in_dtype(known.arrays, "float64"))
     try:
         _, table = weight_table(model, weights, state_dict)
@@ -142,7 +151,7 @@ def _of_module(start: Start, known: ReferenceWeights, model: nnx.Module, weights
 
 
 def _of_own_weights(start: Start, known: ReferenceWeights, model: nnx.Module) -> Ported:
-    """A module with the weights that it has, compared by their names if the reference is JAX's."""
+    """A module with its own weights, which are compared by name if the reference is a JAX model."""
     own = own_weights(model)[0] if known.is_jax else {}
     fits = all(key in own and own[key].shape == a.shape for key, a in known.arrays.items())
     if not (known.is_jax and fits):
@@ -172,7 +181,7 @@ def _of_own_weights(start: Start, known: ReferenceWeights, model: nnx.Module) ->
 def _of_table(
     start: Start, model: nnx.Module, table: Table, state_dict: Arrays, owners: Mapping[str, str]
 ) -> tuple[Problem, list[str]]:
-    """A module whose weights a table makes, which is a loader."""
+    """A module whose weights are made by a weight table, which serves as a loader."""
     used = [row for row in table if row.params]
     rows = [traceable(row, [state_dict[key].shape for key in row.keys]) for row in used]
     own, _ = split(model)
@@ -198,8 +207,8 @@ def _of_table(
 def _of_loader(
     start: Start, known: ReferenceWeights, model: Callable[..., Any], loader: Any
 ) -> Ported:
-    """A function with a loader."""
-    # Run the loader once: it must return weights, and each weight that matters must be read.
+    """A function whose weights are made by a loader."""
+    # Run the loader once: it must return weights, and read each weight on which the result depends.
     owners = known.owners
     reads = TrackedStateDict(all_in_dtype(known.arrays, "float32"))
     loaded = loader(reads)
@@ -216,9 +225,10 @@ def _of_loader(
     start = partial(start, call=model)
     problem, notes = _differentiated(start, owners, reads.arrays, load, lambda dtype: None)
 
-    # If the loader does not read a buffer with numbers of its own, such as a sinusoid, JAX must
-    # compute the numbers, and the outputs show whether they are right. For a parameter, or a buffer
-    # of zeros or ones, the outputs may not show it, so ask whether the result depends on it.
+    # If the loader does not read a buffer of computed numbers, such as a sinusoid, JAX must compute
+    # them, too, and the outputs show whether they are right. If it does not read a parameter, or a
+    # buffer of zeros or ones, the outputs may not show the loss, so ask whether the reference's
+    # result depends on it.
     uncertain = [key for key in lost if key in known.parameters or is_trivial(known.arrays[key])]
     matter = [key for key in uncertain if known.matters(problem, key)]
     problem = dataclasses.replace(problem, constants=frozenset({*lost} - {*uncertain}))
@@ -232,10 +242,10 @@ def _differentiated(
     load: Callable[[Mapping[str, Any], Any], Any],
     rest_in: Callable[[str], Any],
 ) -> tuple[Problem, list[str]]:
-    """A problem whose model `load` makes, through which JAX differentiates if it can trace it.
+    """A problem whose model `load` makes. JAX differentiates through `load` if it can trace it.
 
-    `load` gets the arrays by key, and what `rest_in` returns for the dtype. Keys of the same owner
-    are one weight.
+    `load` takes the arrays by key, and the rest of the model, which `rest_in` returns for a dtype.
+    Keys with the same owner share one weight, which is differentiated once.
     """
 
     def by_key(owned: Mapping[str, Any], rest: Any = None) -> dict[str, Any]:
@@ -264,7 +274,11 @@ def _differentiated(
 
 
 def traceable(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:
-    """The row; if JAX cannot trace it and it only moves numbers, a row that JAX can trace."""
+    """The row or, if JAX cannot trace it, an equivalent row that JAX can trace.
+
+    There is an equivalent row only if the row does nothing but move numbers. Otherwise the row is
+    returned unchanged.
+    """
     with contextlib.suppress(Exception):  # NumPy raises various errors for traced arrays
         jax.eval_shape(row.to_jax, *(jax.ShapeDtypeStruct(shape, float) for shape in shapes))
         return row
@@ -274,7 +288,8 @@ def traceable(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:
         parts = zip(np.split(numbers, ends[:-1]), shapes, strict=True)
         return row.to_jax(*(part.reshape(shape) for part, shape in parts))
 
-    # Moving the places of all numbers shows where each number goes, if that is all the row does.
+    # Apply the row to the indices of all numbers. If the row only moves numbers, this shows where
+    # each number goes; random numbers test whether that is so.
     with contextlib.suppress(Exception):
         places, numbers = moved(np.arange(ends[-1])), np.random.default_rng(0).random(ends[-1])
         if all(map(np.array_equal, (numbers[place] for place in places), moved(numbers))):
@@ -287,7 +302,7 @@ def traceable(row: Weight, shapes: Sequence[tuple[int, ...]]) -> Weight:
 
 
 def floating(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The weights that a table names. Integers, such as BatchNorm's counter, are not weights."""
+    """The real and complex arrays. Integers, such as BatchNorm's counter, are not weights."""
     return {key: array for key, array in arrays.items() if is_inexact(array)}
 
 
@@ -297,7 +312,7 @@ def floating_leaves(tree: Any) -> list[Any]:
 
 
 def refuse_other_weights(problem: Problem) -> None:
-    """Refuse a model that was not given the twin's weights, and does not have them."""
+    """Refuse a model that has less than half of the twin's numbers among its weights."""
 
     def numbers(arrays: Iterable[Any]) -> np.ndarray:
         flat = [np.asarray(array).astype(np.complex64).ravel() for array in arrays]

@@ -1,4 +1,4 @@
-"""Torch modules: copies in a dtype, and the weights that have several keys."""
+"""Copy torch modules in a dtype, and find the weights that have several keys."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def tensors(tree: Any, dtype: str) -> Any:
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor, cast to a dtype if it is floating; a complex one to the matching dtype."""
+    """The tensor, cast to a dtype if it is floating; a complex one is cast to a complex dtype."""
     if tensor.is_complex():
         return tensor.to(getattr(torch, COMPLEX[dtype]))
     return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -34,7 +34,7 @@ def in_double(tree: Any) -> Any:
 
 
 def weight_owners(twin: torch.nn.Module) -> dict[str, str]:
-    """For the key of each real or complex weight or buffer, the first of the keys that share it."""
+    """For each key of a real or complex weight or buffer, the first of the keys that share it."""
     first: dict[int, str] = {}
     return {
         key: first.setdefault(id(weight), key)
@@ -53,7 +53,10 @@ def checked_twin(twin: Any) -> torch.nn.Module:
 
 
 def copy_of(twin: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the module, with the tensors that it has computed and holds as attributes."""
+    """A copy of the module, including computed tensors that it holds as attributes.
+
+    Torch cannot copy such tensors, because they belong to a graph, so they are detached.
+    """
     memo = {
         id(value): value.detach().clone()
         for module in twin.modules()
@@ -65,14 +68,14 @@ def copy_of(twin: torch.nn.Module) -> torch.nn.Module:
 
 
 def twin_in(twin: torch.nn.Module, dtype: str) -> torch.nn.Module:
-    """A copy of the module in a dtype, with the tensors that it holds as plain attributes."""
+    """A copy of the module in a dtype, including tensors that it holds as plain attributes."""
     return converted(twin, lambda tensor: cast(tensor, dtype))
 
 
 def converted(
     twin: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.nn.Module:
-    """A copy of the module whose tensors are all converted."""
+    """A copy of the module in which all tensors are converted."""
 
     def attribute(value: Any) -> Any:
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
@@ -84,7 +87,7 @@ def converted(
         copied._apply(convert)
     for module in copied.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            # a script computes with tensors of its own until it is given others
+            # a script keeps its own references to tensors, so each one must be set anew
             for name, weight in [*module.named_parameters(recurse=False)]:
                 weight = torch.nn.Parameter(convert(weight.detach()), weight.requires_grad)
                 setattr(module, name, weight)

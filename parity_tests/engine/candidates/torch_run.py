@@ -25,11 +25,11 @@ from parity_tests.engine.results import (
 Groups = dict[str, dict[str, torch.Tensor]]
 """Tensors by group and name."""
 Prepare = Callable[[torch.nn.Module], object]
-"""Changes the copy of the twin before it runs."""
+"""A function that changes the copy of the twin before the copy runs."""
 
 
 def run_oracle(problem: Problem, prepare: Prepare = lambda twin: None) -> tuple[Results, InFloat64]:
-    """The results of `run_torch` in float64 throughout, and the mode with what it recorded."""
+    """The results of `run_torch` entirely in float64, and the mode with the facts it recorded."""
     try:
         with InFloat64() as mode:
             results = run_torch(problem, "float64", prepare)
@@ -57,7 +57,7 @@ def run_torch_rounded(
     decisions: Sequence[torch.Tensor],
     prepare: Prepare = lambda twin: None,
 ) -> Results:
-    """As `run_torch`, in float64, with each operation's result rounded to a dtype at random."""
+    """The results of `run_torch` in float64, if each operation is rounded to a dtype at random."""
     twin = converted(problem.twin, lambda tensor: cast(cast(tensor, dtype), "float64"))
     prepare(twin)
     with RandomRounding(dtype, seed, decisions):
@@ -67,7 +67,8 @@ def run_torch_rounded(
 def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtype]:
     """The dtypes of the torch side's results, with its own casts, by group and name.
 
-    Empty if torch raises an error because float64 meets an array that the module casts to less.
+    Empty if torch raises an error, because float64 arrays meet arrays that the module casts to a
+    coarser dtype.
     """
     try:
         with torch.no_grad():
@@ -83,7 +84,7 @@ def result_dtypes(problem: Problem, dtype: str) -> dict[tuple[str, str], np.dtyp
 
 
 def changes_result(problem: Problem, key: str) -> bool:
-    """Whether the results of the torch side change if 1 is added to a weight."""
+    """True if the results of the torch side change when 1 is added to a weight."""
 
     def change(twin: torch.nn.Module) -> None:
         twin.state_dict()[key].add_(1)
@@ -92,7 +93,7 @@ def changes_result(problem: Problem, key: str) -> bool:
 
 
 def forward(problem: Problem, prepare: Prepare = lambda twin: None) -> Results:
-    """The torch side's result in float64."""
+    """The torch side's result in float64, without gradients."""
     twin, inputs = twin_in(problem.twin, "float64"), tensors(problem.inputs, "float64")
     with torch.no_grad(), InFloat64():
         prepare(twin)
@@ -117,7 +118,7 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_draws(problem: Problem) -> Iterator[None]:
-    """A context in which each run draws the same random numbers, with a generator of its own."""
+    """A context in which each run draws the same random numbers, from a generator of its own."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(problem.seed)
         yield
@@ -150,7 +151,8 @@ def _run_twin(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Results:
     )
     results.padding = {} if problem.has_padding_gradients else padding_rows(twin)
 
-    # Results that torch cannot differentiate have a cotangent, too, so that both sides draw alike.
+    # Cotangents are drawn even for results that torch cannot differentiate, so that both sides draw
+    # the same numbers.
     floating = [t for t in named_tensors.values() if t.is_floating_point() or t.is_complex()]
     drawn = zip(floating, cotangents(problem.seed, results), strict=True)
     pairs = [(t, torch.tensor(c, dtype=t.dtype)) for t, c in drawn if t.requires_grad]
@@ -173,7 +175,7 @@ def _run_twin(problem: Problem, twin: torch.nn.Module, inputs: Any) -> Results:
 
 
 def padding_rows(twin: torch.nn.Module) -> dict[str, set[int]]:
-    """The rows of embeddings whose gradient torch drops (`padding_idx`), by the weights' names."""
+    """The rows of each embedding whose gradients torch drops (`padding_idx`), by weight name."""
     rows: dict[int, set[int]] = {}
     for module in twin.modules():
         padding = getattr(module, "padding_idx", None)

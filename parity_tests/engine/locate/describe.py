@@ -13,6 +13,7 @@ from parity_tests.engine.traces.trace import FORWARD, Call, Trace
 
 def departure(evidence: Evidence, culprit: Culprit) -> Location:
     """The report of the first departure."""
+    # List the compared calls up to the culprit, except those inside a call that is right.
     direction = evidence.direction
     visits = []
     for call in _compared(evidence):
@@ -39,7 +40,7 @@ def departure(evidence: Evidence, culprit: Culprit) -> Location:
 
 
 def nothing_departs(evidence: Evidence, *, is_forward: bool) -> Location:
-    """The report if all numbers that were compared agree: perhaps a dtype differs."""
+    """The report if all numbers that were compared agree: a dtype may still differ."""
     reference, pairs = evidence.reference, evidence.pairs
     visits = []
     for call in _compared(evidence):
@@ -94,7 +95,7 @@ def _hyperparameters(evidence: Evidence, culprit: Call | None) -> Iterator[str]:
 
 
 def _title(trace: Trace, call: Call) -> str:
-    """The name of a call's submodule, and which of its calls it is if it has several."""
+    """The name of a call's submodule, with the call's number if the submodule has several calls."""
     if not call.name:
         return "the module itself"
     calls = [each for each in trace.calls if each.name == call.name]

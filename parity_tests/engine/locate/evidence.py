@@ -14,13 +14,13 @@ MATCHED, DEPARTS, UNKNOWN = "matched", "departs", "unknown"
 
 
 def wanted_values(trace: Trace) -> dict[bytes, Wanted]:
-    """The arrays of a reference that are looked for among JAX's, each once."""
+    """The arrays of a reference to look for among JAX's, without duplicates."""
     wanted: dict[bytes, Wanted] = {}
     for direction in (FORWARD, BACKWARD):
         for slot in (direction.taken, direction.given):
             for call in trace.calls:
                 for label, array in telling(call, slot).items():
-                    # only the sum of the gradients of all who use an output is the output's
+                    # each use of an output gives it a part of its gradient; only the sum counts
                     is_total = slot == BACKWARD.taken
                     each = wanted.setdefault(identity(call, slot, label), Wanted(array, is_total))
                     each.is_total &= is_total
@@ -28,12 +28,12 @@ def wanted_values(trace: Trace) -> dict[bytes, Wanted]:
 
 
 def telling(call: Call, slot: str) -> Arrays:
-    """The arrays of a slot that JAX can only have by computing the same."""
+    """The arrays of a slot that JAX cannot have by chance, but only if it computes the same."""
     return {label: array for label, array in call.slots[slot].items() if is_telling(array)}
 
 
 def is_weight(label: str) -> bool:
-    """True for the gradient of a weight among what a call gives."""
+    """True if the label of an array that a call gives marks the gradient of a weight."""
     return label.startswith("weight ")
 
 
@@ -45,8 +45,9 @@ def numbers(call: Call, slot: str) -> set[bytes]:
 class Evidence:
     """The states of all arrays of torch's calls in one direction.
 
-    An array is matched if JAX's counterpart of the call has it, or if it occurs anywhere among what
-    JAX computes. It departs if the counterpart has another array in its place.
+    An array is matched if JAX's counterpart of the call has it, or if it occurs anywhere among the
+    arrays that JAX computes. It departs if the counterpart has another array in its place.
+    Otherwise its state is unknown. `least` is the error up to which arrays always agree.
     """
 
     def __init__(
@@ -82,19 +83,19 @@ class Evidence:
         self._search(wanted)
 
     def state(self, call: Call, slot: str) -> str:
-        """The state of all arrays of a slot.
+        """The state of all arrays of a slot together.
 
-        If a call has no counterpart, not every array that it gives must be matched: only the first
-        one, and those that another call takes or that have a gradient. If JAX computes a layer's
-        attention weights somewhere, for example, that says nothing about the layer's output. An
-        input gradient that is only a part of a sum need not be matched if the gradients of the
-        weights are.
+        If a call has no counterpart, the arrays that it gives count as matched if the first one is
+        matched, and each one that another call takes or that has a gradient. Fewer matches would
+        prove too little: if JAX computes a layer's attention weights somewhere, for example, that
+        says nothing about the layer's output. An input gradient that is only a part of a sum need
+        not be matched if the gradients of the weights are.
         """
         states = self.states[call, slot]
         if DEPARTS in states.values():
             return DEPARTS
         tells = self.tells(call, slot)
-        lacks_first = tells and states[tells[0]] == UNKNOWN  # its counterpart has other results
+        lacks_first = tells and states[tells[0]] == UNKNOWN  # the counterpart returns other arrays
         if slot == self.direction.given and (call not in self.compared or lacks_first):
             used = [label for label in tells if self._is_used(call, slot, label)]
             if self.direction is FORWARD or not used:
@@ -104,7 +105,7 @@ class Evidence:
         return MATCHED if MATCHED in states.values() else UNKNOWN
 
     def is_right(self, call: Call) -> bool:
-        """True if JAX computes what the call gives."""
+        """True if JAX computes the arrays that the call gives."""
         return self.state(call, self.direction.given) == MATCHED
 
     def tells(self, call: Call, slot: str) -> list[str]:
@@ -124,7 +125,7 @@ class Evidence:
         return error <= self.reference.bound(call, slot, label, error, self.least)
 
     def _compare(self, call: Call, slot: str) -> None:
-        """Compare what a call takes or gives with the same of its counterpart."""
+        """Compare the arrays in a slot of a call with those of its counterpart."""
         expected, calls = call.slots[slot], self.pairs.get(call, [])
         if len({each.name for each in calls}) > 1:
             self._compare_parts(call, slot)
@@ -142,7 +143,7 @@ class Evidence:
             self._judge(call, slot, label, found, bound)
 
     def _compare_parts(self, call: Call, slot: str) -> None:
-        """Look for the features in several modules, into which a port splits a joint projection."""
+        """Look for a call's features in several JAX modules: ports may split a joint projection."""
         for label, array in call.slots[slot].items() if slot != BACKWARD.given else ():
             search = Search([Wanted(array)])
             for part in (part for each in self.pairs[call] for part in each.slots[slot].values()):
@@ -157,7 +158,12 @@ class Evidence:
         self.states[call, slot][label] = MATCHED if found.error <= bound else DEPARTS
 
     def _note_stopped(self, call: Call) -> None:
-        """Note if JAX stops a gradient that torch does not: after a module, in it or before it."""
+        """Note if JAX stops a gradient that torch does not: after a module, in it or before it.
+
+        If the output gradients reach JAX's module, or if that is unknown, the gradient is stopped
+        in or before the module. Otherwise it is stopped after the module, so what the call takes
+        departs.
+        """
         counterpart = self.pairs[call][0].slots
         is_tap = not counterpart["inputs"]
         if is_tap or not call.slots[BACKWARD.given] or counterpart[BACKWARD.given]:
@@ -168,10 +174,10 @@ class Evidence:
             self.states[call, BACKWARD.taken] = dict.fromkeys(call.slots[BACKWARD.taken], DEPARTS)
 
     def _compare_weight_gradients(self) -> None:
-        """Compare the gradients of weights, which a call gives beside those of its inputs.
+        """Compare the gradients of weights, which a call gives in addition to those of its inputs.
 
-        In float64, where rounding explains nothing, a gradient that departs counts as departing in
-        all enclosing calls, too.
+        In float64, where rounding explains nothing, a gradient that departs also counts as
+        departing in all enclosing calls.
         """
         actual = self.jax_trace.results.get("weight gradients", {})
         expected = self.trace.results.get("weight gradients", {})
@@ -190,11 +196,12 @@ class Evidence:
                     self.states[giver, given][f"weight {key}"] = MATCHED if is_matched else DEPARTS
 
     def _search(self, wanted: dict[bytes, Wanted]) -> None:
-        """Match every array that is still unknown if JAX computes it anywhere.
+        """Match each array whose state is still unknown if JAX computes it anywhere.
 
-        The same holds for the output of a layer whose counterpart gives something else, if the
-        layer takes what is right: JAX's module may include an activation that torch's does not.
+        The output of a layer whose counterpart gives another array is matched in the same way, if
+        the layer takes right arrays: JAX's module may include an activation that torch's does not.
         """
+        # An array may occur in several places: a match in one of them is a match in all.
         places = [
             (call, slot, label, identity(call, slot, label))
             for call in self.trace.calls

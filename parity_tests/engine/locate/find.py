@@ -1,4 +1,8 @@
-"""Run both sides call by call, compare the calls, and say which departs first."""
+"""Find the submodule in which two sides first depart.
+
+Both sides run, and each call of a submodule is recorded. The calls are paired and compared. The
+culprit is the call that computes wrong arrays from right ones (`rule.py`).
+"""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -28,7 +32,7 @@ from parity_tests.engine.traces.trace import BACKWARD, FORWARD, Trace
 def checked_names(
     names: Mapping[str, str], submodules: Collection[str] | None, model: Any
 ) -> Mapping[str, str]:
-    """The JAX paths of the reference's submodules, checked as far as the submodules are known.
+    """Check that `names` pairs existing submodules, on each side whose submodules are known.
 
     Raises:
         TypeError: `names` is not a mapping.
@@ -56,14 +60,14 @@ def find_departure(
     *,
     is_forward: bool = False,
 ) -> Location:
-    """Run the JAX side call by call, and compare it with the trace of the reference.
+    """Run the JAX side call by call, and compare its calls with those of the reference.
 
-    `names` has the JAX paths of the reference's submodules that are not paired otherwise. An error
-    up to `bound` counts as agreement. With `is_forward`, the results already depart, so only the
-    forward pass is searched.
+    `names` gives the JAX paths of the reference's submodules that are not paired automatically. An
+    error up to `bound` counts as agreement. With `is_forward`, only the forward pass is searched,
+    because its results already differ.
     """
-    # Run JAX once: each call of its modules is recorded, and torch's arrays are looked for among
-    # all that it computes.
+    # Run JAX once. This records each call of a JAX module, and searches for torch's arrays among
+    # all arrays that JAX computes.
     results, whole = reference.trace.results, reference.trace.whole
     wanted = wanted_values(reference.trace)
     search = Search([*wanted.values()])
@@ -82,7 +86,8 @@ def find_departure(
     pairs = paired(reference.trace.calls, jax_trace.calls, names, least)
     pairs[whole] = [jax_trace.whole]
 
-    # Forward, and if all results agree, backward, apply the rule to what the search found.
+    # Apply the rule to the forward pass and, if all its results agree, to the backward pass. Start
+    # in the call of the whole module, if the run consists of this call alone.
     for direction in (FORWARD,) if is_forward else (FORWARD, BACKWARD):
         evidence = Evidence(reference, jax_trace, pairs, wanted, least, direction)
         if not {*evidence.states[whole, direction.given].values()} <= {MATCHED}:

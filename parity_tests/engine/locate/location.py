@@ -9,8 +9,9 @@ import numpy as np
 class Visit:
     """A call of a torch submodule, its JAX counterpart, and how far JAX's arrays are off.
 
-    Backward, the input is the output's gradient, and the output is all that the call gives.
-    Errors are relative to the float64 torch submodule; None where nothing was compared.
+    In the backward pass, the input error is that of the gradients of the outputs, and the output
+    error is that of the gradients of the inputs and weights. Errors are relative to the float64
+    torch submodule, and None if nothing was compared.
     """
 
     torch_name: str
@@ -28,8 +29,8 @@ class Location:
     dtype: str
     visits: tuple[Visit, ...]
     culprit: str | None
-    """The torch name of the submodule whose own code departs; "" is the whole module, None where
-    nothing departs or what departs is in no submodule that could be compared."""
+    """The torch name of the submodule whose own code departs; "" is the whole module. None if
+    nothing departs, or if it is unknown which submodule does."""
     verdict: str
     """The last line of the report: the culprit, forward or backward, or why there is none."""
     remarks: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from parity_tests.engine.problem import Arrays
 from parity_tests.engine.traces.trace import Call
 
 Pairs = dict[Call, list[Call]]
-"""JAX's calls by torch call; several if, for example, JAX calls a module once per step."""
+"""JAX's calls for each torch call: several if, for example, JAX calls a module at each step."""
 
 
 def paired(
@@ -18,8 +18,8 @@ def paired(
 ) -> Pairs:
     """Pair the calls that `names` pairs, that hold the same weights, or that have the same name.
 
-    Calls that are left in two paired calls are paired if they have the same last name, or if one is
-    left on each side and both take the same numbers up to the bound.
+    The remaining calls inside two paired calls are paired if the last parts of their names are the
+    same, or if only one remains on each side and both take the same numbers up to the bound.
     """
     pairing = _Pairing(reference, jax_calls, bound)
     pairing.by(lambda call: names.get(call.name), lambda call: call.name)
@@ -39,10 +39,14 @@ class _Pairing:
         self.reference, self.jax_calls, self.bound = reference, jax_calls, bound
         self.pairs: Pairs = {}
         self.taken: dict[Call, Call] = {}
-        """The torch call of each of JAX's that is paired."""
+        """The torch call of each paired JAX call."""
 
     def add(self, reference: list[Call], jax_calls: list[Call]) -> None:
-        """Pair the calls in order if they are as many; or all of JAX's with torch's only one."""
+        """Pair the calls in order if both sides have equally many, or pair one with all of JAX's.
+
+        If JAX has more calls, those whose sizes do not fit are ignored if that makes the numbers
+        equal.
+        """
         fitting = jax_calls
         if len(reference) < len(jax_calls):
             fitting = [c for c in jax_calls if any(_sizes_agree(r, c) == 2 for r in reference)]
@@ -61,7 +65,7 @@ class _Pairing:
         jax_key: Callable[[Call], Hashable] | None = None,
         fits: Callable[[list[Call], list[Call]], bool] = lambda calls, others: True,
     ) -> None:
-        """Pair the calls that have the same key; None is no key."""
+        """Pair the calls that have the same key; a call whose key is None is left out."""
         others = self._groups(self.jax_calls, jax_key or key)
         for value, group in self._groups(self.reference, key).items():
             if fits(group, others.get(value, [])):
@@ -70,7 +74,7 @@ class _Pairing:
     def _groups(
         self, calls: list[Call], key: Callable[[Call], Hashable]
     ) -> dict[Hashable, list[Call]]:
-        """The calls of a side that are not paired, by their key."""
+        """The calls of a side that are not paired yet, by their key."""
         groups: dict[Hashable, list[Call]] = {}
         for call in calls:
             value = key(call)
@@ -79,7 +83,11 @@ class _Pairing:
         return groups
 
     def by_weights(self) -> None:
-        """Pair the calls that hold the same weights; of nested calls, the most similar ones."""
+        """Pair the calls that hold the same weights.
+
+        A module and its only submodule hold the same weights, too. Of such nested calls, those that
+        are most alike are paired.
+        """
         found, jax_found = (
             self._groups(calls, lambda call: call.weights or None)
             for calls in (self.reference, self.jax_calls)
@@ -99,7 +107,7 @@ class _Pairing:
                     self.add([call], [jax_call])
 
     def _likeness(self, calls: Iterable[Call], others: Iterable[Call]) -> tuple[int, int, int]:
-        """How many sizes, numbers and names the calls share, the most important first."""
+        """The number of sizes, arrays and names that the calls share, the most important first."""
         pairs = [*zip(calls, others, strict=True)]
         slots = "inputs", "outputs"
         return (
@@ -117,7 +125,10 @@ class _Pairing:
         return found is not None and found.error <= self.bound
 
     def place(self, call: Call) -> Call | None:
-        """Torch's innermost paired call around a call of either side; None if JAX has several."""
+        """The innermost paired call around a call of either side, as a torch call.
+
+        None if that call is paired with several JAX calls.
+        """
         around = next((o for o in call.ancestors if o in self.pairs or o in self.taken), call)
         around = self.taken.get(around, around)
         return around if len(self.pairs.get(around, ())) == 1 else None
@@ -128,18 +139,18 @@ class _Pairing:
         return (place, name) if place is not None and name else None
 
     def are_same(self, calls: list[Call], others: list[Call]) -> bool:
-        """True for one call on each side, if both take the same."""
+        """True if there is one call on each side and both take the same first input."""
         return len(calls) == len(others) == 1 and self._is_same(calls[0], others[0], "inputs")
 
 
 def _nests(calls: list[Call]) -> list[list[Call]]:
-    """Each call that is in none of the others, followed by those in it."""
+    """Groups of nested calls: each outermost call, followed by the calls inside it."""
     outer = [call for call in calls if not {*calls} & {*call.ancestors}]
     return [[call for call in calls if each in (call, *call.ancestors)] for each in outer]
 
 
 def _sizes_agree(call: Call, jax_call: Call) -> int:
-    """For how many of inputs and outputs both have an array of one size, or none."""
+    """In how many slots, inputs and outputs, both calls have an array of the same size, or none."""
     sizes = (
         [{a.size for a in c.slots[slot].values()} for c in (call, jax_call)]
         for slot in ("inputs", "outputs")
@@ -161,7 +172,7 @@ def counterparts(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """JAX's array for each of torch's labels: by label and shape, then by shape, then by size.
 
-    The arrays of several calls are stacked along a new axis.
+    If torch's call is paired with several calls, their arrays are stacked along a new axis.
     """
     wanted, left = dict(expected), dict(calls[0].slots[slot])
     if len(calls) > 1:

@@ -1,7 +1,7 @@
-"""Finds arrays of the torch side among all that the JAX side computes, whatever their names.
+"""Find arrays of the torch side among all arrays that the JAX side computes, whatever their names.
 
-This compares a function without modules with a torch module's submodules, and also the parts of a
-module that have no counterpart of their own.
+This makes it possible to compare a JAX function without modules with the submodules of a torch
+module, and to compare submodules that have no counterpart.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from parity_tests.engine.locate.values import closest_error
 
 
 class Watch(Lift):
-    """Evaluates a program and tells its floating arrays, but none that no result depends on."""
+    """Evaluates a program, and passes each floating array that a result depends on to `tell`."""
 
     def __init__(self, tell: Callable[..., None], closed: ClosedJaxpr, *args: Any):
         needed, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
@@ -40,7 +40,7 @@ class Watch(Lift):
                 self._tell(np.asarray(x), is_summand=variable in self._summands)
 
     def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        # A variable that is only added to others is a part of a sum of gradients.
+        # A variable that is only ever added to others is a summand of a gradient, not the gradient.
         uses = [(each.primitive.name == "add_any", each.invars) for each in jaxpr.eqns]
         uses.append((False, jaxpr.outvars))
         added, others = (
@@ -59,19 +59,19 @@ class Watch(Lift):
 
 @dataclasses.dataclass(eq=False)
 class Wanted:
-    """An array that is looked for, and how far the closest of JAX's arrays is off."""
+    """An array to look for, and the error of the closest of JAX's arrays so far."""
 
     array: np.ndarray
     is_total: bool = False
-    """True if only the sum of a gradient's parts counts, not one of the parts."""
+    """True if only the sum of a gradient's summands counts as a match, and no single summand."""
     error: float = np.inf
 
 
 class Search:
-    """Looks at JAX's arrays as they come by, and keeps none of them.
+    """Compares JAX's arrays with the wanted ones while JAX computes them, without keeping any.
 
-    An array is found as a whole, up to the order of its axes and repeated slices, or feature by
-    feature: JAX may have one array where torch has several, or several where torch has one.
+    A wanted array is found as a whole, up to the order of its axes and repeated slices, or feature
+    by feature: JAX may have one array where torch has several, or several where torch has one.
     """
 
     def __init__(self, wanted: Sequence[Wanted]):
@@ -98,7 +98,8 @@ class Search:
         if not np.isfinite(norm):
             return
         for wanted, form, its_norm in candidates:
-            # the norms of two arrays differ by no more than the arrays
+            # Two norms differ by at most the norm of the difference, so skip arrays that cannot be
+            # closer than the closest one so far.
             if abs(norm - its_norm) < wanted.error * its_norm and not (
                 is_summand and wanted.is_total
             ):
@@ -116,14 +117,14 @@ class Search:
             for wanted in self._by_rows[rows]:
                 by_width.setdefault(wanted.array.shape[-1], []).append(wanted)
             for width, several in by_width.items():
-                # the same number of features in another order is another array
+                # an array with equally many features counts only as a whole: their order matters
                 others = order[widths[order] != width]
                 for wanted in several if others.size and width > 1 else ():
                     wanted.error = min(wanted.error, _apart(wanted.array, numbers[others]))
 
 
 def _apart(array: np.ndarray, numbers: np.ndarray) -> float:
-    """How far an array's features are from the closest of these sorted numbers."""
+    """The relative distance of an array's projected features from the closest of sorted numbers."""
     features = _projected(array)
     after = np.searchsorted(np.real(numbers), np.real(features))
     near = [numbers[np.clip(after + i, 0, numbers.size - 1)] for i in (-1, 0)]
@@ -136,14 +137,14 @@ def _rows(x: np.ndarray) -> int:
 
 
 def _projected(x: np.ndarray) -> np.ndarray:
-    """A complex number for each feature, which identifies the feature."""
+    """A random projection of each feature to a complex number, which identifies the feature."""
     rng = np.random.default_rng(0)
     real, imaginary = rng.standard_normal((2, _rows(x))) @ x.reshape(-1, x.shape[-1])
     return real + 1j * imaginary
 
 
 def without_repeats(x: np.ndarray) -> np.ndarray:
-    """One of several equal slices of an axis, and of equal halves or pairs of the last axis.
+    """The array without the repetitions of equal slices, and of equal halves or pairs of features.
 
     A rotary embedding's cosines, for example, are equal for all rows and for both halves of a head.
     """

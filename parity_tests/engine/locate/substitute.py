@@ -1,7 +1,8 @@
-"""The substitution test: does JAX apply a torch layer to something else than torch does?
+"""The substitution test: does JAX apply a layer to another input than torch does?
 
-If a layer and the code around it are both suspects, the torch layer is run on what JAX computes. If
-JAX has the result, too, JAX's layer is right, and the code around it gave it another input.
+If a layer and the code around it are both suspects, the torch layer is run on the arrays that JAX
+computes. If JAX also computes the result, then JAX's layer is right, and the code around the layer
+gave it another input.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +27,11 @@ class Substitution:
         self.is_possible = self.reference.run_again is not None
 
     def computes_of_another(self, calls: Sequence[Call]) -> dict[Call, bool]:
-        """For each call, whether JAX computes it from an array that torch's call does not take.
+        """For each call, whether JAX computes it from another array than torch does.
 
-        Calls for which this says nothing are left out. Forward, these are calls without weights and
-        calls of a module that is called several times, because JAX may compute them elsewhere.
+        Calls for which the test would prove nothing are left out. In the forward pass, these are
+        calls without weights and calls of a module that is called several times, because JAX may
+        compute them elsewhere.
         """
         asked = {call: self._taken(call) for call in calls if self._is_conclusive(call)}
         if not asked or (run_again := self.reference.run_again) is None:
@@ -45,7 +47,8 @@ class Substitution:
 
         self._run_jax(keep)
 
-        # Run each call on each of them, and look for the results that no call of torch's has.
+        # Run each call on each of these arrays. If JAX has a result that no call of torch's has, it
+        # applies the call to another array.
         results: list[tuple[Call, str, Wanted]] = []
         for call, taken in asked.items():
             for labels, array in taken:
@@ -62,6 +65,8 @@ class Substitution:
                     if label in telling(call, self.direction.given)
                     and not (result.size == other.size and (result.ravel() == other.ravel()).all())
                 ]
+
+        # Leave out results that a call of torch's has, and look for the others among JAX's arrays.
         of_torch = Search([Wanted(each.array) for *_, each in results])
         for call in self.calls:
             for slot in (self.direction.taken, self.direction.given):
@@ -77,7 +82,7 @@ class Substitution:
         return {call: call in found for call in asked}
 
     def _is_same(self, call: Call, label: str, error: float) -> bool:
-        """True if rounding explains how far a result is from an array."""
+        """True if rounding explains the error of a result."""
         return self.evidence.is_within(call, self.direction.given, label, error)
 
     def _is_conclusive(self, call: Call) -> bool:

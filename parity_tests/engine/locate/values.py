@@ -28,13 +28,14 @@ def difference(
 ) -> Difference | None:
     """The error relative to the expected array; None if the kinds of numbers differ.
 
-    The axes are compared in their own order, unless only another order is within the bound. An
-    array that is all rounding beside numbers of the size `largest` counts as zero.
+    The axes are compared in their own order, unless only another order is within the bound. If the
+    expected array is only rounding beside numbers of the size `largest`, the error is relative to
+    `largest`.
     """
     if not {actual.dtype.kind, expected.dtype.kind} <= {*NUMBERS}:
         return None
     if (actual.dtype == bool) != (expected.dtype == bool):
-        # a boolean mask may say what to keep or what to hide, and an additive mask says the same
+        # a boolean mask may mark what to keep or what to hide; an additive mask is equivalent to it
         masks = [x if x.dtype == bool else mask_of(x) for x in (actual, expected)]
         if masks[0] is None or masks[1] is None:
             return None
@@ -54,9 +55,10 @@ def difference(
 
 
 def mask_of(x: np.ndarray) -> np.ndarray | None:
-    """The places that a mask keeps; None if the array is no mask.
+    """The places that a mask keeps; None if the array is not a mask.
 
-    A mask has ones and zeros, or zeros and numbers whose exponential is zero, which hide.
+    A mask consists of ones, which keep, and zeros, which hide; or, if it is additive, of zeros,
+    which keep, and numbers whose exponential is zero, which hide.
     """
     if ((x == 0) | (x == 1)).all():
         return x == 1
@@ -65,7 +67,7 @@ def mask_of(x: np.ndarray) -> np.ndarray | None:
 
 
 def plain(x: np.ndarray) -> np.ndarray:
-    """The numbers in float64 or int64; all additive masks that hide the same are equal."""
+    """The numbers in float64 or int64; additive masks that hide the same places become equal."""
     if x.dtype.kind in "biu":
         return x.astype(np.int64)
     if x.dtype.kind == "c":
@@ -109,7 +111,7 @@ def closest_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _moves(order: tuple[int, ...]) -> int:
-    """How many pairs of axes have changed their order; few if only the channels move."""
+    """The number of pairs of axes whose order is changed; small if only the channels move."""
     return sum(a > b for a, b in itertools.combinations(order, 2))
 
 
@@ -125,7 +127,7 @@ def _error(actual: np.ndarray, expected: np.ndarray, largest: float) -> float:
 
 
 def identity(call: Call, slot: str, label: str) -> bytes:
-    """Identifies an array by its numbers, whatever its shape; a constant array by its place."""
+    """Identifies an array by its numbers, whatever its shape, or by its place if it is constant."""
     if (slot, label) not in call.identities:
         array = call.slots[slot][label]
         found = repr((call.index, slot, label)).encode()
@@ -137,7 +139,10 @@ def identity(call: Call, slot: str, label: str) -> bytes:
 
 
 def is_constant(array: np.ndarray) -> bool:
-    """True if the array repeats one number. A computed scalar, such as a loss, does not count."""
+    """True if the array repeats one number, or is a scalar that float16 represents exactly.
+
+    A computed scalar, such as a loss, does not count, because it has more digits.
+    """
     if array.size == 1 and array.dtype.kind == "f" and np.isfinite(array).all():
         with np.errstate(over="ignore"):
             return bool(array.flat[0] == array.flat[0].astype(np.float16))
@@ -145,5 +150,8 @@ def is_constant(array: np.ndarray) -> bool:
 
 
 def is_telling(array: np.ndarray) -> bool:
-    """True if only this computation gives the numbers; a mask need not be an array in JAX."""
+    """True if JAX can hardly have the numbers without the same computation.
+
+    Integers, constants and masks do not count. A mask need not even be an array in JAX.
+    """
     return array.dtype.kind == "f" and not is_constant(array) and mask_of(array) is None

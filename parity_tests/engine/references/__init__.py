@@ -1,1 +1,1 @@
-"""The references for a candidate: a torch module, a JAX model, or a recorded file."""
+"""The references that a candidate is measured against: a torch module, a JAX model, or a record."""

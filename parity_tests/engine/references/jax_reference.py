@@ -1,4 +1,4 @@
-"""A JAX model, run on the CPU, as the reference for another JAX model."""
+"""Use a JAX model, which runs on the CPU, as the reference for another JAX model."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ SIDES = ("reference", "model")
 
 
 class JaxReference(Reference):
-    """A model of NNX or another framework, or a function, run on the CPU as the reference."""
+    """A model of NNX or another framework, or a function, which runs on the CPU."""
 
     sides = SIDES
 
@@ -59,7 +59,7 @@ class JaxReference(Reference):
             self.submodules = [path for path, _ in nnx_modules(model)]
 
     def _as_port(self, problem: Problem) -> Problem:
-        """The problem whose JAX side is the reference itself."""
+        """A problem whose JAX side is the reference itself, so that `JaxSide` can run it."""
         fields = ("twin", "call_twin", "inputs", "dtypes", "seed", "logits")
         start = partial(Problem, **{field: getattr(problem, field) for field in fields})
         model, call = self._model, problem.call_twin
@@ -159,7 +159,7 @@ class JaxReference(Reference):
                 yield run(noise=seed)
 
         def moved() -> Iterator[Trace]:
-            if self._moves:  # twice as far as JAX's digits, which are then within
+            if self._moves:  # twice as far as to JAX's digits, so that these are within the bound
                 twice = digits_of(self.constants.values(), [2 * move for move in self._moves])
                 problem, evaluator = with_digits(self.problem, twice)
                 yield traced_jax(problem, "float64", self.oracle, self.cast_to, evaluator=evaluator)
@@ -175,10 +175,10 @@ class JaxReference(Reference):
 
     @functools.cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
-        """The constants of the model's float64 run, numbered."""
+        """The constants of the model's float64 run, with numbers for names."""
         return numbered(self._side.constants_of(self.problem))
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by 1 + its move."""
+        """The float64 results if each constant is scaled by 1 + its move."""
         self._moves, digits = moves, digits_of(self.constants.values(), moves)
         return run_with_digits(self.problem, digits, self.oracle, self.cast_to)

@@ -1,4 +1,4 @@
-"""Open the reference that a user names."""
+"""Open the reference that a user gives."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ def open_reference(twin: Any) -> Iterator[Reference]:
 
 
 def refuse_onnx(twin: Any) -> None:
-    """Refuse a model of ONNX, or the path of one. Imports no onnx."""
+    """Refuse an ONNX model, or the path of one. This function does not import onnx."""
     onnx = sys.modules.get("onnx")
     is_path = isinstance(twin, str | os.PathLike) and os.fspath(twin).endswith(".onnx")
     if is_path or (onnx is not None and isinstance(twin, onnx.ModelProto)):

@@ -1,4 +1,4 @@
-"""Write and read arrays with facts in a safetensors file; damaged files are refused."""
+"""Write and read arrays with JSON metadata in a safetensors file. Damaged files are refused."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ from parity_tests.engine.problem import Arrays, is_flag
 from twinscan.files import whole
 
 KEY, CHECKSUM = "twinscan", "twinscan.checksum"
-"""The keys of the file's metadata: the facts, and a checksum of facts and arrays."""
+"""The keys of the file's metadata: the facts as JSON, and a checksum of facts and arrays."""
 SCHEMA = 3
 PLAIN = {np.dtype(name) for name in ("float64", "float32", "float16", "int64", "int32", "bool")}
-"""The dtypes that safetensors stores as they are; other arrays are stored as their bytes."""
+"""The dtypes that safetensors stores directly; arrays of other dtypes are stored as bytes."""
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-    """Write a file, whole or not at all; JSON must be able to hold `facts`.
+    """Write a file completely or not at all. `facts` must be values that JSON can hold.
 
     Equal arrays are stored once.
     """
@@ -48,7 +48,13 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
 
 
 def read(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    """The arrays and the facts of a file."""
+    """The arrays and the facts of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is damaged, is not a record, or has another schema.
+
+    """
     path.open("rb").close()
     try:
         with safe_open(os.fspath(path), framework="numpy") as file:
@@ -86,7 +92,7 @@ def _checksum(arrays: Mapping[str, np.ndarray], head: str) -> str:
 
 
 def packed(tree: Any, arrays: list[np.ndarray]) -> Any:
-    """A tree of arrays and flags as JSON, its arrays added to the list."""
+    """A tree of arrays and flags as JSON. Its arrays are appended to the list."""
     if tree is None or is_flag(tree):
         return {"flag": tree}
     if isinstance(tree, np.ndarray):
@@ -102,7 +108,7 @@ def packed(tree: Any, arrays: list[np.ndarray]) -> Any:
 
 
 def unpacked(node: Any, arrays: list[np.ndarray]) -> Any:
-    """The tree that `packed` was given."""
+    """The tree that `packed` was given, with arrays from the list."""
     ((kind, value),) = node.items()
     if kind == "flag":
         return value

@@ -1,4 +1,4 @@
-"""A recorded file as the reference."""
+"""Use a file that `record` wrote as the reference."""
 
 import math
 import os
@@ -65,7 +65,7 @@ class RecordedReference(Reference):
         call_twin: Any = None,
         logits: str | bool = False,
     ) -> partial[Problem]:
-        """The inputs, dtypes and seed of the record; others are refused."""
+        """Check a user's arguments: inputs, dtypes and seed other than the record's are refused."""
         recorded, own_seed = self._facts["dtypes"], self._facts["seed"]
         dtypes = recorded if dtypes is None else dtypes
         start = super().start(inputs, kwargs, dtypes, seed, call_twin, logits)
@@ -81,10 +81,10 @@ class RecordedReference(Reference):
         return partial(start, inputs=self._inputs, seed=own_seed)
 
     def run(self, problem: Problem, say: Say = silent) -> Self:
-        """Nothing runs, but the record must have what the problem asks for."""
+        """Take the results from the record, which must have those that the problem asks for."""
         self.problem, constants = problem, self._facts["constants"][bool(problem.constants)]
         self.constant_count = constants["count"]
-        # An older record knows neither the names of its constants nor how much depends on them.
+        # An older record has neither the names of its constants nor how far results depend on them.
         self.constant_names = constants.get("names", ())
         without_limit = {
             group: dict.fromkeys(named, math.inf) for group, named in self.oracle.items()
@@ -117,15 +117,15 @@ class RecordedReference(Reference):
         return recorded_calls(calls, self._arrays, self.oracle, owners, dtype)
 
     def moved_results(self, moves: Any, unknown: Any, expected: Results) -> ErrorsByGroup:
-        """How far the results move with all constants.
+        """How far the results move if all constants change by as much as their rounding.
 
-        An older record does not say, so infinitely far.
+        An older record lacks these numbers, so infinity is assumed.
         """
         return self._moved if self.constant_count else {}
 
 
 def are_equal(given: Sequence[Any], recorded: Sequence[Any]) -> bool:
-    """True if both are the same tree of the same numbers."""
+    """True if both have the same tree structure, leaf types and numbers."""
     return jax.tree.structure(given) == jax.tree.structure(recorded) and all(
         type(a) is type(b) and np.array_equal(a, b, equal_nan=isinstance(a, np.ndarray))
         for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(recorded), strict=True)

@@ -36,8 +36,9 @@ def record(
 ) -> None:
     """Run the reference alone, and write a file for `compare(path, model)`.
 
-    The file has the weights, the inputs, results and gradients in float64, and the reference's own
-    error in each dtype. It is written completely or not at all. Comparing with it needs no torch.
+    The file contains the weights, the inputs, the results and gradients in float64, and the
+    reference's own error in each dtype. It is written completely or not at all. A comparison with
+    the file does not need torch.
 
     Args:
         twin: a torch module, a `torch.jit.ScriptModule`, or a JAX model, as in `compare`.
@@ -48,15 +49,16 @@ def record(
         dtypes: the dtypes that a comparison may use.
         seed: the seed of the random cotangents.
         logits: as in `compare`; the file then also has the errors of the reference's logits.
-        activations: whether to store what each submodule takes and returns in float64, the
-            gradients, and how far rounding moves all of these. `compare(path, model, locate=True)`
-            needs them. File size, memory and time are then several times as large.
+        activations: whether to store the inputs, outputs and gradients of each submodule in
+            float64, and how far rounding moves them. `compare(path, model, locate=True)` needs
+            these. File size, memory and time are then several times as large.
 
     Raises:
-        ValueError: the results are random, or not numbers.
+        ValueError: the results are random or contain NaN.
         OSError: the file cannot be written.
 
     """
+    # Check the arguments, run the reference in float64, and collect its own errors.
     path, activations = Path(path), checked_bool("activations", activations)
     check_writable(path)
     with jax.enable_x64(True), open_reference(twin) as reference, progress("recording") as say:
@@ -73,8 +75,8 @@ def record(
             raise ValueError(f"twin: {reference.faults[0]}")
         facts = facts_of(reference) | {"inputs": structure, "has_kwargs": bool(kwargs)}
 
-        # A port may compute the numbers of buffers itself. `with_buffers` is the same reference,
-        # whose buffers count as constants.
+        # A port may compute the numbers of buffers itself. `with_buffers` is the same reference if
+        # all buffers count as constants.
         weights, with_buffers = reference.weights, reference
         buffers = frozenset(weights.owners) - {*weights.parameters}
         if buffers and not weights.is_jax:
@@ -102,7 +104,7 @@ def record(
 
 
 def facts_of(reference: Reference) -> dict[str, Any]:
-    """The file's facts about a reference, besides its arrays, inputs and calls."""
+    """The facts about a reference that the file stores, besides its arrays, inputs and calls."""
     problem, oracle, weights = reference.problem, reference.oracle, reference.weights
     dtypes = dict.fromkeys((*problem.dtypes, "float32"))
     return {
@@ -127,7 +129,7 @@ def facts_of(reference: Reference) -> dict[str, Any]:
 
 
 def errors_as_facts(errors: RunErrors) -> dict[str, Any]:
-    """The errors of a run for JSON, whose keys are strings."""
+    """The errors of a run as JSON, in which all keys are strings."""
     dtypes: dict[str, dict[str, str]] = {}
     for (group, name), dtype in errors.dtypes.items():
         dtypes.setdefault(group, {})[name] = str(dtype)
@@ -135,7 +137,7 @@ def errors_as_facts(errors: RunErrors) -> dict[str, Any]:
 
 
 def constants_as_facts(reference: Reference) -> dict[str, Any]:
-    """How many constants are rounded, their names, and how far the results depend on them."""
+    """The number of rounded constants, their names, and how far the results depend on them."""
     constants = reference.constants.values()
     moved = reference.moved_results(
         [np.zeros(value.shape) for value in constants],
@@ -147,7 +149,7 @@ def constants_as_facts(reference: Reference) -> dict[str, Any]:
 
 
 def idle_keys(reference: Reference) -> Iterator[str]:
-    """The weights on which the result does not depend."""
+    """The keys of weights on which the result does not depend."""
     weights, gradients = reference.weights, reference.oracle.get("weight gradients", {})
     for key in dict.fromkeys(weights.owners.values()):
         moves = key in gradients and bool(np.any(gradients[key]))

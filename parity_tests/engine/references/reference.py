@@ -1,4 +1,4 @@
-"""The interface of the references that a JAX side is measured against."""
+"""The interface of a reference: the side against which a JAX side is measured."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from parity_tests.engine.results import (
 from parity_tests.engine.traces.reference_trace import ReferenceTrace
 
 ResultKey = tuple[str, str]
-"""Group and name of a result."""
+"""The group and the name of a result, such as ("outputs", "y")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RunErrors:
     dtypes: Mapping[ResultKey, Any]
     """The dtypes of its results."""
     overflows: Sequence[str] = ()
-    """Why nothing can be compared in this dtype."""
+    """Why nothing can be compared in this dtype: numbers that overflow, for example."""
     logits: LogitsError | None = None
 
 
@@ -66,24 +66,25 @@ class Reference(abc.ABC):
     sides: tuple[str, str] = ("torch", "JAX")
     """The names of the reference and of the JAX side in reports."""
     twin: Any
-    """The twin of the problem: the torch module, or an object with the weights alone."""
+    """The problem's `twin`: the torch module, or an object that holds only the weights."""
     weights: ReferenceWeights
     submodules: Collection[str] | None = None
     """The names of its submodules, with "" for the module itself; None if unknown."""
     no_calls = ""
     """Why its submodules cannot be compared one by one; empty if they can."""
     has_kwargs = False
-    """Whether it brings inputs of its own, of which the last is a dict of inputs by name."""
+    """True if the reference brings its own inputs and the last one is a dict of inputs by name."""
 
     # Known after `run`.
     problem: Problem
     oracle: Results
-    """The results in float64, without the reference's own casts to coarser dtypes."""
+    """The results in float64. The reference's own casts to coarser dtypes are ignored."""
     cast_to: Sequence[str] = ()
-    """The dtypes of these casts, as JAX calls them."""
+    """The dtypes that the reference casts to, as JAX names them."""
     faults: Sequence[str] = ()
-    """Why nothing can be compared."""
+    """Why nothing can be compared; empty if everything can."""
     notes: Sequence[str] = ()
+    """Remarks on the limits of the comparison, for the report."""
     _say: Say = staticmethod(silent)
 
     def start(
@@ -95,9 +96,10 @@ class Reference(abc.ABC):
         call_twin: Callable[..., Any] | None = None,
         logits: str | bool = False,
     ) -> partial[Problem]:
-        """Check a user's arguments; the result makes the problem from the fields of its JAX side.
+        """Check a user's arguments, and return a function that makes the problem.
 
-        None leaves the choice to the reference.
+        The function takes the fields of the problem's JAX side. The reference chooses a value for
+        each argument that is None.
         """
         check_functions({}, {"call_twin": call_twin})
         inputs = checked_arrays("inputs", inputs, flags=True)
@@ -130,7 +132,7 @@ class Reference(abc.ABC):
 
     @functools.cached_property
     def own_run(self) -> Callable[[str], RunErrors]:
-        """How far the reference's own run in a dtype is from the one in float64."""
+        """A cached function that gives the errors of the reference's own run in a dtype."""
         return functools.cache(self._own_run)
 
     def _own_run(self, dtype: str) -> RunErrors:
@@ -158,12 +160,15 @@ class Reference(abc.ABC):
 
     @functools.cached_property
     def rounded(self) -> Callable[[str], Iterator[ErrorsByGroup]]:
-        """The errors of runs in float64 that are rounded to a dtype at random, each run once."""
+        """A function that gives the errors of float64 runs that are rounded to a dtype at random.
+
+        Each run is made only once.
+        """
         runs = functools.cache(lambda dtype: replayed(self._rounded(dtype)))
         return lambda dtype: runs(dtype)()
 
     def scatter(self, dtype: str) -> ErrorsByGroup:
-        """The largest errors of the runs of `rounded`."""
+        """The largest error of each result in the runs with random rounding to a dtype."""
         return largest_by_group(self.rounded(dtype))
 
     @abc.abstractmethod
@@ -183,7 +188,7 @@ class Reference(abc.ABC):
 
     @functools.cached_property
     def constant_count(self) -> int:
-        """How many numbers of the constants are rounded to float32."""
+        """The number of entries of the constants that are rounded to float32."""
         return rounded_count(self.constants.values())
 
     @functools.cached_property
@@ -192,13 +197,20 @@ class Reference(abc.ABC):
         return names_of(self.constants)
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by 1 + its move."""
+        """The float64 results if each constant is scaled by 1 + its move."""
         raise NotImplementedError(f"{self.name} cannot run with other constants")
 
     def moved_results(
         self, moves: Sequence[np.ndarray], unknown: Sequence[np.ndarray], expected: Results
     ) -> ErrorsByGroup:
-        """How far the results with these moves depend on constants whose digits are unknown."""
+        """How far the results depend on the constants whose float64 digits are unknown.
+
+        Args:
+            moves: the relative perturbation that gives each constant its float64 digits.
+            unknown: the numbers of each constant whose float64 digits are unknown, as a mask.
+            expected: the results with these moves.
+
+        """
         if not any(each.any() for each in unknown):
             return {}
         both = [a + b for a, b in zip(moves, moved_by_rounding(unknown), strict=True)]

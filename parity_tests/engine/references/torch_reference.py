@@ -1,4 +1,4 @@
-"""A torch module as the reference."""
+"""Use a torch module as the reference."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ from parity_tests.engine.traces.trace import Trace
 
 
 class TorchReference(Reference):
-    """A torch module as the reference."""
+    """A torch module that serves as the reference."""
 
     def __init__(self, twin: torch.nn.Module):
         self.twin, self.name = twin, type(twin).__name__
@@ -106,7 +106,7 @@ class TorchReference(Reference):
                 yield traced(partial(run_torch_rounded, problem, dtype, seed, decisions))
 
         def moved() -> Iterator[Trace]:
-            if self._moves:  # twice as far as JAX's digits, which are then within
+            if self._moves:  # twice as far as to JAX's digits, so that these are within the bound
                 twice = {name: 2 * move for name, move in self._moves.items()}
                 yield traced(partial(run_moved, problem, moves=twice))
 
@@ -136,13 +136,13 @@ class TorchReference(Reference):
         return {name: value for name, value in constants.items() if is_rounded(value).any()}
 
     def with_constants(self, moves: Sequence[np.ndarray]) -> Results:
-        """The float64 results where each constant is scaled by 1 + its move."""
+        """The float64 results if each constant is scaled by 1 + its move."""
         self._moves = dict(zip(self.constants, moves, strict=True))
         return run_moved(self.problem, moves=self._moves)
 
 
 def named_constants(problem: Problem, twin: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The floating tensors of a copy of the twin that the JAX side does not read."""
+    """The floating buffers and plain attributes of the twin that JAX does not read, with keys."""
     read = twin.state_dict().keys() - problem.constants
     seen: set[int] = set()
     for path, module in twin.named_modules():
@@ -167,7 +167,10 @@ def run_moved(
     prepare: Prepare = lambda twin: None,
     moves: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Results:
-    """The float64 results where these constants are scaled by relative perturbations."""
+    """The float64 results if the constants that `moves` names are scaled by 1 + their moves.
+
+    `prepare` may change the copy of the twin before it runs.
+    """
 
     def moved(twin: torch.nn.Module) -> None:
         with torch.no_grad():

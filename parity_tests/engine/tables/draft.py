@@ -40,15 +40,16 @@ NAMES = {
     "dense_i.kernel": "weight_ih",
     "dense_h.kernel": "weight_hh",
 }
-"""What JAX's frameworks call a weight, and what torch calls it; the cells of Flax NNX and Equinox
-have torch's order of gates."""
+"""Torch's name for each name of a weight in JAX's frameworks. The cells of Flax NNX and Equinox
+have torch's order of gates, so their kernels correspond."""
 TOGETHER = (("query", "key", "value", "out"), ("dense_i", "dense_h"))
-"""The parts of an attention and of a cell of Flax NNX, which are one module in torch."""
+"""The parts of an attention and of a recurrent cell in Flax NNX, each of which is one module in
+torch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The weights that a module holds itself, by key or by path."""
+    """The weights that a module holds itself, by torch key or by JAX path."""
 
     name: str
     arrays: Arrays
@@ -70,12 +71,12 @@ class Draft:
 
     @property
     def names(self) -> set[str]:
-        """The paths and keys that have a row."""
+        """The JAX paths and torch keys that have a row."""
         return {name for row in self.table if row.params for name in (*row.params, *row.keys)}
 
 
 def draft_table(twin: torch.nn.Module, model: Any) -> str:
-    """Code of a weight table for a torch module and its JAX port, to read, complete and paste.
+    """Draft the code of a weight table for a torch module and its port, to read and complete.
 
         >>> print(draft_table(torch.nn.Linear(3, 2), nnx.Linear(3, 2, rngs=nnx.Rngs(0))))
         from jax_models.weights import linear
@@ -84,9 +85,9 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
             *linear("", ""),
         ]
 
-    Two modules are paired if their shapes fit for their kind of layer, and if no other pair is
-    possible or their names, numbers or order decide. Ambiguous rows and leftover weights are
-    written as comments, and a table with gaps is refused until a person completes it.
+    Two modules are paired if their shapes fit their kind of layer, and if either no other pair is
+    possible, or their names, numbers or order decide. Ambiguous rows and leftover weights are
+    written as comments, and `compare` refuses a table with gaps until a person completes it.
 
     Args:
         twin: the torch module.
@@ -96,13 +97,15 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
     """
     if not isinstance(twin, torch.nn.Module):
         raise TypeError(f"twin: expected a torch.nn.Module, got {described(twin)}")
+
+    # Pair the parts of both sides. Rows that are in doubt are only comments.
     jax_side = jax_parts(model)
     torch_side = torch_parts(twin, [table for part in jax_side for table in part.layouts.values()])
     drafts, doubts = paired(torch_side, jax_side)
     lines = [f"{draft.code}," for draft in drafts]
     lines += [f"# {',  # or '.join(draft.code for draft in each)}," for each in doubts]
 
-    # Whatever has no row, not even an ambiguous one, is listed.
+    # List every weight that has no row, not even an ambiguous one.
     known = {name for each in (drafts, *doubts) for draft in each for name in draft.names}
     arrays = {name: array for part in jax_side for name, array in part.arrays.items()}
     weights = {key: twin.state_dict()[key] for key in weight_owners(twin)}
@@ -112,6 +115,8 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
         for name, array in named.items()
         if name not in known
     ]
+
+    # Write the code, with the imports that it needs.
     code = "".join(f"    {line}\n" for line in lines)
     is_tree = not isinstance(model, nnx.Module)
     used = {name for name in vars(rows) if re.search(rf"\b{name}\(", code)}
@@ -122,7 +127,11 @@ def draft_table(twin: torch.nn.Module, model: Any) -> str:
 
 
 def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
-    """The modules that hold weights; attention and modules that fit one of the tables are whole."""
+    """The modules that hold weights themselves.
+
+    Attention, and a module with exactly the keys of one of the tables, is one part together with
+    its submodules.
+    """
     whole = [{key for row in table if row.params for key in row.keys} for table in tables]
     owners = weight_owners(twin)
     weights = {key: as_numpy(twin.state_dict()[key].double()) for key in owners}
@@ -137,7 +146,10 @@ def torch_parts(twin: torch.nn.Module, tables: Sequence[Table]) -> list[Part]:
 
 
 def jax_parts(model: Any) -> list[Part]:
-    """The parts of a module or a tree that hold arrays; attention and cells also as a whole."""
+    """The parts of a module or a tree that hold arrays. Attention and cells are also one part each.
+
+    A layer of this package, which has weight tables, is a single part.
+    """
     layers: dict[str, nnx.Module] = {}
     if isinstance(model, nnx.Module):
         for place, module in nnx_modules(model):
@@ -166,7 +178,7 @@ def jax_parts(model: Any) -> list[Part]:
 
 
 def paired(torch_side: list[Part], jax_side: list[Part]) -> tuple[list[Draft], list[list[Draft]]]:
-    """The rows of parts that certainly belong together, and the possible rows of the others."""
+    """The drafts for parts that certainly correspond, and lists of drafts for the others."""
     options = {
         (part.name, place.name): draft
         for part in torch_side
@@ -190,7 +202,10 @@ def paired(torch_side: list[Part], jax_side: list[Part]) -> tuple[list[Draft], l
 
 
 def told_apart(keys: Collection[str], places: Collection[str]) -> Iterable[tuple[str, str]]:
-    """The pairs of names that have the same words and numbers, or else the same order."""
+    """Pairs of names that have the same words and numbers, or else the same order.
+
+    There are none if the names do not decide.
+    """
     if len(keys) != len(places):
         return ()
     for length in (99, 1, 0):  # compare the last word, its initial (`q_proj`, `query`), or neither
@@ -206,15 +221,16 @@ def told_apart(keys: Collection[str], places: Collection[str]) -> Iterable[tuple
 
 
 def fitting(part: Part, place: Part) -> Draft | None:
-    """The rows that load a torch module's weights into a place, if their shapes fit."""
+    """The draft that loads a torch module's weights into a JAX place; None if none fits."""
     arrays = {**part.arrays, **place.arrays}
     for draft in candidates(part, place):
         left = arrays.keys() - draft.names
-        # A GRU applies its reset gate between its two biases, so cells with one have no row for it.
+        # A GRU applies its reset gate between its two biases, so they cannot be added: a cell with
+        # a single bias leaves biases without a row.
         is_gru = isinstance(part.module, GRUS) and all("bias" in name for name in left)
         if not draft.table or not draft.names <= arrays.keys() or (left and not is_gru):
             continue
-        with contextlib.suppress(ValueError):  # of shapes that cannot be rearranged this way
+        with contextlib.suppress(ValueError):  # the shapes cannot be rearranged this way
             for rearranged in (each for each in draft.table if each.params):
                 made = rearranged.to_jax(*(arrays[key] for key in rearranged.keys))
                 if [a.shape for a in made] != [arrays[path].shape for path in rearranged.params]:
@@ -225,7 +241,8 @@ def fitting(part: Part, place: Part) -> Draft | None:
 
 
 def candidates(part: Part, place: Part) -> Iterator[Draft]:
-    """The rows that a torch module of this kind may have in a place, the likeliest first."""
+    """The drafts for a torch module of this kind in a JAX place, the likeliest first."""
+    # A layer of this package has its own tables, and needs no other.
     kind, names = part.module, (place.name, part.name)
     for layout, table in place.layouts.items():
         path = "".join(f"[{p}]" if p.isdigit() else f".{p}" for p in place.name.split(".") if p)
@@ -235,6 +252,8 @@ def candidates(part: Part, place: Part) -> Iterator[Draft]:
         return
     if any(path.startswith("params.") for path in place.arrays):
         names = (f"params.{place.name}".rstrip("."), part.name)
+
+    # Otherwise try the helpers for this kind of module, then a row for each key.
     helpers: list[tuple[str, dict[str, Any]]]
     helpers = [(name, {}) for each in KINDS if isinstance(kind, each) for name in KINDS[each]]
     if isinstance(kind, torch.nn.MultiheadAttention):
@@ -253,14 +272,14 @@ def candidates(part: Part, place: Part) -> Iterator[Draft]:
 
 
 def one_by_one(part: Part, place: Part) -> Iterator[Draft]:
-    """A row for each key, by the name that it has in another framework."""
+    """A row for each key, paired by the name that the weight has in the JAX framework."""
     paths = {
         NAMES.get(".".join(path.split(".")[-2:])) or NAMES.get(last(path)) or last(path): path
         for path in place.arrays
     }
     keys = {last(key).removesuffix("_l0"): key for key in part.arrays}
     if len(paths) == len(keys) == 1 and not {*keys} & {*NAMES.values(), "weight_ih"}:
-        paths = dict(zip(keys, paths.values(), strict=True))  # a parameter with a name of its own
+        paths = dict(zip(keys, paths.values(), strict=True))  # both are alone, so names may differ
     drafts: list[Draft] = []
     if "bias" in paths and "bias_ih" in keys and not isinstance(part.module, GRUS):
         drafts.append(row("added", paths["bias"], (keys.pop("bias_ih"), keys.pop("bias_hh"))))
@@ -277,7 +296,7 @@ def one_by_one(part: Part, place: Part) -> Iterator[Draft]:
 
 
 def row(helper: str, *args: Any, **options: Any) -> Draft:
-    """The rows that a helper of `jax_models.weights` makes, and the code of the call."""
+    """The rows that a helper of `jax_models.weights` makes, and the code that calls it."""
     made = getattr(rows, helper)(*args, **options)
     given = [*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())]
     call = f"{helper}({', '.join(given)})".replace("'", '"')

@@ -1,4 +1,4 @@
-"""The calls of a side's modules, recorded: what each takes and returns, forward and backward.
+"""Record the calls of a side's modules: the arrays of each call, forward and backward.
 
-`torch_trace` alone needs torch.
+Only `torch_trace` needs torch.
 """

@@ -1,6 +1,6 @@
 """Record the calls of a JAX side's modules, whatever their framework.
 
-A framework that has not been imported is not imported here, because no module can belong to it.
+No framework is imported here, because no module can belong to one that has not been imported.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ from parity_tests.engine.traces.tap import observe, tapped
 from parity_tests.engine.traces.trace import Call, Trace
 
 METHODS = ("__call__", "sequence", "attend")
-"""How modules call each other; `sequence` is that of this package's layers."""
+"""The methods by which modules call each other; `sequence` is used by this package's layers."""
 
 
 class Recorder:
-    """Tells a trace of the calls of modules.
+    """Records the calls of modules in a trace.
 
-    `on_weights` gets a call and its weights, which may be traced.
+    `on_weights` is called with each call and the weights of its module, which may be JAX tracers.
     """
 
     def __init__(self, trace: Trace, on_weights: Callable[[Call, list[Any]], None] | None):
         self.trace, self.on_weights = trace, on_weights
         self._running: set[tuple[int, str]] = set()
         self.names: dict[int, str] = {}
-        self._known: list[Any] = []  # so that no other module gets its id
+        self._known: list[Any] = []  # kept alive, so that no other module gets the same id
 
     def call(
         self,
@@ -46,7 +46,10 @@ class Recorder:
         args: tuple,
         kwargs: dict,
     ) -> Any:
-        """What the method returns; a module's calls of its own methods are part of the call."""
+        """Call a method, record the call, and return the method's result.
+
+        If a module calls its own methods, these are part of the same call.
+        """
         key = (id(module), name := name_of(module))
         if key in self._running:
             return method(*args, **kwargs)
@@ -71,11 +74,11 @@ class Recorder:
 
     @property
     def outer(self) -> str:
-        """The name of the innermost call that has not returned; "" outside of all."""
+        """The name of the innermost call that has not returned; "" outside of all calls."""
         return self.trace.open[-1].name if self.trace.open else ""
 
     def register(self, prefix: str, modules: Iterator[tuple[str, Any]]) -> None:
-        """Name a module's submodules, except those that have a name already."""
+        """Name a module and its submodules, except those that already have a name."""
         for path, module in modules:
             name = at(prefix, path) if path else prefix
             if self.names.setdefault(id(module), name) == name:
@@ -84,8 +87,9 @@ class Recorder:
     def name(self, module: Any, submodules: Callable[[Any], Iterator[tuple[str, Any]]]) -> str:
         """A module's path.
 
-        A module that a transformation has split and merged is a new object. It gets the path of a
-        module of its class inside the current call that has not been called there.
+        A transformation may split and merge a module, which makes a new object. The new object gets
+        the path of a module of the same class that is inside the current call and has not been
+        called there yet.
         """
         if id(module) not in self.names:
             self.register(self._guess(module), submodules(module))
@@ -109,7 +113,7 @@ def nnx_modules(module: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
 
 
 def _equinox_modules(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The same for a module of Equinox."""
+    """The paths of an Equinox module and its submodules; the module's own path is `name`."""
     kind = sys.modules["equinox"].Module
     yield name, module
     for path, leaf in jax.tree_util.tree_leaves_with_path(
@@ -129,7 +133,7 @@ def _subclasses(cls: type) -> Iterator[type]:
 def _patched(
     recorder: Recorder, classes: Iterable[type], name_of: Callable, weights_of: Callable
 ) -> Iterator[None]:
-    """A context in which the methods of these classes tell the recorder."""
+    """A context in which the methods of these classes are called through the recorder."""
 
     def telling(method):
         @wraps(method)
@@ -148,7 +152,7 @@ def _patched(
 
 
 def _interceptor(recorder: Recorder, name_of: Callable, weights_of: Callable) -> Callable:
-    """A function that Linen and haiku call in place of each method."""
+    """A function that Linen and haiku call instead of each method."""
 
     def intercept(method, args, kwargs, context):
         if context.method_name not in METHODS:
@@ -159,7 +163,7 @@ def _interceptor(recorder: Recorder, name_of: Callable, weights_of: Callable) ->
 
 
 def _contexts(recorder: Recorder) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """For each framework that has been imported, a context in which it tells the recorder."""
+    """For each framework that has been imported, a context in which its calls are recorded."""
     patched, interceptor = partial(_patched, recorder), partial(_interceptor, recorder)
     linen, haiku, equinox, keras = map(sys.modules.get, ("flax.linen", "haiku", "equinox", "keras"))
     yield patched(
@@ -198,10 +202,11 @@ def recording(
     problem: Problem,
     on_weights: Callable[[Call, list[Any]], None] | None = None,
 ) -> Iterator[Problem]:
-    """A context that gives the problem with a JAX side whose modules tell the trace of their calls.
+    """A context that yields the problem with a JAX side whose module calls are recorded.
 
-    JAX runs operation by operation, so that no transformation traces a module once and calls it
-    twice, and `scan` is a loop. `jax.checkpoint` would still trace, so it returns its function.
+    JAX runs without jit, operation by operation, so that no transformation traces a module once and
+    calls it twice, and `scan` is a loop. `jax.checkpoint` would still trace, so in this context it
+    returns its function unchanged.
     """
     recorder = Recorder(trace, on_weights)
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""Find which of the reference's weights each JAX module holds, by their numbers."""
+"""Find out, by their numbers, which of the reference's weights each JAX module holds."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,12 +19,12 @@ Keys = frozenset[str]
 
 
 def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str]) -> None:
-    """Note for each call of JAX's trace which weights of the reference its module holds.
+    """Set the `weights` of each call in JAX's trace: the reference's weights that its module holds.
 
-    In a run for this purpose, each weight is filled with a number of its own, which identifies it.
-    A model that keeps its own weights is recognized by their numbers instead.
+    For this purpose, JAX runs again with each weight filled with a different number, which
+    identifies it. The weights of a model that keeps its own are identified by their own numbers.
     """
-    # Fill each weight with a number of its own, which float32 represents exactly.
+    # Fill each weight with a different number, which float32 represents exactly.
     weights, keys = problem.state_dict, [*dict.fromkeys(owners.values())]
     steps = np.random.default_rng(0).choice(2**22, len(keys), replace=False)
     fills = dict(zip(keys, (0.5 + steps / 2**23).tolist(), strict=True))
@@ -39,7 +39,7 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
         is_one = value.size and (value == value.flat[0]).all()  # sorting would take far longer
         found: set[str] = set()
         for number in np.unique(np.real(value.flat[:1] if is_one else value)).tolist():
-            # A cell may hold the sum of two biases, and zeros in places without a weight.
+            # A module may hold the sum of two biases, and zeros in places without a weight.
             sums = ((fill, number - fill) for fill in by_fill if number - fill in by_fill)
             parts = (number,) if number in by_fill else next(sums, ())
             if number and not parts:
@@ -47,13 +47,15 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
             found |= {by_fill[part] for part in parts}
         return found
 
-    # Ask each module of the run which of the numbers it holds.
+    # Record which of these numbers the module of each call holds. If no module holds any, the model
+    # keeps its own weights.
     held = _held(problem, weights | filled, of_fills)
     if not any(keys for _, keys in held):
         by_numbers = {_sorted(weights[key]): {key} for key in owners.values()}
         by_numbers[b""] = set()
         held = _held(problem, weights, lambda value: by_numbers.get(_sorted(value), set()))
-    # Both runs make the same calls, unless the filled weights change the course of the model.
+
+    # Both runs make the same calls, unless the model branches on its weights.
     modules = [call for call in trace.calls if call.kind not in ("tap", "run")]
     if [call.name for call in modules] == [name for name, _ in held]:
         for call, (_, keys) in zip(modules, held, strict=True):
@@ -63,9 +65,9 @@ def find_held_weights(problem: Problem, trace: Trace, owners: Mapping[str, str])
 def _held(
     problem: Problem, weights: Arrays, keys_of: Callable[[np.ndarray], set[str]]
 ) -> list[tuple[str, set[str]]]:
-    """The name and the keys of each call in a run with these weights.
+    """The name of each call in a run with these weights, and the keys of its module's weights.
 
-    Only the part of that run that depends on no input is computed.
+    Only the part of the run that depends on no input is computed.
     """
     found: dict[Call, set[str]] = {}
 
@@ -85,7 +87,7 @@ def _held(
 
 
 def _sorted(values: np.ndarray) -> bytes:
-    """Identifies an array by its numbers in any order; empty if it repeats one number."""
+    """Identifies an array by its sorted numbers; empty if the array repeats one number."""
     if values.size < 2 or (values == values.flat[0]).all():
         return b""
     kind = np.complex64 if np.iscomplexobj(values) else np.float32

@@ -1,4 +1,4 @@
-"""The hyperparameters of layers, and in which of them two layers differ."""
+"""Collect the hyperparameters of layers, and compare those of two layers."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 Hyperparameters = Mapping[str, Any]
-"""Numbers, strings, None, and tuples of them, by attribute."""
+"""Numbers, strings, None, and tuples of these, by the name of the attribute."""
 
 ALIASES = (
     ("eps", "epsilon", "variance_epsilon", "norm_eps", "layer_norm_epsilon"),
@@ -21,7 +21,7 @@ ALIASES = (
     ("groups", "num_groups", "feature_group_count"),
     ("num_heads", "n_heads", "n_head", "num_attention_heads"),
 )
-"""Names of the same hyperparameter. All others are compared under equal names alone."""
+"""Names that mean the same hyperparameter. All others are compared only under equal names."""
 CANONICAL = {alias: names[0] for names in ALIASES for alias in names}
 NOT_HYPERPARAMETERS = ("name", "training")
 JAX_LIBRARIES = ("equinox", "flax", "keras")
@@ -31,8 +31,9 @@ SCALARS = (bool, int, float, str, type(None))
 def hyperparameters_of(module: Any) -> Hyperparameters:
     """The plain values among the public attributes of a module of any framework.
 
-    `bias` says whether there is one. `momentum` is the weight of the old average in the BatchNorm
-    of JAX's libraries, but of the new batch in torch's, so the former is stored as `1 - momentum`.
+    `bias` is True if there is a bias. A BatchNorm's `momentum` is the weight of the old average in
+    JAX's libraries, but the weight of the new batch in torch. So the former is converted, and
+    stored as `1 - momentum`.
     """
     attributes = getattr(module, "__dict__", {})
     found: dict[str, Any] = {}
@@ -57,7 +58,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def differing(reference: Hyperparameters, model: Hyperparameters) -> Iterator[str]:
-    """The hyperparameters that differ, as in `eps 1e-05 | epsilon 1e-06`."""
+    """A description of each hyperparameter that differs, such as `eps 1e-05 | epsilon 1e-06`."""
     names = {CANONICAL.get(name, name): name for name in model} | {name: name for name in model}
     for name, value in reference.items():
         canonical = CANONICAL.get(name, name)

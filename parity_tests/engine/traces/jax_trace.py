@@ -1,4 +1,4 @@
-"""Run a JAX side so that each call of a module is recorded."""
+"""Run a JAX side, and record each call of its modules."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ def traced_jax(
     noise: int = 0,
     evaluator: Callable[..., Lift] = Lift,
 ) -> Trace:
-    """The calls of a JAX side; the arguments are those of `JaxSide` and `JaxSide.run`."""
+    """The calls of a JAX side. The arguments are those of `JaxSide` and of `JaxSide.run`."""
     trace = Trace()
     whole = trace.begin("", "run")
     with recording(trace, problem) as side, trace.running(whole):

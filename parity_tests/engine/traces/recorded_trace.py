@@ -1,4 +1,4 @@
-"""The calls of a reference as arrays and JSON, and back."""
+"""Convert the calls of a reference to arrays and JSON, and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,12 @@ from parity_tests.engine.traces.trace import SLOTS, Call, Trace
 
 
 def calls_as_facts(references: Sequence[ReferenceTrace], arrays: Arrays) -> dict[str, Any]:
-    """The calls of one run, and its rounding in some dtypes; their arrays are added to `arrays`."""
+    """The calls of a run, and their rounding errors in some dtypes, as JSON.
+
+    `references` holds the same run once for each dtype. The arrays of the calls are added to
+    `arrays`.
+    """
+    # All dtypes share the float64 run, so its arrays are stored once; errors are stored per dtype.
     trace = references[0].trace
     places = _places(trace)
     arrays |= {
@@ -50,7 +55,7 @@ def recorded_calls(
     owners: Mapping[str, str],
     dtype: str,
 ) -> ReferenceTrace:
-    """The trace that `calls_as_facts` was given; `oracle` has the results of its run."""
+    """The trace in a dtype that `calls_as_facts` was given; `oracle` has the results of its run."""
     trace = Trace(results=oracle)
     for i, each in enumerate(facts["calls"]):
         parent = None if each["parent"] is None else trace.calls[each["parent"]]
@@ -77,7 +82,7 @@ def recorded_calls(
 
 
 def _places(trace: Trace) -> list[Place]:
-    """The places of all arrays of a run."""
+    """The places of all arrays of a run, in a fixed order."""
     return [
         (c.index, slot, label) for c in trace.calls for slot in SLOTS for label in c.slots[slot]
     ]

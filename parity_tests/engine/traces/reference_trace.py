@@ -14,11 +14,11 @@ from parity_tests.engine.results import replayed
 from parity_tests.engine.traces.trace import Call, Trace
 
 Place = tuple[int, str, str]
-"""The index of a call, a slot of it, and a label."""
+"""The place of an array in a trace: the index of a call, a slot of the call, and a label."""
 Errors = dict[Place, float]
 RunAgain = Callable[[int, Any, Collection[str], Sequence[np.ndarray]], list[Arrays]]
-"""`run_again(index, direction, labels, others)` runs the call at `index` once for each array of
-`others`, which replaces what the call takes under `labels`.
+"""`run_again(index, direction, labels, others)` runs the call at `index` once for each array in
+`others`. This array replaces the arrays that the call takes under `labels`.
 """
 
 
@@ -49,12 +49,15 @@ class ReferenceTrace:
     """The dtypes below float32 to which the reference casts; the float64 run ignores these."""
 
     def bound(self, call: Call, slot: str, label: str, error: float, least: float) -> float:
-        """The largest error that rounding explains; only as much is run as it takes to tell."""
+        """The largest error that rounding explains.
+
+        The reference runs again only as often as needed to decide whether `error` is within it.
+        """
         if error <= least or not np.isfinite(error):
             return least
         place = call.index, slot, label
         errors, bounds, plain = {place: error}, {place: least}, {place: np.inf}
-        if self.dtype == "float64":  # its own run has casts that this one ignores
+        if self.dtype == "float64":  # the own run does not count: it casts to float32
             bounds = raised(bounds, errors, self.moved(), plain)
             plain = {place: ulp(np.float32)}
         else:
@@ -75,7 +78,18 @@ def of_runs(
     moved: Iterable[Trace] = (),
     run_again: RunAgain | None = None,
 ) -> ReferenceTrace:
-    """The trace of a reference that can be run again."""
+    """The trace of a reference that can be run again.
+
+    Args:
+        dtype: the dtype of the comparison.
+        trace: the run in float64.
+        owners: for each key of a weight, the first of the keys that share it.
+        own: makes the reference's own run in the dtype.
+        rounded: the float64 runs that are rounded to the dtype at random.
+        moved: the float64 runs whose constants are off by their rounding to float32.
+        run_again: runs a call with other arrays; None if that is impossible.
+
+    """
 
     @functools.cache
     def of_own() -> OwnRun:
@@ -89,7 +103,7 @@ def of_runs(
 
 
 def largest(runs: Iterable[Errors]) -> Errors:
-    """The largest error at each place."""
+    """The largest error of any run at each place."""
     most: Errors = {}
     for errors in runs:
         most |= {place: max(error, most.get(place, 0.0)) for place, error in errors.items()}
@@ -97,7 +111,7 @@ def largest(runs: Iterable[Errors]) -> Errors:
 
 
 def errors_at(trace: Trace, oracle: Trace) -> Errors:
-    """How far a run is off wherever its array has the oracle's shape and the error is finite."""
+    """The error of each array of a run that has the oracle's shape, if the error is finite."""
     errors: Errors = {}
     for call, true in zip(trace.calls, oracle.calls, strict=False):
         for slot, arrays in true.slots.items():

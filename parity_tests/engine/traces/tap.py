@@ -1,4 +1,4 @@
-"""Tell a trace the values of JAX arrays and of their gradients, under any transformation."""
+"""Record the values of JAX arrays and of their gradients, under any transformation."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,7 +14,10 @@ from jax.interpreters import batching, mlir
 from parity_tests.engine.traces.trace import Call, Trace, mapped
 
 tell_p = Primitive("tell")
-"""Returns its operand, and gives the value to a function under any transformation."""
+"""A primitive that returns its operand, and passes the value to the function `tell`.
+
+Unlike a plain Python call, it sees the value, and not a tracer, under any transformation.
+"""
 tell_p.def_abstract_eval(lambda x, *, tell: x)
 
 
@@ -25,7 +28,7 @@ def _tell(x: jax.Array, *, tell: Callable[[np.ndarray], None]) -> jax.Array:
 
 
 def _tell_batch(operands, axes, *, tell):
-    """A vmapped axis comes first."""
+    """Under vmap, the value has the mapped axis as its first."""
     return tell_p.bind(jnp.moveaxis(operands[0], axes[0], 0), tell=tell), 0
 
 
@@ -40,7 +43,7 @@ mlir.register_lowering(tell_p, mlir.lower_fun(_tell_from_device, multiple_result
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def observed(forward: Callable, backward: Callable, x: jax.Array) -> jax.Array:
-    """The same array; `forward` gets its value, and `backward` that of its gradient."""
+    """The same array; `forward` is called with its value, and `backward` with its gradient's."""
     return tell_p.bind(x, tell=forward)
 
 
@@ -65,7 +68,7 @@ def is_jax_array(value: Any) -> bool:
 
 
 def observe(trace: Trace, call: Call, forward: str, backward: str, tree: Any) -> Any:
-    """The same arrays, whose values and gradients the trace keeps as these slots of the call."""
+    """The same tree, whose values and gradients the trace keeps in these two slots of the call."""
 
     def one(label: str, x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):
@@ -84,7 +87,7 @@ _active: list[Trace] = []
 
 @contextlib.contextmanager
 def tapped(trace: Trace) -> Iterator[None]:
-    """A context in which `tap` tells the trace."""
+    """A context in which `tap` records values in the trace."""
     _active.append(trace)
     try:
         yield
@@ -93,10 +96,10 @@ def tapped(trace: Trace) -> Iterator[None]:
 
 
 def tap(name: str, x: Any) -> Any:
-    """Name what a function computes after the torch submodule that returns the same.
+    """Name a value in a JAX function after the torch submodule that returns the same value.
 
     `x = tap("layers.0.mlp", mlp(x))` lets `compare(…, locate=True)` compare `x` with the output of
-    the submodule `layers.0.mlp`. Outside of such a comparison it returns `x` and does nothing else.
+    the torch submodule `layers.0.mlp`. Outside of such a comparison, `tap` only returns `x`.
 
     Args:
         name: the name of the torch submodule; if it is called several times, `tap` each call.

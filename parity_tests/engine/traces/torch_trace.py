@@ -1,4 +1,4 @@
-"""Run a torch module so that each call of a submodule is recorded, or run one call again."""
+"""Run a torch module and record each call of its submodules, or run a single call again."""
 
 import contextlib
 import itertools
@@ -17,13 +17,13 @@ from parity_tests.engine.traces.hyperparameters import hyperparameters_of
 from parity_tests.engine.traces.trace import FORWARD, Call, Direction, Trace, mapped
 
 Nodes = dict[Any, Call | None]
-"""The call that gives a node of torch's graph; None for a node that a call takes."""
+"""For a node of torch's graph, the call that outputs it; None if a call takes it as an input."""
 
 
 def traced_torch(
     problem: Problem, run: Callable[[Prepare], Results], *, is_forward: bool = False
 ) -> Trace:
-    """The calls of the torch side; `is_forward`: without gradients."""
+    """The calls of the torch side; with `is_forward`, only those of the forward pass."""
     trace = Trace(is_forward=is_forward)
     owners = weight_owners(problem.twin)
     with trace.running(trace.begin("", "run")):
@@ -32,9 +32,9 @@ def traced_torch(
 
 
 def hook(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None:
-    """Make the submodules tell the trace what they take and return.
+    """Register hooks that record the inputs, outputs and gradients of each call of a submodule.
 
-    Each floating tensor is copied at each call, so that its gradient is that of this call alone.
+    Each floating tensor is copied at each call, so that its gradient comes from this call alone.
     """
     observed = partial(observe, trace, {})
     for name, module in twin.named_modules():
@@ -50,13 +50,16 @@ def hook(twin: torch.nn.Module, owners: Mapping[str, str], trace: Trace) -> None
         def after(module, args, kwargs, result):
             return observed(trace.open.pop(), "outputs", "output gradients", result)
 
-        with contextlib.suppress(RuntimeError):  # a scripted submodule is not called from Python
+        with contextlib.suppress(RuntimeError):  # a scripted submodule takes no Python hooks
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after, with_kwargs=True)
 
 
 def observe(trace: Trace, nodes: Nodes, call: Call, forward: str, backward: str, tree: Any) -> Any:
-    """The same tensors, whose values and gradients the trace keeps as these slots of the call."""
+    """The same tree, whose values and gradients the trace keeps in these two slots of the call.
+
+    The outputs that the inputs are computed from are found in torch's graph.
+    """
 
     def one(label: str, x: torch.Tensor) -> torch.Tensor:
         trace.keep(call, forward, label, as_array(x))
@@ -81,7 +84,11 @@ def run_again(
     labels: Collection[str],
     others: Sequence[np.ndarray],
 ) -> list[Arrays]:
-    """Run the call at this index again in float64, once with each of `others` as its input."""
+    """Run the call at this index again in float64, once for each array in `others`.
+
+    The array replaces the inputs or, backward, the output gradients under `labels`. Returns the
+    outputs or the input gradients of each run.
+    """
     found: list[Arrays] = []
     indices = itertools.count(1)  # 0 is the whole run
 
@@ -106,7 +113,7 @@ def _given(
     labels: Collection[str],
     other: torch.Tensor,
 ) -> Arrays:
-    """Run a module with another array in the place of those that it takes under some labels."""
+    """Run a module with another array in place of those that it takes under some labels."""
     is_forward = direction is FORWARD
     leaves: dict[str, torch.Tensor] = {}
     results: dict[str, torch.Tensor] = {}
@@ -133,7 +140,7 @@ def _given(
 
 
 def givers(x: torch.Tensor, nodes: Nodes) -> Iterator[Call]:
-    """The last calls that a tensor is computed from, by torch's graph of the computation."""
+    """The calls from whose outputs a tensor is computed without another call, by torch's graph."""
     seen, left = set(), [x.grad_fn]
     while left:
         node = left.pop()
@@ -147,6 +154,6 @@ def givers(x: torch.Tensor, nodes: Nodes) -> Iterator[Call]:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor as an array; floating numbers are in float64."""
+    """The tensor as an array, in float64 if it is floating."""
     tensor = tensor.detach().cpu().resolve_conj()
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()

@@ -1,4 +1,4 @@
-"""The calls of one side's modules: what each takes and returns, forward and backward."""
+"""The calls of one side's modules, with the arrays of each call, forward and backward."""
 
 import contextlib
 import copy
@@ -14,11 +14,19 @@ from parity_tests.engine.problem import Arrays, Problem, is_flag
 from parity_tests.engine.results import Results
 
 SLOTS = ("inputs", "outputs", "output gradients", "input gradients", "weight gradients")
-"""A weight's gradient belongs to the first call of the innermost called module around it."""
+"""The kinds of arrays of a call.
+
+The gradient of a weight belongs to the first call of the module that holds the weight or, if that
+module is not called, of the innermost called module around it.
+"""
 
 
 class Direction(NamedTuple):
-    """Forward, a call takes inputs and gives outputs; backward, it takes and gives gradients."""
+    """The slots whose arrays a call takes and gives, in the forward or in the backward pass.
+
+    Forward, a call takes inputs and gives outputs. Backward, it takes the gradients of its outputs
+    and gives those of its inputs.
+    """
 
     name: str
     taken: str
@@ -31,12 +39,14 @@ BACKWARD = Direction("backward", "output gradients", "input gradients")
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a module, or one named value of a function (a tap, which has outputs only)."""
+    """One call of a module, or one value that `tap` names in a function (it has only outputs)."""
 
     name: str
+    """The path of the module; "" for the whole module and for the whole run."""
     kind: str
+    """The module's class, "tap", or "run" for the call of the whole run."""
     index: int
-    """The place of the call among those of its trace."""
+    """The index of the call in its trace."""
     parent: "Call | None" = None
     weights: frozenset[str] = frozenset()
     """The torch keys of the weights that the module holds."""
@@ -47,13 +57,13 @@ class Call:
     )
     """The dtype of each floating array by slot and label, as the module computes it."""
     sources: "set[Call]" = dataclasses.field(default_factory=set)
-    """For torch's calls: those whose outputs are the last ones that its inputs come from."""
+    """The calls from whose outputs the inputs are computed without another call (only in torch)."""
     identities: dict[tuple[str, str], bytes] = dataclasses.field(default_factory=dict)
-    """Identifiers of its arrays by slot and label; equal arrays have equal ones."""
+    """Identifiers of the arrays, by slot and label; equal arrays have equal identifiers."""
 
     @property
     def ancestors(self) -> Iterator["Call"]:
-        """The calls that this one is made in, the innermost first."""
+        """The calls around this one, the innermost first."""
         call = self.parent
         while call is not None:
             yield call
@@ -62,9 +72,9 @@ class Call:
 
 @dataclasses.dataclass
 class Trace:
-    """The calls of one run in the order in which they began.
+    """The calls of one run, in the order in which they began.
 
-    The first call is that of the whole run: it takes the inputs and gives the results.
+    The first call stands for the whole run: it takes the inputs and gives the results.
     """
 
     calls: list[Call] = dataclasses.field(default_factory=list)
@@ -79,20 +89,23 @@ class Trace:
         return self.calls[0]
 
     def begin(self, name: str, kind: str, **fields: Any) -> Call:
-        """Begin a call inside of the innermost call that has not returned."""
+        """Begin a call inside the innermost call that has not returned."""
         parent = self.open[-1] if self.open else None
         call = Call(name, kind, len(self.calls), parent, **fields)
         self.calls.append(call)
         return call
 
     def inside(self, call: Call, direction: Direction) -> list[Call]:
-        """The calls that are made directly in a call; backward, the last one comes first."""
+        """The calls made directly by a call, in order; backward, in reverse order."""
         calls = [each for each in self.calls if each.parent is call]
         return calls if direction is FORWARD else calls[::-1]
 
     @contextlib.contextmanager
     def running(self, call: Call) -> Iterator[None]:
-        """A context in which a call is open; if it raises, it stays open, which says where."""
+        """A context in which a call is open. A call that raises an error stays open.
+
+        So after an error, the innermost open call is the one that raised it.
+        """
         self.open.append(call)
         yield
         self.open.remove(call)
@@ -103,7 +116,8 @@ class Trace:
         call.slots[slot][label] = np.array(value if is_kept else ())
 
     def finish(self, problem: Problem, results: Results) -> "Trace":
-        """Keep the results, and give each weight's gradient to a call."""
+        """Keep the results, and assign each weight's gradient to a call."""
+        # The call of the whole run gets the problem's inputs and the results.
         self.results = results
         self.whole.slots["inputs"] = {
             jax.tree_util.keystr(path): np.asarray(leaf)
@@ -118,6 +132,8 @@ class Trace:
             self.whole.slots[slot] |= {
                 f"{group} {name}": np.array(array) for name, array in results.get(group, {}).items()
             }
+
+        # A weight's gradient goes to the first call of the innermost called module around it.
         called = {"": self.whole} | {
             call.name: call for call in reversed(self.calls[1:]) if call.kind != "tap"
         }
@@ -130,7 +146,7 @@ class Trace:
 
 
 def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, path: str = "") -> Any:
-    """A copy of nested containers with changed arrays; anything else in them is kept.
+    """A copy of nested containers in which the arrays are changed and everything else is kept.
 
     Containers are tuples, lists, mappings, and dataclasses, such as a ModelOutput. Modules of Linen
     and Equinox are dataclasses, too, but they are not containers.
@@ -142,7 +158,7 @@ def mapped(tree: Any, change: Callable[[str, Any], Any], is_array: Callable, pat
         return type(tree)(*(again(v, path=f"{path}.{n}") for n, v in zip(names, tree, strict=True)))
     if type(tree) in (tuple, list):
         return type(tree)(again(value, path=f"{path}[{i}]") for i, value in enumerate(tree))
-    # Only what has changed is set in a copy, because a class may compute the rest.
+    # In a copy, set only the entries that have changed, because a class may compute the others.
     if isinstance(tree, dict):
         changed = {key: again(value, path=f"{path}[{key!r}]") for key, value in tree.items()}
         changed = {key: value for key, value in changed.items() if value is not tree[key]}

@@ -1,1 +1,1 @@
-"""The same optimizer steps on both sides."""
+"""Compare training: both sides take the same optimizer steps."""

@@ -1,4 +1,4 @@
-"""Train a torch module and its JAX port side by side: at which step, and where, do they part?"""
+"""Train a torch module and its JAX port side by side, and find the step at which they differ."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -55,26 +55,27 @@ def compare_training(
 ) -> TrainingReport:
     """Train both sides from the same weights on the same batches, and compare them at each step.
 
-    The oracle is torch's training in float64. In float64, JAX may err by 1e-12. In other dtypes it
-    may err by 4 times as much as torch at that step, or by as much as the conditioning of the
-    training explains (`docs/bound.md`): Adam, for example, enlarges gradients that are only
-    rounding. The verdict depends on the loss, the weights, the running statistics and the averaged
-    weights. Gradients and the optimizer's moments are shown for the first step that differs. JAX
-    runs float32 and bfloat16 with x64 off.
+    The oracle is torch's training in float64. In float64, JAX may err by at most 1e-12. In other
+    dtypes it may err by 4 times as much as torch at that step, or by as much as the conditioning of
+    the training explains (`docs/bound.md`): Adam, for example, enlarges gradients that consist of
+    rounding errors alone. The verdict depends on the loss, the weights, the running statistics and
+    the averaged weights. Gradients and the optimizer's moments are shown for the first step that
+    differs. JAX runs float32 and bfloat16 with x64 off.
 
     Args:
         twin: the torch module, with its weights.
         model: as in `compare`.
         batches: arrays, or trees of arrays; the floating ones are cast to each dtype.
         loss: `loss(model, batch)`, or `loss(weights, batch)` if the model is a function of weights;
-            the weights are what the loader makes. If statistics change, such a loss returns
-            `(loss, weights)` with the new weights. If these are a dict, the new entries suffice, as
-            Linen's `apply(…, mutable=["batch_stats"])` returns them. What the loader makes of
-            buffers alone is not trained.
+            the loader makes these weights. If statistics change, such a loss returns
+            `(loss, weights)` with the new weights. If the weights are a dict, the changed entries
+            suffice, such as those that Linen's `apply(…, mutable=["batch_stats"])` returns. Arrays
+            that the loader makes from torch's buffers alone are not trained.
         loss_twin: `loss_twin(twin, batch)`.
-        optimizer: an optax optimizer that includes what torch does outside of its optimizer
-            (clipping, `optax.MultiSteps`). Or a function that makes one, which is called with x64
-            on for float64 and off for other dtypes: `lambda: optax.adam(1e-3)`.
+        optimizer: an optax optimizer, which includes the steps that torch takes outside of its
+            optimizer (clipping, and `optax.MultiSteps` for `accumulate`). Or a function that makes
+            one, such as `lambda: optax.adam(1e-3)`; it is called with x64 on for float64 and off
+            for other dtypes.
         optimizer_twin: makes torch's optimizer for a copy of the twin.
         scheduler_twin: makes the scheduler of torch's optimizer, which steps after the optimizer.
         clip_twin: clips torch's gradients before each step.
@@ -82,7 +83,7 @@ def compare_training(
             At the first step, `count` is 0 and `mean` is the initial weights.
         average_twin: makes torch's averaged model from a copy of the twin, such as a
             `torch.optim.swa_utils.AveragedModel`.
-        accumulate: how many batches torch averages the gradient over before it takes a step.
+        accumulate: the number of batches over which torch averages the gradient before each step.
         training: whether to run both sides in training mode: norms use the statistics of the batch,
             and the n-th dropout mask that torch draws in a step is also the n-th in JAX. By default
             both sides run in evaluation mode.
@@ -94,6 +95,7 @@ def compare_training(
             is no batch or no dtype, or no step is taken.
 
     """
+    # Refuse wrong arguments before anything runs.
     dtypes, training = checked_dtypes(dtypes), checked_bool("training", training)
     if not isinstance(batches, Iterable) or getattr(batches, "ndim", 1) == 0:
         raise TypeError(f"batches: expected a list of arrays, got {described(batches)}")
@@ -131,7 +133,7 @@ def compare_training(
     )
     with x64(True), jax.default_matmul_precision("highest"):
         # In training mode, a norm uses the statistics of the batch, so a port need not read the
-        # running statistics: that is no fault, but they are not compared.
+        # running statistics. If it does not read them, they are not compared, which is no fault.
         known, unread = TorchReference(checked).weights, []
 
         def matters(problem: Problem, key: str) -> bool:
@@ -142,8 +144,8 @@ def compare_training(
             unread.append(key)
             return False
 
-        # Find which weights correspond, and build JAX's training in each dtype. Whether a weight
-        # that the loader does not read matters shows in the loss of the first batch.
+        # Find which weights correspond, and build JAX's training in each dtype. The loss of the
+        # first batch shows whether the result depends on a weight that the loader does not read.
         start = partial(Problem, twin=checked, call_twin=loss_twin, inputs=tuple(batches[:1]))
         problem, faults, _ = port(start, replace(known, matters=matters), model, weights)
         names, build = correspondence(problem, known, weights, training)
@@ -160,7 +162,7 @@ def compare_training(
                     accumulate=accumulate,
                 )
 
-        # If the two sides draw other masks, their trainings cannot be compared.
+        # If the dropout masks of the two sides differ, their trainings cannot be compared.
         try:
             report = train_side_by_side(names, sides, of_torch, batches)
         except MasksDifferError as error:
@@ -172,7 +174,10 @@ def compare_training(
 def correspondence(
     problem: Problem, known: ReferenceWeights, weights: Any, training: bool
 ) -> tuple[ByTable | ByLoader, Callable[[str], Any]]:
-    """Which weights of the two sides correspond, and a function that builds JAX's in a dtype."""
+    """Names under which the two sides' weights correspond, and a function that builds JAX's side.
+
+    The function takes a dtype.
+    """
 
     def in_mode(built: Any) -> Any:
         if not isinstance(built, nnx.Module) or not training:

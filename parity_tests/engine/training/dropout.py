@@ -1,4 +1,4 @@
-"""Dropout on two sides: the n-th mask of a step is the same on both."""
+"""Give both sides the same dropout: the n-th mask of a step is the same on both."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ DRAWN = (aten.bernoulli_.float, aten.bernoulli.p, aten.bernoulli.default)
 
 
 class MasksDifferError(ValueError):
-    """The two sides do not draw masks of the same shapes."""
+    """The two sides do not draw equally many masks of the same shapes."""
 
     def __init__(self, difference: str):
         super().__init__(f"dropout: {difference}: give both sides the same masks in the batch")
 
 
 class TorchMasks(TorchDispatchMode):
-    """Within this mode, a seed decides the Bernoulli numbers of a step, which are kept for JAX."""
+    """Within this mode, each dropout mask is seeded by its step and index, and kept for JAX."""
 
     def __init__(self, step: int):
         super().__init__()
@@ -31,7 +31,7 @@ class TorchMasks(TorchDispatchMode):
         self.masks: list[np.ndarray] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation; a Bernoulli draw takes its numbers from the seed."""
+        """Run an operation; a Bernoulli draw returns the mask of its seed, which is kept."""
         kwargs = kwargs or {}
         if func not in DRAWN:
             return func(*args, **kwargs)
@@ -45,9 +45,9 @@ class TorchMasks(TorchDispatchMode):
 
 @contextlib.contextmanager
 def jax_masks(masks: list[jax.Array]) -> Iterator[None]:
-    """A context in which `jax.random.bernoulli` gives these masks to Flax, Equinox and haiku.
+    """A context in which `jax.random.bernoulli` returns these masks to Flax, Equinox and haiku.
 
-    If the channels come last in JAX and second in torch, the axis of a mask is moved.
+    If the channels are the last axis in JAX and the second axis in torch, the mask's axis is moved.
     """
     count = 0
 

@@ -1,4 +1,4 @@
-"""JAX's training in a dtype."""
+"""The training of the JAX side in a dtype."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from parity_tests.engine.training.weight_names import ByLoader, ByTable
 
 
 class JaxTraining:
-    """The port's training, batch by batch; x64 must be on for float64 and off otherwise."""
+    """Trains the port batch by batch. x64 must be on for float64 and off for other dtypes."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class JaxTraining:
         average: Callable[..., Any] | None,
         accumulate: int,
     ):
+        # Split the weights, and initialize the optimizer and the average.
         self._dtype, self._names, self._accumulate = dtype, names, accumulate
         self._parts = parts = Parts(built, dtype, names.trained)
         self._params, self._statistics = parts.params, parts.statistics
@@ -47,8 +48,9 @@ class JaxTraining:
         self._count = 0
         self.loss = np.zeros(())
         self.returns_statistics = isinstance(built, nnx.Module)
-        """Whether the loss returns statistics, or updates them; known after the first batch."""
+        """Whether the loss updates or returns statistics; for a function, known after a batch."""
 
+        # A user's loss takes the whole model, but only its parameters are differentiated.
         def loss_of(params, statistics, batch, masks):
             weights = parts.merged(params, statistics)
             with jax_masks(masks):
@@ -59,10 +61,12 @@ class JaxTraining:
             checked_loss("loss", value, jax.Array)
             return value, parts.statistics_after(weights, new, statistics)
 
-        # Like the torch side, the loss ignores casts to float32 in float64.
+        # In float64, the loss ignores casts to float32, as it does on the torch side.
         lifted = lifted_dtypes(set()) if dtype == "float64" else {}
         loss_and_gradient = rewritten(jax.value_and_grad(loss_of, has_aux=True), lifted, Found())
 
+        # The optimizer sees each batch, because `optax.MultiSteps` accumulates; the mean gradient
+        # is kept only to compare it.
         @jax.jit
         def train_step(params, statistics, state, gradient, batch, masks):
             (value, statistics), new = loss_and_gradient(params, statistics, batch, masks)
@@ -93,11 +97,14 @@ class JaxTraining:
         return {} if self._mean is None else self._named(self._mean)
 
     def gradients(self) -> Arrays:
-        """The mean gradient of the last step; torch's are the complex conjugates of JAX's."""
+        """The mean gradient of the last step, by name.
+
+        A complex gradient is conjugated, because torch's is the complex conjugate of JAX's.
+        """
         return self._named(jax.tree.map(jnp.conj, self._gradient))
 
     def moments(self) -> dict[str, Arrays]:
-        """The optimizer's moments that have the weights' structure, by optax's name and by name."""
+        """The optimizer's moments, by optax's name of the moment and by the weight's name."""
         found = {}
         for name in dict.fromkeys(MOMENTS.values()):
             values = optax.tree_utils.tree_get_all_with_path(self._state, name)
@@ -108,7 +115,10 @@ class JaxTraining:
         return found
 
     def _like_params(self, value: Any) -> Any:
-        """A tree of the optimizer's, with zeros for weights that its mask leaves out."""
+        """A tree of the optimizer's state, with zeros for weights that its mask leaves out.
+
+        None if the tree does not have the structure of the weights.
+        """
         leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode))
         params, structure = jax.tree.flatten(self._params)
         if len(leaves) != len(params):
@@ -124,10 +134,11 @@ class JaxTraining:
 
 
 class Parts:
-    """Splits the JAX side's weights into parameters, statistics, and what never changes.
+    """Splits the JAX side's weights into parameters, statistics and constants.
 
-    Of an NNX module, the `nnx.Param`s are parameters. Of a tree, the real and complex arrays are,
-    except those that are made of torch's buffers alone.
+    The parameters are the `nnx.Param`s of an NNX module. In a tree, they are the real and complex
+    arrays, except those that are made from torch's buffers alone, which are statistics. All other
+    leaves of a tree are constants.
     """
 
     def __init__(self, built: Any, dtype: str, trained: set[str]):
@@ -151,7 +162,7 @@ class Parts:
         self._constants = jax.tree.map(lambda a: None if is_inexact(a) else a, built)
 
     def merged(self, params: Any, statistics: Any) -> Any:
-        """The module or tree that these parts make up."""
+        """The module or tree that consists of these parts."""
         if self._graphdef is not None:
             return nnx.merge(self._graphdef, params, statistics, copy=True)
         return jax.tree.map(
@@ -163,7 +174,7 @@ class Parts:
         )
 
     def statistics_after(self, weights: Any, new: Any, statistics: Any) -> Any:
-        """The statistics after a step: those that the loss returns, or those of the module."""
+        """The statistics after a step: those of the NNX module, or those that the loss returns."""
         if self._graphdef is None:
             return jax.tree.map(
                 lambda old, value: None if old is None else value,
@@ -177,7 +188,7 @@ class Parts:
 
 
 def is_none(leaf: Any) -> bool:
-    """True if the leaf is None, which JAX otherwise takes for an empty tree."""
+    """True if the leaf is None, which JAX would otherwise treat as an empty tree."""
     return leaf is None
 
 
@@ -191,7 +202,7 @@ def updated(weights: Any, new: Any) -> Any:
 
 
 def made_optimizer(optimizer: Any) -> Any:
-    """The optax optimizer, or the one that a function makes."""
+    """The optax optimizer; if a function that makes one is given, the optimizer that it makes."""
     if inspect.isfunction(optimizer) or isinstance(optimizer, partial):
         given = inspect.signature(optimizer).parameters.values()
         if all(parameter.default is not parameter.empty for parameter in given):

@@ -32,7 +32,8 @@ from parity_tests.engine.training.weight_names import ByLoader, ByTable
 def x64(enabled: bool) -> Iterator[None]:
     """A context with x64 on or off, as in a user's program in float64 or in another dtype.
 
-    An optimizer that was made with x64 on may ask for float64 in vain; that warning is ignored.
+    An optimizer that was made with x64 on may request float64 with x64 off. JAX's warning about
+    that is ignored.
     """
     with jax.enable_x64(enabled), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Explicitly requested dtype float64", UserWarning)
@@ -54,24 +55,26 @@ def train_side_by_side(
         batches: the batches.
 
     """
-    # The oracle is torch in float64 without casts, which is also torch's own training in float64.
+    # The oracle is torch's training in float64, which ignores casts to other dtypes. It also serves
+    # as torch's own training in float64.
     in_float64 = InFloat64()
     oracle = of_torch("float64", in_float64)
     own = {dtype: of_torch(dtype) for dtype in {*sides, "float32"} - {"float64"}}
 
-    # A training with random rounding takes as many steps as the verdict needs, often none.
+    # A training with random rounding takes only as many steps as the verdicts need, often none.
     @functools.cache
     def rounded_training(dtype: str, seed: int) -> TorchTraining:
         return of_torch(dtype, RandomRounding(dtype, seed, in_float64.decisions))
 
     def scatter(dtype: str, expected: Arrays) -> Iterator[dict[str, float]]:
-        """The errors of trainings with random rounding after the batches so far."""
+        """The errors of trainings with random rounding, after the batches so far."""
         for seed in range(ROUNDED_RUNS):
             run = rounded_training(dtype, seed)
             for batch in batches[run.count : oracle.count]:
                 run.train_on(batch)
             yield relative_errors(only(compared(names, run), expected), expected)
 
+    # Take each batch on all sides, and compare the results with the oracle's.
     after = before = compared(names, oracle)
     statistics = names.of_torch(oracle.weights()).keys() - names.trained
     errors: dict[str, list[Error]] = {dtype: [] for dtype in sides}
@@ -82,14 +85,14 @@ def train_side_by_side(
             training.train_on(batch)
         after, gradient = compared(names, oracle), of_gradient(names, oracle, oracle.gradients)
         for dtype, side in sides.items():
-            # JAX gets the dropout masks that torch drew.
+            # Train JAX with the dropout masks that torch drew.
             with x64(dtype == "float64"):
                 side.train_on(batch, oracle.masks)
                 found = {"the loss": side.loss, **side.weights(), **averaged(side.average())}
                 gradients = side.gradients()
             norms[dtype].append((norm(gradient), norm(only(gradients, gradient))))
 
-            # Statistics that JAX does not return cannot be compared.
+            # Compare everything except statistics that JAX's loss does not return.
             skipped = set() if side.returns_statistics else statistics
             expected = only(after, found.keys() - skipped)
             torch_own = own.get(dtype, oracle)
@@ -106,7 +109,7 @@ def train_side_by_side(
                 with x64(dtype == "float64"):
                     departures[dtype] = departure(names, dtype, oracle, torch_own, side)
 
-    # A comparison in which nothing moves shows nothing.
+    # If no weight changed, the comparison shows nothing, which is a fault.
     same = {name for name in after if np.array_equal(after[name], before.get(name, np.nan))}
     faults, notes = [], []
     if names.trained <= same:
@@ -131,7 +134,7 @@ def train_side_by_side(
 
 
 def compared(names: ByTable | ByLoader, training: TorchTraining) -> Arrays:
-    """The loss, the weights, the statistics and the averaged weights of torch's side."""
+    """The loss, the weights, the statistics and the averaged weights of the torch side."""
     mean = training.average()
     return {
         "the loss": training.loss,
@@ -141,7 +144,10 @@ def compared(names: ByTable | ByLoader, training: TorchTraining) -> Arrays:
 
 
 def of_gradient(names: ByTable | ByLoader, oracle: TorchTraining, by_key: Arrays) -> Arrays:
-    """Torch's gradients or moments under JAX's names, for weights that JAX holds one by one."""
+    """Torch's gradients or moments under the common names.
+
+    Weights that JAX holds only in sums, and weights without a gradient in torch, are left out.
+    """
     weights = oracle.weights()
     zeros = weights | {k: np.zeros(a.shape) for k, a in weights.items() if is_inexact(a)}
     covered = names.of_torch(zeros | {k: np.ones(a.shape) for k, a in by_key.items()})
@@ -156,7 +162,7 @@ def departure(
     own: TorchTraining,
     side: JaxTraining,
 ) -> str:
-    """How the loss, the gradients and the optimizer's moments compare at a step."""
+    """A sentence that tells which of the loss, the gradient and the moments differ at a step."""
     named = functools.partial(of_gradient, names, oracle)
     rows = {
         "the loss": ({"": oracle.loss}, {"": own.loss}, {"": side.loss}),
@@ -182,7 +188,7 @@ def departure(
 
 
 def averaged(arrays: Arrays) -> Arrays:
-    """The arrays under the names of averages."""
+    """The arrays, with names that mark them as averages."""
     return {f"average of {name}": array for name, array in arrays.items()}
 
 
@@ -192,5 +198,5 @@ def only(arrays: Arrays, names: Collection[str]) -> Arrays:
 
 
 def norm(arrays: Arrays) -> float:
-    """The norm of all arrays together."""
+    """The Euclidean norm of all arrays together."""
     return float(np.sqrt(sum(rms(a) ** 2 * a.size for a in arrays.values())))

@@ -1,4 +1,4 @@
-"""Torch's training, in a dtype or under an arithmetic mode."""
+"""The training of the torch side, in a dtype or under an arithmetic mode."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,11 +22,15 @@ MOMENTS = {
     "momentum_buffer": "trace",
     "sum": "sum_of_squares",
 }
-"""The names of torch.optim's moments, and those of optax's."""
+"""Optax's name for each moment of an optimizer in `torch.optim`."""
 
 
 class TorchTraining:
-    """The twin's training, batch by batch."""
+    """Trains the twin batch by batch.
+
+    With an arithmetic mode, the twin is cast to the dtype and then trained in float64 under that
+    mode.
+    """
 
     def __init__(
         self,
@@ -42,11 +46,14 @@ class TorchTraining:
         accumulate: int,
         training: bool,
     ):
+        # Under an arithmetic mode, the weights are rounded to the dtype but stored in float64.
         self._twin = twin_in(twin, dtype).train(training)
         if arithmetic is not None:
             self._twin = twin_in(self._twin, "float64")
         self._dtype, self._arithmetic = dtype, arithmetic
         self._loss, self._clip, self._accumulate = loss, clip, accumulate
+
+        # The user's functions make the optimizer and the rest for this copy of the twin.
         self._optimizer = made("optimizer_twin", optimizer(self._twin), torch.optim.Optimizer)
         self._scheduler = self._average = None
         if scheduler is not None:
@@ -65,7 +72,7 @@ class TorchTraining:
         """The dropout masks of the last batch."""
         self.loss = np.zeros(())
         self.gradients: Arrays = {}
-        """The gradients of the last step, before clipping."""
+        """The gradients of the current step, accumulated so far and not clipped."""
 
     def train_on(self, batch: Any) -> None:
         """Add the gradient of a batch, and take a step after every `accumulate` batches."""
@@ -99,10 +106,11 @@ class TorchTraining:
 
     @contextlib.contextmanager
     def _rounded_rates(self) -> Iterator[None]:
-        """A context that perturbs the learning rates as float32 perturbs Adam's bias corrections.
+        """A context that perturbs the learning rates as rounding perturbs Adam's bias corrections.
 
-        torch computes the corrections in float64. If β = 0.999 is off by half an ulp, the relative
-        error of 1 - β is a thousand times as large.
+        torch computes the corrections in float64, as Python numbers that random rounding does not
+        reach. If β = 0.999 is off by half an ulp, the relative error of 1 - β is a thousand times
+        as large. Without random rounding, the learning rates are unchanged.
         """
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -130,7 +138,7 @@ class TorchTraining:
         return {} if averaged is None else all_in_dtype(arrays_of(averaged.state_dict()), "float64")
 
     def moments(self) -> dict[str, Arrays]:
-        """The optimizer's moments, by torch's name and by key."""
+        """The optimizer's moments, by torch's name of the moment and by the weight's key."""
         found: dict[str, Arrays] = {}
         for key, weight in self._parameters():
             for name, value in self._optimizer.state.get(weight, {}).items():
@@ -145,7 +153,7 @@ def copied(tensor: torch.Tensor) -> np.ndarray:
 
 
 def made(name: str, value: Any, kind: type) -> Any:
-    """Check that a function has made an object of the right kind."""
+    """The object that a user's function has made, which must be of the right class."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected it to return a {kind.__name__}, got {described(value)}")
     return value

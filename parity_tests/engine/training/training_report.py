@@ -11,16 +11,16 @@ class TrainingReport:
 
     steps: dict[str, tuple[Error, ...]]
     gradient_norms: dict[str, tuple[tuple[float, float], ...]]
-    """After each step: the norm of torch's gradient in float64, and of JAX's."""
+    """For each step, the norm of torch's gradient in float64 and that of JAX's gradient."""
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """Parts that were not compared, and why."""
     departures: dict[str, str] = dataclasses.field(default_factory=dict)
-    """By dtype: how the loss, gradients and the optimizer's moments compare where they part."""
+    """By dtype, a comparison of loss, gradients and moments at the first step that differs."""
 
     @property
     def parting(self) -> dict[str, tuple[int, Error]]:
-        """By dtype: the first step, from 1 on, after which they differ by more than rounding."""
+        """By dtype: the first step, counted from 1, after which the sides differ by too much."""
         return {
             dtype: failures[0]
             for dtype, errors in self.steps.items()
@@ -34,7 +34,7 @@ class TrainingReport:
         return compared and not self.faults and not self.parting
 
     def __str__(self) -> str:
-        """The errors after the steps 1, 2, 4, … and the last, and where the two part."""
+        """The errors after steps 1, 2, 4, … and the last, and the step at which the sides part."""
         lines = [f"{'':9}{'step':>6}{'torch':>9}{'JAX':>9}{'bound':>9}{'gradient norms':>22}"]
         for dtype, errors in self.steps.items():
             shown = {2**i for i in range(len(errors).bit_length())} | {len(errors)}

@@ -1,4 +1,4 @@
-"""The weights of torch and JAX under the same names, to compare two trainings."""
+"""Give the weights of torch and JAX the same names, to compare two trainings."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -23,10 +23,10 @@ class ByTable:
         self._keys = {key for row in table if row.params for key in row.keys}
         self.trained = self._keys & {*parameters}
         self.arranged = {key for row in table if row.exact and row.separate for key in row.keys}
-        """The keys whose numbers JAX holds one by one, rather than as sums."""
+        """The keys of weights whose numbers JAX holds unchanged, rather than in sums."""
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
-        """Torch's arrays; those that JAX cannot hold one by one as they come back from JAX."""
+        """Torch's arrays by key. Those that JAX holds only in sums are converted there and back."""
         compared = {key: value for key, value in state_dict.items() if key in self._keys}
         for row in self._inexact:
             values = row.to_torch(*row.to_jax(*(state_dict[key] for key in row.keys)))
@@ -34,12 +34,12 @@ class ByTable:
         return compared
 
     def of_jax(self, model: nnx.Module) -> Arrays:
-        """The module's arrays."""
+        """The JAX module's arrays by torch key."""
         return {key: a for key, a in to_torch(model, self._table).items() if key in self._keys}
 
 
 class ByLoader:
-    """Names the weights by their paths in what a loader makes of torch's weights."""
+    """Names the weights by their paths in the tree that a loader makes from torch's weights."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class ByLoader:
         inexact = {key: value for key, value in state_dict.items() if is_inexact(value)}
 
         def changed(keys: Collection[str]) -> Arrays:
-            """The loaded arrays if the weights of these keys had other values."""
+            """The arrays that the loader makes if the weights of these keys have other values."""
             others = {key: 0.7 * value + 0.1 for key, value in inexact.items() if key in keys}
             return self.of_torch({**state_dict, **others})
 
@@ -63,13 +63,13 @@ class ByLoader:
             if not np.array_equal(array, of_parameters[path])
             or np.array_equal(array, of_buffers[path])
         }
-        """The paths of all arrays except those that are made of buffers alone."""
+        """The paths of all arrays except those that are made from buffers alone."""
         numbers = np.concatenate([np.ravel(v) for v in inexact.values()] or [np.empty(0)])
         self.arranged = {path for path, array in loaded.items() if np.isin(array, numbers).all()}
-        """The paths of the arrays that hold torch's own numbers."""
+        """The paths of the arrays whose numbers all occur in torch's weights."""
 
     def of_torch(self, state_dict: Mapping[str, np.ndarray]) -> Arrays:
-        """The arrays that the loader makes of torch's weights."""
+        """The arrays that the loader makes from torch's weights, by path."""
         return self.of_jax(self._load(state_dict))
 
     def of_jax(self, weights: Any) -> Arrays:
