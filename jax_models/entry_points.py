@@ -12,7 +12,7 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 _failures: defaultdict[str, list[str]] = defaultdict(list)
-"""By entry point group: the packages that failed, each with its error."""
+"""For each entry point group, the packages that could not be used, each with its error."""
 
 
 def modules_of(package: ModuleType, group: str) -> Iterator[ModuleType]:
@@ -46,7 +46,7 @@ def broken_packages(group: str) -> str:
 
 
 def by_name(kind: str, found: Iterable[tuple[str, Value, str]]) -> dict[str, Value]:
-    """The values by name. Each comes with its name and the place that defines it.
+    """The values by name. Each item of `found` is a name, a value and the place that defines it.
 
     Raises:
         ValueError: two values have the same name.

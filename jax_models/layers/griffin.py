@@ -1,4 +1,4 @@
-"""The blocks of Griffin, as RecurrentGemma has them (arXiv 2402.19427 and 2404.07839)."""
+"""The blocks of Griffin as implemented in RecurrentGemma (arXiv 2402.19427 and 2404.07839)."""
 
 __all__ = ["GriffinBlock", "GriffinRecurrence", "GriffinRecurrenceState"]
 
@@ -21,14 +21,14 @@ from jax_models.sequence import SequenceLayer
 from jax_models.weights import Layouts, dense, linear, nested, rms_norm
 
 CONV_VARIANCE = 0.01
-"""The initial variance of a convolution's kernel, times its taps."""
+"""The initial variance of a convolution's kernel, multiplied by its number of taps."""
 
 
 class GriffinRecurrenceState(NamedTuple):
     """The state of the recurrent half of a block."""
 
     position: Int[Array, " batch"]
-    """Steps of the document so far."""
+    """The number of steps of the document so far."""
     conv: CausalConv1DState
     rglru: RGLRUState
 
@@ -47,7 +47,7 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
 
     Args:
         features: size of x_t and y_t.
-        num_blocks: blocks of the gates of the RG-LRU.
+        num_blocks: number of diagonal blocks of the RG-LRU's gate matrices.
         hidden_features: width of the recurrence. None: `features`.
         kernel_size: taps of the causal convolution.
         activation: which gelu.
