@@ -31,8 +31,8 @@ def with_auto_axes(call: Call) -> Call:
         bound = signature.bind(layer, *args, **kwargs)
         bound.apply_defaults()
         (_, x, state), masks = bound.args, bound.kwargs
-        # `auto_axes` must receive every array as an argument, including the layer's own arrays,
-        # because an array that `run` closes over would keep its Explicit axes.
+        # `auto_axes` converts only its arguments, so every array must be one, including the layer's
+        # own.
         graphdef, variables = nnx.split(layer)
         leaves, structure = jax.tree.flatten((variables, x, state, masks))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}

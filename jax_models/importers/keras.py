@@ -22,8 +22,7 @@ from jax_models.weights.layouts import params_of
 
 KINDS: dict[str, Kind] = {"SimpleRNN": RNN, "LSTM": LSTM, "GRU": GRU}
 TWO_GATES_SWAPPED = (1, 0, 2)
-"""A Keras GRU orders its gates z, r, h, and ours r, z, n. A Keras LSTM has the same order as ours.
-"""
+"""Swaps the first two gates: Keras's GRU has them in the order z, r, h, and ours in r, z, n."""
 
 
 @checked_options

@@ -23,8 +23,9 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
 
         y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias,    j = 0 … K−1
 
-    x and y are (batch, time, features). The state is `CausalConv1DState(inputs)` with the last K −
-    1 inputs, (batch, features, K − 1), initially zeros. Inputs from before a `reset` count as zero.
+    x and y are (batch, time, features). The state is `CausalConv1DState(inputs)` with the last
+    K − 1 inputs, (batch, features, K − 1), initially zeros. Inputs from before a `reset` count as
+    zero.
 
     Args:
         features: size of x_t and y_t.
