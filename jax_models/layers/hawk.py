@@ -74,7 +74,7 @@ class GatedRecurrence(SequenceLayer[State]):
         self.out_proj = Linear(hidden_features, features, **matrix)
 
     def init_state(self, batch_size: int) -> Any:
-        """Zeros, in at least float32. If there is no convolution, its array of inputs has size 0."""
+        """Zeros, in at least float32. Without a convolution, its array of inputs has size 0."""
         rglru = self.rglru.init_state(batch_size)
         if self.conv is None:
             no_inputs = jnp.zeros((*rglru.h.shape, 0), rglru.h.dtype)

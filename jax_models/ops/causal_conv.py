@@ -1,4 +1,4 @@
-"""The causal depthwise convolution, and the window of past inputs under it."""
+"""The causal depthwise convolution, and the window of past inputs that it reads."""
 
 import dataclasses
 from typing import NamedTuple, Unpack
@@ -30,8 +30,8 @@ def causal_conv(
 ) -> tuple[Float[Array, "batch time features"], CausalConv1DState]:
     """`y_t = Σ_j kernel_j ⊙ x_{t−K+1+j} + bias`: the kernel's last row weighs the current input.
 
-    Inputs from before the sequence come from the state; those of another document (before a
-    `reset`) count as zero. Computed in the dtype of x.
+    Inputs from before the sequence come from the state. Inputs of another document (before a
+    `reset`) count as zero. The convolution is computed in the dtype of x.
     """
     window, state = delayed(x, state, **masks)
     y = jnp.broadcast_to(bias, x.shape)
@@ -48,7 +48,7 @@ def delayed(
 ) -> tuple[list[Float[Array, "batch time features"]], CausalConv1DState]:
     """`[x_{t−K+1}, …, x_{t−1}, x_t]`, each as long as x, and the last K−1 inputs of each row.
 
-    With a `time_axis`, a device gets the last inputs of the one before it.
+    With a `time_axis`, each device receives the last inputs of the device before it.
     """
     rows = given_rows(masks)
     time, past = x.shape[1], state.inputs.shape[2]

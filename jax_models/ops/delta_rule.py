@@ -25,7 +25,8 @@ DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_int
 CHUNKS = 8
 """The backward pass stores one state every 8 chunks and recomputes the others."""
 GONE = -1e5
-"""A log decay whose exponential is zero in every dtype. Lower ones, as −∞, are raised to it."""
+"""A log decay whose exponential is zero in every dtype. Lower ones, such as −∞, are raised to it.
+"""
 
 
 @checked()
@@ -55,8 +56,8 @@ def delta_rule(
 
         y_t = (S_{t−1} + v_t (u ⊙ k_t)ᵀ) r_t
 
-    These layers are special cases. r is their query, times its scale, and each step and head has a
-    decay α and a rate β:
+    The following layers are special cases. r is their query times its scale. Each step and head has
+    a decay α and a rate β:
 
     - RWKV-7: a = −κ̂, b = κ̂ ⊙ η, where κ̂ is the removal key and η the in-context learning rate.
     - DeltaNet: log_w = 0, a = k, b = −βk, and βk takes the place of k. Gated DeltaNet differs in
@@ -74,31 +75,33 @@ def delta_rule(
         b: the key with which the correction is written.
         state: S before the first step. None: zero.
         u: the bonus of the current step. None: y reads the state after the step.
-        min_log_w: a lower bound; a log_w below it is raised to it. If it is near 0 (RWKV-7's is
+        min_log_w: a lower bound, to which a smaller log_w is raised. If it is near 0 (RWKV-7's is
             −e^{−1/2}) and there is no `reset`, chunks need one matrix product instead of four.
         method: "sequential" runs one step after the other; "chunked" computes 16 steps at a time by
             matrix products (Yang et al. 2024, arXiv 2406.06484); "pallas" runs the chunks in one
             kernel of a TPU (`ops.kernels.matrix_scan`); "pallas_interpreted" runs that kernel in an
-            interpreter, which is slow but works anywhere. "auto" is sequential on a CPU and below
-            16 steps, and chunked elsewhere, since the kernel was not measured yet. With a symbolic
-            number of steps, every method is sequential. All compute in at least float32, with the
-            highest precision on a TPU. The backward pass stores √time states if sequential, or all
-            of them if they take at most 4 MiB; one every 128 steps if chunked; and one every 16 in
-            kernels. Unless the method is sequential or `reset` is given, a NaN also reaches the
-            outputs of up to 15 steps before it.
-        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`; a state restarts from
-            zero. The steps of a device turn S into `S M + E`. The devices exchange M and E, so that
-            each can compute the S before its own steps and run from there.
+            interpreter, which is slow but works anywhere. "auto" is sequential on a CPU or with
+            fewer than 16 steps, and chunked otherwise. It never chooses the kernel, whose speed has
+            not been measured yet. With a symbolic number of steps, every method is sequential. All
+            methods compute in at least float32, with the highest precision on a TPU. For the
+            backward pass, "sequential" stores √time states, or all of them if they take at most 4
+            MiB, "chunked" stores one every 128 steps, and the kernels store one every 16 steps.
+            Unless the method is sequential or `reset` is given, a NaN also reaches the outputs of
+            up to 15 steps before it.
+        **masks: `lengths`, `reset` and `time_axis`, as in `DividedMasks`. At a `reset`, the state
+            restarts from zero. With a `time_axis`, the steps of a device turn S into `S M + E`. The
+            devices exchange M and E, so that each can compute the S before its own steps and run
+            from there.
 
     Returns:
-        All y (those beyond `lengths` are meaningless) and the last S, in at least float32.
+        All y and the last S, in at least float32. Each y beyond `lengths` is meaningless.
 
     Raises:
-        NotImplementedError: when the program is lowered, "pallas" has no kernel for this device,
-            dtype, division over devices or head size. Also if the second derivative of "pallas" is
-            taken, or `lengths` are given with a `time_axis`.
-        TypeError: an array has another kind of dtype, only one of a and b is given, or u is given
-            with them.
+        NotImplementedError: `lengths` are given with a `time_axis`, or the second derivative of
+            "pallas" is taken. Also when the program is lowered, if "pallas" has no kernel for this
+            device, dtype, division over devices or head size.
+        TypeError: the dtype of an array is of another kind, only one of a and b is given, or u is
+            given together with a and b.
         ValueError: a shape is wrong, a length lies outside 0 … time, min_log_w is positive, or
             there is no such method.
 
@@ -179,7 +182,8 @@ _compiled = jax.jit(_delta_rule, static_argnums=(0, 1))
 def _without_faults(
     xs: Steps, state: Array, restart: Bool[Array, "batch time"]
 ) -> tuple[Steps, Array, tuple[Array, Array]]:
-    """Sets what is not finite to zero, and returns which outputs and last states must be NaN.
+    """Sets steps and states that are not finite to zero, and marks the results that must become
+    NaN.
 
     A step that restarts multiplies the state by zero, and zero times NaN would carry a NaN from one
     document to the next.
