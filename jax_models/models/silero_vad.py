@@ -179,7 +179,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         lengths: Int[ArrayLike, " batch"] | None = None,
         reset: Bool[ArrayLike, "batch frames"] | None = None,
     ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
-        """Computes the logits of the probabilities, for a loss. The arguments are those of a call."""
+        """Computes the logits of the probabilities, for a loss. It takes the arguments of a call."""
         return self._run(lambda logits: logits, audio, state, lengths, reset)
 
     def step(
@@ -265,7 +265,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         return jnp.where(is_silent, 0, jnp.sqrt(jnp.where(is_silent, 1, power)))
 
     def torch_layouts(self) -> Layouts:
-        """`torchscript`: the keys of the published module; `silero`: those of the safetensors file."""
+        """`torchscript`: the keys of the published module; `silero`: of the safetensors file."""
         numbers = range(len(CONVOLUTIONS))
         shipped = [f"encoder.{i}.reparam_conv" for i in numbers]
         in_file = [f"conv{i + 1}" for i in numbers]
@@ -326,7 +326,7 @@ def _contexts(
 def _taps(
     x: Float[Array, "batch frames columns in"], stride: int
 ) -> Float[Array, "batch frames kept 3*in"]:
-    """The input windows of a convolution: each column that it outputs, together with its neighbors."""
+    """The input windows of a convolution: each column that it outputs, between its neighbors."""
     padded = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0)))
     columns = x.shape[2]
     shifted = [padded[:, :, tap : tap + columns : stride] for tap in range(TAPS)]

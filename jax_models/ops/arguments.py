@@ -182,7 +182,7 @@ class Scope:
         return value
 
     def check_shapes(self) -> None:
-        """Raises an error for the first array whose sizes do not match those of the other arrays."""
+        """Raises an error for the first array whose sizes do not match those of the others."""
         for name, shape, axes in self.arrays:
             for axis, size in axes:
                 expected = self._size(axis)

@@ -70,7 +70,7 @@ def _derivative(
 ) -> list[Array]:
     """Binds `derivative(form, inexact arguments, others)` for each form.
 
-    The one that runs is traced.
+    Only the derivative of the form that runs is traced.
     """
 
     def of(form):

@@ -18,9 +18,10 @@ from jax_models.ops.varying import match_varying_axes
 
 Carry = TypeVar("Carry", bound=tuple)
 TILE, LARGE_TILE = 128, 512
-"""Steps of a tile, on a CPU and on accelerators.
+"""The number of steps of a tile on a CPU and on accelerators.
 
-The scores of a small tile stay in a CPU's cache. Accelerators are faster with large products.
+The scores of a small tile fit into a CPU's cache, whereas accelerators are faster with large
+products.
 """
 FEW_TILES = 6
 """The largest number of pairs of tiles for which the loop is unrolled."""

@@ -93,7 +93,7 @@ def lengths_within(
 
 
 def nan_rows(rows: Bool[Array, " batch"], tree: Any, batch_axes: Any) -> Any:
-    """Sets some rows of the batch to NaN in all arrays of a tree, except for integers and booleans."""
+    """Sets some rows of the batch to NaN in all arrays of a tree that are not integers."""
 
     def nan(array: Array, axis: int) -> Array:
         if not jnp.issubdtype(array.dtype, jnp.inexact):

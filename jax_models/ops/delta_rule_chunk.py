@@ -78,14 +78,15 @@ class _Decays(Protocol):
         ...
 
     def scores(self, readers: Array, writers: Array, reads_after: bool) -> Array:
-        """Returns how strongly each step t reads the values that the steps i < t (or i ≤ t) wrote."""
+        """Returns how strongly each step t reads the values that steps i < t (or i ≤ t) wrote."""
         ...
 
 
 class _FactoredDecays(_Decays):
-    """With e^total of the steps up to each one: between i and t it is e^total_t · e^−total_i.
+    """Factors the decay between the steps i and t into e^total_t · e^−total_i.
 
-    No exponential overflows where the log decays are bounded.
+    `total` is the sum of the log decays up to a step. No exponential overflows if the log decays
+    are bounded.
     """
 
     def __init__(self, log_w: Array) -> None:
@@ -108,10 +109,10 @@ class _FactoredDecays(_Decays):
 
 
 class _BlockwiseDecays(_Decays):
-    """In pairs of blocks of steps, t in the second and i in the first of them.
+    """Computes the decays for pairs of blocks of steps, with t in the second and i in the first.
 
-    From the second block's start to t, and from i to the first one's end, no log decay is positive
-    and no exponential overflows. Blocks of 1, 2, 4, … steps make all pairs.
+    From the start of the second block to t, and from i to the end of the first block, no log decay
+    is positive, so no exponential overflows. Blocks of 1, 2, 4, … steps cover all pairs of steps.
     """
 
     def __init__(self, log_w: Array) -> None:
