@@ -179,7 +179,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         lengths: Int[ArrayLike, " batch"] | None = None,
         reset: Bool[ArrayLike, "batch frames"] | None = None,
     ) -> tuple[Float[Array, "batch frames"], SileroVADState]:
-        """Computes the logits of the probabilities, for a loss. It takes the arguments of a call."""
+        """Computes the logits of the probabilities, for a loss. The arguments are as for a call."""
         return self._run(lambda logits: logits, audio, state, lengths, reset)
 
     def step(

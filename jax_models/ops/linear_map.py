@@ -85,7 +85,7 @@ mlir.register_lowering(
 
 
 def _jvp(primals, tangents, *, map: _Map):
-    """Applies the map to the tangents of x, and adds the derivative with respect to the residuals."""
+    """Maps the tangents of x, and adds the derivative with respect to the residuals."""
     residuals, x = map.split(primals)
     residual_tangents, x_tangents = map.split(tangents)
     y = linear_map_p.bind(*primals, map=map)

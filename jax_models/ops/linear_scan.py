@@ -98,7 +98,7 @@ def _in_kernel(fallback, a, b, h0, *, reverse: bool, ahead: bool, interpret: boo
 
 
 def _scan_gpu(step, start, xs, *, outputs: int, reverse: bool):
-    """Runs the GPU's kernel, over chunks of time if the rows alone are too few to keep a GPU busy."""
+    """Runs the GPU's kernel, over chunks of time if the rows are too few to keep a GPU busy."""
     (a, b), (h0,) = xs, start
     batch, time, features = a.shape
     count = min(BUSY // (batch * features), time // SHORTEST)

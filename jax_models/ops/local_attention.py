@@ -71,7 +71,7 @@ def _written(
     reset: Bool[Array, "batch time"] | None,
     lengths: Int[Array, " batch"] | None,
 ) -> LocalAttentionState:
-    """Returns the state after the steps, with the last keys and values of each row's last document."""
+    """Returns the state after the steps: the last keys and values of each row's last document."""
     batch_size, time, *_ = k.shape
     positions = positions_after(state.position, time, reset)
     position = at_end(state.position, positions + 1, lengths)

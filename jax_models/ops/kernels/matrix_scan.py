@@ -16,7 +16,7 @@ Sequences = Sequence[Float[Array, "time ... height width"]]
 
 
 class MatrixStep(Protocol):
-    """Returns the state after one step, and the outputs, for the matrices of one or several rows."""
+    """Runs one step, on the matrices of one or several rows: returns the state and the outputs."""
 
     def __call__(self, state: State, /, *xs: Array) -> tuple[State, tuple[Array, ...]]: ...
 
