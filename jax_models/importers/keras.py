@@ -186,6 +186,7 @@ def _of_cell(cell: Any, dtype: Any) -> RecurrentStack:
     if kind not in KINDS:
         expected = ", ".join(f"{name}Cell" for name in KINDS)
         raise ValueError(f"layer: expected cells of {expected}, got {type(cell).__name__}")
+    # Refuse activations that the layer of this package does not have.
     config = cell.get_config()
     activations = ("tanh", "relu") if kind == "SimpleRNN" else ("tanh",)
     for name, expected in (("activation", activations), ("recurrent_activation", ("sigmoid",))):
@@ -194,6 +195,7 @@ def _of_cell(cell: Any, dtype: Any) -> RecurrentStack:
                 f"layer: {type(cell).__name__} {cell.name}: expected {name} "
                 f"{' or '.join(map(repr, expected))}, got {config[name]!r}"
             )
+    # The remaining settings become options of the layer, whose sizes come from the weights.
     options: dict[str, Any] = {}
     if kind == "SimpleRNN":
         options["nonlinearity"] = config["activation"]

@@ -193,6 +193,7 @@ def _chosen(nodes: list[Any], name: str | None) -> Any:
 def _layer(
     where: str, op_type: str, attributes: dict[str, Any], arrays: dict[str, np.ndarray], dtype: Any
 ) -> RecurrentStack | Reversed:
+    # Refuse attributes and shapes that no layer of this package can represent.
     for name in attributes.keys() - ATTRIBUTES:
         if np.any(attributes[name]):
             raise ValueError(f"{where}: no layer has its {name}={attributes[name]}")
@@ -205,6 +206,7 @@ def _layer(
                 f"{where}: {key}: expected {rank} axes, the first of {count} for direction "
                 f"{direction}, got shape {array.shape}"
             )
+    # The remaining attributes become options of the layer.
     options: dict[str, Any] = {}
     given = [a.decode().lower() for a in attributes.get("activations", [])]
     if op_type == "RNN" and given == ["relu"] * count:

@@ -102,6 +102,7 @@ class LSTM(RecurrentStack[LSTMState]):
         recurrent_bias_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
+        # A projection as wide as the cell is refused, because torch.nn.LSTM refuses it, too.
         if proj_features is not None and not 0 < proj_features < hidden_features:
             raise ValueError(
                 f"proj_features: expected between 1 and hidden_features − 1 = "

@@ -208,6 +208,7 @@ class SileroVAD(CheckedOptions, nnx.Module):
         return probabilities[..., 0], state
 
     def _run(self, activation: Callable[[Array], Array], audio, state, lengths, reset):
+        # Check all arguments, and convert them to a batch.
         audio = _checked_audio("audio", audio, "(batch, samples) or (samples,) unbatched")
         batch_shape, samples = audio.shape[:-1], audio.shape[-1]
         count = -(-samples // self.frame_length)
@@ -219,12 +220,15 @@ class SileroVAD(CheckedOptions, nnx.Module):
         else:
             state = checked_state(self, state, batch_size, batched=bool(batch_shape))
 
+        # Divide the recording into whole frames, with zeros in the padding.
         audio = Rows.of(samples, lengths).masked(jnp.atleast_2d(audio))
         audio = jnp.pad(audio, ((0, 0), (0, count * self.frame_length - samples)))
         frames = audio.reshape(audio.shape[0], count, self.frame_length)
         ends = None if lengths is None else -(-lengths // self.frame_length)
 
         y, last = self._frames(frames, state, ends, reset)
+        # Set the padding to zero. Under `jit`, a wrong length cannot raise an error, so the row
+        # becomes NaN.
         y = Rows.of(count, ends).masked(activation(y))
         if outside is not None:
             y, last = nan_rows(outside, (y, last), 0)

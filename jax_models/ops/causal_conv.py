@@ -52,6 +52,7 @@ def delayed(
     """
     rows = given_rows(masks)
     time, past = x.shape[1], state.inputs.shape[2]
+    # Over devices, the window of the first steps comes from the device before this one.
     if rows.time_axis is not None:
         if time < past:
             raise ValueError(
@@ -64,11 +65,13 @@ def delayed(
         before = CausalConv1DState(of_device_before(own, first, rows.time_axis))
         taps, _ = delayed(x, before, rows=of_device)
         return taps, CausalConv1DState(lax.all_gather(own, rows.time_axis)[-1])
+    # Each tap is a slice of the past and present inputs. The new state is the end of each row.
     inputs = jnp.concatenate([jnp.swapaxes(state.inputs, 1, 2).astype(x.dtype), x], axis=1)
     taps = [inputs[:, delay : delay + time] for delay in range(past + 1)]
     ends = jnp.full(x.shape[:1], time) if rows.lengths is None else rows.lengths
     index = ends[:, None] + jnp.arange(past, dtype=ends.dtype)[None]
     last = jnp.take_along_axis(inputs, index[..., None], axis=1)
+    # Zero the inputs of other documents, both in the taps and in the new state.
     if rows.reset is not None:
         document = jnp.pad(jnp.cumsum(rows.reset, axis=1), ((0, 0), (past, 0)))
         taps = [

@@ -108,6 +108,7 @@ def delta_rule(
     Source: Peng et al. 2025 (RWKV-7, arXiv 2503.14456); Peng et al. 2024 (RWKV-6, 2404.05892).
 
     """
+    # Check the combinations of arguments that the annotations do not cover.
     rows = given_rows(masks)
     if (a is None) != (b is None):
         raise TypeError("a, b: expected both or neither")
@@ -115,17 +116,20 @@ def delta_rule(
         raise TypeError("u: expected None where there are a and b, which read the state before")
     if min_log_w is not None and min_log_w > 0:
         raise ValueError(f"min_log_w: expected at most 0, got {min_log_w}")
+    # Compute in the widest dtype of the arguments, and leave early if there is nothing to compute.
     batch, time, heads, _ = k.shape
     dtype = common_carry_dtype(*(x for x in (r, log_w, k, v, a, b, state, u) if x is not None))
     if state is None:
         state = jnp.zeros((batch, heads, v.shape[-1], k.shape[-1]), dtype)
     if 0 in v.shape or 0 in k.shape:
         return jnp.zeros(v.shape, dtype), state.astype(dtype)
+    # Chunks need a known number of steps, and do not pay for fewer steps than one chunk has.
     if is_symbolic_dim(time) or (method == "auto" and time < CHUNK):
         method = "sequential"
     steps = jax.tree.map(lambda x: x.astype(dtype), Steps(r, log_w, k, v, a, b))
     state, u = state.astype(dtype), u if u is None else u.astype(dtype)
     run = partial(_run, method, min_log_w, rows)
+    # Over devices, find the state before this device's steps first, and then run from there.
     if rows.time_axis is None:
         return run(steps, state, u)
     state, last = _device_states(run, rows.time_axis, steps, state)

@@ -53,6 +53,9 @@ def hyper_lstm(
     `lengths`, `reset` and `reverse`, as in `ScanMasks`.
     """
     hidden, embedding = len(kernel_hh), len(d_kernel)
+    # The loop multiplies the hyper network's concatenated state by one matrix, so the rows of its
+    # input kernel that read h join the recurrent kernel. Zeros pad the biases that the z_b and the
+    # first d lack.
     products = {
         "hyper gates": Product(
             jnp.concatenate([hyper_kernel_ih[:hidden], hyper_kernel_hh]),

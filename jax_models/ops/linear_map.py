@@ -88,11 +88,14 @@ def _jvp(primals, tangents, *, map: _Map):
     """Maps the tangents of x, and adds the derivative with respect to the residuals."""
     residuals, x = map.split(primals)
     residual_tangents, x_tangents = map.split(tangents)
+    # The result is linear in x, so the tangents of x go through the same map.
     y = linear_map_p.bind(*primals, map=map)
     y_tangents = []
     if not all(type(t) is ad.Zero for t in x_tangents):
         x_tangents = [ad.instantiate_zeros(t) for t in x_tangents]
         y_tangents.append(linear_map_p.bind(*residuals, *x_tangents, map=map))
+    # The residuals need not enter linearly, so differentiate the function with respect to those
+    # whose tangents are not zero.
     moving = [i for i, t in enumerate(residual_tangents) if type(t) is not ad.Zero]
     if moving:
 

@@ -46,10 +46,12 @@ def local_attention(
     def after(piece: tuple[Array, Array, Array | None], state: LocalAttentionState):
         return _written(state, *piece, rows.lengths)
 
+    # Over devices, the keys and values before this device's steps come from the other devices.
     if rows.time_axis is None:
         last = after((k, v, rows.reset), state)
     else:
         state, last = states_between(after, (k, v, rows.reset), state, rows.time_axis)
+    # Steps are numbered relative to the first query, so those of the past are negative.
     slots = state.keys.shape[1]
     positions = positions_after(state.position, q.shape[1], rows.reset)
     steps = jnp.arange(q.shape[1], dtype=positions.dtype)[None]

@@ -36,7 +36,7 @@ class Product(NamedTuple):
 
     @staticmethod
     def received(of_x: Array | None, stored: Array) -> Any:
-        """Returns the value that a step receives, from the stored array: the sum of both products."""
+        """Returns the value that a step receives: the sum of both products, which is stored."""
         return stored
 
 

@@ -96,6 +96,7 @@ def recurrence(
             shapes or dtypes.
 
     """
+    # Check the arguments that annotations cannot describe.
     batch, time, features = x.shape
     kernels = [product.kernel for product in products.values()]
     if not kernels:

@@ -113,6 +113,7 @@ def wkv(
     state = WKVState(num, den, max)
     if 0 in k.shape:
         return v.astype(dtype), state
+    # Inside, the exponent of empty sums is −∞, which no step can fall below.
     state = state._replace(max=jnp.where(state.den == 0, -jnp.inf, state.max))
     last = None
     if rows.time_axis is not None:
@@ -184,6 +185,7 @@ def _decaying_sums(
         },
     }
     arguments = (w, u, k, v, start, active, reset)
+    # An associative scan and the kernel need a known number of steps.
     if method == "auto" and is_symbolic_dim(k.shape[1]):
         method = "sequential"
     if method == "auto":

@@ -94,11 +94,14 @@ def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
     def before_each(first, after):
         return jnp.concatenate([first[:, None], after[:, :-1]], axis=1)
 
+    # The tangent of the maximum: that of k where a step sets a new maximum, otherwise it only
+    # decays.
     d_max, d_last_max = through(
         jnp.where(factors.new_is_larger, 0.0, jnp.ones_like(k)),
         jnp.where(factors.new_is_larger, d_k, residuals.where_active(-d_w)),
         d_state.max,
     )
+    # The tangents of num and den are a recurrence with the same factors as the sums themselves.
     d_max_before = before_each(d_state.max, d_max)
     d_old = factors.decay * jnp.where(factors.new_is_larger, d_max_before - d_w - d_k, 0)
     d_new = factors.weight * jnp.where(factors.new_is_larger, 0, d_k - d_max)
@@ -107,6 +110,7 @@ def tangent(method: LinearRecurrenceMethod, residuals: Residuals, tangents):
     sums, last = jax.vmap(through, in_axes=(None, 0, 0))(
         factors.decay, jnp.stack([d_num, d_den]), jnp.stack([d_state.num, d_state.den])
     )
+    # The tangent of the output, a quotient of the sums before the step and the step itself.
     d_num, d_den = map(before_each, d_state[:2], sums)
     d_y = factors.past_share * (d_num - y * d_den) + factors.share * d_v
     d_y = d_y + factors.slope * (d_k + d_u - d_max_before)

@@ -200,7 +200,7 @@ def _of_model(content: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def _stored(path: Path, value: Any) -> Any:
-    """Converts a tensor to a stored array. Returns other values and unsupported dtypes unchanged."""
+    """Converts a tensor to a stored array, and leaves other values and dtypes unchanged."""
     try:
         dtype = dtype_of(value)
     except ValueError:

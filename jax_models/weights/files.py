@@ -42,7 +42,8 @@ def read_pth(path: str | os.PathLike[str]) -> dict[str, Any]:
         >>> layer = from_torch(LSTM(5, 6, rngs=nnx.Rngs(0)), read_pth("lstm.pth"))
 
     The file is read with `weights_only=True`, which allows tensors and plain containers. Settings
-    that PyTorch Lightning saves with the weights are left out, and none of their code runs. The
+    that PyTorch Lightning saves with the weights are left out, and none of their code runs. Apart
+    from this function, the package needs PyTorch only to load such files in `load_pretrained`. The
     checksums in the file are verified, unless the file is from before PyTorch 1.6, which wrote no
     checksums.
 

@@ -45,7 +45,7 @@ def dtype_of(value: Any) -> np.dtype:
 
 
 def is_floating(value: Any) -> bool:
-    """Whether a value is an array or a tensor of floats of more than 8 bits; others are quantized."""
+    """Whether a value has floats of more than 8 bits. Those of 8 bits are quantized weights."""
     try:
         dtype = dtype_of(value)
     except ValueError:

@@ -181,6 +181,7 @@ def multi_head_attention(
     kernels, biases = (
         [at(param, f"{name}.{what}") for name in names] for what in ("kernel", "bias")
     )
+    # torch stores the three projections as one matrix, unless keys or values have another size.
     if kv_features is None:
         weights = [_of_heads(parts(kernels, at(key, "in_proj_weight")), (features,), heads)]
     else:
