@@ -47,9 +47,7 @@ def state_batch_axes(layer: HasState) -> Any:
 
 
 def checked_features(x, in_features: int, *, ranks: tuple[int, int], time_major: bool) -> Array:
-    """Returns x as a floating array of one of the two `ranks` (unbatched, batched), or raises an
-    error.
-    """
+    """Returns x as a floating array of one of the `ranks` (unbatched, batched), or refuses it."""
     x = checked_array("x", as_array("x", x), Float)
     if x.ndim not in ranks or x.shape[-1] != in_features:
         steps = {3: "(time, batch, {})" if time_major else "(batch, time, {})", 2: "(batch, {})"}

@@ -39,9 +39,7 @@ def failures_as_warnings(group: str, package: str) -> Iterator[None]:
 
 
 def broken_packages(group: str) -> str:
-    """Returns the end of an error about a missing name: the packages that failed, or an empty
-    string.
-    """
+    """Returns the list of failed packages for an error about a missing name, or "" if none failed."""
     return f" (broken packages: {'; '.join(_failures[group])})" if _failures[group] else ""
 
 

@@ -111,9 +111,7 @@ class SequenceLayer(CheckedOptions, nnx.Module, Generic[State]):
             self.time_axis = time_axis
 
     def computation_dtype(self, x: Float[Array, "..."]) -> jnp.dtype:
-        """The `dtype` of the layer, or if it is None, the dtype to which x and the parameters
-        promote.
-        """
+        """The `dtype` of the layer, or by default that to which x and parameters promote."""
         return self.dtype or jnp.result_type(x, self.param_dtype)
 
     @property

@@ -146,9 +146,7 @@ def _table_of_cell(layer: RecurrentStack, i: int) -> Table:
 
 
 def _kept(layer: Any, path: str) -> Weight:
-    """Returns a table row for a parameter that has no key in the file: import leaves its value
-    unchanged.
-    """
+    """Returns a row for a parameter without a key, whose value import leaves unchanged."""
 
     def value() -> tuple[Any]:
         array = params_of(layer)[path].get_value()
@@ -160,9 +158,7 @@ def _kept(layer: Any, path: str) -> Weight:
 
 
 def _in_order(row: Weight, order: Sequence[int]) -> Weight:
-    """The row with the gates of its key in another order, given as a permutation that is its own
-    inverse.
-    """
+    """Reorders the gates of a row's key. The order is a permutation that is its own inverse."""
     return row._replace(
         to_jax=lambda a: row.to_jax(reordered(a, order)),
         to_torch=lambda *values: tuple(reordered(a, order) for a in row.to_torch(*values)),

@@ -63,9 +63,7 @@ class CausalConv1D(SequenceLayer[CausalConv1DState]):
         return ops.causal_conv(x.astype(dtype), state, kernel=kernel, bias=bias, rows=rows)
 
     def torch_layouts(self) -> Layouts:
-        """`hawk` and `hf` have the keys of a depthwise `torch.nn.Conv1d`, `deepmind` those of
-        Conv1D.
-        """
+        """`hawk` and `hf`: a depthwise `torch.nn.Conv1d`. `deepmind`: recurrentgemma's Conv1D."""
 
         def table(prefix: str) -> list[Weight]:
             key = (f"{prefix}weight",)

@@ -98,9 +98,7 @@ class GriffinRecurrence(GatedRecurrence[GriffinRecurrenceState]):
         return h, state._replace(position=position, rglru=RGLRUState(last))
 
     def torch_layouts(self) -> Layouts:
-        """`hf` has the keys of transformers, `deepmind` and `deepmind-torch` those of
-        recurrentgemma.
-        """
+        """`hf` has the keys of transformers, the others those of recurrentgemma."""
         projections = {
             "gate_proj": "linear_y",
             "recurrent_proj": "linear_x",

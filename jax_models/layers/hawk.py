@@ -98,9 +98,7 @@ class GatedRecurrence(SequenceLayer[State]):
         return h, state._replace(rglru=rglru)
 
     def part_rows(self, layout: str, conv: str, rglru: str) -> Table:
-        """The weight tables of the convolution and the RG-LRU, with keys that begin with the given
-        names.
-        """
+        """The weight tables of the convolution and the RG-LRU, with the given names as prefixes."""
         parts = {"conv": (self.conv, conv), "rglru": (self.rglru, rglru)}
         return [
             row

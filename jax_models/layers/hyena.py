@@ -44,9 +44,7 @@ class Filter(Protocol):
 
 
 class HyenaState(NamedTuple):
-    """The state of a Hyena block: the short convolution's last inputs, and each long convolution's
-    state.
-    """
+    """The state of a Hyena block: the short convolution's inputs, and each long one's state."""
 
     conv: CausalConv1DState
     long: tuple[LongConvState, ...]
@@ -54,9 +52,7 @@ class HyenaState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FilterTaps:
-    """The taps of one filter as a function of the filter module's parameters, for
-    `ops.online_conv`.
-    """
+    """The taps of one filter, as a function of the parameters, for `ops.online_conv`."""
 
     graphdef: Any
     index: int
@@ -165,9 +161,7 @@ class HyenaOperator(SequenceLayer[HyenaState]):
 
     @property
     def skip(self) -> Float[Array, "filters features"]:
-        """The factors by which each long convolution's input is multiplied before it is added to
-        the output.
-        """
+        """The factors B by which the input of each long convolution is added to its output."""
         return self.B[...]
 
     def operator(
@@ -260,9 +254,7 @@ class HyenaBlock(HyenaOperator):
         )
 
     def operator(self, u, gates, v, convolve):
-        """`v ← v + norm(x) ⊙ (h ∗ v)` for each gate x, starting from v + u; then the residual
-        output projection.
-        """
+        """`v ← v + norm(x) ⊙ (h ∗ v)` for each gate x, from v + u on; then adds the output."""
         v = v + jnp.swapaxes(u, 1, 2)
         for n, x in enumerate(gates):
             v = v + normalized(x) * convolve(n, v)

@@ -55,8 +55,7 @@ class HyenaDNAOptions(HyenaDNAFilterOptions, LayerOptions, total=False):
 
 
 class HyenaDNAMixer(HyenaOperator):
-    """The Hyena operator of order N of safari and HyenaDNA, with each product before the
-    convolution.
+    """The Hyena operator of safari and HyenaDNA, with each product before the convolution.
 
         >>> layer = HyenaDNAMixer(64, max_length=128, rngs=nnx.Rngs(0))
         >>> y, state = layer(jnp.ones((8, 100, 64)))
@@ -217,9 +216,7 @@ class HyenaDNABlock(ResidualBlock[HyenaState]):
     mesh_axes = last_axis("hidden", "up_proj") | first_axis("hidden", "down_proj.kernel")
 
     def torch_layouts(self) -> Layouts:
-        """The layouts of the mixer, and `safari-checkpointed`, which wraps the mixer and the MLP in
-        a `layer`.
-        """
+        """The mixer's layouts, and `safari-checkpointed`, where mixer and MLP are in a `layer`."""
         of_mixer = self.mixer.torch_layouts()
 
         def table(layout: str, wrapper: str = "") -> list[Weight]:

@@ -124,8 +124,7 @@ class HyenaFilter(CheckedOptions, nnx.Module):
 
 
 class AuthenticHyenaFilter(CheckedOptions, nnx.Module):
-    """The filters of the paper, one for each order: a small network of the position, times a
-    window.
+    """The paper's filters, one per order: a small network of the position, times a window.
 
         >>> taps = AuthenticHyenaFilter(64, max_length=128, rngs=nnx.Rngs(0))(100)
         >>> taps.shape
@@ -285,9 +284,7 @@ def unit_times(max_length: int, dtype) -> Float[Array, " max_length"]:
 def positions(
     max_length: int, frequencies: np.ndarray, dtype, *, sign: int = 1
 ) -> Float[Array, "max_length embed"]:
-    """Embeds positions: the time from 0 to 1, then cosines and sines with the given numbers of
-    periods.
-    """
+    """Embeds positions: the time from 0 to 1, then cosines and sines of these frequencies."""
     angle = 2 * np.pi * np.outer(np.arange(max_length), frequencies) / max_length
     time = np.linspace(0, 1, max_length)[:, None]
     return jnp.asarray(np.concatenate([time, np.cos(angle), sign * np.sin(angle)], axis=1), dtype)

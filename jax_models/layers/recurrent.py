@@ -87,8 +87,7 @@ class Cell(nnx.Module):
 
 
 class RecurrentStack(SequenceLayer[State]):
-    """Layers of one gated recurrence, each running forward, or in both directions with joined
-    outputs.
+    """Layers of one gated recurrence, which run forward, or in both directions with joined outputs.
 
     The state's arrays are (num_layers · directions, batch, features), ordered as in torch: layer 0
     forward, layer 0 backward, layer 1 forward, … Subclasses set `state_type` and `gate_names` and
@@ -150,9 +149,7 @@ class RecurrentStack(SequenceLayer[State]):
         )
 
     def sequence(self, x, state, rows):
-        """Runs all layers in one call of the operator, or with dropout, each layer in a call of its
-        own.
-        """
+        """Runs all layers in one call of the operator, or with dropout, in one call per layer."""
         dtype = self.computation_dtype(x)
         state = jax.tree.map(lambda s: s.astype(carry_dtype(dtype)), state)
         x, run = x.astype(dtype), self.operator()
@@ -175,9 +172,7 @@ class RecurrentStack(SequenceLayer[State]):
         return x, jax.tree.map(lambda *s: jnp.concatenate(s), *last_states)
 
     def torch_layouts(self) -> Layouts:
-        """`torch.nn`: torch.nn.RNN, LSTM or GRU. `scratch`: the layers of torch_ref with one Linear
-        per gate.
-        """
+        """`torch.nn`: torch.nn.RNN, LSTM or GRU. `scratch`: torch_ref's, with a Linear per gate."""
         names = self.cells[0].arrays().keys() - {"peephole"}
         biases = {name for name in names if name.startswith("bias")}
         layouts = {}

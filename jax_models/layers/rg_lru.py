@@ -141,9 +141,7 @@ class RGLRU(SequenceLayer[RGLRUState]):
         return RGLRUState(h, None if self.scale_first_step else jnp.zeros(batch_size, jnp.int32))
 
     def sequence(self, x, state, rows, c=None):
-        """Runs `ops.rg_lru`. A given `c` replaces the option c, because hippogriff stores c as a
-        weight.
-        """
+        """Runs `ops.rg_lru`. `c` replaces the option c, because hippogriff stores c as a weight."""
         dtype = self.computation_dtype(x)
         first = end = None
         if state.position is not None:

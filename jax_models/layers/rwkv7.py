@@ -167,15 +167,11 @@ class RWKV7TimeMix(HeadedTimeMix[RWKV7TimeMixState]):
     foreign_format = staticmethod(foreign_to("RWKV-7"))
 
     def split(self, x):
-        """Returns the input x, or above the lowest layer, the pair of x and the lowest layer's
-        values.
-        """
+        """Returns x or, above the lowest layer, the pair of x and the lowest layer's values."""
         return x if self.is_lowest else tuple(jnp.split(x, 2, axis=-1))
 
     def sequence(self, x, state, rows) -> Any:
-        """Runs `ops.delta_rule`, normalizes each head's outputs, adds a bonus, and gates and
-        projects the sum.
-        """
+        """Runs `ops.delta_rule`, normalizes each head, adds a bonus, gates and projects the sum."""
         x, v_first = x if isinstance(x, tuple) else (x, None)
         dtype = self.computation_dtype(x)
         x = x.astype(dtype)
@@ -352,9 +348,7 @@ class RWKV7Block(ResidualMixes[RWKV7TimeMixState]):
 
 
 def default_ranks(features: int, options: Mapping[str, Any]) -> dict[str, int]:
-    """The given ranks, or by default those of the training code, multiples of 32 that grow with
-    √features.
-    """
+    """The given ranks, or the training code's: multiples of 32 that grow with √features."""
     factors = {"decay_rank": 2.5, "rate_rank": 2.5, "value_rank": 1.7, "gate_rank": 5.0}
     return {
         name: options.get(name) or max(32, 32 * round(factor * features**0.5 / 32))

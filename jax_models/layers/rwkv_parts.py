@@ -44,9 +44,7 @@ class RWKVOptions(MatrixOptions, total=False):
 def orthogonal(
     key, shape: tuple[int, int], dtype, *, gain: float | None = None, **_
 ) -> Float[Array, "in out"]:
-    """Draws an orthogonal (in, out) matrix as RWKV-4 does, by default scaled by √(out / in) if
-    out > in.
-    """
+    """Draws an orthogonal matrix as RWKV-4 does, by default times √(out / in) if out > in."""
     gain = math.sqrt(max(shape[1] / shape[0], 1)) if gain is None else gain
     return nnx.initializers.orthogonal(gain)(key, shape, carry_dtype(dtype)).astype(dtype)
 
@@ -57,9 +55,7 @@ def scaled_orthogonal(factor: float) -> Initializer:
 
 
 def matrices(options: RWKVOptions) -> Callable[..., Linear]:
-    """Returns a function that builds a `Linear` from its sizes and an initializer, by default
-    zeros.
-    """
+    """Returns a function that builds a `Linear` from its sizes and initializer (default: zeros)."""
 
     def matrix(in_features: int, out_features: int, init: Initializer = nnx.initializers.zeros):
         return Linear(in_features, out_features, **with_inits(options, init, None, use_bias=False))
@@ -110,9 +106,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         self.value = matrix(hidden_features, features)
 
     def first_mix(self, channel: np.ndarray, height: float) -> np.ndarray:
-        """The initial μ, which a subclass defines. `channel` rises from 0 towards 1 over the
-        features.
-        """
+        """The initial μ, defined by a subclass. `channel` rises from 0 to 1 over the features."""
         raise NotImplementedError
 
     def mixed(self, letter: str, x: Array, previous: Array) -> Array:
@@ -124,9 +118,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         return RWKVChannelMixState(jnp.zeros((batch_size, self.in_features), self.state_dtype))
 
     def sequence(self, x, state, rows):
-        """Projects the squared relu of the key, and multiplies it by the receptance if there is
-        one.
-        """
+        """Projects the squared relu of the key, and multiplies it by the receptance, if any."""
         x = x.astype(self.computation_dtype(x))
         previous, last = token_shift(x, state.last, rows)
         k = self.key(self.mixed("k", x, previous))

@@ -34,9 +34,7 @@ def _first(keys: Iterable[str], marks: Iterable[str]) -> str | None:
 
 
 def describe_other_version(keys: Iterable[object], version: str) -> str | None:
-    """Describes the other version that has these keys, such as `RWKV-5 (it has …)`, or returns
-    None.
-    """
+    """Describes the other version with these keys, such as `RWKV-5 (it has …)`, or returns None."""
     found, key = rwkv_version(keys) or (version, "")
     return None if found == version else f"{found} (it has {key})"
 

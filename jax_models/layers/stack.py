@@ -107,9 +107,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         self._set_layers(listed, remat, scan_layers)
 
     def _set_layers(self, layers: nnx.List[SequenceLayer], remat: Remat, scan_layers: bool) -> None:
-        """Sets the layers, whose sizes must fit, and the attributes that the stack derives from
-        them.
-        """
+        """Sets the layers, whose sizes must fit, and the attributes that follow from them."""
         self.layers = layers
         self.remat: Remat = remat
         self.scan_layers = scan_layers
@@ -155,9 +153,7 @@ class Stack(SequenceLayer[tuple[Any, ...]]):
         return x, tuple(last_states)
 
     def _scans(self, layers: Sequence[SequenceLayer], time: int) -> bool:
-        """Whether to scan: on request, over several steps of several layers without shared
-        variables.
-        """
+        """Whether to scan: on request, over several steps of layers without shared variables."""
         asked_for = self.scan_layers or self.remat != "none"
         return asked_for and len(layers) > 1 and time != 1 and not _share_variables(layers)
 

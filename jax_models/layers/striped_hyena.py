@@ -27,9 +27,7 @@ SMALLEST_POLE, LARGEST_POLE = 0.9, 0.999
 
 
 class StripedHyenaState(NamedTuple):
-    """The state of a StripedHyena block: the inputs of the short convolution, and the modes of the
-    long one.
-    """
+    """The state of a StripedHyena block: the short convolution's inputs, the long one's modes."""
 
     conv: CausalConv1DState
     modal: ModalConvState
@@ -206,9 +204,7 @@ class StripedHyenaBlock(ResidualBlock[StripedHyenaState]):
 
 
 def _ring(key: Array, shape: tuple[int, int], dtype) -> tuple[Array, Array]:
-    """Draws poles uniformly from a ring, as in arXiv 2303.06349, and normal residues, times
-    √(1 − |λ|²).
-    """
+    """Draws poles from a ring, as in arXiv 2303.06349, and normal residues times √(1 − |λ|²)."""
     of_magnitude, of_angle, of_residue = jax.random.split(key, 3)
     square = jax.random.uniform(of_magnitude, shape, dtype, SMALLEST_POLE**2, LARGEST_POLE**2)
     angle = jax.random.uniform(of_angle, shape, dtype, -jnp.pi, jnp.pi)

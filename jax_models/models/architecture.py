@@ -91,9 +91,7 @@ class Checkpoint:
         return next((key for key in keys if key in self.weights), None)
 
     def size(self, key: str, axis: int, rank: int) -> int | None:
-        """The size of an axis. If the weight does not exist, returns None and adds the key to
-        `missing`.
-        """
+        """The size of an axis. If the weight is missing, returns None and notes its key."""
         if key not in self.weights:
             self.missing.append(key)
             return None
@@ -166,9 +164,7 @@ class ModelConfig(CheckedFields):
 
     @classmethod
     def foreign_format(cls, keys: Iterable[object]) -> str | None:
-        """Returns the error message of `from_torch` if the keys are those of a similar model, or
-        None.
-        """
+        """Returns the message of `from_torch` if the keys are those of a similar model, or None."""
         other = cls.confused_with(keys)
         return other and f"a checkpoint of {other}, this model is {cls.family}"
 

@@ -44,9 +44,7 @@ def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class GPModelConfig(StackConfig):
-    """The GPT-like language model of "The Annotated Hyena", by default with its simple Hyena
-    blocks.
-    """
+    """The config of the GPT-like language model of "The Annotated Hyena"."""
 
     family: ClassVar = "The Annotated Hyena"
     layouts: ClassVar = {
@@ -103,9 +101,7 @@ class GPModelConfig(StackConfig):
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """Reads the config of a checkpoint. Attention needs `num_heads=`, authentic Hyena
-        `implicit=`.
-        """
+        """Reads a checkpoint's config. Attention needs `num_heads=`, authentic Hyena `implicit=`."""
         config = super().from_state_dict(state_dict, **options)
         name = NOT_IN_SHAPES.get(config.block)
         if name is not None and name not in options:

@@ -65,9 +65,7 @@ def _kv_heads(size: int, fields: Fields) -> int:
 
 
 def _all_blocks(size: int, fields: Fields) -> int:
-    """The width of a recurrence, computed from the size of a gate's block. There is one block per
-    head.
-    """
+    """The width of a recurrence, from the size of a gate's block. There is one block per head."""
     return size * fields["num_heads"]
 
 
@@ -134,9 +132,7 @@ def _deepmind(keys: Size) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class GriffinLanguageModelConfig(StackConfig):
-    """The config of the Griffin language model. Except for the sizes, defaults match
-    RecurrentGemma.
-    """
+    """The config of Griffin. Except for the sizes, the defaults are those of RecurrentGemma."""
 
     family: ClassVar = "RecurrentGemma"
     model_types: ClassVar = ("recurrent_gemma",)
@@ -212,9 +208,7 @@ class GriffinLanguageModelConfig(StackConfig):
     def from_checkpoint(
         cls, weights: Mapping[str, Any], fields: Mapping[str, Any] | None, **options: Any
     ) -> Self:
-        """Prefers the config.json, because the weights do not determine the window and the
-        activation.
-        """
+        """Prefers the config.json, because weights do not determine the window and activation."""
         if fields is None:
             return cls.from_state_dict(weights, **options)
         return dataclasses.replace(cls.from_hf(fields), **options)

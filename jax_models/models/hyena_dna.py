@@ -76,9 +76,7 @@ def _layout(prefix: str, head: str | None, blocks_layout: str, *, in_file: bool 
 
 @dataclasses.dataclass(frozen=True)
 class HyenaDNALanguageModelConfig(StackConfig):
-    """The config of HyenaDNA's language model, by default with the sizes of the smallest published
-    one.
-    """
+    """The config of HyenaDNA, by default with the sizes of the smallest published model."""
 
     family: ClassVar = "HyenaDNA"
     model_types: ClassVar = ("hyenadna",)

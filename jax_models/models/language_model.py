@@ -238,9 +238,7 @@ class LanguageModel(CheckedOptions, nnx.Module):
     def embed(
         self, tokens: Int[Array, "batch time"], positions: Int[Array, "batch time"]
     ) -> Float[Array, "batch time features"]:
-        """Returns the input of the blocks: the embeddings of the tokens and, if there are any, of
-        positions.
-        """
+        """Returns the input of the blocks: the embeddings of tokens and, if any, of positions."""
         x = self.embedding(tokens)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale

@@ -155,9 +155,7 @@ def config_of(
 
 
 def _size(fields: Mapping[str, Any], name: str, default: int) -> Any:
-    """Returns a size in a config.json. The vocabulary is padded to a multiple of
-    `pad_vocab_size_multiple`.
-    """
+    """Returns a size in a config.json, with the vocabulary padded as the config.json requires."""
     size = fields.get(name, default)
     if name == "vocab_size" and isinstance(multiple := fields.get("pad_vocab_size_multiple"), int):
         return -(-size // multiple) * multiple
@@ -265,9 +263,7 @@ def hyena_dna_from_weights(
 def loaded(
     config: Any, weights: Mapping[str, Any], *, sharding: ShardingOf | None = None, **dtypes: Any
 ) -> Any:
-    """Builds the model of a config and loads its weights. Each weight is read when its parameter is
-    created.
-    """
+    """Builds a config's model, and reads each weight when its parameter is created."""
 
     def build() -> Any:
         return config.build(**dtypes, rngs=nnx.Rngs(0))

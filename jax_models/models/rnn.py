@@ -34,9 +34,7 @@ def _torch_cell(size: int, fields: Fields) -> str | None:
 
 
 def _num_layers(checkpoint: Checkpoint, fields: Fields) -> int:
-    """Counts the numbered layers of `torch.nn` or of a minimal recurrence. Without numbers, returns
-    1.
-    """
+    """Counts the layers of `torch.nn` or of a minimal recurrence, or returns 1 without numbers."""
     found = (re.match(r"rnn\.(?:weight_hh_l|layers\.)(\d+)", key) for key in checkpoint.weights)
     return len({layer[1] for layer in found if layer}) or 1
 

@@ -81,9 +81,7 @@ def checked_top_k(top_k, vocab_size: int) -> int:
 
 
 def checked_temperature(value) -> float:
-    """Returns the temperature as a float, or raises an error if it is negative or not finite in
-    float32.
-    """
+    """Returns the temperature as a float, or refuses one that is negative or not finite."""
     try:
         if isinstance(value, str | bytes | bool) or getattr(value, "dtype", None) == jnp.bool_:
             raise TypeError

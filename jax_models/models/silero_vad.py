@@ -63,9 +63,7 @@ class SileroVADConfig(ModelConfig):
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """Reads the config of a checkpoint. The size of the STFT's windows determines the sample
-        rate.
-        """
+        """Reads a checkpoint's config. The size of the STFT's windows determines the rate."""
         for key, array in checked_mapping("state_dict", state_dict).items():
             window = [0, *getattr(array, "shape", ())][-1]
             if "stft" in str(key) and window in RATES:
@@ -338,9 +336,7 @@ def _taps(
 
 
 def _hann_fourier(window: int) -> np.ndarray:
-    """A Fourier transform times a Hann window, (window, 2 · bins): real parts, then imaginary
-    parts.
-    """
+    """A windowed Fourier basis, (window, 2 · bins): the real parts, then the imaginary ones."""
     real_fourier = np.fft.rfft(np.eye(window))
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
     return hann[:, None] * np.concatenate([real_fourier.real, real_fourier.imag], axis=1)

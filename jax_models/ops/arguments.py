@@ -216,9 +216,7 @@ class Scope:
         return array
 
     def _size(self, axis: str) -> Any:
-        """The size of an axis, or a tuple for several axes. None if no array of the call has the
-        name.
-        """
+        """The size of an axis, a tuple for several, or None if no array of the call has the name."""
         if axis.lstrip("*").isidentifier():
             return self.sizes.get(axis.lstrip("*"))
         code = _compiled(axis)

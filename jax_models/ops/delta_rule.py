@@ -123,7 +123,7 @@ def delta_rule(
         state = jnp.zeros((batch, heads, v.shape[-1], k.shape[-1]), dtype)
     if 0 in v.shape or 0 in k.shape:
         return jnp.zeros(v.shape, dtype), state.astype(dtype)
-    # Chunks need a known number of steps, and do not pay for fewer steps than one chunk has.
+    # Chunks need a known number of steps, and are slower for fewer steps than one chunk has.
     if is_symbolic_dim(time) or (method == "auto" and time < CHUNK):
         method = "sequential"
     steps = jax.tree.map(lambda x: x.astype(dtype), Steps(r, log_w, k, v, a, b))
@@ -186,8 +186,7 @@ _compiled = jax.jit(_delta_rule, static_argnums=(0, 1))
 def _without_faults(
     xs: Steps, state: Array, restart: Bool[Array, "batch time"]
 ) -> tuple[Steps, Array, tuple[Array, Array]]:
-    """Sets steps and states that are not finite to zero, and marks the results that must become
-    NaN.
+    """Zeroes steps and states that are not finite, and marks the results that must become NaN.
 
     A step that restarts multiplies the state by zero, and zero times NaN would carry a NaN from one
     document to the next.

@@ -22,8 +22,7 @@ finite.
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Computes a chunk of steps, (…, step, features), by matrix products, as a step of
-    `matrix_scan`.
+    """Computes a chunk, (…, step, features), by matrix products, as a step of `matrix_scan`.
 
     S₀ is the state before the chunk. `before`, `behind` and `all` are sums of log decays: over the
     steps before each step, over the steps after it, and over all steps. The scores A say how
@@ -47,9 +46,7 @@ class Chunk:
         return after, (y,)
 
     def within(self, r, log_w, k, v, a=None, b=None) -> tuple[Array, ...]:
-        """Computes the part that does not need the state: the factors of S₀ᵀ in U and Y, and the
-        added terms.
-        """
+        """Computes all that does not need the state: factors of S₀ᵀ in U and Y, and added terms."""
         decays = (_FactoredDecays if self.bounded else _BlockwiseDecays)(log_w)
         scores_of_r = partial(decays.scores, r, reads_after=self.reads_after)
         of_start, y = decays.of_start(r, self.reads_after), _product(scores_of_r(k), v)
@@ -168,9 +165,7 @@ def _step_and_other() -> tuple[Array, Array]:
 
 
 def _pairs(level: int) -> Array:
-    """Marks the pairs with t in the second and i in the first of two neighboring blocks of 2^level
-    steps.
-    """
+    """Marks pairs with t in the second and i in the first of two blocks of 2^level steps."""
     t, i = _step_and_other()
     t, i = t >> level, i >> level
     return (t & 1 == 1) & (t == i + 1)
@@ -178,8 +173,7 @@ def _pairs(level: int) -> Array:
 
 @jax.custom_jvp
 def _inverse(scores: Array) -> Array:
-    """(I − scores)⁻¹ for scores that are 0 for i ≥ t, computed from the inverses of ever larger
-    blocks.
+    """(I − scores)⁻¹ for scores that are 0 if i ≥ t, from the inverses of ever larger blocks.
 
     The inverse is also the sum of the powers of the scores, but these can be much larger than their
     sum.

@@ -54,8 +54,8 @@ def hyper_lstm(
     """
     hidden, embedding = len(kernel_hh), len(d_kernel)
     # The loop multiplies the hyper network's concatenated state by one matrix, so the rows of its
-    # input kernel that read h join the recurrent kernel. Zeros pad the biases that the z_b and the
-    # first d lack.
+    # input kernel that read h join the recurrent kernel. Zeros stand for the biases that z_b, d_h
+    # and d_x do not have.
     products = {
         "hyper gates": Product(
             jnp.concatenate([hyper_kernel_ih[:hidden], hyper_kernel_hh]),

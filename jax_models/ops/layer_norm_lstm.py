@@ -34,8 +34,7 @@ def layer_norm_lstm(
     norms: LSTMNorms,
     **masks: Unpack[ScanMasks],
 ) -> tuple[Float[Array, "batch time hidden"], LSTMState]:
-    """Runs a layer-normalized LSTM over a sequence, with its gates side by side in the order i, f,
-    g, o.
+    """Runs a layer-normalized LSTM, with its gates side by side in the order i, f, g, o.
 
         i, f, g, o = x_t W_ih + h_{t−1} W_hh + b
         c_t, h_t   as `layer_norm_cell` makes them of the gates and c_{t−1}

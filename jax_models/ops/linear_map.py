@@ -38,9 +38,7 @@ def linear_map(
 
 
 class _Map(NamedTuple):
-    """A function, its transpose, their static arguments, and the tree structures of residuals, x
-    and y.
-    """
+    """A function, its transpose, their static arguments, and the structures of all trees."""
 
     function: LinearFunction
     transpose: LinearFunction
@@ -125,9 +123,7 @@ def _transpose(cotangents, *leaves, map: _Map):
 
 
 class _Batched(NamedTuple):
-    """A linear function under `vmap`: all of x is mapped, and those residuals that have a mapped
-    axis.
-    """
+    """A linear function under `vmap`: all of x is mapped, and residuals with a mapped axis."""
 
     function: LinearFunction
     axes: tuple[int | None, ...]

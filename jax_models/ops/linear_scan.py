@@ -27,8 +27,7 @@ features run in parallel.
 
 
 def solve(method: LinearRecurrenceMethod, a, b, h0, *, reverse: bool, ahead: bool = False):
-    """Returns all h. With `ahead`, step t is multiplied by the factor of the step before it in the
-    scan.
+    """Returns all h. With `ahead`, step t uses the factor of the step before it in the scan.
 
     The first step then has no factor. It needs none, because h0 is zero. With a symbolic number of
     steps, "auto" is sequential, because an associative scan needs to know the number.

@@ -29,9 +29,7 @@ pass than to use chunks.
 
 
 class ModalConvState(NamedTuple):
-    """The state of a modal convolution: a complex number for each mode, as its real and imaginary
-    part.
-    """
+    """The state of a modal convolution: the real and imaginary part of each mode."""
 
     modes: Float[Array, "batch features modes 2"]
 

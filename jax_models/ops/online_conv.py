@@ -150,7 +150,7 @@ def online_conv(
 
 
 def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]:
-    """Returns the inputs as (batch, time, features) in the dtype of the computation, with zero
+    """Returns the inputs as (batch, time, features) in the computation's dtype, zero in the
     padding.
     """
     dtype = carry_dtype(v.dtype)
@@ -182,9 +182,7 @@ def _tile_sizes(max_length: int) -> list[int]:
 
 
 def _take(rows, start, count: int, fill_value: float = 0):
-    """Takes the rows start … start + count − 1 of each batch row. Rows that do not exist are
-    filled.
-    """
+    """Takes the rows start … start + count − 1 of each batch row, and fills missing ones."""
     index = start[:, None] + jnp.arange(count, dtype=start.dtype)[None]
     index = jnp.where(index < 0, rows.shape[1], index)
     batch = jnp.arange(start.shape[0], dtype=start.dtype)[:, None]

@@ -78,8 +78,7 @@ class Rows:
     def positions(
         self, start: Int[Array, " batch"], time: int
     ) -> tuple[Int[Array, "batch time"], Int[Array, " batch"]]:
-        """Returns each step's position, counted from `start`, and the position after each row's
-        last step.
+        """Returns each step's position, counted from `start`, and each row's position at its end.
 
         With a time axis, `start` and the second result refer to the steps of all devices together.
         """
@@ -154,9 +153,7 @@ def reverse_time(
 
 
 def document_ends(reset: Bool[Array, "batch time"]) -> Bool[Array, "batch time"]:
-    """Given the first steps of packed documents, marks the last step of each except a row's last
-    one.
-    """
+    """Marks the last step of each packed document except a row's last, given the first steps."""
     return jnp.pad(reset, ((0, 0), (0, 1)))[:, 1:]
 
 

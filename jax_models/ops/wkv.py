@@ -241,9 +241,7 @@ def _associative(output: Output, w, u, k, v, start: WKVState, active, reset):
 
 
 def _masked(w, k, v, active, reset):
-    """Returns decays, keys and values with which padding adds nothing and a reset forgets
-    everything.
-    """
+    """Returns decays, keys and values with which padding adds nothing and a reset forgets all."""
     decay = like(w, k[:1])
     if active is not None:
         active = active[..., None]

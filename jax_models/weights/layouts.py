@@ -20,8 +20,7 @@ def weight_table(
     state_dict: Mapping[str, Any] | None = None,
     place: str = "",
 ) -> tuple[str, Table]:
-    """Returns the name and the table of a layout. None: the state_dict's layout, or the layer's
-    first.
+    """The name and table of a layout. None: the state_dict's layout, or else the layer's first.
 
     If the caller passes a table, its name is "". If the state_dict is that of a larger torch
     module, `place` is the path of the module in it.
@@ -105,9 +104,7 @@ def _layouts(layer: Any) -> Layouts:
 
 
 def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: str) -> str:
-    """The layout that shares the most keys with a state_dict. If equal, the one with fewest
-    missing.
-    """
+    """The layout that shares most keys with a state_dict, and of equal ones lacks the fewest."""
     start = at(place, "")
     keys = {str(key).removeprefix(start) for key in state_dict if str(key).startswith(start)}
     known = {name: {key for row in table for key in row.keys} for name, table in layouts.items()}
@@ -134,9 +131,7 @@ def _detect(layouts: Layouts, state_dict: Mapping[str, Any], layer: Any, place: 
 
 
 def _misfit_at(layouts: Layouts, layer: Any, weights: Mapping[str, Any], prefix: str) -> str | None:
-    """Describes the first shape under a prefix that does not fit. None if all shapes of a layout
-    fit.
-    """
+    """Describes the first shape under a prefix that does not fit, or returns None."""
     placeholders = {path: placeholder(p.get_value()) for path, p in params_of(layer).items()}
     misfits = []
     for table in layouts.values():

@@ -46,9 +46,7 @@ def flipped(param: str, key: str) -> Weight:
 
 
 def gates(param: str, keys: list[str]) -> Weight:
-    """The parameter has the gates' (out, in) matrices, or (out,) biases, side by side on its last
-    axis.
-    """
+    """The parameter joins the gates' (out, in) matrices, or (out,) biases, on its last axis."""
     return Weight(
         (param,),
         tuple(keys),

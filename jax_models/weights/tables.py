@@ -67,8 +67,7 @@ def linear_of_image(
     bias: bool | None = None,
     use_bias: bool | None = None,
 ) -> Table:
-    """`linear` on a flattened image, which is (height, width, channels) here, channels first in
-    torch.
+    """`linear` on a flattened image: (height, width, channels) here, channels first in torch.
 
     `shape` is torch's, (channels, height, width), or channels and any other number of axes.
     """

@@ -251,8 +251,7 @@ def _placed(
     shardings: Mapping[str, Any],
     not_finite: list[str],
 ) -> dict[str, jax.Array]:
-    """Reads a row's parameters into their shardings. Adds keys with NaN or infinity to
-    `not_finite`.
+    """Returns a row's parameters in their shardings, and adds keys with NaN or ∞ to `not_finite`.
 
     Besides the result, at most one copy of the arrays is in memory.
 

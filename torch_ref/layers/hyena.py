@@ -27,9 +27,7 @@ def fft_conv(h: Tensor, v: Tensor, skip: Tensor) -> Tensor:
 
 
 def go_on(h: Tensor, v: Tensor, skip: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
-    """Continues a convolution: returns the outputs at v after the inputs `past`, and all inputs so
-    far.
-    """
+    """Continues a convolution of `past` with v: returns the new outputs, and all inputs so far."""
     inputs = torch.cat([past, v], dim=-1)
     return fft_conv(h, inputs, skip)[..., past.shape[-1] :], inputs
 

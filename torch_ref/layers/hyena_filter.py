@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 
 def decay_rates(features: int) -> Tensor:
-    """α (1, features, 1), with which e^{αt} decays to 0.01 at t = 1.5 (slowest channel) to 0.3
-    (fastest).
-    """
+    """α (1, features, 1): e^{αt} decays to 0.01 at t = 1.5 (slowest channel) to 0.3 (fastest)."""
     return torch.linspace(math.log(0.01) / 1.5, math.log(0.01) / 0.3, features)[None, :, None]
 
 

@@ -75,8 +75,8 @@ class DeviceScan:
         return self.shapes(step, args[:states], args[states:], outputs)
 
     def _lowered_by(self, kernel: Kernel):
-        """Returns a lowering to the kernel, or to the fallback if the kernel raises
-        NotImplementedError.
+        """Returns a lowering to the kernel, or to the fallback if the kernel does not support the
+        call.
         """
 
         def rule(ctx, *args, step, states, outputs, reverse, fallback):
@@ -157,9 +157,7 @@ PARAMETERS = ("step", "states", "outputs", "reverse", "fallback")
 
 
 def _flat(scan: Kernel, states: int):
-    """Returns the scan with flat arguments (states, then inputs) and flat results (outputs, then
-    states).
-    """
+    """Flattens the arguments of a scan to states, inputs, and its results to outputs, states."""
 
     def flat(*args):
         ys, last = scan(args[:states], args[states:])
