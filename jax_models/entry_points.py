@@ -39,7 +39,7 @@ def failures_as_warnings(group: str, package: str) -> Iterator[None]:
 
 
 def broken_packages(group: str) -> str:
-    """Returns the list of failed packages for an error about a missing name, or "" if none failed."""
+    """Lists the failed packages for an error about a missing name. Returns "" if none failed."""
     return f" (broken packages: {'; '.join(_failures[group])})" if _failures[group] else ""
 
 

@@ -44,7 +44,7 @@ def _num_filter_layers(checkpoint: Checkpoint, fields: Fields) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class GPModelConfig(StackConfig):
-    """The config of the GPT-like language model of "The Annotated Hyena"."""
+    """The config of The Annotated Hyena's GPT-like model, by default with its simple Hyena."""
 
     family: ClassVar = "The Annotated Hyena"
     layouts: ClassVar = {
@@ -101,7 +101,7 @@ class GPModelConfig(StackConfig):
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **options: Any) -> Self:
-        """Reads a checkpoint's config. Attention needs `num_heads=`, authentic Hyena `implicit=`."""
+        """Reads a checkpoint's config. Attention needs `num_heads`, authentic Hyena `implicit`."""
         config = super().from_state_dict(state_dict, **options)
         name = NOT_IN_SHAPES.get(config.block)
         if name is not None and name not in options:

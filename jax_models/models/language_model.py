@@ -346,8 +346,9 @@ def _bias(part: str, module: Any, key: str) -> Table:
 
 
 def checked_tokens(name: str, tokens, vocab_size: int) -> Int[Array, "..."]:
-    """Returns the tokens as an array, or raises an error if they are not in 0 … vocab_size − 1.
-    Traced tokens outside that range become vocab_size, so their logits are NaN.
+    """Returns the tokens as an array, or raises an error if one is not in 0 … vocab_size − 1.
+
+    Traced tokens outside that range become vocab_size, so that their logits are NaN.
     """
     values = tokens if isinstance(tokens, Tracer) else as_array(name, tokens, np.asarray)
     if not jnp.issubdtype(values.dtype, jnp.integer):

@@ -336,7 +336,7 @@ def _taps(
 
 
 def _hann_fourier(window: int) -> np.ndarray:
-    """A windowed Fourier basis, (window, 2 · bins): the real parts, then the imaginary ones."""
+    """A Fourier basis times a Hann window, (window, 2 · bins): real, then imaginary parts."""
     real_fourier = np.fft.rfft(np.eye(window))
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
     return hann[:, None] * np.concatenate([real_fourier.real, real_fourier.imag], axis=1)

@@ -216,7 +216,7 @@ class Scope:
         return array
 
     def _size(self, axis: str) -> Any:
-        """The size of an axis, a tuple for several, or None if no array of the call has the name."""
+        """The size of an axis, a tuple for several axes, or None if no array has the name."""
         if axis.lstrip("*").isidentifier():
             return self.sizes.get(axis.lstrip("*"))
         code = _compiled(axis)

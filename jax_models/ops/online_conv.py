@@ -150,9 +150,7 @@ def online_conv(
 
 
 def _history(v, lengths, max_length: int) -> Float[Array, "batch time features"]:
-    """Returns the inputs as (batch, time, features) in the computation's dtype, zero in the
-    padding.
-    """
+    """Returns the inputs as (batch, time, features), in at least float32, with zero padding."""
     dtype = carry_dtype(v.dtype)
     if v.shape[-1] > max_length:
         raise ValueError(

@@ -56,9 +56,7 @@ def block_diagonal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def initial_a_param(features: int) -> Tensor:
-    """Draws a_param as recurrentgemma does: a² = e^{−2 softplus(a_param)} uniform in [0.9²,
-    0.999²].
-    """
+    """Draws a_param as recurrentgemma: a² = e^{−2 softplus(a_param)} uniform in [0.9², 0.999²]."""
     a = torch.empty(features).uniform_(0.9**2, 0.999**2).sqrt()
     return torch.expm1(-a.log()).log()
 

@@ -75,9 +75,7 @@ class DeviceScan:
         return self.shapes(step, args[:states], args[states:], outputs)
 
     def _lowered_by(self, kernel: Kernel):
-        """Returns a lowering to the kernel, or to the fallback if the kernel does not support the
-        call.
-        """
+        """Returns a lowering to the kernel, or to the fallback for calls without a kernel."""
 
         def rule(ctx, *args, step, states, outputs, reverse, fallback):
             def lower(scan):
