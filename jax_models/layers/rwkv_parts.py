@@ -106,7 +106,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
         self.value = matrix(hidden_features, features)
 
     def first_mix(self, channel: np.ndarray, height: float) -> np.ndarray:
-        """The initial μ, defined by a subclass. `channel` rises from 0 towards 1 over the features."""
+        """The initial μ, by a subclass. `channel` rises from 0 towards 1 over the features."""
         raise NotImplementedError
 
     def mixed(self, letter: str, x: Array, previous: Array) -> Array:

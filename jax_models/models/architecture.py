@@ -139,8 +139,7 @@ class ModelConfig(CheckedFields):
     """The base class of the configs of models whose checkpoints `load_pretrained` reads."""
 
     family: ClassVar[str] = ""
-    """The name of the models in error messages. A class without a name is a base class of others.
-    """
+    """The models' name in error messages. A class without a name is a base class of others."""
     model_types: ClassVar[tuple[str, ...]] = ()
     """The values of `model_type` in the config.json of such a model."""
     marks: ClassVar[tuple[str, ...]] = ()

@@ -39,8 +39,7 @@ HIDDEN = 128
 TAPS = 3
 """Taps of each convolution."""
 CONVOLUTIONS = ((128, 1), (64, 2), (64, 2), (HIDDEN, 1))
-"""Output features and stride of each convolution. The strides reduce a frame's four columns to one.
-"""
+"""Output features and stride of each convolution. They reduce a frame's four columns to one."""
 
 
 class SileroVADState(NamedTuple):

@@ -58,9 +58,7 @@ def _attention(q, k, v, mask: Bool[Array, "batch heads time keys"], dropout):
     scores = scores.reshape(batch, heads, time, k.shape[1])
     # Masked keys are left out of the softmax. With a finite score, they would outweigh keys in the
     # mask whose scores overflow to −∞.
-    seen = mask | ~jnp.any(
-        mask, axis=-1, keepdims=True
-    )  # with an empty mask, the caller returns zero
+    seen = mask | ~jnp.any(mask, axis=-1, keepdims=True)  # if empty, the caller returns zero
     weights = jax.nn.softmax(scores * features**-0.5, axis=-1, where=seen)
     weights = jnp.where(seen, weights, 0).astype(q.dtype)
     weights = weights if dropout is None else dropout(weights)

@@ -25,8 +25,7 @@ KINDS = {
 """The dtypes that each annotation allows: their common type, and their name in an error."""
 
 LARGEST_SIZE = 2**28 - 1
-"""The largest allowed size. XLA crashes if a kernel, whose shape has two sizes, exceeds 2⁶³ bytes.
-"""
+"""The largest size. XLA crashes if a kernel, a product of two sizes, exceeds 2⁶³ bytes."""
 
 
 def wrong_shape(name: str, expected: Any, shape: tuple[int, ...]) -> ValueError:

@@ -25,8 +25,7 @@ DeltaRuleMethod = Literal["auto", "chunked", "sequential", "pallas", "pallas_int
 CHUNKS = 8
 """The backward pass stores one state every 8 chunks and recomputes the others."""
 GONE = -1e5
-"""A log decay whose exponential is zero in every dtype. Lower ones, such as −∞, are raised to it.
-"""
+"""A log decay whose exponential is zero in every dtype. Lower ones, such as −∞, become this one."""
 
 
 @checked()

@@ -33,7 +33,7 @@ class Chunk:
         Y = (r ⊙ e^before) S₀ᵀ + A_rb U + A_rk V
         S = S₀ diag(e^all) + Uᵀ (b ⊙ e^behind) + Vᵀ (k ⊙ e^behind)
 
-    In this case, r ⊙ w takes the place of r.
+    If r reads the state after its step, r ⊙ w takes the place of r.
     """
 
     reads_after: bool

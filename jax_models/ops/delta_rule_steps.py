@@ -15,8 +15,7 @@ from jax_models.ops.linear_map import linear_map
 from jax_models.ops.varying import match_varying_axes
 
 FEW_STATES = 2**22
-"""A size in bytes. If all states take at most this much, storing them is faster than recomputing.
-"""
+"""A size in bytes. If all states take no more than this, storing beats recomputing them."""
 
 
 class Steps(NamedTuple):

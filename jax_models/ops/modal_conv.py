@@ -20,8 +20,7 @@ from jax_models.ops.time_axis import of_device_before
 from jax_models.ops.varying import match_varying_axes
 
 CHUNK = 32
-"""The number of steps of a chunk. Longer chunks need more products, and shorter ones more states.
-"""
+"""The steps of a chunk. Longer chunks need more products, and shorter ones need more states."""
 MANY_STATES = 2**20
 """A number of complex numbers. On a CPU, it is faster to store fewer than these for the backward
 pass than to use chunks.

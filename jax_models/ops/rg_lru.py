@@ -22,8 +22,7 @@ class RGLRUState(NamedTuple):
     h: Float[Array, "batch features"]
     """The hidden state."""
     position: Int[Array, " batch"] | None = None
-    """The number of steps of the document so far. None if the first step is not treated specially.
-    """
+    """The number of steps of the document so far. None if first steps are like all others."""
 
 
 @checked()

@@ -115,8 +115,8 @@ def cudnn_refusal(
 def cudnn_pays(x: Float[Array, "batch time in"]) -> bool:
     """Whether cuDNN is likely to be faster, if it supports the call.
 
-    It is not for a single step, because packing the weights takes longer than the step. It is not
-    if the compiler may divide the program over several GPUs, because the compiler would then gather
+    It is not for a single step, which would have to wait until the weights are packed. Nor is it if
+    the compiler may divide the program over several GPUs, because the compiler would then gather
     the whole batch on each GPU.
     """
     mesh = jax.sharding.get_abstract_mesh()

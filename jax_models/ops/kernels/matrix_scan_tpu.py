@@ -8,8 +8,8 @@ from jax.experimental.pallas import tpu as pltpu
 LANES, SUBLANES = 128, 8
 """In VMEM, the width and height of a matrix are padded to multiples of these."""
 ROWS = 4
-"""The largest number of rows in a block. With several rows, the matrix unit works on one while the
-product of another is under way.
+"""The largest number of rows in a block. The products of several rows are independent, so they can
+overlap.
 """
 BLOCK_BYTES = 2**20
 """The largest size of the blocks of all arrays together. Mosaic has 16 MiB of VMEM, in which the
