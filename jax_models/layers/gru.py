@@ -107,7 +107,7 @@ class GRU(RecurrentStack[GRUState]):
         return partial(ops.recurrent_stack, partial(ops.gru, reset_after=self.reset_after))
 
     def torch_layouts(self) -> Layouts:
-        """As for every stack, but without `reset_after` there is no `torch.nn` layout."""
+        """The layouts of every stack, except that `torch.nn` requires `reset_after`."""
         layouts = super().torch_layouts()
         if not self.reset_after:
             layouts.pop("torch.nn", None)

@@ -105,7 +105,7 @@ class RNN(RecurrentStack[RNNState]):
         return partial(ops.recurrent_stack, recurrence)
 
     def torch_layouts(self) -> Layouts:
-        """As for every stack, and `deep`: RNNDeep; `cell`: a cell with U, W and one bias b."""
+        """The layouts of every stack, `deep`: RNNDeep, `cell`: a cell with U, W and one bias."""
         layouts = super().torch_layouts()
         has_bias, has_recurrent_bias = (
             bias is not None for bias in (self.cells[0].bias_ih, self.cells[0].bias_hh)

@@ -73,7 +73,7 @@ class ChannelMix(SequenceLayer[RWKVChannelMixState]):
     """The base class of the channel mixes, the feed-forward parts.
 
         k, r = mix(x_t, x_{t−1}) W, each with its own μ and W
-        y_t = σ(r) ⊙ (max(k, 0)² W_v) without σ(r) if not `gated`
+        y_t = σ(r) ⊙ (max(k, 0)² W_v)                   without σ(r) if not `gated`
 
     A subclass defines the names and the initial values of the μ, and the initializer of W_k.
     """

@@ -218,7 +218,8 @@ class ModelConfig(CheckedFields):
                 f"{cls.__name__}: no layout says how to read its fields from a checkpoint; build "
                 "the config yourself"
             )
-        # A checkpoint does not name its layout, so take the layout that has most of its keys in it.
+        # A checkpoint does not name its layout, so take the one with the most keys in the
+        # state_dict.
         candidates = (Checkpoint(state_dict, layout) for layout in cls.layouts.values())
         checkpoint = max(candidates, key=Checkpoint.score)
         layout, numbers = checkpoint.layout, checkpoint.numbers

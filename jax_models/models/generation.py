@@ -210,7 +210,7 @@ class Decoder:
         key: Key[Array, ""],
         options: Options,
     ) -> tuple[Tokens, tuple[Token, LanguageModelState]]:
-        """Draws the token after a prompt's first `length` tokens. Also returns the state there."""
+        """Draws the token after `length` tokens of a prompt, and returns the state before it."""
         lengths = jnp.full(len(prompt), length, jnp.int32)
         logits, state = self._model(arrays)(prompt, lengths=lengths)
         logits = jax.lax.dynamic_index_in_dim(logits, length - 1, axis=1, keepdims=False)

@@ -85,8 +85,9 @@ class StackConfig(LanguageModelConfig):
     """The base class of the configs of language models whose blocks have equal sizes."""
 
     remat: Remat = dataclasses.field(default="none", kw_only=True)
-    """What the backward pass recomputes to save memory. "none": nothing. "dots": everything except
-    the results of matrix products. "full": everything except the inputs of the blocks.
+    """The part that the backward pass recomputes to save memory. "none": nothing. "dots":
+    everything except the results of matrix products. "full": everything except the inputs of the
+    blocks.
     """
     scan_layers: bool = dataclasses.field(default=False, kw_only=True)
     """Whether to compile one block and reuse it for all, which compiles faster but runs slower on a

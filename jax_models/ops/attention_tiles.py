@@ -12,7 +12,7 @@ NEVER = np.iinfo(np.int32).max
 
 
 class Tiling(NamedTuple):
-    """How the scores are divided into tiles."""
+    """The division of the scores into tiles."""
 
     tile: int
     """Number of steps of a tile of queries, and of a tile of the keys of the same sequence."""

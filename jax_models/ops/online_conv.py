@@ -165,7 +165,7 @@ def _end(start, v, lengths) -> Int[Array, " batch"]:
 
 
 def _first_taps(taps: Taps, params, length: int, like: Float[Array, "batch features *time"]):
-    """Computes the first taps, in the dtype of some inputs."""
+    """Computes the first taps in the dtype of the inputs `like`, and checks their shape."""
     h = taps(params, length)
     if h.shape != (like.shape[1], length):
         raise wrong_shape("taps(params, length)", (like.shape[1], length), h.shape)

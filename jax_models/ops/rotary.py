@@ -19,7 +19,7 @@ def rotary(
 ) -> Float[Array, "batch time heads head_features"]:
     """Rotates the first n = `rotated` features of each head by angles that grow with the position.
 
-        (x_i, x_{i + n/2}) is rotated by p · θ^{−2i/n}, i = 0 … n/2 − 1
+        (x_i, x_{i + n/2}) is rotated by p · θ^{−2i/n},   i = 0 … n/2 − 1
 
     As a result, the product of a query and a key depends on the distance of their positions. The
     angles are computed in at least float32.

@@ -19,7 +19,7 @@ from jax_models.ops.time_axis import states_between
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How the rows of a batch are padded, packed and divided over devices.
+    """The padding and packing of the rows of a batch, and their division over devices.
 
     The call of a layer or an operator makes a `Rows` with `of`, and passes it on as a single
     argument. A function that receives a `Rows` assumes that all its arguments were checked.
@@ -32,7 +32,7 @@ class Rows:
     active: Bool[Array, "batch time"] | None = None
     """True at the real steps, which are t < lengths[b] in row b. None: all are real."""
     time_axis: str | None = None
-    """The mesh axis over whose devices time is divided, inside a `jax.shard_map`."""
+    """The mesh axis over which time is divided, inside a `jax.shard_map`."""
 
     @classmethod
     def of(
@@ -126,9 +126,8 @@ class DividedMasks(Masks, total=False):
     """The masks of an operator whose time may be divided over devices."""
 
     time_axis: str | None
-    """The mesh axis over whose devices time is divided, inside a `jax.shard_map`. Each device has
-    some of the steps. States refer to the steps of all devices together, and are the same on every
-    device.
+    """The mesh axis over which time is divided, inside a `jax.shard_map`. Each device has some of
+    the steps. States refer to the steps of all devices together, and are the same on every device.
     """
 
 
