@@ -14,8 +14,8 @@ MARKS = {
     "RWKV-5": ("ln_x.weight", "time_faaaa", "gate.weight"),
     "RWKV-4": ("time_mix_k", "time_mix_key"),
 }
-"""For each version of RWKV, ends of keys by which to recognize it. The order matters, because later
-versions in this table share keys with earlier ones.
+"""For each version of RWKV, ends of keys by which to recognize it. The order matters, because keys
+of a version may also occur in versions that are listed before it.
 """
 
 
